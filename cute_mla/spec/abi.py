@@ -1,0 +1,68 @@
+"""The kernel parameter ABI: gmem pointers, scalars and by-value tensor maps, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ParamKind(StrEnum):
+    """How one kernel parameter is passed. The value is what the manifest stores."""
+
+    POINTER = "pointer"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT32 = "float32"
+    TENSOR_MAP = "tensor_map"
+
+    @property
+    def size(self) -> int:
+        """Bytes that the parameter takes."""
+        return _SIZES[self]
+
+
+_SIZES = {
+    ParamKind.POINTER: 8,
+    ParamKind.INT32: 4,
+    ParamKind.INT64: 8,
+    ParamKind.FLOAT32: 4,
+    ParamKind.TENSOR_MAP: 128,
+}
+
+
+@dataclass(frozen=True)
+class Param:
+    """One kernel parameter: its name in the kernel's signature and how it is passed."""
+
+    name: str
+    kind: ParamKind
+
+    @property
+    def size(self) -> int:
+        """Bytes that the parameter takes."""
+        return self.kind.size
+
+
+def pointers(*names: str) -> tuple[Param, ...]:
+    """Parameters that are 64-bit global-memory addresses."""
+    return tuple(Param(name, ParamKind.POINTER) for name in names)
+
+
+def int32s(*names: str) -> tuple[Param, ...]:
+    """Parameters that are 32-bit signed integers."""
+    return tuple(Param(name, ParamKind.INT32) for name in names)
+
+
+def int64s(*names: str) -> tuple[Param, ...]:
+    """Parameters that are 64-bit signed integers."""
+    return tuple(Param(name, ParamKind.INT64) for name in names)
+
+
+def float32s(*names: str) -> tuple[Param, ...]:
+    """Parameters that are 32-bit floats."""
+    return tuple(Param(name, ParamKind.FLOAT32) for name in names)
+
+
+def tensor_maps(*names: str) -> tuple[Param, ...]:
+    """Parameters that are 128-byte tensor maps passed by value."""
+    return tuple(Param(name, ParamKind.TENSOR_MAP) for name in names)

@@ -1,0 +1,17 @@
+"""The dimensions of Multi-head Latent Attention that every op shares."""
+
+from __future__ import annotations
+
+D_LATENT = 512  # compressed KV: keys and values both read it
+D_ROPE = 64  # rotary part: keys only
+D_QK = D_LATENT + D_ROPE
+D_V = D_LATENT
+
+MAX_HEADS = 128
+
+DTYPES = ("bf16", "fp16")
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """The least integer not below numerator / denominator, for positive denominators."""
+    return -(-numerator // denominator)

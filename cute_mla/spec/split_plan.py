@@ -1,0 +1,64 @@
+"""split_plan: divides the key tiles of a batch into parts of equal cost, on the device.
+
+The plan is a table int32 [num_parts, 8] (FlashMLA's tile_scheduler_metadata) and a prefix sum int32 [batch + 1]
+(num_splits). A part handles the key tiles from (begin_req, begin_tile) up to, not including, (end_req, end_tile); between
+them lie whole requests. A request cut by k part boundaries has k + 1 splits; an uncut one has none and writes its output
+directly. num_splits[r] is the first row of the accumulators that request r uses.
+
+A plan is never wrong, only less balanced: the parts of a request cover all its tiles whatever its length has become,
+since the last part of a request runs to its actual end (PART_END_OPEN) and the others clip their tiles to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .abi import Param, int32s, pointers
+
+TILE_KEYS = 64  # keys of one tile, the unit of the plan
+
+PLAN_COLUMNS = 8
+PART_BEGIN_REQ = 0
+PART_END_REQ = 1  # inclusive; a part without work has begin_req == batch
+PART_BEGIN_TILE = 2
+PART_END_TILE = 3  # exclusive, of end_req
+PART_BEGIN_SPLIT = 4  # index among the splits of begin_req of the part's first piece
+PART_FIRST_IS_SPLIT = 5
+PART_LAST_IS_SPLIT = 6
+PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
+
+PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
+MAX_PARTS = 1024
+
+NO_SPLIT_LIMIT = 1 << 30  # split_tiles when the plan is free to cut anywhere
+INVARIANT_SPLIT_TILES = 128  # split_tiles when batch invariant: a request is cut every 8,192 keys, and nowhere else
+
+PARAMS: tuple[Param, ...] = (
+    *pointers(
+        "cache_seqlens",  # int32 [batch]
+        "plan",  # int32 [num_parts, 8], out
+        "num_splits",  # int32 [batch + 1], out
+    ),
+    *int32s(
+        "batch",
+        "num_parts",
+        "split_tiles",  # NO_SPLIT_LIMIT, or the fixed length of a split in key tiles
+        "max_splits",  # accumulator rows kept per request when split_tiles is fixed, else 0
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SplitPlanConfig:
+    """split_plan has no variants."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return "i32"
+
+
+def accumulator_rows(batch: int, num_parts: int) -> int:
+    """Rows of the split accumulators that a free plan can need at most: each of the num_parts - 1 boundaries cuts one
+    request, and a request cut k times has k + 1 <= 2 k splits."""
+    return min(2 * (num_parts - 1), batch + num_parts - 1)
