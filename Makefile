@@ -1,0 +1,40 @@
+# Everything a clone needs: `make verify` and `make test` do their own set-up. A second run redoes only what has changed.
+
+PYTHON ?= python3
+ARCH ?= all
+PYTEST_ARGS ?= -n auto --dist worksteal
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamp carries the hash of all that decides what is installed, so that editing either file reinstalls.
+SETUP_STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+
+.PHONY: setup build verify test test-full lint clean
+
+setup: $(SETUP_STAMP)
+
+$(SETUP_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is required, %s is %s" % (sys.executable, sys.version.split()[0]) if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[build,dev]'
+	rm -f $(VENV)/.setup-*
+	touch $@
+
+build: setup
+	$(BIN)/cute-mla build --arch $(ARCH)
+
+verify: build
+	$(BIN)/cute-mla verify --arch $(ARCH)
+
+test: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
+
+test-full: build
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) cute_mla/artifacts build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,55 @@
+"""MLA kernels compiled ahead of time: torch tensors in, torch tensors out, on a GPU or on the simulated device.
+
+Names are looked up on first use, so that importing the package loads neither torch nor a driver binding.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import flash_mla_with_kvcache, get_mla_metadata, is_supported, workspace_size
+    from .runtime.device import simulate
+    from .runtime.errors import ArtifactError, DeviceError
+    from .simulator import SimulationError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArtifactError",
+    "DeviceError",
+    "SimulationError",
+    "__version__",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "is_supported",
+    "simulate",
+    "workspace_size",
+]
+
+_HOME_OF = {
+    "ArtifactError": ".runtime.errors",
+    "DeviceError": ".runtime.errors",
+    "SimulationError": ".simulator",
+    "flash_mla_with_kvcache": ".api",
+    "get_mla_metadata": ".api",
+    "is_supported": ".api",
+    "simulate": ".runtime.device",
+    "workspace_size": ".api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name from the module that defines it."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, loaded or not."""
+    return sorted({*globals(), *__all__})

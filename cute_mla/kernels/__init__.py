@@ -1,0 +1,1 @@
+"""CuTe-DSL sources, one file per (op, architecture)."""
