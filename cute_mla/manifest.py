@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .spec.abi import Param, ParamKind
+from .spec.arch import ARCHS
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -84,7 +89,189 @@ class Manifest:
 
     kernels: dict[str, KernelEntry]
 
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Reads and checks folder/manifest.json. ManifestError names the file, what was found and what is expected."""
+        path = folder / MANIFEST_NAME
+        try:
+            raw = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise ManifestError(f"{path}: found no such file, expected the manifest that `cute-mla build` writes") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ManifestError(f"{path}: found unreadable content ({error}), expected a JSON object") from error
+        try:
+            return cls(_decode_manifest(raw))
+        except _Mismatch as mismatch:
+            raise ManifestError(f"{path}: {mismatch}") from None
+
+    def save(self, folder: Path) -> None:
+        """Writes folder/manifest.json in one step: a reader sees the old file or the new one. Equal manifests give equal bytes."""
+        raw = {"format": FORMAT_VERSION, "kernels": {name: asdict(entry) for name, entry in self.kernels.items()}}
+        text = json.dumps(raw, sort_keys=True, indent=1) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{MANIFEST_NAME}.", delete=False, encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)  # a temporary file is private to its owner, a shipped one is not
+                os.replace(file.name, folder / MANIFEST_NAME)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    def find(self, op: str, arch: str, config_name: str) -> KernelEntry:
+        """The entry of a variant. ManifestError if there is none."""
+        name = kernel_name(op, arch, config_name)
+        entry = self.kernels.get(name)
+        if entry is None:
+            raise ManifestError(f"found no kernel {name}, expected one of: {', '.join(sorted(self.kernels)) or 'none was built'}")
+        return entry
+
 
 def kernel_name(op: str, arch: str, config_name: str) -> str:
     """The manifest key of a variant."""
     return f"{op}_{arch}_{config_name}"
+
+
+class _Mismatch(Exception):
+    """A value that is not what its place requires."""
+
+    def __init__(self, where: str, found: object, expected: str) -> None:
+        shown = repr(found)
+        super().__init__(f"{where}: found {shown if len(shown) <= 120 else shown[:117] + '...'}, expected {expected}")
+
+
+_Decoder = Callable[[Any, str], Any]
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise _Mismatch(where, value, "a non-empty string")
+    return value
+
+
+def _matching(pattern: str, expected: str) -> _Decoder:
+    def decode(value: Any, where: str) -> str:
+        if not isinstance(value, str) or re.fullmatch(pattern, value) is None:
+            raise _Mismatch(where, value, expected)
+        return value
+
+    return decode
+
+
+def _one_of(allowed: tuple[str, ...]) -> _Decoder:
+    def decode(value: Any, where: str) -> str:
+        if value not in allowed:
+            raise _Mismatch(where, value, f"one of {', '.join(allowed)}")
+        return value
+
+    return decode
+
+
+def _integer(least: int) -> _Decoder:
+    def decode(value: Any, where: str) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise _Mismatch(where, value, f"an integer >= {least}")
+        return value
+
+    return decode
+
+
+def _dim3(value: Any, where: str) -> tuple[int, int, int]:
+    if not isinstance(value, list) or len(value) != 3:
+        raise _Mismatch(where, value, "a list of three integers")
+    x, y, z = (_integer(1)(extent, f"{where}[{axis}]") for axis, extent in enumerate(value))
+    return x, y, z
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Mismatch(where, value, "an object")
+    return value
+
+
+def _mapping(item: _Decoder) -> _Decoder:
+    def decode(value: Any, where: str) -> dict[str, Any]:
+        return {key: item(member, f"{where}.{key}") for key, member in _object(value, where).items()}
+
+    return decode
+
+
+def _sequence(item: _Decoder) -> _Decoder:
+    def decode(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _Mismatch(where, value, "a list")
+        return tuple(item(member, f"{where}[{index}]") for index, member in enumerate(value))
+
+    return decode
+
+
+def _record(make: Callable[..., Any], **fields: _Decoder) -> _Decoder:
+    def decode(value: Any, where: str) -> Any:
+        found = _object(value, where)
+        if found.keys() != fields.keys():
+            raise _Mismatch(where, sorted(found), f"exactly the fields {sorted(fields)}")
+        return make(**{name: decode_field(found[name], f"{where}.{name}") for name, decode_field in fields.items()})
+
+    return decode
+
+
+_SHA256 = _matching(r"[0-9a-f]{64}", "64 hexadecimal digits")
+_FILE_NAME = _matching(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "the name of a file beside the manifest")
+_ENTRY = _record(
+    KernelEntry,
+    name=_FILE_NAME,
+    op=_string,
+    arch=_one_of(tuple(ARCHS)),
+    config=_object,
+    entry=_string,
+    cubin=_FILE_NAME,
+    cubin_sha256=_SHA256,
+    ptx=_FILE_NAME,
+    ptx_sha256=_SHA256,
+    params=_sequence(
+        _record(
+            lambda name, kind: Param(name, ParamKind(kind)),
+            name=_string,
+            kind=_one_of(tuple(kind.value for kind in ParamKind)),
+        )
+    ),
+    block=_dim3,
+    cluster=_dim3,
+    smem_bytes=_integer(0),
+    registers=_integer(1),
+    stack_bytes=_integer(0),
+    fingerprint=_SHA256,
+    barriers=_sequence(_record(Barrier, name=_string, offset=_integer(0), count=_integer(1))),
+    named_barriers=_sequence(_record(NamedBarrier, name=_string, barrier_id=_integer(0))),
+    roles=_sequence(_record(Role, name=_string, first_warp=_integer(0), warps=_integer(1))),
+    instructions=_mapping(_integer(0)),
+    tools=_mapping(_string),
+)
+
+
+def _decode_manifest(raw: Any) -> dict[str, KernelEntry]:
+    version = _object(raw, "the file").get("format")
+    if version != FORMAT_VERSION:
+        raise _Mismatch("format", version, f"{FORMAT_VERSION}, the one that this version reads")
+    if raw.keys() != {"format", "kernels"}:
+        raise _Mismatch("the file", sorted(raw), "exactly the fields ['format', 'kernels']")
+    kernels: dict[str, KernelEntry] = _mapping(_ENTRY)(raw["kernels"], "kernels")
+    for key, entry in kernels.items():
+        _check_entry(key, entry)
+    return kernels
+
+
+def _check_entry(key: str, entry: KernelEntry) -> None:
+    """What must hold between the fields of an entry."""
+    where = f"kernels.{key}"
+    if entry.name != key or not key.startswith(kernel_name(entry.op, entry.arch, "")):
+        raise _Mismatch(f"{where}.name", entry.name, f"its key {key}, beginning with its op and arch")
+    for barrier in entry.barriers:
+        if barrier.offset % 8 or barrier.offset + 8 * barrier.count > entry.smem_bytes:
+            raise _Mismatch(f"{where}.barriers", barrier, f"8-byte aligned words inside {entry.smem_bytes} bytes of shared memory")
+    warps = -(-entry.block[0] * entry.block[1] * entry.block[2] // 32)
+    for role in entry.roles:
+        if role.first_warp + role.warps > warps:
+            raise _Mismatch(f"{where}.roles", role, f"warps among the {warps} of a block")

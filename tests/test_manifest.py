@@ -1,0 +1,136 @@
+"""The manifest survives a round trip, says what is wrong with a damaged one, and never reads half a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cute_mla.manifest import MANIFEST_NAME, Barrier, KernelEntry, Manifest, ManifestError, NamedBarrier, Role
+from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
+
+NAME = "dense_decode_sm90_bf16_cluster2"
+ENTRY = KernelEntry(
+    name=NAME,
+    op="dense_decode",
+    arch="sm90",
+    config={"dtype": "bf16", "cluster": 2},
+    entry=f"{NAME}_0",
+    cubin=f"{NAME}.cubin",
+    cubin_sha256="a" * 64,
+    ptx=f"{NAME}.ptx",
+    ptx_sha256="b" * 64,
+    params=(*tensor_maps("kv_map"), *pointers("q"), *int64s("stride"), *float32s("scale"), *int32s("s_q")),
+    block=(384, 1, 1),
+    cluster=(2, 1, 1),
+    smem_bytes=232_448,
+    registers=168,
+    stack_bytes=0,
+    fingerprint="c" * 64,
+    barriers=(Barrier("kv_ready", 0, 2), Barrier("kv_free", 16, 2)),
+    named_barriers=(NamedBarrier("scores", 1),),
+    roles=(Role("load", 0, 4), Role("math", 4, 8)),
+    instructions={"HGMMA": 44, "UTMALDG": 9},
+    tools={"nvidia-cutlass-dsl": "4.8.1"},
+)
+
+
+def save(folder: Path) -> dict[str, Any]:
+    """Saves the sample and returns its JSON."""
+    Manifest({NAME: ENTRY}).save(folder)
+    loaded: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_text())
+    return loaded
+
+
+def test_round_trip_keeps_every_field(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert Manifest.load(tmp_path) == Manifest({NAME: ENTRY})
+
+
+def test_equal_manifests_give_equal_bytes(tmp_path: Path) -> None:
+    other = replace(ENTRY, name="dense_decode_sm90_a", instructions=dict(reversed(ENTRY.instructions.items())))
+    Manifest({NAME: ENTRY, other.name: other}).save(tmp_path / "one")
+    Manifest({other.name: replace(other, instructions=ENTRY.instructions), NAME: ENTRY}).save(tmp_path / "two")
+    assert (tmp_path / "one" / MANIFEST_NAME).read_bytes() == (tmp_path / "two" / MANIFEST_NAME).read_bytes()
+
+
+def test_find_returns_the_variant_and_names_what_there_is(tmp_path: Path) -> None:
+    manifest = Manifest({NAME: ENTRY})
+    assert manifest.find("dense_decode", "sm90", "bf16_cluster2") is ENTRY
+    with pytest.raises(ManifestError, match=f"found no kernel dense_decode_sm90_fp16, expected one of: {NAME}"):
+        manifest.find("dense_decode", "sm90", "fp16")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        (("format",), 99, "format: found 99, expected 1"),
+        (("extra",), 1, r"the file: found \['extra', 'format', 'kernels'\], expected exactly"),
+        (("kernels",), [], r"kernels: found \[\], expected an object"),
+        (("kernels", NAME, "cubin_sha256"), "xyz", f"kernels.{NAME}.cubin_sha256: found 'xyz', expected 64 hexadecimal digits"),
+        (("kernels", NAME, "ptx"), "../k.ptx", "found '../k.ptx', expected the name of a file beside the manifest"),
+        (("kernels", NAME, "arch"), "sm70", "arch: found 'sm70', expected one of sm90"),
+        (("kernels", NAME, "block"), [384, 1], r"block: found \[384, 1\], expected a list of three integers"),
+        (("kernels", NAME, "block"), [384, 0, 1], r"block\[1\]: found 0, expected an integer >= 1"),
+        (("kernels", NAME, "registers"), True, "registers: found True, expected an integer >= 1"),
+        (("kernels", NAME, "smem_bytes"), "1024", "smem_bytes: found '1024', expected an integer >= 0"),
+        (("kernels", NAME, "params", 0, "kind"), "float64", r"params\[0\].kind: found 'float64', expected one of pointer"),
+        (("kernels", NAME, "unknown"), 1, "expected exactly the fields"),
+        (("kernels", NAME, "name"), "other", "expected its key"),
+        (("kernels", NAME, "op"), "combine", "expected its key dense_decode_sm90_bf16_cluster2, beginning with its op and arch"),
+        (("kernels", NAME, "instructions", "HGMMA"), -1, "instructions.HGMMA: found -1"),
+        (("kernels", NAME, "barriers", 0, "offset"), 4, "8-byte aligned words inside 232448 bytes"),
+        (("kernels", NAME, "barriers", 1, "offset"), 232_440, "8-byte aligned words inside 232448 bytes"),
+        (("kernels", NAME, "roles", 1, "warps"), 9, "warps among the 12 of a block"),
+    ],
+)
+def test_a_damaged_field_is_named_with_what_was_found_and_expected(
+    tmp_path: Path, path: tuple[str | int, ...], value: object, expected: str
+) -> None:
+    raw = save(tmp_path)
+    place: Any = raw
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(raw))
+    with pytest.raises(ManifestError, match=expected) as failure:
+        Manifest.load(tmp_path)
+    assert str(tmp_path / MANIFEST_NAME) in str(failure.value)
+
+
+def test_a_missing_field_is_named(tmp_path: Path) -> None:
+    raw = save(tmp_path)
+    del raw["kernels"][NAME]["entry"]
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(raw))
+    with pytest.raises(ManifestError, match="expected exactly the fields"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])
+def test_a_file_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(ManifestError, match=r"manifest\.json: .*found"):
+        Manifest.load(tmp_path)
+
+
+def test_a_missing_file_names_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="found no such file, expected the manifest that `cute-mla build` writes"):
+        Manifest.load(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path)
+    before = (tmp_path / MANIFEST_NAME).read_bytes()
+
+    def full_disk(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        Manifest({}).save(tmp_path)
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
