@@ -1,0 +1,610 @@
+"""PTX arithmetic on NumPy arrays: roundings, conversions and special values that NumPy does not have by itself.
+
+Every function is pure and works on arrays of any shape. The forms of values are
+
+    f32, f64       float32, float64 arrays
+    f16, bf16      uint16 arrays of bit patterns; packed pairs are uint32 whose `.view(uint16)` holds the lower half first
+    e4m3, e5m2     uint8 arrays of bit patterns; packed pairs are uint16, lower byte first
+    tf32           float32 arrays
+    integers       arrays of the matching NumPy integer type
+
+Overflow and invalid operations are normal here: call under `numpy.errstate(all="ignore")`. Where PTX documents an approximation (ex2.approx
+and its like) the exact result, rounded once, is returned. Plain f32 add, sub, mul, div and sqrt with .rn are NumPy's own operators, which
+round once. The NaN that an f32 operation produces keeps NumPy's payload unless `canonical_nan` is applied; narrower results are canonical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Conversion = Callable[..., Array]
+
+F32_MIN_NORMAL = np.float32(2.0**-126)
+F16_MAX = np.float32(65504.0)
+BF16_MAX_BITS = 0x7F7F
+HALF_NAN = np.uint16(0x7FFF)  # canonical NaN of f16 and of bf16
+F32_NAN_BITS = np.uint32(0x7FFFFFFF)
+FP8_NAN = np.uint8(0x7F)
+
+_U16 = np.uint32(16)
+_HIGH_HALF = np.uint32(0xFFFF0000)
+_ROUND_BF16 = np.uint32(0x7FFF)
+_ONE32 = np.uint32(1)
+_ONE64 = np.uint64(1)
+_SHIFT_TO_TIE = np.uint64(35)  # leaves the 29 bits that f64 has more than f32
+_TIE = np.uint64(1 << 63)
+
+
+# ---- rounding -----------------------------------------------------------------------------------------------------------------------
+
+
+def flush_f32(x: Array) -> Array:
+    """Subnormal f32 values become zeros of their sign (.ftz)."""
+    flushed: Array = x * (np.abs(x) >= F32_MIN_NORMAL)
+    return flushed
+
+
+def canonical_nan(x: Array) -> Array:
+    """Every f32 NaN becomes 0x7FFFFFFF, as PTX arithmetic returns it."""
+    nan = x != x
+    if nan.any():
+        return np.where(nan, F32_NAN_BITS, x.view(np.uint32)).view(np.float32)
+    return x
+
+
+def saturate(x: Array) -> Array:
+    """Clamp f32 or f64 values to [0, 1]; NaN becomes +0 (.sat)."""
+    clamped: Array = np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)) + x.dtype.type(0)
+    return clamped
+
+
+def round_to_f32(x: Array, rounding: str = "rn") -> Array:
+    """Round float64 values to float32 with rounding rn, rz, rm or rp."""
+    nearest: Array = x.astype(np.float32)
+    if rounding == "rn":
+        return nearest
+    back = nearest.astype(np.float64)
+    if rounding == "rz":
+        return np.where(np.abs(back) > np.abs(x), np.nextafter(nearest, np.float32(0)), nearest)
+    if rounding == "rm":
+        return np.where(back > x, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+    if rounding == "rp":
+        return np.where(back < x, np.nextafter(nearest, np.float32(np.inf)), nearest)
+    raise ValueError(f"rounding {rounding!r} is not supported, only rn, rz, rm, rp")
+
+
+def _make_odd(value: Array, error: Array) -> Array:
+    """Turn value = nearest(value + error), float64, into the rounding to odd, from which any narrower rounding is exact."""
+    bits = value.view(np.int64)
+    adjust = (np.abs(error) > 0) & ((bits & 1) == 0)  # an error of NaN (infinite or NaN value) adjusts nothing
+    step = np.where((error < 0) == (value < 0), 1, -1)
+    return (bits + step * adjust).view(np.float64)
+
+
+def sum_to_odd(a: Array, b: Array) -> Array:
+    """a + b of float64 arrays, rounded to odd."""
+    total = a + b
+    part = total - a
+    return _make_odd(total, (a - (total - part)) + (b - part))
+
+
+def _signed_zero_down(total: Array, a: Array, b: Array) -> Array:
+    """With .rm an exact zero sum is -0 unless both terms are +0."""
+    return np.where((total == 0) & (np.signbit(a) | np.signbit(b)), -0.0, total)
+
+
+def _add_directed(a: Array, b: Array, rounding: str) -> Array:
+    total = sum_to_odd(a, b)
+    if rounding == "rm":
+        total = _signed_zero_down(total, a, b)
+    return round_to_f32(total, rounding)
+
+
+def add_f32(a: Array, b: Array, rounding: str = "rn") -> Array:
+    """a + b in f32, rounded once."""
+    if rounding == "rn":
+        return a + b
+    return _add_directed(a.astype(np.float64), b.astype(np.float64), rounding)
+
+
+def mul_f32(a: Array, b: Array, rounding: str = "rn") -> Array:
+    """a * b in f32, rounded once."""
+    if rounding == "rn":
+        return a * b
+    return round_to_f32(a.astype(np.float64) * b.astype(np.float64), rounding)  # the float64 product is exact
+
+
+def fma_f32(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
+    """a * b + c in f32, rounded once.
+
+    The float64 sum of the exact product and c is rounded again only where that cannot differ from one rounding: otherwise (the float64
+    sum is a tie of f32, or subnormal there) the sum is rounded to odd first.
+    """
+    product = a.astype(np.float64) * b
+    addend = c.astype(np.float64)
+    if rounding != "rn":
+        return _add_directed(product, addend, rounding)
+    total = product + addend
+    tie = (total.view(np.uint64) << _SHIFT_TO_TIE) == _TIE
+    if np.count_nonzero(tie) or np.count_nonzero(np.abs(total) < F32_MIN_NORMAL):
+        total = sum_to_odd(product, addend)
+    return total.astype(np.float32)
+
+
+# ---- minimum and maximum ------------------------------------------------------------------------------------------------------------
+
+
+def max_f32(a: Array, b: Array, nan: bool = False) -> Array:
+    """Maximum with PTX rules: the operand that is not NaN, +0 above -0; with nan (.NaN) a NaN operand gives the canonical NaN."""
+    if nan:
+        return canonical_nan(_order_zeros(np.maximum(a, b), a, b, np.bitwise_and))
+    return _order_zeros(np.fmax(a, b), a, b, np.bitwise_and)
+
+
+def min_f32(a: Array, b: Array, nan: bool = False) -> Array:
+    """Minimum with PTX rules: the operand that is not NaN, -0 below +0; with nan (.NaN) a NaN operand gives the canonical NaN."""
+    if nan:
+        return canonical_nan(_order_zeros(np.minimum(a, b), a, b, np.bitwise_or))
+    return _order_zeros(np.fmin(a, b), a, b, np.bitwise_or)
+
+
+def _order_zeros(result: Array, a: Array, b: Array, combine: Callable[[Array, Array], Array]) -> Array:
+    """Where both operands are zeros, combine their bits (and: -0 only if both; or: -0 if either)."""
+    if np.count_nonzero(result) == result.size:
+        return result
+    zeros = (a == 0) & (b == 0)
+    bits = combine(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
+    return np.where(zeros, bits, result.view(np.uint32)).view(np.float32)
+
+
+# ---- functions that PTX approximates ------------------------------------------------------------------------------------------------
+
+
+def _approximation(function: Callable[[Array], Array]) -> Callable[[Array, bool], Array]:
+    def evaluate(x: Array, ftz: bool = False) -> Array:
+        """The function in float64, rounded once to f32; ftz flushes subnormal inputs and results."""
+        if not ftz:
+            return function(x.astype(np.float64)).astype(np.float32)
+        return flush_f32(function(flush_f32(x).astype(np.float64)).astype(np.float32))
+
+    return evaluate
+
+
+ex2_f32 = _approximation(np.exp2)
+lg2_f32 = _approximation(np.log2)
+rcp_f32 = _approximation(np.reciprocal)
+sqrt_f32 = _approximation(np.sqrt)
+rsqrt_f32 = _approximation(lambda x: 1.0 / np.sqrt(x))
+tanh_f32 = _approximation(np.tanh)
+sin_f32 = _approximation(np.sin)
+cos_f32 = _approximation(np.cos)
+
+
+def div_f32(a: Array, b: Array, ftz: bool = False) -> Array:
+    """a / b in f32, correctly rounded (.approx and .full too); ftz flushes subnormal inputs and results."""
+    return flush_f32(flush_f32(a) / flush_f32(b)) if ftz else a / b
+
+
+# ---- 16-bit formats -----------------------------------------------------------------------------------------------------------------
+
+
+def bf16_to_f32(bits: Array) -> Array:
+    """Widen bf16 patterns; exact."""
+    return (bits.astype(np.uint32) << _U16).view(np.float32)
+
+
+def f16_to_f32(bits: Array) -> Array:
+    """Widen f16 patterns; exact."""
+    return bits.view(np.float16).astype(np.float32)
+
+
+def half_to_f32(bits: Array, kind: str) -> Array:
+    """Widen patterns of kind "f16" or "bf16"."""
+    if kind == "bf16":
+        return bf16_to_f32(bits)
+    if kind == "f16":
+        return f16_to_f32(bits)
+    raise ValueError(f"16-bit format {kind!r} is not supported, only f16 and bf16")
+
+
+def _bf16_high(x: Array, rounding: str) -> Array:
+    """f32 rounded to bf16, in the upper half of uint32 words whose lower halves are undefined; a NaN becomes 0x7FFF."""
+    bits = x.view(np.uint32)
+    if rounding == "rn":
+        bits = bits + (((bits >> _U16) & _ONE32) + _ROUND_BF16)
+    elif rounding != "rz":
+        raise ValueError(f"rounding {rounding!r} to bf16 is not supported, only rn and rz")
+    nan = x != x
+    return np.where(nan, F32_NAN_BITS, bits) if np.count_nonzero(nan) else bits
+
+
+def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
+    """Round f32 to bf16 patterns with rn or rz; NaN becomes 0x7FFF."""
+    return (_bf16_high(x, rounding) >> _U16).astype(np.uint16)
+
+
+def f32_to_bf16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
+    """cvt.{rn,rz}.bf16x2.f32 d, upper, lower as uint32."""
+    return (_bf16_high(upper, rounding) & _HIGH_HALF) | (_bf16_high(lower, rounding) >> _U16)
+
+
+def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
+    """Round f32 (or f64) to f16 patterns with rn, rz, rm or rp; NaN becomes 0x7FFF."""
+    nearest = x.astype(np.float16)
+    if rounding != "rn":
+        back = nearest.astype(x.dtype)
+        if rounding == "rz":
+            wrong, toward = np.abs(back) > np.abs(x), np.float16(0)
+        elif rounding == "rm":
+            wrong, toward = back > x, np.float16(-np.inf)
+        elif rounding == "rp":
+            wrong, toward = back < x, np.float16(np.inf)
+        else:
+            raise ValueError(f"rounding {rounding!r} to f16 is not supported, only rn, rz, rm, rp")
+        nearest = np.where(wrong, np.nextafter(nearest, toward), nearest)
+    nan = x != x
+    bits: Array = nearest.view(np.uint16)
+    return np.where(nan, HALF_NAN, bits) if np.count_nonzero(nan) else bits
+
+
+def pack_halves(upper: Array, lower: Array) -> Array:
+    """Two uint16 arrays as one uint32 array."""
+    return (upper.astype(np.uint32) << _U16) | lower
+
+
+def f32_to_f16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
+    """cvt.{rn,rz}.f16x2.f32 d, upper, lower as uint32."""
+    return pack_halves(f32_to_f16(upper, rounding), f32_to_f16(lower, rounding))
+
+
+def f32_to_tf32(x: Array, rounding: str = "rna") -> Array:
+    """Round f32 to 10 mantissa bits: rna (ties away from zero), rn (ties to even) or rz; NaN becomes 0x7FFFFFFF."""
+    bits = x.view(np.uint32)
+    if rounding == "rna":
+        bits = bits + np.uint32(0x1000)
+    elif rounding == "rn":
+        bits = bits + (((bits >> np.uint32(13)) & _ONE32) + np.uint32(0xFFF))
+    elif rounding != "rz":
+        raise ValueError(f"rounding {rounding!r} to tf32 is not supported, only rna, rn and rz")
+    return np.where(x != x, F32_NAN_BITS, bits & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def _narrow_odd(x: Array, kind: str) -> Array:
+    """Round float64 values, exact or rounded to odd, to f16 or bf16 patterns (nearest even)."""
+    if kind == "f16":
+        return f32_to_f16(x)  # NumPy rounds float64 to float16 in one step
+    nearest = x.astype(np.float32)
+    bits = nearest.view(np.int32)
+    error = x - nearest
+    adjust = (np.abs(error) > 0) & ((bits & 1) == 0) & np.isfinite(nearest)
+    step = np.where((error < 0) == np.signbit(nearest), 1, -1).astype(np.int32)
+    return f32_to_bf16((bits + step * adjust).astype(np.int32).view(np.float32))
+
+
+def _half_result(bits: Array, kind: str, ftz: bool, relu: bool, sat: bool) -> Array:
+    """Apply result modifiers to 16-bit patterns; relu keeps NaN, sat turns NaN into +0."""
+    infinity, smallest = (0x7C00, 0x0400) if kind == "f16" else (0x7F80, 0x0080)
+    magnitude = bits & np.uint16(0x7FFF)
+    if ftz:
+        bits = np.where(magnitude < smallest, bits & np.uint16(0x8000), bits)
+    if relu:
+        bits = np.where((bits > 0x7FFF) & (magnitude <= infinity), np.uint16(0), bits)
+    if sat:
+        one = np.uint16(0x3C00 if kind == "f16" else 0x3F80)
+        bits = np.where((bits > 0x7FFF) | (magnitude > infinity), np.uint16(0), np.minimum(bits, one))
+    return bits
+
+
+def half_arithmetic(operation: str, kind: str, modifiers: frozenset[str] = frozenset()) -> Conversion:
+    """The function of uint16 pattern arrays for add, sub, mul, fma, min, max, ex2 or tanh in f16 or bf16, rounded once (rn).
+
+    Packed operands are passed as `.view(uint16)`. Modifiers: ftz, relu, sat, NaN (min and max).
+    Raises ValueError for an operation, format or modifier that is not known.
+    """
+    unknown = modifiers - {"ftz", "relu", "sat", "NaN"}
+    if unknown or ("NaN" in modifiers and operation not in ("min", "max")):
+        raise ValueError(f"{operation} in {kind}: modifiers {sorted(modifiers)} are not supported")
+    if operation not in _HALF_OPERATIONS or kind not in ("f16", "bf16"):
+        raise ValueError(f"{operation} in {kind!r} is not supported, only {sorted(_HALF_OPERATIONS)} in f16 and bf16")
+    ftz, relu, sat = "ftz" in modifiers, "relu" in modifiers, "sat" in modifiers
+    nan = "NaN" in modifiers
+    function = _HALF_OPERATIONS[operation]
+
+    def evaluate(*operands: Array) -> Array:
+        if ftz:
+            operands = tuple(_half_result(bits, kind, True, False, False) for bits in operands)
+        wide = [half_to_f32(bits, kind) for bits in operands]
+        if operation in ("min", "max"):
+            result = f32_to_half(function(*wide, nan=nan), kind)
+        else:
+            result = _narrow_odd(function(*(value.astype(np.float64) for value in wide)), kind)
+        return _half_result(result, kind, ftz, relu, sat) if ftz or relu or sat else result
+
+    return evaluate
+
+
+def f32_to_half(x: Array, kind: str, rounding: str = "rn") -> Array:
+    """Round f32 to patterns of kind "f16" or "bf16"."""
+    if kind == "bf16":
+        return f32_to_bf16(x, rounding)
+    if kind == "f16":
+        return f32_to_f16(x, rounding)
+    raise ValueError(f"16-bit format {kind!r} is not supported, only f16 and bf16")
+
+
+_HALF_OPERATIONS: dict[str, Callable[..., Array]] = {
+    "add": sum_to_odd,
+    "sub": lambda a, b: sum_to_odd(a, -b),
+    "mul": lambda a, b: a * b,  # exact in float64
+    "fma": lambda a, b, c: sum_to_odd(a * b, c),
+    "min": min_f32,
+    "max": max_f32,
+    "ex2": np.exp2,
+    "tanh": np.tanh,
+}
+
+
+# ---- 8-bit formats ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """An 8-bit float: mantissa bits, exponent bias, code of the largest finite value."""
+
+    mantissa: int
+    bias: int
+    largest: int
+
+
+FP8_FORMATS = {"e4m3": Fp8Format(3, 7, 0x7E), "e5m2": Fp8Format(2, 15, 0x7B)}
+
+
+def _fp8_values(name: str) -> Array:
+    """The float32 value of each of the 256 codes."""
+    form = FP8_FORMATS[name]
+    codes = np.arange(256)
+    exponent = (codes & 0x7F) >> form.mantissa
+    fraction = (codes & ((1 << form.mantissa) - 1)) / (1 << form.mantissa)
+    value = np.where(exponent == 0, np.ldexp(fraction, 1 - form.bias), np.ldexp(1 + fraction, exponent - form.bias))
+    value = np.where((codes & 0x7F) > form.largest, np.nan, value)
+    if name == "e5m2":
+        value = np.where((codes & 0x7F) == 0x7C, np.inf, value)
+    signed: Array = np.where(codes > 0x7F, -value, value).astype(np.float32)
+    return np.where(np.isnan(signed), F32_NAN_BITS, signed.view(np.uint32)).view(np.float32)
+
+
+FP8_TO_F32 = {name: _fp8_values(name) for name in FP8_FORMATS}
+with np.errstate(all="ignore"):
+    FP8_TO_F16 = {name: f32_to_f16(values) for name, values in FP8_TO_F32.items()}
+
+
+def fp8_to_f32(codes: Array, kind: str) -> Array:
+    """Widen uint8 codes of kind "e4m3" or "e5m2"; exact."""
+    return _fp8_table(FP8_TO_F32, kind).take(codes)
+
+
+def fp8x2_to_f16x2(pairs: Array, kind: str) -> Array:
+    """cvt.rn.f16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of f16; exact, NaN becomes 0x7FFF."""
+    codes = np.ascontiguousarray(pairs, dtype=np.uint16).view(np.uint8)
+    halves: Array = _fp8_table(FP8_TO_F16, kind).take(codes)
+    return halves.view(np.uint32)
+
+
+def _fp8_table(tables: dict[str, Array], kind: str) -> Array:
+    if kind not in tables:
+        raise ValueError(f"8-bit format {kind!r} is not supported, only {sorted(tables)}")
+    return tables[kind]
+
+
+def f32_to_fp8(x: Array, kind: str) -> Array:
+    """cvt.rn.satfinite: nearest even, beyond the range the largest finite value of that sign, NaN 0x7F."""
+    if kind not in FP8_FORMATS:
+        raise ValueError(f"8-bit format {kind!r} is not supported, only {sorted(FP8_FORMATS)}")
+    form = FP8_FORMATS[kind]
+    drop = 23 - form.mantissa
+    magnitude = np.abs(x)
+    bits = magnitude.view(np.uint32)
+    rounded = (bits + ((bits >> np.uint32(drop)) & _ONE32) + np.uint32((1 << (drop - 1)) - 1)) >> np.uint32(drop)
+    normal = rounded.astype(np.int64) - ((127 - form.bias) << form.mantissa)
+    small = magnitude < np.float32(2.0 ** (1 - form.bias))
+    subnormal = np.rint(np.where(small, magnitude, 0) * np.float32(2.0 ** (form.bias - 1 + form.mantissa))).astype(np.int64)
+    code = np.minimum(np.where(small, subnormal, normal), form.largest) | np.where(np.signbit(x), 0x80, 0)
+    return np.where(x != x, FP8_NAN, code.astype(np.uint8))
+
+
+def f32_to_fp8x2(upper: Array, lower: Array, kind: str) -> Array:
+    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 d, upper, lower as uint16."""
+    return (f32_to_fp8(upper, kind).astype(np.uint16) << np.uint16(8)) | f32_to_fp8(lower, kind)
+
+
+def f16x2_to_fp8x2(pairs: Array, kind: str) -> Array:
+    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f16x2: uint32 pairs of f16 to uint16 pairs of codes."""
+    halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
+    return f32_to_fp8(f16_to_f32(halves), kind).view(np.uint16)
+
+
+# ---- integers -----------------------------------------------------------------------------------------------------------------------
+
+_ROUND_INTEGER: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+def round_to_integral(x: Array, rounding: str) -> Array:
+    """Round floats to integral floats: rni (ties to even), rzi, rmi or rpi."""
+    if rounding not in _ROUND_INTEGER:
+        raise ValueError(f"integer rounding {rounding!r} is not supported, only {sorted(_ROUND_INTEGER)}")
+    return _ROUND_INTEGER[rounding](x)
+
+
+def float_to_integer(x: Array, dtype: npt.DTypeLike, rounding: str) -> Array:
+    """Round f32 or f64 values to an integer type, clamped to its range.
+
+    NaN becomes 0, except that f64 sources and 64-bit results give the pattern with only the top bit set.
+    """
+    target = np.dtype(dtype)
+    limits = np.iinfo(target)
+    exact = round_to_integral(x, rounding).astype(np.float64)
+    top = 2.0 ** (limits.bits - (1 if target.kind == "i" else 0))
+    over, under, nan = exact >= top, exact < limits.min, exact != exact
+    result = np.where(over | under | nan, 0.0, exact).astype(target)
+    result = np.where(over, target.type(limits.max), np.where(under, target.type(limits.min), result))
+    if x.dtype == np.float64 or limits.bits == 64:
+        top_bit = target.type(limits.min if target.kind == "i" else 1 << (limits.bits - 1))
+        result = np.where(nan, top_bit, result)
+    return result
+
+
+def integer_to_f32(x: Array, rounding: str = "rn") -> Array:
+    """Round integers of any type to f32 once, with rn, rz, rm or rp."""
+    if rounding == "rn":
+        return x.astype(np.float32)
+    return round_to_f32(integer_to_f64(x), rounding)
+
+
+def integer_to_f64(x: Array) -> Array:
+    """Integers as float64: exact up to 32 bits, 64-bit ones rounded to odd (bits below the 53rd only say that the value is not exact)."""
+    if x.dtype.itemsize < 8:
+        return x.astype(np.float64)
+    negative = x < 0
+    magnitude = np.where(negative, (~x.view(np.uint64)) + _ONE64, x.view(np.uint64))
+    large = magnitude >= np.uint64(1 << 53)
+    sticky = ((magnitude & np.uint64(0x7FF)) != 0).astype(np.uint64) << np.uint64(11)
+    reduced = np.where(large, (magnitude & ~np.uint64(0x7FF)) | sticky, magnitude)
+    value = reduced.astype(np.float64)
+    return np.where(negative, -value, value)
+
+
+def convert_integer(x: Array, dtype: npt.DTypeLike, sat: bool = False) -> Array:
+    """Integer to integer: wraps, or clamps to the target's range with sat."""
+    target = np.dtype(dtype)
+    if not sat:
+        return x.astype(target)
+    limits, own = np.iinfo(target), np.iinfo(x.dtype)
+    low, high = max(limits.min, own.min), min(limits.max, own.max)
+    return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(target)
+
+
+# ---- cvt ----------------------------------------------------------------------------------------------------------------------------
+
+INTEGER_TYPES: dict[str, npt.DTypeLike] = {
+    f"{letter}{bits}": np.dtype(f"{'i' if letter == 's' else 'u'}{bits // 8}") for letter in "su" for bits in (8, 16, 32, 64)
+}
+_FLOAT_ROUNDINGS = ("rn", "rz", "rm", "rp")
+_WIDEN: dict[str, Callable[[Array], Array]] = {
+    "f64": lambda x: x,
+    "f32": lambda x: x,
+    "f16": f16_to_f32,
+    "bf16": bf16_to_f32,
+}
+
+
+def conversion(destination: str, source: str, modifiers: tuple[str, ...] = ()) -> Conversion:
+    """The function for `cvt.<modifiers>.<destination>.<source>`.
+
+    It takes one array in the form of the source type, or two (upper, lower) where the destination is a pair and the source is not, and
+    returns an array in the form of the destination type, of the destination's own width.
+    Raises ValueError for a form that PTX does not have or this simulator does not know.
+    """
+    known = _pair_conversion(destination, source, modifiers)
+    if known is None and source in INTEGER_TYPES and destination in INTEGER_TYPES and set(modifiers) <= {"sat"}:
+        target, sat = INTEGER_TYPES[destination], "sat" in modifiers
+        known = lambda x: convert_integer(x, target, sat)  # noqa: E731
+    if known is None:
+        known = _scalar_conversion(destination, source, modifiers)
+    if known is None:
+        raise ValueError(f"cvt{''.join('.' + m for m in modifiers)}.{destination}.{source} is not supported")
+    return known
+
+
+def _pair_conversion(destination: str, source: str, modifiers: tuple[str, ...]) -> Conversion | None:
+    """The conversions to two packed values."""
+    if destination in ("f16x2", "bf16x2") and source == "f32":
+        roundings, rest = _split_roundings(modifiers, ("rn", "rz"))
+        if len(roundings) != 1 or not set(rest) <= {"relu"}:
+            return None
+        kind, rounding = destination[:-2], roundings[0]
+        pack = f32_to_bf16x2 if kind == "bf16" else f32_to_f16x2
+        if not rest:
+            return lambda upper, lower: pack(upper, lower, rounding)
+        return lambda upper, lower: _half_result(pack(upper, lower, rounding).view(np.uint16), kind, False, True, False).view(np.uint32)
+    if destination in ("e4m3x2", "e5m2x2") and set(modifiers) == {"rn", "satfinite"}:
+        kind = destination[:-2]
+        if source == "f32":
+            return lambda upper, lower: f32_to_fp8x2(upper, lower, kind)
+        if source == "f16x2":
+            return lambda pairs: f16x2_to_fp8x2(pairs, kind)
+    if destination == "f16x2" and source in ("e4m3x2", "e5m2x2") and modifiers == ("rn",):
+        return lambda pairs: fp8x2_to_f16x2(pairs, source[:-2])
+    return None
+
+
+def _split_roundings(modifiers: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    return [m for m in modifiers if m in allowed], [m for m in modifiers if m not in allowed]
+
+
+def _scalar_conversion(destination: str, source: str, modifiers: tuple[str, ...]) -> Conversion | None:
+    """The conversions of one value where source or destination is a float."""
+    roundings, rest = _split_roundings(modifiers, (*_FLOAT_ROUNDINGS, *_ROUND_INTEGER, "rna"))
+    rounding = roundings[0] if roundings else None
+    ftz, sat, relu = "ftz" in rest, "sat" in rest, "relu" in rest
+    if len(roundings) > 1 or not set(rest) <= {"ftz", "sat", "relu"} or (ftz and "f32" not in (source, destination)):
+        return None
+    if destination == "tf32" and source == "f32" and rounding in ("rna", "rn", "rz") and not rest:
+        return lambda x: f32_to_tf32(x, rounding)
+    widen = _WIDEN.get(source, integer_to_f64 if source in INTEGER_TYPES else None)
+    narrow = _narrowing(destination, source, rounding)
+    if widen is None or narrow is None or (relu and (destination not in ("f16", "bf16") or source != "f32")):
+        return None
+    if not rest:
+        return lambda x: narrow(widen(x))
+
+    def convert(x: Array) -> Array:
+        value = widen(flush_f32(x) if ftz and source == "f32" else x)
+        if sat and destination not in INTEGER_TYPES:  # float to integer clamps with or without .sat
+            value = saturate(value)
+        result = narrow(value)
+        if relu:
+            return _half_result(result, destination, False, True, False)
+        return flush_f32(result) if ftz and destination == "f32" else result
+
+    return convert
+
+
+def _narrowing(destination: str, source: str, rounding: str | None) -> Callable[[Array], Array] | None:
+    """From f32 or f64 values (f32 for f16, bf16 and f32 sources, f64 for the others) to the destination; None if there is no such cvt."""
+    if destination in INTEGER_TYPES:
+        target = INTEGER_TYPES[destination]
+        return (lambda x: float_to_integer(x, target, rounding)) if rounding in _ROUND_INTEGER else None
+    width = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
+    if destination not in width:
+        return None
+    if source in width and (width[source] < width[destination] or source == destination):
+        return _widening(destination, rounding, source == destination)
+    if rounding not in _FLOAT_ROUNDINGS:
+        return None
+    if destination == "f64":
+        return lambda x: x
+    if destination == "f32":
+        return lambda x: round_to_f32(x, rounding)
+    if destination == "bf16":
+        return (lambda x: f32_to_bf16(x, rounding)) if source == "f32" and rounding in ("rn", "rz") else None
+    return lambda x: f32_to_f16(x, rounding)
+
+
+def _widening(destination: str, rounding: str | None, same: bool) -> Callable[[Array], Array] | None:
+    """Exact conversions: to a wider float (no rounding) or to itself (none, or to an integral value)."""
+    encode: dict[str, Callable[[Array], Array]] = {
+        "f16": f32_to_f16,
+        "bf16": f32_to_bf16,
+        "f32": lambda x: x.astype(np.float32, copy=False),
+        "f64": lambda x: x.astype(np.float64, copy=False),
+    }
+    finish = encode[destination]
+    if rounding is None:
+        return finish
+    return (lambda x: finish(round_to_integral(x, rounding))) if same and rounding in _ROUND_INTEGER else None
