@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .abi import Param, float32s, int32s, int64s, pointers
+from .mla import ceil_div
 
-ROWS_PER_BLOCK = 8  # one warp merges one row (query token, head)
+ROWS_PER_BLOCK = 8  # one warp merges one row (query token, head), or a quarter of its columns
+COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
@@ -32,6 +34,12 @@ PARAMS: tuple[Param, ...] = (
         "split_tiles",  # as in split_plan: when fixed, a request uses ceil(tiles / split_tiles) of its accumulator rows
     ),
 )
+
+
+def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:
+    """CTAs along (batch * s_q, blocks of heads, blocks of columns). The result's bits do not depend on the last."""
+    tokens, head_blocks = batch * s_q, ceil_div(h_q, ROWS_PER_BLOCK)
+    return tokens, head_blocks, COLUMN_BLOCKS if tokens * head_blocks <= 2 * sm_count else 1
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Merges the splits of each request into out and lse."""

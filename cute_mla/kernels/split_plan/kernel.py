@@ -1,0 +1,261 @@
+"""split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
+
+    tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 5     C_r = sum of cost before r     T = C_batch
+    boundary p lies at cost x = min(p * ceil(T / num_parts), T), in the request r with C_r <= x < C_r+1,
+    and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
+
+The trick: boundaries do not depend on one another, so nothing is walked. 1,024 threads each own
+
+    phase 1   a run of ceil(batch / 1024) requests   sum its cost; block scan -> s_cost[1025], exclusive, 64 bits
+    phase 2   one boundary                           search s_cost, walk inside the run -> s_req, s_tile[1025]
+    phase 3   the same boundary                      is it a cut, is it the first of its request; block scan -> s_rows[1025],
+                                                     the accumulator rows of all boundaries before it
+    phase 4   one part, and every 1,024th request    write the plan row from boundaries p, p + 1; num_splits by searching s_req
+
+No scratch beyond shared memory and no bound on batch: what is stored per run, not per request, is small and 64 bits wide, while
+num_splits, int32, only ever holds accumulator rows. Operands and their meaning: cute_mla/spec/split_plan.py.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64
+from cutlass.cute.runtime import make_ptr
+
+from ...manifest import Role, kernel_name
+from ...spec.arch import Arch
+from ...spec.split_plan import (
+    MAX_PARTS,
+    NO_SPLIT_LIMIT,
+    PARAMS,
+    PART_BEGIN_REQ,
+    PART_BEGIN_SPLIT,
+    PART_BEGIN_TILE,
+    PART_END_OPEN,
+    PART_END_REQ,
+    PART_END_TILE,
+    PART_FIRST_IS_SPLIT,
+    PART_LAST_IS_SPLIT,
+    PIECE_OVERHEAD_TILES,
+    PLAN_COLUMNS,
+    TILE_KEYS,
+    SplitPlanConfig,
+)
+from ..source import KernelSource
+
+THREADS = 1024
+WARPS = THREADS // 32
+assert THREADS >= MAX_PARTS, "one thread per boundary"
+
+
+@cute.struct
+class Smem:
+    """cost: exclusive prefix sum over the runs of requests, total at the end. req, tile: the boundaries. rows: exclusive
+    prefix sum of the accumulator rows over the boundaries. warp_cost, warp_rows: totals of the warps, during a scan."""
+
+    cost: cute.struct.MemRange[Int64, THREADS + 1]
+    warp_cost: cute.struct.MemRange[Int64, WARPS]
+    warp_rows: cute.struct.MemRange[Int32, WARPS]
+    req: cute.struct.MemRange[Int32, MAX_PARTS + 1]
+    tile: cute.struct.MemRange[Int32, MAX_PARTS + 1]
+    rows: cute.struct.MemRange[Int32, MAX_PARTS + 1]
+
+
+@cute.jit
+def planned_tiles(length: Int32) -> Int32:
+    """max(ceil(length / 64), 1); written so that neither a negative nor a huge length overflows."""
+    return (cutlass.max(length, Int32(1)) - 1) // TILE_KEYS + 1
+
+
+@cute.jit
+def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Constexpr):
+    """Exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
+    thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % 32, thread // 32  # not warp_idx(): it shuffles, which inside the branch below would hang or lie
+    inclusive = value
+    for level in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(inclusive, 1 << level)
+        inclusive += below if lane >= (1 << level) else dtype(0)
+    if lane == 31:
+        warp_totals[warp] = inclusive
+    cute.arch.sync_threads()
+    # Each warp scans the 32 totals again, which saves a second barrier.
+    totals = warp_totals[lane]
+    for level in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(totals, 1 << level)
+        totals += below if lane >= (1 << level) else dtype(0)
+    before = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0))
+    start = before if warp > 0 else dtype(0)
+    return start + inclusive - value, cute.arch.shuffle_sync(totals, 31)
+
+
+@cute.jit
+def sum_cost(lengths: cute.Pointer, begin: Int32, end: Int32) -> Int64:
+    """Cost of the requests [begin, end)."""
+    cost = Int64(0)
+    for request in cutlass.range(begin, end, unroll=1):
+        cost += Int64(planned_tiles(lengths[request]) + PIECE_OVERHEAD_TILES)
+    return cost
+
+
+@cute.jit
+def count_not_above(values: cute.Pointer, count: Int32, bound):
+    """How many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
+    found = Int32(0)
+    for level in cutlass.range_constexpr(11):
+        probe = found + (1024 >> level)
+        value = values[cutlass.min(probe, count) - 1]  # always loaded, so that there is no branch
+        found = probe if probe <= count and value <= bound else found
+    return found
+
+
+@cute.jit
+def locate(lengths: cute.Pointer, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
+    """The request in which a cost < T lies, and the offset in it."""
+    index = count_not_above(costs, Int32(THREADS), cost) - 1
+    offset = cost - costs[index]
+    request = index * run
+    last = cutlass.min(request + run, batch) - 1
+    inside = Boolean(False)
+    while request < last and not inside:
+        request_cost = Int64(planned_tiles(lengths[request]) + PIECE_OVERHEAD_TILES)
+        inside = offset < request_cost
+        if not inside:
+            offset -= request_cost
+            request += 1
+    return request, Int32(offset)
+
+
+@cute.jit
+def write_part(row: cute.Pointer, lengths: cute.Pointer, begin: tuple, end: tuple, split: Int32, batch: Int32):
+    """One row of the plan, for the part between the boundaries begin and end, each (request, tile); split: index among the
+    pieces of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
+    begin_req, begin_tile = begin
+    end_req, end_tile = end
+    first, last, end_open = Int32(0), Int32(0), Int32(0)
+    if begin_req == end_req and begin_tile == end_tile:
+        begin_req, end_req, begin_tile, end_tile, split = batch, batch, Int32(0), Int32(0), Int32(0)
+    else:
+        first, last = Int32(begin_tile > 0), Int32(end_tile > 0)
+        if end_tile == 0:  # the part ends where a request starts: it owns the tail of the one before
+            end_req -= 1
+            end_tile = planned_tiles(lengths[end_req])
+            end_open = Int32(1)
+        if begin_req == end_req:
+            first = first | last
+            last = first
+    row[PART_BEGIN_REQ] = begin_req
+    row[PART_END_REQ] = end_req
+    row[PART_BEGIN_TILE] = begin_tile
+    row[PART_END_TILE] = end_tile
+    row[PART_BEGIN_SPLIT] = split
+    row[PART_FIRST_IS_SPLIT] = first
+    row[PART_LAST_IS_SPLIT] = last
+    row[PART_END_OPEN] = end_open
+
+
+@cute.kernel
+def split_plan(
+    cache_seqlens: cute.Pointer,
+    plan: cute.Pointer,
+    num_splits: cute.Pointer,
+    batch: Int32,
+    num_parts: Int32,
+    split_tiles: Int32,
+    max_splits: Int32,
+):
+    thread, _, _ = cute.arch.thread_idx()
+    smem = cutlass.memory.SmemAllocator().allocate(Smem)
+    costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
+    invariant = split_tiles < NO_SPLIT_LIMIT
+
+    # The consumer may be launched now: it waits for this grid to end before it reads the plan.
+    cute.arch.griddepcontrol_launch_dependents()
+    cute.arch.griddepcontrol_wait()
+
+    # Phase 1: cost of the runs.
+    run = (batch + (THREADS - 1)) // THREADS
+    run_begin = cutlass.min(thread * run, batch)
+    run_cost = sum_cost(cache_seqlens, run_begin, cutlass.min(run_begin + run, batch))
+    cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
+    costs[thread] = cost_before
+    cute.arch.sync_threads()
+
+    # Phase 2: boundaries. Threads past num_parts only take part in the barriers.
+    req, tile = batch, Int32(0)
+    if thread < num_parts:
+        step = (total + Int64(num_parts - 1)) // Int64(num_parts)
+        cost = Int64(thread) * step
+        if cost < total:
+            req, offset = locate(cache_seqlens, costs, cost, run, batch)
+            tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
+            if invariant:
+                tile -= tile % split_tiles
+        reqs[thread] = req
+        tiles[thread] = tile
+    if thread == 0:
+        reqs[num_parts] = batch
+        tiles[num_parts] = Int32(0)
+    cute.arch.sync_threads()
+
+    # Phase 3: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
+    added = Int32(0)
+    if tile > 0:  # never at boundary 0
+        added = Int32(2)
+        if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
+            added = Int32(1)
+    rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
+    if thread < num_parts:
+        rows[thread] = rows_before
+    if thread == 0:
+        rows[num_parts] = total_rows
+    cute.arch.sync_threads()
+
+    # Phase 4: the plan and num_splits.
+    if thread < num_parts:
+        split = Int32(0)
+        if tile > 0 and not invariant:
+            split = rows_before + added - 1 - rows[count_not_above(reqs, num_parts + 1, req - 1)]
+        end = (reqs[thread + 1], tiles[thread + 1])
+        write_part(plan + thread * PLAN_COLUMNS, cache_seqlens, (req, tile), end, split, batch)
+    for request in cutlass.range(thread, batch + 1, THREADS, unroll=1):
+        first_row = request * max_splits
+        if not invariant:
+            first_row = rows[count_not_above(reqs, num_parts + 1, request - 1)]
+        num_splits[request] = first_row
+
+
+@cute.jit
+def launch(
+    cache_seqlens: cute.Pointer,
+    plan: cute.Pointer,
+    num_splits: cute.Pointer,
+    batch: Int32,
+    num_parts: Int32,
+    split_tiles: Int32,
+    max_splits: Int32,
+    name: cutlass.Constexpr,
+):
+    split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    split_plan(cache_seqlens, plan, num_splits, batch, num_parts, split_tiles, max_splits).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
+    )
+
+
+def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
+    """The kernel's source, ready to compile."""
+    int32s = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
+    name = kernel_name("split_plan", arch.name, config.name)
+    return KernelSource(
+        op="split_plan",
+        config=config,
+        host=launch,
+        args=(int32s, int32s, int32s, Int32(1), Int32(1), Int32(1), Int32(0), name),
+        params=PARAMS,
+        block=(THREADS, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=Smem.size_in_bytes(),  # type: ignore[attr-defined]  # cute.struct adds it
+        barriers=(),
+        named_barriers=(),
+        roles=(Role("planner", 0, WARPS),),
+        expected={},
+    )

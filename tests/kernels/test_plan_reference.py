@@ -1,0 +1,108 @@
+"""Properties of every plan: what consumers and workspaces rely on, for the lengths it was made for and for any others."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_reference import Plan, actual_tiles, pieces, planned_tiles, reference_plan
+
+from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.split_plan import (
+    MAX_PARTS,
+    NO_SPLIT_LIMIT,
+    PART_BEGIN_REQ,
+    PART_BEGIN_TILE,
+    PART_END_OPEN,
+    PART_END_REQ,
+    PART_FIRST_IS_SPLIT,
+    PART_LAST_IS_SPLIT,
+    PIECE_OVERHEAD_TILES,
+    accumulator_rows,
+)
+
+LENGTHS = st.one_of(
+    st.sampled_from([0, 1, 63, 64, 65, 127, 128, 8192, 8193, -1]), st.integers(0, 600), st.integers(0, 40_000), st.integers(0, 300_000)
+)
+BATCHES = st.lists(LENGTHS, min_size=0, max_size=24)
+NUM_PARTS = st.one_of(st.sampled_from([1, 2, 66, 132, MAX_PARTS]), st.integers(1, 40))
+SPLIT_TILES = st.sampled_from([2, 7, 128])
+TABLE_TILES = 300_000 // 64 + 1
+
+
+def check_coverage(plan: Plan, lengths: list[int], split_tiles: int) -> None:
+    """Every tile of every request exactly once; rows unique, in order, and all of a merged request's rows written."""
+    covered: dict[int, int] = dict.fromkeys(range(len(lengths)), 0)
+    rows: dict[int, list[int | None]] = {request: [] for request in covered}
+    for _, piece in pieces(plan, lengths, split_tiles):
+        if piece.end > piece.begin:
+            assert piece.begin == covered[piece.request], "pieces of a request follow each other without gap or overlap"
+            covered[piece.request] = piece.end
+        rows[piece.request].append(piece.row)
+    for request, length in enumerate(lengths):
+        assert covered[request] == actual_tiles(length)
+        first = plan.num_splits[request]
+        count = plan.num_splits[request + 1] - first
+        if split_tiles < NO_SPLIT_LIMIT:
+            used = ceil_div(actual_tiles(length), split_tiles)
+            count = used if used > 1 else 0
+        assert rows[request] == (list(range(first, first + count)) if count else [None])
+
+
+def part_costs(plan: Plan, lengths: list[int]) -> list[int]:
+    """Tiles plus overheads that each part was planned to take."""
+    costs = [0] * len(plan.parts)
+    for index, piece in pieces(plan, lengths, NO_SPLIT_LIMIT):
+        costs[index] += max(piece.end - piece.begin, 1) + PIECE_OVERHEAD_TILES
+    return costs
+
+
+@settings(max_examples=300, deadline=None)
+@given(BATCHES, NUM_PARTS, BATCHES)
+def test_free_plan_covers_balances_and_fits(lengths: list[int], num_parts: int, later: list[int]) -> None:
+    plan = reference_plan(lengths, num_parts)
+    check_coverage(plan, lengths, NO_SPLIT_LIMIT)
+    assert plan.num_splits[-1] <= accumulator_rows(len(lengths), num_parts)
+    total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
+    assert all(cost <= ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES for cost in part_costs(plan, lengths))
+    changed = (later + lengths)[: len(lengths)]
+    check_coverage(plan, changed, NO_SPLIT_LIMIT)
+
+
+@settings(max_examples=300, deadline=None)
+@given(BATCHES, NUM_PARTS, SPLIT_TILES, BATCHES)
+def test_invariant_plan_cuts_only_at_multiples(lengths: list[int], num_parts: int, split_tiles: int, later: list[int]) -> None:
+    plan = reference_plan(lengths, num_parts, split_tiles, ceil_div(TABLE_TILES, split_tiles))
+    check_coverage(plan, lengths, split_tiles)
+    assert all(part[PART_BEGIN_TILE] % split_tiles == 0 for part in plan.parts)
+    total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
+    bound = ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES + split_tiles - 1
+    assert all(cost <= bound for cost in part_costs(plan, lengths))
+    check_coverage(plan, (later + lengths)[: len(lengths)], split_tiles)
+
+
+@settings(max_examples=200, deadline=None)
+@given(BATCHES, NUM_PARTS)
+def test_flags_and_empty_parts(lengths: list[int], num_parts: int) -> None:
+    plan = reference_plan(lengths, num_parts)
+    for part in plan.parts:
+        begin, end = part[PART_BEGIN_REQ], part[PART_END_REQ]
+        if begin == len(lengths):
+            assert part == (len(lengths), len(lengths), 0, 0, 0, 0, 0, 0)
+            continue
+        merged = [plan.num_splits[request + 1] > plan.num_splits[request] for request in (begin, end)]
+        assert [bool(part[PART_FIRST_IS_SPLIT]), bool(part[PART_LAST_IS_SPLIT])] == merged
+        assert part[PART_END_OPEN] in (0, 1)
+
+
+def test_one_long_request_is_shared_by_all_parts() -> None:
+    plan = reference_plan([131_072], 132)
+    assert plan.num_splits == (0, 129)  # 2,053 cost units in steps of 16: 129 parts, each a split
+    assert all(part[PART_BEGIN_REQ] == (0 if index < 129 else 1) for index, part in enumerate(plan.parts))
+
+
+@pytest.mark.parametrize("num_parts", [1, 132])
+def test_empty_batch(num_parts: int) -> None:
+    plan = reference_plan([], num_parts)
+    assert plan.num_splits == (0,)
+    assert set(plan.parts) == {(0,) * 8}
