@@ -1,0 +1,74 @@
+"""The paged KV cache: k_cache [pages, page, h_kv, 576], rows of 512 latent and 64 rotary values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .spec.dense_decode import SMALL_PAGES
+from .spec.mla import D_QK
+from .spec.split_plan import TILE_KEYS
+from .spec.tensor_map import Swizzle, TensorMap
+from .tensors import DTYPE_NAMES, TMA_ALIGNMENT, TensorSpec, check_dtype, check_last_contiguous, check_shape
+
+_MAX_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
+_MAX_SIZE = 1 << 32
+
+
+def page_size_problem(page_size: int) -> str | None:
+    """Why a page size is not supported, or None if it is."""
+    if page_size in SMALL_PAGES or (page_size > 0 and page_size % TILE_KEYS == 0):
+        return None
+    return f"page size is {page_size}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
+
+
+class DenseCache(NamedTuple):
+    """The layout of a bf16 or fp16 cache. strides: bytes between KV heads, keys of a page, pages."""
+
+    dtype: str
+    pages: int
+    page_size: int
+    h_kv: int
+    strides: tuple[int, int, int]
+
+    def tensor_map(self, address: int, box_keys: int) -> TensorMap:
+        """The cache at an address, for boxes of 64 values by box_keys keys of one head and page."""
+        return TensorMap(
+            dtype=self.dtype,
+            address=address,
+            dims=(D_QK, self.h_kv, self.page_size, self.pages),
+            strides=self.strides,
+            box=(TILE_KEYS, 1, box_keys, 1),
+            swizzle=Swizzle.B128,
+        )
+
+
+def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
+    """The layout of a cache for queries of this dtype. ValueError if kernels cannot read it."""
+    check_shape("k_cache", spec, ("pages", "page size", "h_kv", D_QK))
+    check_dtype("k_cache", spec, dtype)
+    check_last_contiguous("k_cache", spec)
+    pages, page_size, h_kv, _ = spec.shape
+    if pages == 0:
+        raise ValueError(f"k_cache has shape {list(spec.shape)}; supported: at least one page")
+    problem = page_size_problem(page_size)
+    if problem is not None:
+        raise ValueError(f"k_cache has shape {list(spec.shape)}: {problem}")
+    if pages >= _MAX_SIZE:
+        raise ValueError(f"k_cache has {pages} pages; supported: fewer than {_MAX_SIZE}")
+    return DenseCache(DTYPE_NAMES[dtype], pages, page_size, h_kv, _byte_strides(spec))
+
+
+def _byte_strides(spec: TensorSpec) -> tuple[int, int, int]:
+    strides = []
+    for dim in (2, 1, 0):
+        # The stride of a dimension of size 1 is arbitrary in torch and never used: replaced by one that a map can hold.
+        stride = spec.stride[dim] * spec.dtype.itemsize if spec.shape[dim] > 1 else D_QK * spec.dtype.itemsize
+        if stride % TMA_ALIGNMENT or not 0 < stride < _MAX_STRIDE:
+            raise ValueError(
+                f"k_cache has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dim}; "
+                f"supported: positive multiples of {TMA_ALIGNMENT} bytes below {_MAX_STRIDE}"
+            )
+        strides.append(stride)
+    return strides[0], strides[1], strides[2]

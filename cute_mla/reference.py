@@ -1,0 +1,68 @@
+"""What the kernels compute, in plain fp32 torch: slow, and simple enough to be read and believed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .spec.mla import D_QK, D_V
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor, empty_lse: float = math.inf
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale * q k^T) v over the visible keys.
+
+    q: [heads, rows, d]; k: [heads, keys, d]; v: [heads, keys, d_v]; visible: bool [rows, keys].
+    Returns out fp32 [heads, rows, d_v] and lse fp32 [heads, rows], natural log; a row that sees nothing has out 0 and
+    lse empty_lse.
+    """
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    empty = ~visible.any(dim=-1)
+    weights = (scores - lse.masked_fill(empty, 0.0).unsqueeze(-1)).exp()
+    return weights @ v.float(), lse.masked_fill(empty, empty_lse)
+
+
+def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> torch.Tensor:
+    """bool [s_q, length]: which keys each query token sees. Causal is aligned bottom right: the last token sees them all."""
+    if not causal:
+        return torch.ones(s_q, length, dtype=torch.bool, device=device)
+    token = torch.arange(s_q, device=device).unsqueeze(1)
+    return torch.arange(length, device=device) < length - (s_q - 1 - token)
+
+
+def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` keys of a request: [length, h_kv, 576], from k_cache [pages, page size, h_kv, 576] and its row of
+    the block table. Entries and keys beyond `length` are not looked at."""
+    used = -(-length // k_cache.shape[1])
+    return k_cache[pages[:used].long()].flatten(0, 1)[:length]
+
+
+def dense_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    softmax_scale: float = D_QK**-0.5,
+    causal: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_mla_with_kvcache over a dense cache, with operands as there.
+
+    Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
+    """
+    batch, s_q, h_q, _ = q.shape
+    h_kv = k_cache.shape[2]
+    out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
+    lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
+    for request, length in enumerate(cache_seqlens.tolist()):
+        k = gather_pages(k_cache, block_table[request], length).transpose(0, 1)  # [h_kv, length, 576]
+        k = k.repeat_interleave(h_q // h_kv, dim=0)
+        visible = visible_keys(s_q, length, causal and s_q > 1, q.device)
+        row_out, row_lse = attention(q[request].transpose(0, 1), k, k[..., :D_V], softmax_scale, visible, empty_lse)
+        out[request] = row_out.transpose(0, 1)
+        lse[request] = row_lse
+    return out, lse

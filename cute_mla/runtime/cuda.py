@@ -1,0 +1,153 @@
+"""Kernels on a CUDA device, through the driver alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..manifest import KernelEntry
+from ..spec.arch import ARCHS, Arch
+from . import driver
+from .arguments import Argument, ArgumentBlock
+from .errors import DeviceError
+from .library import Artifacts, load_artifacts
+
+# CUDA toolkit major that compiled a cubin -> what the driver must be.
+_DRIVERS = {12: (12000, "525"), 13: (13000, "580")}
+
+
+class _Slot:
+    """What one launch in flight needs and changes: its argument block and launch configurations."""
+
+    def __init__(self, entry: KernelEntry) -> None:
+        self.arguments = ArgumentBlock(entry.params)
+        self.configs = tuple(driver.launch_config(entry.block, entry.cluster, entry.smem_bytes, pdl=pdl) for pdl in (False, True))
+
+
+class _LoadedKernel:
+    """A kernel ready to launch. Slots are lent one to a launch, so that threads do not share them."""
+
+    def __init__(self, entry: KernelEntry, library: Any, handle: Any) -> None:
+        self.entry = entry
+        self.library = library  # unloaded with the process
+        self.handle = handle
+        self.slots = [_Slot(entry)]
+
+
+class CudaDevice:
+    """One CUDA device and the kernels loaded for it.
+
+    index: as torch counts. Raises DeviceError if there is no driver or the device's architecture has no kernels, and
+    ArtifactError if the built kernels cannot be used.
+    """
+
+    def __init__(self, index: int) -> None:
+        driver.init()
+        self.index = index
+        self.arch = _arch_of(index)
+        self.sm_count = driver.sm_count(index)
+        self._artifacts: Artifacts = load_artifacts()
+        self._context = driver.retain_primary_context(index)
+        self._entries: dict[tuple[str, str], KernelEntry] = {}
+        self._kernels: dict[str, _LoadedKernel] = {}
+        self._streams: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def kernel(self, op: str, config_name: str) -> KernelEntry:
+        """The manifest entry of a variant for this device. ArtifactError if it was not built."""
+        entry = self._entries.get((op, config_name))
+        if entry is None:
+            entry = self._entries[op, config_name] = self._artifacts.entry(op, self.arch.name, config_name)
+        return entry
+
+    def launch(
+        self,
+        kernel: KernelEntry,
+        grid: tuple[int, int, int],
+        args: Sequence[Argument],
+        *,
+        stream: int | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """Launches a kernel with its parameters in order. Allocates nothing on the device, and does not wait.
+
+        grid: CTAs along x, y, z. stream: a raw handle; default torch's current stream of this device.
+        pdl: the kernel may start before the one ahead of it ends, and waits for it itself.
+        """
+        loaded = self._kernels.get(kernel.name) or self._load(kernel)
+        if stream is None:
+            stream = current_stream(self.index)
+        handle = self._streams.get(stream) or self._streams.setdefault(stream, driver.stream(stream))
+        try:
+            slot = loaded.slots.pop()
+        except IndexError:
+            slot = _Slot(kernel)
+        try:
+            slot.arguments.fill(args)
+            config = slot.configs[pdl]
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.hStream = handle
+            if driver.is_current(self.index):
+                driver.launch(config, loaded.handle, slot.arguments.table_address)
+            else:  # a thread that has not used CUDA yet, or whose current device is another one
+                with driver.current(self._context):
+                    driver.launch(config, loaded.handle, slot.arguments.table_address)
+        finally:
+            loaded.slots.append(slot)
+
+    def undefined(self, *tensors: torch.Tensor) -> None:
+        """Says that the contents of these tensors do not matter. Nothing to do here."""
+
+    def _load(self, entry: KernelEntry) -> _LoadedKernel:
+        with self._lock:
+            loaded = self._kernels.get(entry.name)
+            if loaded is not None:
+                return loaded
+            cubin = self._artifacts.cubin(entry)
+            _check_driver(entry)
+            with nullcontext() if driver.is_current(self.index) else driver.current(self._context), driver.loading():
+                library = driver.load_library(cubin)
+                handle = driver.get_kernel(library, entry.entry)
+                x, y, z = entry.cluster
+                driver.set_kernel_limits(handle, self.index, smem_bytes=entry.smem_bytes, cluster_size=x * y * z)
+                driver.load_now(handle)
+            loaded = self._kernels[entry.name] = _LoadedKernel(entry, library, handle)
+            return loaded
+
+
+@cache
+def cuda_device(index: int) -> CudaDevice:
+    """The device with this index, as torch counts."""
+    return CudaDevice(index)
+
+
+def current_stream(index: int) -> int:
+    """The raw handle of torch's current stream on a device."""
+    return torch._C._cuda_getCurrentRawStream(index)  # what compiled torch code calls; the public way costs more than a launch
+
+
+def _arch_of(index: int) -> Arch:
+    capability = driver.compute_capability(index)
+    for arch in ARCHS.values():
+        if arch.compute_capability == capability:
+            return arch
+    supported = ", ".join(f"{arch.compute_capability[0]}.{arch.compute_capability[1]} ({arch.name})" for arch in ARCHS.values())
+    raise DeviceError(
+        f"cuda:{index} ({driver.device_name(index)}) has compute capability {capability[0]}.{capability[1]}; supported: {supported}"
+    )
+
+
+def _check_driver(entry: KernelEntry) -> None:
+    """Refuses a cubin that is newer than the driver, with both versions, before the driver does so with neither."""
+    toolkit = entry.tools.get("ptxas", "")
+    needed = _DRIVERS.get(int(toolkit.partition(".")[0] or 0))
+    if needed is not None and driver.version() < needed[0]:
+        raise DeviceError(
+            f"{entry.name} was compiled with CUDA {toolkit} and needs a driver for CUDA {driver.version_text(needed[0])} "
+            f"(version {needed[1]}) or newer; the installed driver is for CUDA {driver.version_text(driver.version())}"
+        )

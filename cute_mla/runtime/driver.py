@@ -1,0 +1,222 @@
+"""The CUDA driver, as a few typed functions. The only module that imports cuda.bindings, and that only when first used."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from .errors import DeviceError
+
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+
+
+@cache
+def _bindings() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise DeviceError(f"cuda-python is needed to use a CUDA device and cannot be imported: {error}") from error
+
+
+def _call(function: str, *args: Any) -> Any:
+    """Calls a driver function and returns what it returns beside the status: nothing, a value, or a tuple."""
+    try:
+        status, *results = getattr(_bindings(), function)(*args)
+    except RuntimeError as error:  # raised by the bindings themselves: no libcuda, or one without the function
+        raise DeviceError(f"no usable NVIDIA driver: {function} cannot be called: {error}") from error
+    if status != 0:
+        _fail(function, int(status))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _fail(function: str, code: int) -> None:
+    bindings = _bindings()
+    try:
+        name = bindings.CUresult(code).name
+    except ValueError:
+        name = "unknown error"
+    raise DeviceError(f"{function} failed: {name} ({code})", name=name, code=code)
+
+
+def init() -> None:
+    """Initialises the driver; harmless when done before."""
+    _call("cuInit", 0)
+
+
+@cache
+def version() -> int:
+    """The newest CUDA that the installed driver supports: 13000 for 13.0."""
+    return int(_call("cuDriverGetVersion"))
+
+
+def device_count() -> int:
+    """Devices that this process sees."""
+    return int(_call("cuDeviceGetCount"))
+
+
+def device_name(device: int) -> str:
+    """The board's name, like "NVIDIA H200"."""
+    return bytes(_call("cuDeviceGetName", 96, device)).split(b"\0")[0].decode()
+
+
+def _device_attribute(attribute: str, device: int) -> int:
+    return int(_call("cuDeviceGetAttribute", getattr(_bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{attribute}"), device))
+
+
+def compute_capability(device: int) -> tuple[int, int]:
+    """Major and minor compute capability."""
+    return _device_attribute("COMPUTE_CAPABILITY_MAJOR", device), _device_attribute("COMPUTE_CAPABILITY_MINOR", device)
+
+
+def sm_count(device: int) -> int:
+    """Streaming multiprocessors of the device."""
+    return _device_attribute("MULTIPROCESSOR_COUNT", device)
+
+
+def retain_primary_context(device: int) -> Any:
+    """The device's primary context, the one torch uses; kept alive for the rest of the process."""
+    return _call("cuDevicePrimaryCtxRetain", device)
+
+
+@contextmanager
+def current(context: Any) -> Iterator[None]:
+    """Makes a context current inside the block."""
+    _call("cuCtxPushCurrent", context)
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent")
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Lets kernels be loaded although this thread is capturing a stream: nothing inside may enter the graph."""
+    bindings = _bindings()
+    mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    previous = _call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        _call("cuThreadExchangeStreamCaptureMode", previous)
+
+
+def is_current(device: int) -> bool:
+    """Whether the calling thread's current context belongs to the device."""
+    status, current = _bindings().cuCtxGetDevice()
+    return status == 0 and int(current) == device
+
+
+def load_library(cubin: bytes) -> Any:
+    """Loads a cubin for use in every context."""
+    return _call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
+
+
+def get_kernel(library: Any, entry: str) -> Any:
+    """The kernel with this entry name."""
+    return _call("cuLibraryGetKernel", library, entry.encode())
+
+
+def set_kernel_limits(kernel: Any, device: int, *, smem_bytes: int, cluster_size: int) -> None:
+    """Lets the kernel be launched on the device with this much dynamic shared memory and CTAs per cluster."""
+    attributes = _bindings().CUfunction_attribute
+    _call("cuKernelSetAttribute", attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes, kernel, device)
+    if cluster_size > 8:  # what is portable
+        _call("cuKernelSetAttribute", attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
+
+
+def load_now(kernel: Any) -> None:
+    """Loads the kernel's code into the current context, which is otherwise done at its first launch."""
+    _call("cuFuncLoad", _call("cuKernelGetFunction", kernel))
+
+
+@cache
+def _encode_tiled() -> Any:
+    # Not through cuda.bindings: its CUtensorMap objects are not aligned to the 64 bytes that the driver demands.
+    address, _ = _call("cuGetProcAddress", b"cuTensorMapEncodeTiled", 12000, 0)
+    if not address:
+        raise DeviceError(f"the driver (CUDA {version_text(version())}) has no tensor maps")
+    pointer, word, half = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
+    signature = ctypes.CFUNCTYPE(word, pointer, word, half, pointer, pointer, pointer, pointer, pointer, word, word, word, word)
+    return signature(int(address))
+
+
+def encode_tensor_map(
+    data_type: str,
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    swizzle: str,
+) -> bytes:
+    """The 128 bytes of a tiled tensor map: no interleave, 256-byte L2 promotion, zeros outside the tensor.
+
+    data_type, swizzle: the ends of the driver's names, as "BFLOAT16" and "128B". strides: bytes, one fewer than dims.
+    """
+    bindings = _bindings()
+    rank = len(dims)
+    memory = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGNMENT)
+    offset = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+    status = _encode_tiled()(
+        ctypes.addressof(memory) + offset,
+        int(getattr(bindings.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{data_type}")),
+        rank,
+        address,
+        (ctypes.c_uint64 * rank)(*dims),
+        (ctypes.c_uint64 * max(rank - 1, 1))(*strides),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
+        int(bindings.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
+        int(getattr(bindings.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
+        int(bindings.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B),
+        int(bindings.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+    )
+    if status != 0:
+        _fail(f"cuTensorMapEncodeTiled({data_type}, {address:#x}, dims {dims}, strides {strides}, box {box}, {swizzle})", status)
+    return memory.raw[offset : offset + TENSOR_MAP_BYTES]
+
+
+def launch_config(block: tuple[int, int, int], cluster: tuple[int, int, int], smem_bytes: int, *, pdl: bool) -> Any:
+    """A launch configuration without grid and stream.
+
+    pdl: the launch may begin before the kernel ahead of it in the stream ends (programmatic dependent launch).
+    """
+    bindings = _bindings()
+    config = bindings.CUlaunchConfig()
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes = smem_bytes
+    attributes = []
+    if cluster != (1, 1, 1):
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster
+        attributes.append(attribute)
+    if pdl:
+        attribute = bindings.CUlaunchAttribute()
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config
+
+
+def stream(handle: int) -> Any:
+    """The driver's object for a raw stream handle (0: the default stream)."""
+    return _bindings().CUstream(handle)
+
+
+def launch(config: Any, kernel: Any, arguments: int) -> None:
+    """Launches a kernel with the table of argument pointers at address `arguments`."""
+    (status,) = _bindings().cuLaunchKernelEx(config, kernel, arguments, 0)
+    if status != 0:
+        _fail("cuLaunchKernelEx", int(status))
+
+
+def version_text(number: int) -> str:
+    """13020 as "13.2"."""
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,105 @@
+"""The artefacts on disk: where they are, and that they are what the manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..manifest import MANIFEST_NAME, KernelEntry, Manifest, ManifestError, kernel_name
+from ..spec.arch import ARCHS
+from .errors import ArtifactError
+
+FOLDER_VARIABLE = "CUTE_MLA_ARTIFACTS"
+
+_REBUILD = "build the kernels again with `cute-mla build`"
+
+_ELF_MAGIC = b"\x7fELF"
+_ELF_MACHINE_CUDA = 190
+_ABI_SM_IN_BYTE_0 = 7  # written by CUDA 12 for sm_90
+_ABI_SM_IN_BYTE_1 = 8
+
+
+def artifacts_folder() -> Path:
+    """Where the artefacts are looked for: $CUTE_MLA_ARTIFACTS, else cute_mla/artifacts."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "artifacts"
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """A folder of built kernels and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
+        """The manifest entry of a variant. ArtifactError if it was not built."""
+        name = kernel_name(op, arch, config_name)
+        entry = self.manifest.kernels.get(name)
+        if entry is None:
+            built = sorted({kernel.arch for kernel in self.manifest.kernels.values()})
+            raise ArtifactError(
+                f"no kernel {name} in {self.folder}, which holds {len(self.manifest.kernels)} kernels for {', '.join(built) or 'no arch'}; "
+                + _REBUILD
+            )
+        return entry
+
+    def cubin(self, entry: KernelEntry) -> bytes:
+        """The kernel's machine code. ArtifactError if it is damaged or for another architecture."""
+        cubin = self._read(entry.cubin, entry.cubin_sha256)
+        built_for = cubin_sm(cubin)
+        major, minor = ARCHS[entry.arch].compute_capability
+        if built_for != major * 10 + minor:
+            raise ArtifactError(
+                f"{self.folder / entry.cubin} is {'not a cubin' if built_for is None else f'a cubin for sm_{built_for}'}; "
+                f"the manifest says {ARCHS[entry.arch].gpu_arch}; {_REBUILD}"
+            )
+        return cubin
+
+    def ptx(self, entry: KernelEntry) -> str:
+        """The PTX that the cubin was made from. ArtifactError if it is damaged."""
+        return self._read(entry.ptx, entry.ptx_sha256).decode()
+
+    def _read(self, name: str, sha256: str) -> bytes:
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {error.strerror}; {_REBUILD}") from error
+        found = hashlib.sha256(content).hexdigest()
+        if found != sha256:
+            raise ArtifactError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}; {_REBUILD}")
+        return content
+
+
+def cubin_sm(cubin: bytes) -> int | None:
+    """The SM number (90 for sm_90a) in a cubin's ELF header, or None if these bytes are not a cubin."""
+    if len(cubin) < 64 or not cubin.startswith(_ELF_MAGIC) or int.from_bytes(cubin[18:20], "little") != _ELF_MACHINE_CUDA:
+        return None
+    flags = cubin[48:52]
+    return {_ABI_SM_IN_BYTE_0: flags[0], _ABI_SM_IN_BYTE_1: flags[1]}.get(cubin[8])
+
+
+_loaded: dict[Path, tuple[int, Artifacts]] = {}
+_lock = threading.Lock()
+
+
+def load_artifacts(folder: Path | None = None) -> Artifacts:
+    """The artefacts of a folder (default: artifacts_folder()), read again when the manifest has been rewritten since."""
+    folder = artifacts_folder() if folder is None else folder
+    try:
+        stamp = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError as error:
+        raise ArtifactError(f"no {MANIFEST_NAME} in {folder}: build the kernels with `cute-mla build`") from error
+    with _lock:
+        known = _loaded.get(folder)
+        if known is None or known[0] != stamp:
+            try:
+                known = stamp, Artifacts(folder, Manifest.load(folder))
+            except ManifestError as error:
+                raise ArtifactError(f"the manifest in {folder} cannot be used: {error}; {_REBUILD}") from error
+            _loaded[folder] = known
+    return known[1]

@@ -1,0 +1,37 @@
+"""spec.TensorMap -> the 128 bytes that a kernel takes by value."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..spec.tensor_map import Swizzle, TensorMap
+from . import driver
+
+# The last driver that sets a flag in the tensor maps of small tensors which the hardware should not see, and that flag (a bit
+# of the second 64-bit word). NVIDIA's CUTLASS clears it in the same way.
+_SMALL_TENSOR_DRIVER = 13010
+_SMALL_TENSOR_BYTES = 131_072
+_SMALL_TENSOR_FLAG = 1 << 21
+
+_ELEMENTS = {"bf16": ("BFLOAT16", 2), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "i32": ("INT32", 4), "u8": ("UINT8", 1)}
+_SWIZZLES = {Swizzle.NONE: "NONE", Swizzle.B32: "32B", Swizzle.B64: "64B", Swizzle.B128: "128B"}
+
+
+@lru_cache(maxsize=4096)
+def encode(tensor_map: TensorMap) -> bytes:
+    """The encoded tensor map. DeviceError if the driver does not take it. Kept: a cache has one address for its lifetime."""
+    element, _ = _ELEMENTS[tensor_map.dtype]
+    encoded = driver.encode_tensor_map(
+        element, tensor_map.address, tensor_map.dims, tensor_map.strides, tensor_map.box, _SWIZZLES[tensor_map.swizzle]
+    )
+    if driver.version() <= _SMALL_TENSOR_DRIVER and extent_bytes(tensor_map) < _SMALL_TENSOR_BYTES:
+        word = int.from_bytes(encoded[8:16], "little") & ~_SMALL_TENSOR_FLAG
+        encoded = encoded[:8] + word.to_bytes(8, "little") + encoded[16:]
+    return encoded
+
+
+def extent_bytes(tensor_map: TensorMap) -> int:
+    """Bytes from the first element of the tensor to the end of its last."""
+    _, element_bytes = _ELEMENTS[tensor_map.dtype]
+    steps = (element_bytes, *tensor_map.strides)
+    return sum((dim - 1) * step for dim, step in zip(tensor_map.dims, steps, strict=True)) + element_bytes

@@ -1,0 +1,129 @@
+"""How key tiles are shared out among the SMs: planned on the device, kept for calls of the same shapes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .runtime.device import Device
+from .spec.split_plan import INVARIANT_SPLIT_TILES, MAX_PARTS, NO_SPLIT_LIMIT, PLAN_COLUMNS, SplitPlanConfig
+from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_shape, spec_of
+
+_ORIGIN = "_cute_mla_split_rule"
+
+
+class SplitRule(NamedTuple):
+    """Where requests may be cut, and how many accumulator rows each one has.
+
+    batch_invariant: cuts lie every INVARIANT_SPLIT_TILES tiles and nowhere else. max_splits: as in spec.split_plan.
+    """
+
+    batch_invariant: bool
+    max_splits: int
+
+    @property
+    def split_tiles(self) -> int:
+        """As in spec.split_plan."""
+        return INVARIANT_SPLIT_TILES if self.batch_invariant else NO_SPLIT_LIMIT
+
+
+class ScheduleKey(NamedTuple):
+    """The shapes that a schedule is made for."""
+
+    batch: int
+    s_q: int
+    h_q: int
+    h_kv: int
+    page_size: int
+    num_parts: int
+    rule: SplitRule
+    device: torch.device
+
+
+class PlanSpecs(NamedTuple):
+    """The specs of a plan's two tensors."""
+
+    metadata: TensorSpec
+    num_splits: TensorSpec
+
+
+class GivenPlan(NamedTuple):
+    """A plan that the caller holds: tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]."""
+
+    metadata: torch.Tensor
+    num_splits: torch.Tensor
+
+    @property
+    def specs(self) -> PlanSpecs:
+        """Of the two tensors."""
+        return PlanSpecs(spec_of("tile_scheduler_metadata", self.metadata), spec_of("num_splits", self.num_splits))
+
+    def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plan. ValueError if it is known to cut requests by another rule than the call's; copies do not know theirs."""
+        made_with = getattr(self.num_splits, _ORIGIN, key.rule)
+        if made_with != key.rule:
+            raise ValueError(
+                f"tile_scheduler_metadata was planned with batch_invariant={made_with.batch_invariant} and at most "
+                f"{made_with.max_splits} splits per request; this call has batch_invariant={key.rule.batch_invariant} and "
+                f"{key.rule.max_splits} (from the width of block_table): supported are equal ones, see max_cache_seqlen of get_mla_metadata"
+            )
+        return self.metadata, self.num_splits
+
+
+class MlaSchedule:
+    """What get_mla_metadata() returns: empty until its first use by flash_mla_with_kvcache, which plans it on the device.
+
+    tile_scheduler_metadata: int32 [num_sm_parts, 8] and num_splits: int32 [batch + 1] after the first use, else None.
+    """
+
+    specs: PlanSpecs | None = None  # nothing of it is the caller's
+
+    def __init__(self) -> None:
+        self.tile_scheduler_metadata: torch.Tensor | None = None
+        self.num_splits: torch.Tensor | None = None
+        self._key: ScheduleKey | None = None
+
+    def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
+        if self._key is not None and self._key != key:
+            changed = ", ".join(
+                f"{name} {new} after {old}" for name, old, new in zip(key._fields, self._key, key, strict=True) if old != new
+            )
+            raise ValueError(
+                f"tile_scheduler_metadata was planned for other shapes: {changed}; supported: one schedule per set of shapes, "
+                "get another from get_mla_metadata()"
+            )
+        if self.tile_scheduler_metadata is None or self.num_splits is None:
+            self.tile_scheduler_metadata, self.num_splits = plan(device, cache_seqlens, key.num_parts, key.rule)
+            self._key = key
+        return self.tile_scheduler_metadata, self.num_splits
+
+
+def plan(device: Device, cache_seqlens: torch.Tensor, num_parts: int, rule: SplitRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates and computes tile_scheduler_metadata int32 [num_parts, 8] and num_splits int32 [batch + 1]."""
+    (batch,) = cache_seqlens.shape
+    if batch == 0:
+        metadata = cache_seqlens.new_zeros((num_parts, PLAN_COLUMNS))
+        num_splits = cache_seqlens.new_zeros((1,))
+    else:
+        metadata = cache_seqlens.new_empty((num_parts, PLAN_COLUMNS))
+        num_splits = cache_seqlens.new_empty((batch + 1,))
+        device.undefined(metadata, num_splits)
+        kernel = device.kernel("split_plan", SplitPlanConfig().name)
+        device.launch(kernel, (1, 1, 1), (cache_seqlens, metadata, num_splits, batch, num_parts, rule.split_tiles, rule.max_splits))
+    setattr(num_splits, _ORIGIN, rule)
+    return metadata, num_splits
+
+
+def check_plan(specs: PlanSpecs, batch: int, device: torch.device) -> None:
+    """ValueError unless the tensors can be a plan for this batch."""
+    check_shape("tile_scheduler_metadata", specs.metadata, ("num_sm_parts", PLAN_COLUMNS))
+    parts = specs.metadata.shape[0]
+    if not 1 <= parts <= MAX_PARTS:
+        raise ValueError(f"tile_scheduler_metadata has {parts} rows; supported: 1 to {MAX_PARTS}")
+    check_shape("num_splits", specs.num_splits, (batch + 1,))
+    for name, spec in (("tile_scheduler_metadata", specs.metadata), ("num_splits", specs.num_splits)):
+        check_dtype(name, spec, torch.int32)
+        check_device(name, spec, device)
+        check_contiguous(name, spec)

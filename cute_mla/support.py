@@ -1,0 +1,105 @@
+"""What is supported: one answer for engines that ask (is_supported) and for the functions that check their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .cache import page_size_problem
+from .spec.arch import ARCHS
+from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
+from .tensors import DTYPE_NAMES
+
+OPS = ("dense_decode",)
+PLANNED_OPS = ("sparse_decode", "dense_prefill", "sparse_prefill")
+PLANNED_ARCHS = ("sm100", "sm103")
+
+MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
+
+
+def heads_problem(h_q: int, h_kv: int) -> str | None:
+    """Why these numbers of query and KV heads are not supported, or None if they are."""
+    problem = _between("h_q", 1, MAX_HEADS)(h_q)
+    if problem is not None:
+        return problem
+    if h_kv < 1 or h_q % h_kv:
+        return f"h_kv is {h_kv} with h_q {h_q}; supported: divisors of h_q"
+    return None
+
+
+def _one_of(name: str, *supported: Any) -> Callable[[Any], str | None]:
+    def problem(value: Any) -> str | None:
+        return None if value in supported else f"{name} is {value!r}; supported: {', '.join(map(repr, supported))}"
+
+    return problem
+
+
+def _between(name: str, least: int, most: int) -> Callable[[Any], str | None]:
+    def problem(value: Any) -> str | None:
+        return None if isinstance(value, int) and least <= value <= most else f"{name} is {value!r}; supported: {least} to {most}"
+
+    return problem
+
+
+def _dtype_problem(value: Any) -> str | None:
+    name = DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
+    return _one_of("dtype", *DTYPES)(name)
+
+
+_DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
+    "dtype": _dtype_problem,
+    "h_q": _between("h_q", 1, MAX_HEADS),
+    "h_kv": _between("h_kv", 1, MAX_HEADS),
+    "s_q": _between("s_q", 1, MAX_QUERY_TOKENS),
+    "head_dim": _one_of("head_dim", D_QK),
+    "head_dim_v": _one_of("head_dim_v", D_V),
+    "page_size": page_size_problem,
+    "causal": _one_of("causal", False, True),
+    "batch_invariant": _one_of("batch_invariant", False, True),
+    "fp8_kvcache": _one_of("fp8_kvcache", False),
+    "attn_sink": _one_of("attn_sink", False),
+    "extra_cache": _one_of("extra_cache", False),
+    "topk_length": _one_of("topk_length", False),
+}
+
+FEATURES = tuple(_DENSE_DECODE)
+
+
+def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
+    """Whether this version has a kernel for an op on an architecture with these features.
+
+    op: "dense_decode" ("sparse_decode", "dense_prefill" and "sparse_prefill" are known, and not supported yet).
+    arch: "sm90" ("sm100" and "sm103" are known, and not supported yet).
+    features, any of them, each with the value a call would have:
+        dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
+        h_q, h_kv, s_q   query heads, KV heads, query tokens per request
+        head_dim, head_dim_v   576, 512
+        page_size        keys of a page
+        causal, batch_invariant        True or False
+        fp8_kvcache, attn_sink, extra_cache, topk_length   True if the call passes such an argument
+
+    Returns (True, "") or (False, the reason). ValueError for a name that is none of the above. Says nothing of the
+    machine: whether there is a device, a driver, or a build.
+    """
+    if op not in OPS + PLANNED_OPS:
+        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS + PLANNED_OPS)}")
+    if arch not in ARCHS and arch not in PLANNED_ARCHS:
+        raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *PLANNED_ARCHS))}")
+    for feature in features:
+        if feature not in FEATURES:
+            raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
+    if op not in OPS:
+        return False, f"{op} is not in this version, which has {', '.join(OPS)}"
+    if arch not in ARCHS:
+        return False, f"{op} is not built for {arch}; supported: {', '.join(ARCHS)}"
+    for feature, value in features.items():
+        problem = _DENSE_DECODE[feature](value)
+        if problem is not None:
+            return False, problem
+    if "h_q" in features and "h_kv" in features:
+        problem = heads_problem(features["h_q"], features["h_kv"])
+        if problem is not None:
+            return False, problem
+    return True, ""

@@ -1,0 +1,88 @@
+"""Tensors as operands: their dtype names, and the checks that every public function makes of what it is given.
+
+Checks look at a TensorSpec, not at the tensor, so that a call whose specs were checked before need not check them again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+
+TMA_ALIGNMENT = 16  # bytes: of a base address and of every stride that a tensor map holds
+WORKSPACE_ALIGNMENT = 16  # bytes: kernels store whole vectors there
+
+
+class TensorSpec(NamedTuple):
+    """All of a tensor but its address. Strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def spec_of(name: str, tensor: Any) -> TensorSpec:
+    """The spec of an argument. ValueError if it is not a tensor."""
+    try:
+        return TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    except AttributeError:
+        raise ValueError(f"{name} is {tensor!r}; supported: a torch tensor") from None
+
+
+def check_shape(name: str, spec: TensorSpec, expected: tuple[int | str, ...]) -> None:
+    """ValueError unless the shape is as expected, where a string stands for any size and names it."""
+    fits = len(spec.shape) == len(expected)
+    fits = fits and all(isinstance(size, str) or size == got for size, got in zip(expected, spec.shape, strict=True))
+    if not fits:
+        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: [{', '.join(str(size) for size in expected)}]")
+
+
+def check_dtype(name: str, spec: TensorSpec, *supported: torch.dtype) -> None:
+    """ValueError unless the dtype is one of those supported."""
+    if spec.dtype not in supported:
+        raise ValueError(f"{name} has dtype {spec.dtype}; supported: {', '.join(str(dtype) for dtype in supported)}")
+
+
+def check_device(name: str, spec: TensorSpec, device: torch.device) -> None:
+    """ValueError unless the tensor is where the others are."""
+    if spec.device != device:
+        raise ValueError(f"{name} is on {spec.device}; supported: the device of q, {device}")
+
+
+def check_last_contiguous(name: str, spec: TensorSpec) -> None:
+    """ValueError unless neighbours along the last dimension are neighbours in memory."""
+    if spec.shape[-1] > 1 and spec.stride[-1] != 1:
+        raise ValueError(
+            f"{name} has stride {spec.stride[-1]} along its last dimension (strides {list(spec.stride)}); "
+            "supported: 1, a contiguous last dimension"
+        )
+
+
+def check_contiguous(name: str, spec: TensorSpec) -> None:
+    """ValueError unless the tensor is contiguous."""
+    expected = 1
+    for size, stride in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size > 1 and stride != expected:
+            raise ValueError(f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}; supported: a contiguous tensor")
+        expected *= size
+
+
+def check_writable(name: str, spec: TensorSpec) -> None:
+    """ValueError if several elements share one address, as in an expanded tensor."""
+    if any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.stride, strict=True)):
+        raise ValueError(f"{name} has strides {list(spec.stride)}, so elements share memory; supported: an output of distinct elements")
+
+
+def check_address(name: str, address: int, alignment: int) -> None:
+    """ValueError unless the address is a multiple of the alignment."""
+    if address % alignment:
+        raise ValueError(f"{name} starts at address {address:#x}; supported: multiples of {alignment} bytes")
