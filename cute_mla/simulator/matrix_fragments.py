@@ -21,9 +21,9 @@ _ROW = np.dtype("V16")
 
 
 class MatrixOp(NamedTuple):
-    """What an ldmatrix or stmatrix moves: matrices per warp (1, 2 or 4), and whether each is transposed."""
+    """What an ldmatrix, stmatrix or movmatrix moves: matrices per warp (1, 2 or 4), and whether each is transposed."""
 
-    count: int
+    matrices: int
     transposed: bool
 
 
