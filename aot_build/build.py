@@ -1,0 +1,263 @@
+"""Builds kernels in parallel into a folder of artefacts: cubins, PTX texts and the manifest.
+
+Each kernel is compiled in a process of its own, so that nothing that another compilation left behind can reach its bytes. A
+folder is written by one build at a time, and a kernel's files are moved in only once it has passed every gate.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cute_mla.kernels.source import KernelSource
+from cute_mla.manifest import KernelEntry, Manifest, ManifestError
+from cute_mla.spec.arch import ARCHS
+
+from .compile import Compiled, compile_source
+from .fingerprint import fingerprint
+from .gates import Evidence, GateError, check
+from .inspect import DamagedCubin, by_mnemonic, read_cubin, read_ptx, read_sass
+from .tools import ToolError, assemble, assembler_version, disassemble, tool_versions
+from .variants import OPS, Variant, closed_variants
+
+BUILT = "built"
+UP_TO_DATE = "up to date"
+FAILED = "failed"
+
+REASSEMBLED = "reassembly"  # key in KernelEntry.tools
+_EQUAL = "equal"
+_NOT_CHECKED = "not checked"
+
+_LOCK_NAME = ".lock"
+_STAGING_PREFIX = ".build-"
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """What became of one kernel. entry: None if it failed, in which case error says why."""
+
+    name: str
+    status: str
+    seconds: float
+    entry: KernelEntry | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """kernels: in the order of the closed list."""
+
+    folder: Path
+    kernels: tuple[KernelReport, ...]
+    seconds: float
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why kernels failed."""
+        return tuple(kernel.error for kernel in self.kernels if kernel.status == FAILED)
+
+
+Progress = Callable[[KernelReport, int, int], None]  # a finished kernel, how many are finished, how many there are
+
+
+def build_all(
+    archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None
+) -> BuildReport:
+    """Builds the closed list of these architectures and ops. ValueError for an unknown name.
+
+    jobs: processes at a time, by default one per CPU. Failures are in the report; the other kernels are built all the same.
+    """
+    for arch in archs:
+        if arch not in ARCHS:
+            raise ValueError(f"unknown architecture {arch!r}; supported: {', '.join(ARCHS)}")
+    variants = tuple(variant for arch in archs for variant in closed_variants(ARCHS[arch], ops))
+    complete = tuple(archs) if set(ops) == set(OPS) else ()
+    return build_variants(variants, jobs, out, progress, prune_archs=complete)
+
+
+def build_variants(
+    variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress | None = None, prune_archs: Sequence[str] = ()
+) -> BuildReport:
+    """Builds these variants into a folder. prune_archs: architectures of which nothing else may stay there."""
+    begin = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    reports: dict[str, KernelReport] = {}
+
+    def finish(report: KernelReport) -> None:
+        reports[report.name] = report
+        if progress is not None:
+            progress(report, len(reports), len(variants))
+
+    with _locked(out), _staging(out) as staging:
+        kept = {name: entry for name, entry in (_recorded(out) or {}).items() if _is_whole(out, entry)}
+        prints = {variant.name: fingerprint(variant) for variant in variants}
+        stale = []
+        for variant in variants:
+            entry = kept.get(variant.name)
+            if entry is not None and entry.fingerprint == prints[variant.name]:
+                finish(KernelReport(variant.name, UP_TO_DATE, 0.0, entry))
+            else:
+                stale.append(variant)
+        for report in _build_in_processes(stale, prints, staging, jobs or os.cpu_count() or 1):
+            finish(report)
+        _install(out, staging, kept, variants, reports, prune_archs)
+    return BuildReport(out, tuple(reports[variant.name] for variant in variants), time.perf_counter() - begin)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Waits until no other build writes to the folder."""
+    with (out / _LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A folder on the same file system, so that its files can be moved in one step. Those of killed builds are removed."""
+    for left in out.glob(f"{_STAGING_PREFIX}*"):
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=out) as folder:
+        yield Path(folder)
+
+
+def _recorded(out: Path) -> dict[str, KernelEntry] | None:
+    """The entries of the manifest; None where there is no readable one, which this build then replaces."""
+    try:
+        return Manifest.load(out).kernels
+    except ManifestError:
+        return None
+
+
+def _is_whole(out: Path, entry: KernelEntry) -> bool:
+    """Whether an entry's files are there, as they were written."""
+    for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
+        try:
+            content = (out / name).read_bytes()
+        except OSError:
+            return False
+        if hashlib.sha256(content).hexdigest() != sha256:
+            return False
+    return True
+
+
+def _build_in_processes(variants: Sequence[Variant], prints: dict[str, str], staging: Path, jobs: int) -> Iterator[KernelReport]:
+    """Reports in the order in which they finish."""
+    if not variants:
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(variants)), mp_context=context, max_tasks_per_child=1) as pool:
+        futures: dict[Future[KernelReport], Variant] = {
+            pool.submit(build_one, variant, prints[variant.name], staging): variant for variant in variants
+        }
+        for future in as_completed(futures):
+            name = futures[future].name
+            try:
+                yield future.result()
+            except Exception as error:  # whatever a kernel's source raised: the other kernels go on
+                yield KernelReport(name, FAILED, 0.0, error=f"{name}: {type(error).__name__}: {error}")
+
+
+def build_one(variant: Variant, print_: str, folder: Path) -> KernelReport:
+    """Compiles, inspects and checks one kernel, and writes its files into the folder."""
+    begin = time.perf_counter()
+    try:
+        source = variant.source()
+        compiled = compile_source(source, variant.arch)
+        evidence = gather(variant, source, compiled)
+        check(evidence)
+    except GateError as error:
+        return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=str(error))
+    except (ToolError, DamagedCubin) as error:
+        return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=f"{variant.name}: {error}")
+    entry = _entry(variant, source, compiled, evidence)
+    (folder / entry.cubin).write_bytes(compiled.cubin)
+    (folder / entry.ptx).write_text(compiled.ptx)
+    entry = replace(entry, fingerprint=print_)
+    return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
+
+
+def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Evidence:
+    """Takes apart what the compiler made. The PTX is assembled again where the DSL's own release of ptxas is at hand."""
+    cubin = read_cubin(compiled.cubin)
+    again = assemble(compiled.ptx, variant.arch.gpu_arch) if assembler_version() == cubin.tool else None
+    return Evidence(
+        kernel=variant.name,
+        arch=variant.arch,
+        params=source.params,
+        block=source.block,
+        smem_bytes=source.smem_bytes,
+        expected=source.expected,
+        ptx=read_ptx(compiled.ptx),
+        cubin=cubin,
+        sass=read_sass(disassemble(compiled.cubin)),
+        reassembled=None if again is None else read_cubin(again),
+    )
+
+
+def _entry(variant: Variant, source: KernelSource, compiled: Compiled, evidence: Evidence) -> KernelEntry:
+    config: dict[str, Any] = asdict(source.config)  # type: ignore[call-overload]  # every config is a dataclass
+    return KernelEntry(
+        name=variant.name,
+        op=variant.op,
+        arch=variant.arch.name,
+        config=config,
+        entry=compiled.entry,
+        cubin=f"{variant.name}.cubin",
+        cubin_sha256=hashlib.sha256(compiled.cubin).hexdigest(),
+        ptx=f"{variant.name}.ptx",
+        ptx_sha256=hashlib.sha256(compiled.ptx.encode()).hexdigest(),
+        params=source.params,
+        block=source.block,
+        cluster=source.cluster,
+        smem_bytes=source.smem_bytes,
+        registers=evidence.cubin.registers,
+        stack_bytes=evidence.cubin.stack_bytes,
+        fingerprint="",
+        barriers=source.barriers,
+        named_barriers=source.named_barriers,
+        roles=source.roles,
+        instructions=by_mnemonic(evidence.sass),
+        tools={
+            **tool_versions(),
+            "ptxas": evidence.cubin.tool,
+            REASSEMBLED: _NOT_CHECKED if evidence.reassembled is None else _EQUAL,
+        },
+    )
+
+
+def _install(
+    out: Path,
+    staging: Path,
+    kept: dict[str, KernelEntry],
+    variants: Sequence[Variant],
+    reports: dict[str, KernelReport],
+    prune_archs: Sequence[str],
+) -> None:
+    """Moves the new files in, then the manifest. A kernel that failed leaves no entry: what was there is of other sources."""
+    asked = {variant.name for variant in variants}
+    entries = {name: entry for name, entry in kept.items() if name not in asked and entry.arch not in prune_archs}
+    for report in reports.values():
+        if report.entry is None:
+            continue
+        entries[report.name] = report.entry
+        if report.status == BUILT:
+            for name in (report.entry.cubin, report.entry.ptx):
+                os.replace(staging / name, out / name)
+    if entries != _recorded(out):
+        Manifest(entries).save(out)
+    named = {name for entry in entries.values() for name in (entry.cubin, entry.ptx)}
+    for path in (*out.glob("*.cubin"), *out.glob("*.ptx")):
+        if path.name not in named:
+            path.unlink()

@@ -1,0 +1,235 @@
+"""What must hold of a kernel before it may ship. A gate that fails names the kernel, the figure and the limit.
+
+The PTX is what the simulator executes and the cubin is what a GPU executes, so most gates compare the two. The strongest is
+`reassembly`: the ptxas program of the very release that the DSL has built in assembles the PTX again, and every section of the
+two cubins must be equal, but for the note in which each assembler signs its work. The instruction counts stand beside it for
+machines without that program.
+
+How ptxas 13.4 translates what is counted, found on 25 PTX files of NVIDIA's Hopper examples and of this project:
+- one to one: wgmma.mma_async -> *GMMA, tensor copies to and from shared memory -> UTMALDG, UTMASTG, bulk copies -> UBLKCP,
+  mbarrier.init -> SYNCS.EXCH, setmaxnreg -> USETMAXREG, cluster barriers -> UCGABAR_ARV and UCGABAR_WAIT;
+- at least one: mbarrier.arrive -> SYNCS.ARRIVE, mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR: code that holds one is
+  sometimes duplicated (a first try before the loop, for a wait), and a cluster barrier brings a BAR of its own; likewise
+  fence.proxy.async -> FENCE;
+- wgmma.wait_group -> WARPGROUP.DEPBAR. Where ptxas cannot prove that the accumulators stay untouched it serialises: a DEPBAR
+  after every MMA (44 where the PTX has 2 waits), at a heavy cost in speed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cute_mla.spec.abi import Param, ParamKind
+from cute_mla.spec.arch import Arch
+
+from .inspect import TOOL_NOTE, CubinInfo, KernelParam, PtxInfo, count_matching
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the gates look at.
+
+    params, block, smem_bytes, expected: what the kernel's source declares. ptx, cubin, sass: what the compiler made.
+    reassembled: the cubin that the ptxas program makes of the PTX, or None where that program is not at hand.
+    """
+
+    kernel: str
+    arch: Arch
+    params: tuple[Param, ...]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    expected: dict[str, int]
+    ptx: PtxInfo
+    cubin: CubinInfo
+    sass: Counter[str]
+    reassembled: CubinInfo | None
+
+
+@dataclass(frozen=True)
+class Violation:
+    """figure: what was found. limit: what is allowed."""
+
+    gate: str
+    figure: str
+    limit: str
+
+
+class GateError(RuntimeError):
+    """A kernel that may not ship."""
+
+    def __init__(self, kernel: str, violations: tuple[Violation, ...]) -> None:
+        super().__init__(kernel, violations)
+        self.kernel = kernel
+        self.violations = violations
+
+    def __str__(self) -> str:
+        """One line per violation."""
+        return "\n".join(f"{self.kernel}: gate {found.gate}: {found.figure}, limit: {found.limit}" for found in self.violations)
+
+
+Finding = tuple[str, str]  # figure, limit
+
+
+def stack(evidence: Evidence) -> Iterator[Finding]:
+    """No thread-local memory: a spilled register costs a memory round trip in the main loop."""
+    if evidence.cubin.stack_bytes:
+        yield f"stack {evidence.cubin.stack_bytes} bytes", "0 bytes"
+    spills = count_matching(evidence.sass, r"LDL\b", r"STL\b")
+    if spills:
+        yield f"{spills} LDL/STL instructions", "0"
+
+
+def registers(evidence: Evidence) -> Iterator[Finding]:
+    """A block's registers fit into one multiprocessor. ptxas allots them to a warp in units of 256."""
+    x, y, z = evidence.block
+    warps = -(-x * y * z // 32)
+    needed = warps * (-(-evidence.cubin.registers * 32 // 256) * 256)
+    if needed > evidence.arch.registers_per_block:
+        yield f"{needed} registers for {warps} warps of {evidence.cubin.registers} a thread", f"{evidence.arch.registers_per_block}"
+
+
+def shared_memory(evidence: Evidence) -> Iterator[Finding]:
+    """Dynamic shared memory within the architecture's limit."""
+    if evidence.smem_bytes > evidence.arch.smem_per_block:
+        yield f"{evidence.smem_bytes} bytes of dynamic shared memory", f"{evidence.arch.smem_per_block} bytes on {evidence.arch.name}"
+
+
+def entry_name(evidence: Evidence) -> Iterator[Finding]:
+    """One kernel, of one name in both texts. ptxas generates other code for names that contain "cutlass"."""
+    if len(evidence.ptx.entries) != 1 or evidence.ptx.entries != evidence.cubin.entries:
+        yield f"entries {list(evidence.ptx.entries)} in the PTX, {list(evidence.cubin.entries)} in the cubin", "one and the same"
+    for name in evidence.cubin.entries:
+        if "cutlass" in name:
+            yield f"entry name {name}", 'a name without "cutlass"'
+
+
+def block_size(evidence: Evidence) -> Iterator[Finding]:
+    """The PTX requires the block that the runtime will launch."""
+    if evidence.ptx.block != evidence.block:
+        yield f".reqntid {evidence.ptx.block} in the PTX", f"the declared block {evidence.block}"
+
+
+def parameters(evidence: Evidence) -> Iterator[Finding]:
+    """The declared parameters, the PTX's .param list and the cubin's KPARAM records are one list."""
+    declared = [(param.name, param.kind.value) for param in evidence.params]
+    if len(evidence.ptx.params) != len(declared):
+        yield f"{len(evidence.ptx.params)} parameters in the PTX", f"the {len(declared)} declared"
+    if len(evidence.cubin.params) != len(declared):
+        yield f"{len(evidence.cubin.params)} KPARAM records in the cubin", f"the {len(declared)} declared"
+    for index, (param, found) in enumerate(zip(evidence.params, evidence.ptx.params, strict=False)):
+        if not _is_passed_as(found, param.kind):
+            yield f"parameter {index} is {_describe(found)} in the PTX", f"{param.name}: {param.kind.value} ({param.size} bytes)"
+    for index, (param, (_, size)) in enumerate(zip(evidence.params, evidence.cubin.params, strict=False)):
+        if size != param.size:
+            yield f"parameter {index} takes {size} bytes in the cubin", f"{param.name}: {param.kind.value} ({param.size} bytes)"
+
+
+def _is_passed_as(found: KernelParam, kind: ParamKind) -> bool:
+    """Whether the PTX declares a parameter as its kind is passed."""
+    if kind is ParamKind.POINTER:
+        return found.size == 8 and found.pointer
+    if kind is ParamKind.TENSOR_MAP:
+        return found.size == 128 and found.type == ".b8" and found.align >= 64
+    types = {ParamKind.FLOAT32: (".f32", ".b32"), ParamKind.INT32: (".u32", ".s32", ".b32"), ParamKind.INT64: (".u64", ".s64", ".b64")}
+    return found.type in types[kind] and found.size == kind.size and not found.pointer
+
+
+def _describe(found: KernelParam) -> str:
+    return f"{found.type}{' .ptr' if found.pointer else ''} ({found.size} bytes, align {found.align})"
+
+
+@dataclass(frozen=True)
+class Relation:
+    """How many SASS instructions ptxas makes of some PTX instructions, both as regular expressions of opcodes."""
+
+    meaning: str
+    ptx: tuple[str, ...]
+    sass: tuple[str, ...]
+    exact: bool
+
+
+RELATIONS = (
+    Relation("tensor-core operations", (r"wgmma\.mma_async",), (r"[HQIB]GMMA\b",), exact=True),
+    Relation("TMA loads", (r"cp\.async\.bulk\.tensor\.\dd\.shared",), (r"UTMALDG\b",), exact=True),
+    Relation("TMA stores", (r"cp\.async\.bulk\.tensor\.\dd\.global",), (r"UTMASTG\b",), exact=True),
+    Relation("bulk copies", (r"cp\.async\.bulk\.(shared|global)",), (r"UBLKCP\b",), exact=True),
+    Relation("mbarrier initialisations", (r"mbarrier\.init\b",), (r"SYNCS\.EXCH\b",), exact=True),
+    Relation("mbarrier arrivals", (r"mbarrier\.arrive\b",), (r"SYNCS\.ARRIVE\b",), exact=False),
+    Relation("mbarrier waits", (r"mbarrier\.(try|test)_wait\b",), (r"SYNCS\.PHASECHK\b",), exact=False),
+    Relation("block barriers", (r"(bar|barrier)\.(cta\.)?(sync|red|arrive)\b",), (r"BAR\b",), exact=False),
+    Relation("cluster arrivals", (r"barrier\.cluster\.arrive\b",), (r"UCGABAR_ARV\b",), exact=True),
+    Relation("cluster waits", (r"barrier\.cluster\.wait\b",), (r"UCGABAR_WAIT\b",), exact=True),
+    Relation("proxy fences", (r"fence\.proxy\.async\b",), (r"FENCE\b",), exact=False),
+    Relation("waits for the grid before", (r"griddepcontrol\.wait\b",), (r"ACQBULK\b",), exact=False),
+    Relation("register reallocations", (r"setmaxnreg\b",), (r"USETMAXREG\b",), exact=True),
+)
+
+
+def translation(evidence: Evidence) -> Iterator[Finding]:
+    """Barrier, tensor-core and TMA instructions of the PTX are all in the SASS, and no others of those that map one to one."""
+    for relation in RELATIONS:
+        written, made = evidence.ptx.count(*relation.ptx), count_matching(evidence.sass, *relation.sass)
+        if made < written or (relation.exact and made != written):
+            yield f"{made} {relation.meaning} in the SASS", f"{'' if relation.exact else 'at least '}the {written} of the PTX"
+
+
+def serialisation(evidence: Evidence) -> Iterator[Finding]:
+    """ptxas left the MMAs asynchronous."""
+    allowed = evidence.ptx.count(r"wgmma\.(wait_group|commit_group)")
+    waits = count_matching(evidence.sass, r"WARPGROUP\.DEPBAR")
+    if waits > allowed:
+        yield f"{waits} WARPGROUP.DEPBAR: the MMAs are serialised", f"{allowed}, the wgmma commits and waits of the PTX"
+
+
+def expected_counts(evidence: Evidence) -> Iterator[Finding]:
+    """The numbers derived from the tile shapes."""
+    for opcode, number in evidence.expected.items():
+        pattern = rf"{opcode.replace('.', '[.]')}(?![A-Za-z0-9_])"
+        found = count_matching(evidence.sass, pattern) if opcode.isupper() else evidence.ptx.count(pattern)
+        if found != number:
+            yield f"{found} {opcode}", f"the expected {number}"
+
+
+def tool_note(evidence: Evidence) -> Iterator[Finding]:
+    """Assembled with the options asked for: nothing in the environment has added to them."""
+    options = f"-O 3 -arch {evidence.arch.gpu_arch}"
+    if evidence.cubin.options != options:
+        yield f"ptxas options {evidence.cubin.options!r}", repr(options)
+
+
+def reassembly(evidence: Evidence) -> Iterator[Finding]:
+    """The cubin is what ptxas makes of this PTX: equal in every section but the tool note."""
+    again = evidence.reassembled
+    if again is None:
+        return
+    if again.tool != evidence.cubin.tool:
+        yield f"ptxas {again.tool} assembled the PTX again", f"the DSL's own release, {evidence.cubin.tool}"
+        return
+    names = (evidence.cubin.sections.keys() | again.sections.keys()) - {TOOL_NOTE}
+    differing = sorted(name for name in names if evidence.cubin.sections.get(name) != again.sections.get(name))
+    if differing:
+        yield f"sections {differing} differ when the PTX is assembled again", "none"
+
+
+GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
+    stack,
+    registers,
+    shared_memory,
+    entry_name,
+    block_size,
+    parameters,
+    translation,
+    serialisation,
+    expected_counts,
+    tool_note,
+    reassembly,
+)
+
+
+def check(evidence: Evidence) -> None:
+    """Runs every gate. GateError with all that failed."""
+    violations = tuple(Violation(gate.__name__, figure, limit) for gate in GATES for figure, limit in gate(evidence))
+    if violations:
+        raise GateError(evidence.kernel, violations)

@@ -1,0 +1,84 @@
+"""The programs that the build calls, all of them from pip packages, and the versions that decide what it generates."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+GENERATORS = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13")
+DISASSEMBLER = "nvidia-cuda-nvdisasm"
+ASSEMBLER = "nvidia-cuda-nvcc"
+
+
+class ToolError(RuntimeError):
+    """A build tool is missing or failed."""
+
+
+def package_version(package: str) -> str:
+    """The installed version, or "absent"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+@cache
+def tool_versions() -> dict[str, str]:
+    """Everything that decides the bytes of a cubin or what the gates look at, by package."""
+    return {package: package_version(package) for package in (*GENERATORS, DISASSEMBLER, ASSEMBLER)}
+
+
+@cache
+def find_program(name: str) -> Path | None:
+    """A program of NVIDIA's CUDA 13 wheels, or None. Programs elsewhere on the machine are of unknown version and not used."""
+    spec = find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        program = Path(folder) / "cu13" / "bin" / name
+        if program.is_file():
+            return program
+    return None
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin. ToolError if nvdisasm is not installed or refuses the file."""
+    program = find_program("nvdisasm")
+    if program is None:
+        raise ToolError(f"nvdisasm was not found; install {DISASSEMBLER} (the build extra)")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        return _run(program, "-c", str(path))
+
+
+def assemble(ptx: str, gpu_arch: str) -> bytes | None:
+    """The cubin that the ptxas program makes of a PTX text, or None if it is not installed."""
+    program = find_program("ptxas")
+    if program is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx)
+        _run(program, "-O3", "-arch", gpu_arch, str(source), "-o", str(target))
+        return target.read_bytes()
+
+
+@cache
+def assembler_version() -> str | None:
+    """Such as "13.4.59", or None if ptxas is not installed."""
+    program = find_program("ptxas")
+    if program is None:
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", _run(program, "--version"))
+    return found[1] if found else None
+
+
+def _run(program: Path, *arguments: str) -> str:
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ToolError(f"{program.name} {' '.join(arguments)} failed with exit code {done.returncode}: {done.stderr.strip()[:2000]}")
+    return done.stdout

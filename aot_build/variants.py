@@ -1,0 +1,51 @@
+"""The closed list of kernels that ship: nothing is compiled on a user's machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from cute_mla.kernels.source import KernelConfig, KernelSource
+from cute_mla.manifest import kernel_name
+from cute_mla.spec import dense_decode
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.combine import CombineConfig
+from cute_mla.spec.mla import DTYPES
+from cute_mla.spec.split_plan import SplitPlanConfig
+
+OPS = ("dense_decode", "split_plan", "combine")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel to build. module: the kernel file, whose build(config, arch) gives the source."""
+
+    op: str
+    arch: Arch
+    config: KernelConfig
+    module: str
+
+    @property
+    def name(self) -> str:
+        """The key in the manifest."""
+        return kernel_name(self.op, self.arch.name, self.config.name)
+
+    def source(self) -> KernelSource:
+        """Imports the kernel file, and with it the DSL."""
+        source: KernelSource = import_module(self.module).build(self.config, self.arch)
+        return source
+
+
+def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]:
+    """Every variant that ships for an architecture, the longest compilations first. ValueError for an unknown op."""
+    for op in ops:
+        if op not in OPS:
+            raise ValueError(f"unknown op {op!r}; supported: {', '.join(OPS)}")
+    decode = f"cute_mla.kernels.dense_decode.{arch.name}"
+    listed = (
+        *(Variant("dense_decode", arch, config, decode) for config in dense_decode.closed_variants(arch)),
+        Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
+        *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
+    )
+    return tuple(variant for variant in listed if variant.op in ops)
