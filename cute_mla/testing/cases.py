@@ -1,0 +1,289 @@
+"""A Case: one call in all its particulars, and the tensors made for it.
+
+Tensors come from the case's seed, with nasty values on purpose: pages are shuffled; unused pages, unused slots of the last
+page and whatever lies between the rows of a strided tensor are NaN; unused block-table entries are far out of range.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..spec.dense_decode import DenseDecodeProblem
+from ..spec.mla import D_QK, D_ROPE, D_V, ceil_div
+from ..spec.split_plan import TILE_KEYS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+UNUSED_TABLE_ENTRY = 2_147_480_000
+TABLE_SLACK = 2  # columns of the block table that no request uses
+SPARE_PAGES = 3  # pages of the cache that no request uses
+FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
+
+_CPU_ELEMENTS = 1 << 26  # tensors up to this size are made on the CPU, so that every device gets the same bits
+_STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope part of k; scores span +-43 at the usual scale
+
+Values = Literal["normal", "rising", "falling", "peaks"]
+QLayout = Literal["packed", "sliced", "odd", "heads_first"]
+CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
+Outputs = Literal["allocated", "given", "strided"]
+Metadata = Literal["tensors", "object"]
+
+
+# How each field that is not part of the shape appears in a case's id, when it is not at its default.
+_TAGS: dict[str, Callable[[Any], str]] = {
+    "causal": lambda _: "causal",
+    "zero_lengths": lambda _: "zeros",
+    "values": str,
+    "q_layout": lambda layout: f"q_{layout}",
+    "cache_layout": lambda layout: f"kv_{layout}",
+    "outputs": lambda outputs: f"out_{outputs}",
+    "metadata": lambda _: "tensor_plan",
+    "softmax_scale": lambda scale: f"scale{scale:g}",
+    "batch_invariant": lambda _: "invariant",
+    "empty_lse": lambda value: f"empty{value:g}",
+    "sm_count": lambda count: f"sm{count}",
+    "seed": lambda seed: f"seed{seed}",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of an op.
+
+    s_k: length of every request; its mean when varlen: N(s_k, s_k/2), at least s_q, as FlashMLA's tests draw it.
+    zero_lengths: about half of the requests have length 0. lengths: all lengths, instead of what s_k and these say.
+    values: "normal": N(0, 1)/10 clamped to +-1; "rising" and "falling": scores ramp along the keys, so that the running
+        maximum moves in every tile, or never again; "peaks": a few keys per request outweigh all others.
+    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows of 577 elements, aligned to nothing but
+        the element; "heads_first": a transposed [h_q, b, s_q, 576], as engines' absorption matmuls leave it.
+    cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
+        "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
+    outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being slices.
+    metadata: "tensors": form A of get_mla_metadata; "object": form B.
+    sm_count: streaming multiprocessors of the simulated device; a GPU has its own.
+    """
+
+    dtype: str = "bf16"
+    batch: int = 1
+    s_q: int = 1
+    s_k: int = 128
+    h_q: int = 16
+    h_kv: int = 1
+    page_size: int = 64
+    varlen: bool = False
+    causal: bool = False
+    zero_lengths: bool = False
+    lengths: tuple[int, ...] | None = None
+    values: Values = "normal"
+    q_layout: QLayout = "packed"
+    cache_layout: CacheLayout = "packed"
+    outputs: Outputs = "allocated"
+    metadata: Metadata = "object"
+    softmax_scale: float | None = None
+    batch_invariant: bool = False
+    empty_lse: float | None = None
+    sm_count: int = 132
+    seed: int = 0
+    op: str = "dense_decode"
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and len(self.lengths) != self.batch:
+            raise ValueError(f"lengths: got {len(self.lengths)} for a batch of {self.batch}")
+        if self.h_q % self.h_kv:
+            raise ValueError(f"h_q must be a multiple of h_kv, got {self.h_q} and {self.h_kv}")
+
+    @property
+    def id(self) -> str:
+        """A short name that differs between cases: the shape, then every other field that is not at its default."""
+        lengths = "k" + "_".join(map(str, self.lengths)) if self.lengths is not None else f"k{self.s_k}{'v' * self.varlen}"
+        shape = f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
+        return "-".join([shape, *(_TAGS[f.name](getattr(self, f.name)) for f in fields(self) if self._tagged(f.name, f.default))])
+
+    def _tagged(self, name: str, default: object) -> bool:
+        return name in _TAGS and getattr(self, name) != default
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """The length of each request."""
+        if self.lengths is not None:
+            return self.lengths
+        draw = random.Random(f"{self.seed} {self.batch} {self.s_q} {self.s_k}")
+        lengths = [self.s_k] * self.batch
+        if self.varlen:
+            lengths = [max(int(draw.normalvariate(self.s_k, self.s_k / 2)), self.s_q) for _ in lengths]
+        if self.zero_lengths:
+            lengths = [0 if index == 0 or draw.random() < 0.5 else length for index, length in enumerate(lengths)]
+        return tuple(lengths)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages that each request uses."""
+        return tuple(ceil_div(length, self.page_size) for length in self.key_lengths)
+
+    @property
+    def problem(self) -> DenseDecodeProblem:
+        """The shapes of the call."""
+        return DenseDecodeProblem(
+            dtype=self.dtype,
+            batch=self.batch,
+            s_q=self.s_q,
+            h_q=self.h_q,
+            h_kv=self.h_kv,
+            page_size=self.page_size,
+            pages_per_request=max(self.pages, default=0) + TABLE_SLACK,
+            batch_invariant=self.batch_invariant,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; an empty request counts as one key tile."""
+        key_tiles = sum(max(ceil_div(length, TILE_KEYS), 1) for length in self.key_lengths)
+        return key_tiles * self.problem.row_tiles * self.h_kv
+
+    @property
+    def has_masked_rows(self) -> bool:
+        """Whether a query row of a request that has keys sees none of them, for causality."""
+        return self.causal and any(0 < length < self.s_q for length in self.key_lengths)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The operands of a case.
+
+    q dtype [b, s_q, h_q, 576]; k_cache dtype [pages, page, h_kv, 576]; block_table int32 [b, columns];
+    cache_seqlens int32 [b]; out dtype [b, s_q, h_q, 512] and lse fp32 [b, h_q, s_q], filled with NaN, or None when the call
+    is to allocate them; out_storage, lse_storage: the tensors that out and lse are slices of.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    out_storage: Tensor | None = None
+    lse_storage: Tensor | None = None
+
+
+def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
+    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^26 elements)."""
+    q = _q_storage(case, torch.device(device))
+    generator = _generator(case, q.numel(), q.device)
+    q.copy_(_normal((case.batch, case.s_q, case.h_q, D_QK), generator))
+    if case.values != "normal":
+        q[..., D_QK - D_ROPE :] = _STEEP * _signs(q.device)
+    k_cache, block_table = _paged_cache(case, q.device)
+    cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+    if case.outputs == "allocated":
+        return Tensors(q, k_cache, block_table, cache_seqlens)
+    out_storage, out, lse_storage, lse = _outputs(case, q.device)
+    return Tensors(q, k_cache, block_table, cache_seqlens, out, lse, out_storage, lse_storage)
+
+
+def _generator(case: Case, elements: int, device: torch.device) -> torch.Generator:
+    home = torch.device("cpu") if elements <= _CPU_ELEMENTS else device
+    return torch.Generator(home).manual_seed(case.seed)
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device).div_(10).clamp_(-1, 1)
+
+
+def _signs(device: torch.device) -> Tensor:
+    """fp32 [64] of +1 and -1: the direction in which the ramps of q and k lie."""
+    return 1.0 - 2.0 * (torch.arange(D_ROPE, device=device) % 3 == 0)
+
+
+def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def _q_storage(case: Case, device: torch.device) -> Tensor:
+    """q [b, s_q, h_q, 576] in its layout, NaN in and around it."""
+    batch, s_q, h_q, dtype = case.batch, case.s_q, case.h_q, DTYPES[case.dtype]
+    match case.q_layout:
+        case "packed":
+            return _nan((batch, s_q, h_q, D_QK), dtype, device)
+        case "sliced":
+            return _nan((batch, s_q, h_q + 2, D_QK + 64), dtype, device)[:, :, 1:-1, 32:-32]
+        case "odd":
+            return _nan((batch, s_q, h_q, D_QK + 1), dtype, device)[..., 1:]
+        case "heads_first":
+            return _nan((h_q, batch, s_q, D_QK), dtype, device).permute(1, 2, 0, 3)
+
+
+def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
+    """k_cache [pages, page, h_kv, 576] in its layout, NaN in and around it ("far": uninitialised, most never touched)."""
+    page, h_kv, dtype = case.page_size, case.h_kv, DTYPES[case.dtype]
+    match case.cache_layout:
+        case "packed":
+            return _nan((pages, page, h_kv, D_QK), dtype, device)
+        case "layers":
+            return _nan((pages, 3, page, h_kv, D_QK), dtype, device)[:, 1]
+        case "padded_rows":
+            return _nan((pages, page, h_kv, D_QK + 64), dtype, device)[..., :D_QK]
+        case "heads_first":
+            return _nan((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
+        case "far":
+            stride = ceil_div(FAR_ELEMENTS, (pages - 1) * 64) * 64  # the last page begins at or past FAR_ELEMENTS
+            storage = torch.empty((pages - 1) * stride + page * h_kv * D_QK, dtype=dtype, device=device)
+            return storage.as_strided((pages, page, h_kv, D_QK), (stride, h_kv * D_QK, D_QK, 1))
+
+
+def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The cache, with the requests' keys on shuffled pages, and the block table."""
+    used = sum(case.pages)
+    pages = used + SPARE_PAGES
+    cache = _cache_storage(case, pages, device)
+    generator = _generator(case, used * case.page_size * case.h_kv * D_QK, device)
+    generator.manual_seed(case.seed + 1)
+    shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
+    shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # the last page, which may lie far away, is used first
+    table = torch.full((case.batch, case.problem.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
+    first = 0
+    for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
+        own = torch.tensor(shuffled[first : first + count], dtype=torch.int64)
+        table[request, :count] = own.int()
+        cache[own.to(device)] = _request_pages(case, length, count, generator).to(cache)
+        first += count
+    return cache, table.to(device)
+
+
+def _request_pages(case: Case, length: int, count: int, generator: torch.Generator) -> Tensor:
+    """fp32 [count, page, h_kv, 576]: one request's keys, NaN past its end."""
+    keys = _normal((count * case.page_size, case.h_kv, D_QK), generator)
+    position = torch.arange(count * case.page_size, device=keys.device)
+    if case.values != "normal":
+        level = _levels(case.values, position / max(length - 1, 1), generator)
+        keys[..., D_QK - D_ROPE :] = level[:, None, None] * _signs(keys.device)
+    keys[length:] = float("nan")
+    return keys.view(count, case.page_size, case.h_kv, D_QK)
+
+
+def _levels(values: Values, fraction: Tensor, generator: torch.Generator) -> Tensor:
+    """How far each key's score lies from the middle, from -_STEEP to _STEEP; fraction: the key's position, 0 to 1."""
+    if values == "rising":
+        return (2 * fraction - 1) * _STEEP
+    if values == "falling":
+        return (1 - 2 * fraction) * _STEEP
+    peak = torch.rand(fraction.shape, generator=generator, device=generator.device) < 0.02
+    return torch.where(peak, _STEEP, 0.0)
+
+
+def _outputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Storage and view of out, then of lse; all NaN."""
+    dtype = DTYPES[case.dtype]
+    if case.outputs == "given":
+        out = _nan((case.batch, case.s_q, case.h_q, D_V), dtype, device)
+        lse = _nan((case.batch, case.h_q, case.s_q), torch.float32, device)
+        return out, out, lse, lse
+    out = _nan((case.batch, case.s_q, case.h_q + 1, D_QK), dtype, device)
+    lse = _nan((case.batch, case.s_q, case.h_q + 3), torch.float32, device)
+    return out, out[:, :, 1:, 32:-32], lse, lse[..., 1:-2].transpose(1, 2)

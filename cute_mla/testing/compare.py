@@ -1,0 +1,106 @@
+"""The comparison of a kernel's result with its reference: FlashMLA's rule and bounds.
+
+Positions of NaN, +inf and -inf must match exactly. Each remaining element passes if its absolute or its relative error is
+within bounds, which forgives small values their relative and large values their absolute error; the cosine difference of
+the whole tensor, far stricter, then catches an error that is small everywhere but systematic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_REL_FLOOR = 1e-6  # added to |reference|, so that the relative error of a zero is finite
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """An element passes if its error is below abs_tol, or below rel_tol * (|reference| + 1e-6); the tensor if its cosine
+    difference is at most cos_tol."""
+
+    abs_tol: float
+    rel_tol: float
+    cos_tol: float
+
+
+DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
+LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome. max_abs and cos_diff are over the elements that are finite on both sides; reason is empty when passed."""
+
+    passed: bool
+    max_abs: float
+    cos_diff: float
+    reason: str = ""
+
+
+def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> Comparison:
+    """Compares a result with its reference, of any float types; `name` opens the reason."""
+    if actual.shape != expected.shape:
+        return Comparison(False, float("nan"), float("nan"), f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+    actual, expected = actual.double(), expected.double()
+    errors = [_misplaced(name, actual, expected)]
+    finite = actual.isfinite() & expected.isfinite()
+    error = torch.where(finite, (actual - expected).abs(), 0.0)
+    outside = finite & ~((error < tolerance.abs_tol) | (error < tolerance.rel_tol * (expected.abs() + _REL_FLOOR)))
+    errors.append(_outside(name, actual, expected, error, outside))
+    cos_diff = cosine_difference(torch.where(finite, actual, 0.0), torch.where(finite, expected, 0.0))
+    if cos_diff > tolerance.cos_tol:
+        errors.append(f"{name}: cosine difference {cos_diff:.3g} exceeds {tolerance.cos_tol:.3g}")
+    reason = "; ".join(filter(None, errors))
+    max_abs = error.max().item() if error.numel() else 0.0
+    return Comparison(not reason, max_abs, cos_diff, reason)
+
+
+def cosine_difference(x: Tensor, y: Tensor) -> float:
+    """|1 - 2<x,y> / (<x,x> + <y,y>)| in fp64: 0 for equal tensors, and sensitive to length as well as to direction."""
+    x, y = x.double().flatten(), y.double().flatten()
+    norm = (x.dot(x) + y.dot(y)).item()
+    return abs(1 - 2 * x.dot(y).item() / norm) if norm > 0 else 0.0
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one shape and type agree in every bit, NaN included."""
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _misplaced(name: str, actual: Tensor, expected: Tensor) -> str:
+    """Says where NaN or an infinity stands on one side only."""
+    both_nan = actual.isnan() & expected.isnan()
+    wrong = (~actual.isfinite() | ~expected.isfinite()) & ~both_nan & (actual != expected)
+    if not wrong.any():
+        return ""
+    return f"{name}: {int(wrong.sum())} misplaced NaN or infinity, first {_show(actual, expected, _first(wrong))}"
+
+
+def _outside(name: str, actual: Tensor, expected: Tensor, error: Tensor, outside: Tensor) -> str:
+    """Says how many elements are out of bounds, and which is the worst."""
+    if not outside.any():
+        return ""
+    worst = _unravel(int(torch.where(outside, error, -1.0).argmax()), error.shape)
+    return f"{name}: {int(outside.sum())} of {error.numel()} elements out of bounds, worst {_show(actual, expected, worst)}"
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero()[0].tolist())
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    index = []
+    for extent in reversed(shape):
+        flat, coordinate = divmod(flat, extent)
+        index.append(coordinate)
+    return tuple(reversed(index))
+
+
+def _show(actual: Tensor, expected: Tensor, index: tuple[int, ...]) -> str:
+    return f"at {list(index)}: {actual[index].item():.6g}, expected {expected[index].item():.6g}"

@@ -1,0 +1,309 @@
+"""Runs cases through the public API, compares them with the reference and keeps a record of each.
+
+The order matters: outputs start as NaN and the kernel runs before the reference, so that nothing right can be found lying
+in memory; what surrounds strided outputs and the workspace is looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..runtime.device import simulate
+from ..runtime.errors import ArtifactError
+from ..runtime.library import load_artifacts
+from ..spec.mla import D_QK, D_V
+from .cases import Case, Tensors, make_tensors
+from .compare import DENSE_DECODE_OUT, LSE, compare, same_bits
+
+Kind = Literal["sim", "cuda"]
+Status = Literal["passed", "failed", "skipped", "reduced"]
+
+SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
+
+_GUARD = 256  # bytes before and after the workspace that must stay as they are
+_GUARD_BYTE = 0xA5
+_NAN_BYTE = 0xFF  # four of them are a NaN
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order in which the simulated device runs warps and completes asynchronous work."""
+
+    name: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.seed}" if self.seed else self.name
+
+
+def schedules(count: int, seed: int) -> tuple[Schedule, ...]:
+    """The first `count` schedules: each name once, then each with the next seed, and so on."""
+    return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES)) for i in range(count))
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a case runs: the simulated device of an architecture, under each of these schedules, or the first GPU."""
+
+    arch: str
+    kind: Kind
+    schedules: tuple[Schedule, ...] = (Schedule("round_robin", 0),)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of one case, as `verify --json` writes it. schedule is None on a GPU; passed is None if it did not run.
+
+    status "reduced": it ran, in the form that `case` says; reason says what was cut, and what failed if it did.
+    kernel_sha256: of the cubin. seconds: of the kernels with the API call, on a GPU the first call's set-up included.
+    """
+
+    op: str
+    arch: str
+    case: str
+    config: str
+    device: Kind
+    schedule: str | None
+    seed: int
+    sm_count: int
+    kernel_sha256: str
+    status: Status
+    reason: str = ""
+    passed: bool | None = None
+    out_max_abs: float | None = None
+    out_cos_diff: float | None = None
+    lse_max_abs: float | None = None
+    findings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a call left behind."""
+
+    out: Tensor
+    lse: Tensor
+    findings: tuple[str, ...]
+    damage: str
+    seconds: float
+
+
+def skipped(case: Case, target: Target, reason: str) -> Record:
+    """The record of a case that is not run."""
+    return Record(**_identity(case, target), schedule=None, status="skipped", reason=reason)
+
+
+def run_case(case: Case, target: Target, reduced: str = "") -> list[Record]:
+    """Runs a case, on the simulated device once under each schedule; all must give the same bits.
+
+    reduced: what was cut from the case to get this one, if anything. Whatever goes wrong becomes a failed record, except
+    that ArtifactError is raised: without kernels there is nothing to say about any case.
+    """
+    device = "cuda" if target.kind == "cuda" else "cpu"
+    tensors = make_tensors(case, device)
+    expected: tuple[Tensor, Tensor] | None = None
+    first: _Outcome | None = None
+    records = []
+    for schedule in target.schedules if target.kind == "sim" else (None,):
+        base = {**_identity(case, target), "schedule": None if schedule is None else str(schedule)}
+        try:
+            outcome = _run(case, target, tensors, schedule)
+        except ArtifactError:
+            raise
+        except Exception as error:
+            records.append(_finish(base, reduced, [_brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
+            continue
+        if expected is None:
+            expected = _reference(case, tensors)
+        records.append(_judge(base, reduced, outcome, first, expected))
+        first = first or outcome
+    return records
+
+
+def run_all(jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None) -> Iterator[tuple[int, list[Record]]]:
+    """Runs jobs (case, target, what was reduced) and yields the index and records of each as it ends.
+
+    Jobs on the simulated device are spread over processes (default: one per CPU), large ones first; a GPU runs its jobs in
+    this process, in order.
+    """
+    on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
+    simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
+    for index in on_gpu:
+        yield index, run_case(*jobs[index])
+    if not simulated:
+        return
+    simulated.sort(key=lambda index: -jobs[index][0].tiles)
+    workers = min(workers or os.cpu_count() or 1, len(simulated))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = {pool.submit(run_case, *jobs[index]): index for index in simulated}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def call(case: Case, tensors: Tensors, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Makes the call that a case describes, through the public API, on the device of its tensors."""
+    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _copied_plan(case, tensors)
+    return flash_mla_with_kvcache(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        D_V,
+        metadata,
+        num_splits,
+        softmax_scale=case.softmax_scale,
+        causal=case.causal,
+        out=tensors.out,
+        lse=tensors.lse,
+        workspace=workspace,
+        batch_invariant=case.batch_invariant,
+        empty_lse=float("inf") if case.empty_lse is None else case.empty_lse,
+    )
+
+
+def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """A plan made beforehand and copied, as engines do that keep plans in buffers of their own."""
+    metadata, num_splits = get_mla_metadata(
+        tensors.cache_seqlens,
+        case.s_q * case.h_q // case.h_kv,
+        case.h_kv,
+        case.h_q,
+        batch_invariant=case.batch_invariant,
+        max_cache_seqlen=_invariant_limit(case),
+    )
+    assert isinstance(metadata, Tensor) and isinstance(num_splits, Tensor)
+    return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
+
+
+def _invariant_limit(case: Case) -> int | None:
+    """Keys that the block table has room for, where batch-invariant calls ask for them."""
+    return case.problem.pages_per_request * case.page_size if case.batch_invariant else None
+
+
+def _identity(case: Case, target: Target) -> dict[str, Any]:
+    """The fields that say which case ran on what."""
+    config = case.problem.config.name
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count if target.kind == "cuda" else case.sm_count
+    return {
+        "op": case.op,
+        "arch": target.arch,
+        "case": case.id,
+        "config": config,
+        "device": target.kind,
+        "seed": case.seed,
+        "sm_count": sm_count,
+        "kernel_sha256": load_artifacts().entry(case.op, target.arch, config).cubin_sha256,
+    }
+
+
+@contextmanager
+def _device(case: Case, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
+    """Makes the target current, and gives the list that findings go to."""
+    if schedule is None:
+        yield []
+        torch.cuda.synchronize()
+        return
+    with simulate(target.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
+        yield device.findings
+
+
+def _run(case: Case, target: Target, tensors: Tensors, schedule: Schedule | None) -> _Outcome:
+    for storage in (tensors.out_storage, tensors.lse_storage):
+        if storage is not None:
+            storage.fill_(float("nan"))
+    start = time.perf_counter()
+    with _device(case, target, schedule) as findings:
+        guarded = _workspace(case, tensors) if tensors.out is not None else None
+        out, lse = call(case, tensors, None if guarded is None else guarded[_GUARD : guarded.numel() - _GUARD])
+    seconds = time.perf_counter() - start
+    # Later schedules write to the same outputs.
+    kept = out.clone(), lse.clone()
+    return _Outcome(*kept, tuple(map(str, findings)), _damage(tensors, out, lse, guarded), seconds)
+
+
+def _workspace(case: Case, tensors: Tensors) -> Tensor:
+    """A workspace of exactly the bytes that the call needs, between guards."""
+    size = workspace_size(
+        case.op,
+        batch=case.batch,
+        s_q=case.s_q,
+        h_q=case.h_q,
+        h_kv=case.h_kv,
+        batch_invariant=case.batch_invariant,
+        max_cache_seqlen=_invariant_limit(case),
+        device=tensors.q.device,
+    )
+    guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=tensors.q.device)
+    guarded[_GUARD : _GUARD + size] = _NAN_BYTE
+    return guarded
+
+
+def _damage(tensors: Tensors, out: Tensor, lse: Tensor, guarded: Tensor | None) -> str:
+    """Says which memory outside the outputs and the workspace was written, and if outputs given were not those returned."""
+    if tensors.out is None or tensors.lse is None or guarded is None:
+        return ""
+    faults = []
+    for name, returned, given, storage in (
+        ("out", out, tensors.out, tensors.out_storage),
+        ("lse", lse, tensors.lse, tensors.lse_storage),
+    ):
+        if returned is not given:
+            faults.append(f"the {name} returned is not the {name} given")
+        given.fill_(float("nan"))
+        if storage is not None and not storage.isnan().all():
+            faults.append(f"memory between the rows of {name} was written")
+    if (guarded[:_GUARD] != _GUARD_BYTE).any() or (guarded[-_GUARD:] != _GUARD_BYTE).any():
+        faults.append("memory next to the workspace was written")
+    return "; ".join(faults)
+
+
+def _reference(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    return reference.dense_decode(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        softmax_scale=D_QK**-0.5 if case.softmax_scale is None else case.softmax_scale,
+        causal=case.causal,
+        empty_lse=float("inf") if case.empty_lse is None else case.empty_lse,
+    )
+
+
+def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcome | None, expected: tuple[Tensor, Tensor]) -> Record:
+    """Compares an outcome with the reference, and with the first schedule's bits."""
+    out = compare("out", outcome.out, expected[0], DENSE_DECODE_OUT)
+    lse = compare("lse", outcome.lse, expected[1], LSE)
+    faults = [out.reason, lse.reason, outcome.damage]
+    if outcome.findings:
+        faults.append(f"{len(outcome.findings)} findings, first {outcome.findings[0]}")
+    if first is not None and not (same_bits(outcome.out, first.out) and same_bits(outcome.lse, first.lse)):
+        faults.append("other bits than under the first schedule")
+    figures = {"out_max_abs": out.max_abs, "out_cos_diff": out.cos_diff, "lse_max_abs": lse.max_abs}
+    return _finish(base, reduced, faults, **figures, findings=list(outcome.findings), seconds=outcome.seconds)
+
+
+def _finish(base: dict[str, Any], reduced: str, faults: list[str], **figures: Any) -> Record:
+    faults = [fault for fault in faults if fault]
+    status: Status = "reduced" if reduced else "failed" if faults else "passed"
+    reason = "; ".join([*([reduced] if reduced else []), *faults])
+    return Record(**base, status=status, reason=reason, passed=not faults, **figures)
+
+
+def _brief(error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first_line}"
