@@ -15,10 +15,9 @@ from ..spec.arch import ARCHS, Arch
 from . import driver
 from .arguments import Argument, ArgumentBlock
 from .errors import DeviceError
-from .library import Artifacts, load_artifacts
+from .library import Artifacts, cubin_toolkit, load_artifacts
 
-# CUDA toolkit major that compiled a cubin -> what the driver must be.
-_DRIVERS = {12: (12000, "525"), 13: (13000, "580")}
+_DRIVERS = {12: "525", 13: "580"}  # the first driver for a CUDA major, which is the oldest that loads what its tools compile
 
 
 class _Slot:
@@ -109,7 +108,7 @@ class CudaDevice:
             if loaded is not None:
                 return loaded
             cubin = self._artifacts.cubin(entry)
-            _check_driver(entry)
+            _check_driver(entry, cubin)
             with nullcontext() if driver.is_current(self.index) else driver.current(self._context), driver.loading():
                 library = driver.load_library(cubin)
                 handle = driver.get_kernel(library, entry.entry)
@@ -142,12 +141,13 @@ def _arch_of(index: int) -> Arch:
     )
 
 
-def _check_driver(entry: KernelEntry) -> None:
+def _check_driver(entry: KernelEntry, cubin: bytes) -> None:
     """Refuses a cubin that is newer than the driver, with both versions, before the driver does so with neither."""
-    toolkit = entry.tools.get("ptxas", "")
-    needed = _DRIVERS.get(int(toolkit.partition(".")[0] or 0))
-    if needed is not None and driver.version() < needed[0]:
-        raise DeviceError(
-            f"{entry.name} was compiled with CUDA {toolkit} and needs a driver for CUDA {driver.version_text(needed[0])} "
-            f"(version {needed[1]}) or newer; the installed driver is for CUDA {driver.version_text(driver.version())}"
-        )
+    toolkit = cubin_toolkit(cubin)
+    if toolkit is None or driver.version() >= toolkit[0] * 1000:
+        return
+    needed = f"CUDA {toolkit[0]}.0" + (f" (version {_DRIVERS[toolkit[0]]})" if toolkit[0] in _DRIVERS else "")
+    raise DeviceError(
+        f"{entry.name} was compiled with CUDA {toolkit[0]}.{toolkit[1]} and needs a driver for {needed} or newer; "
+        f"the installed driver is for CUDA {driver.version_text(driver.version())}"
+    )

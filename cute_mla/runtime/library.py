@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..manifest import MANIFEST_NAME, KernelEntry, Manifest, ManifestError, kernel_name
+from ..manifest import MANIFEST_NAME, KernelEntry, Manifest, ManifestError
 from ..spec.arch import ARCHS
 from .errors import ArtifactError
 
@@ -37,15 +38,10 @@ class Artifacts:
 
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
         """The manifest entry of a variant. ArtifactError if it was not built."""
-        name = kernel_name(op, arch, config_name)
-        entry = self.manifest.kernels.get(name)
-        if entry is None:
-            built = sorted({kernel.arch for kernel in self.manifest.kernels.values()})
-            raise ArtifactError(
-                f"no kernel {name} in {self.folder}, which holds {len(self.manifest.kernels)} kernels for {', '.join(built) or 'no arch'}; "
-                + _REBUILD
-            )
-        return entry
+        try:
+            return self.manifest.find(op, arch, config_name)
+        except ManifestError as error:
+            raise ArtifactError(f"{self.folder}: {error}; {_REBUILD}") from error
 
     def cubin(self, entry: KernelEntry) -> bytes:
         """The kernel's machine code. ArtifactError if it is damaged or for another architecture."""
@@ -83,6 +79,12 @@ def cubin_sm(cubin: bytes) -> int | None:
     return {_ABI_SM_IN_BYTE_0: flags[0], _ABI_SM_IN_BYTE_1: flags[1]}.get(cubin[8])
 
 
+def cubin_toolkit(cubin: bytes) -> tuple[int, int] | None:
+    """The CUDA version whose ptxas made a cubin, or None if it does not say (CUDA 12 for sm_90)."""
+    found = re.search(rb"Cuda compilation tools, release (\d+)\.(\d+)", cubin)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 _loaded: dict[Path, tuple[int, Artifacts]] = {}
 _lock = threading.Lock()
 
@@ -100,6 +102,6 @@ def load_artifacts(folder: Path | None = None) -> Artifacts:
             try:
                 known = stamp, Artifacts(folder, Manifest.load(folder))
             except ManifestError as error:
-                raise ArtifactError(f"the manifest in {folder} cannot be used: {error}; {_REBUILD}") from error
+                raise ArtifactError(f"{error}; {_REBUILD}") from error
             _loaded[folder] = known
     return known[1]

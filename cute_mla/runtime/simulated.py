@@ -103,7 +103,10 @@ class SimulatedDevice:
         self.seconds += report.seconds
         self.findings += report.findings
         if report.findings and self._raise:
-            raise simulator.SimulationError(f"{kernel.name} on grid {grid}", report.findings)
+            text = "\n".join(str(finding) for finding in report.findings)
+            raise simulator.SimulationError(
+                f"{kernel.name} on grid {grid}, schedule {self._schedule}, seed {self._seed}:\n{text}", tuple(report.findings)
+            )
 
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Overwrites the tensors with NaN, so that what is read before it is written, or never written, shows in the result."""

@@ -1,0 +1,35 @@
+"""What the runtime tests share: a fake driver behind the one driver module, and a folder of made-up artefacts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_artifacts import write_artifacts
+from fake_driver import FakeDriver
+
+from cute_mla.runtime import cuda, driver, library, tensor_map
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of artefacts for every kernel of dense decode, where the runtime looks."""
+    write_artifacts(tmp_path)
+    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def fake(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A fake driver that knows the parameters of those kernels; torch's current stream is 77."""
+    manifest = library.load_artifacts().manifest
+    fake = FakeDriver(params={kernel.entry: kernel.params for kernel in manifest.kernels.values()})
+    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(driver, "_bindings", lambda: fake)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: 77)
+    yield fake
+    for cache in caches:
+        cache.cache_clear()

@@ -1,0 +1,85 @@
+"""Folders of artefacts with made-up cubins, for tests that never run a kernel."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+from cute_mla.manifest import KernelEntry, Manifest, kernel_name
+from cute_mla.spec import combine, dense_decode, split_plan
+from cute_mla.spec.abi import Param
+
+SM_100 = 100
+
+
+def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
+    """An ELF header with all that the runtime looks at, and ptxas's note where CUDA 13 writes one."""
+    header = bytearray(64)
+    header[:9] = b"\x7fELF\x02\x01\x01\x41" + bytes([abi])
+    header[18:20] = (190).to_bytes(2, "little")
+    header[49 if abi == 8 else 48] = sm
+    note = f"Cuda compilation tools, release {toolkit}, V{toolkit}.59".encode() if toolkit else b""
+    return bytes(header) + note
+
+
+def entry(
+    op: str,
+    config_name: str,
+    params: tuple[Param, ...],
+    cubin: bytes,
+    ptx: str,
+    block: tuple[int, int, int] = (256, 1, 1),
+    cluster: tuple[int, int, int] = (1, 1, 1),
+    smem_bytes: int = 1024,
+) -> KernelEntry:
+    """A manifest entry for sm90."""
+    name = kernel_name(op, "sm90", config_name)
+    return KernelEntry(
+        name=name,
+        op=op,
+        arch="sm90",
+        config={},
+        entry=f"{name}_0",
+        cubin=f"{name}.cubin",
+        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
+        ptx=f"{name}.ptx",
+        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
+        params=params,
+        block=block,
+        cluster=cluster,
+        smem_bytes=smem_bytes,
+        registers=128,
+        stack_bytes=0,
+        fingerprint="0" * 64,
+    )
+
+
+def dense_entries(cubin: bytes) -> list[KernelEntry]:
+    """The kernels of dense decode."""
+    ptx = "// not PTX\n"
+    decode = [
+        entry("dense_decode", f"{dtype}_cluster{size}", dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (size, 1, 1), 230_000)
+        for dtype in ("bf16", "fp16")
+        for size in (1, 2)
+    ]
+    merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx) for dtype in ("bf16", "fp16")]
+    return [*decode, *merge, entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000)]
+
+
+def write_artifacts(folder: Path, cubin: bytes | None = None, entries: list[KernelEntry] | None = None) -> Manifest:
+    """Writes manifest, cubins and PTX files; returns the manifest."""
+    cubin = fake_cubin() if cubin is None else cubin
+    entries = dense_entries(cubin) if entries is None else entries
+    folder.mkdir(parents=True, exist_ok=True)
+    for kernel in entries:
+        (folder / kernel.cubin).write_bytes(cubin)
+        (folder / kernel.ptx).write_text("// not PTX\n")
+    manifest = Manifest({kernel.name: kernel for kernel in entries})
+    manifest.save(folder)
+    return manifest
+
+
+def with_cluster(kernel: KernelEntry, x: int) -> KernelEntry:
+    """The same kernel for another cluster size."""
+    return replace(kernel, cluster=(x, 1, 1))

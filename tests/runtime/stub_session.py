@@ -1,0 +1,83 @@
+"""Run by test_stub_driver.py in a process whose libcuda is the stub: launches dense_decode twice and prints what the stub saw.
+
+With `--time` it also prints the microseconds of Python that one launch of dense_decode costs, in and around the driver call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import timeit
+from typing import Any
+
+import torch
+
+from cute_mla.runtime import cuda
+from cute_mla.runtime.arguments import Span
+from cute_mla.spec.dense_decode import PARAMS
+from cute_mla.spec.tensor_map import Swizzle, TensorMap
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_uint), ("pad", ctypes.c_uint), ("value", ctypes.c_uint * 16))
+
+
+class Record(ctypes.Structure):
+    _fields_ = (
+        ("launches", ctypes.c_int),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_uint64),
+        ("attributes", ctypes.c_uint),
+        ("attribute", Attribute * 4),
+        ("map_words", ctypes.c_uint64 * 16),
+        ("argument", ctypes.c_uint64 * 64),
+        ("smem_limit", ctypes.c_int),
+        ("library_bytes", ctypes.c_uint64),
+        ("encode_calls", ctypes.c_int),
+        ("encode_misaligned", ctypes.c_int),
+    )
+
+
+def main() -> None:
+    """Prints a JSON object."""
+    cuda.current_stream = lambda index: 0x5757
+    stub = ctypes.CDLL("libcuda.so.1")
+    ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)
+    device = cuda.CudaDevice(0)
+    kernel = device.kernel("dense_decode", "bf16_cluster2")
+    workspace = torch.empty(8192, dtype=torch.uint8)
+    kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)
+    tensors = [torch.empty(4) for _ in range(7)]
+    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(10), 0.5, 1.5, *range(7))
+    for _ in range(2):
+        device.launch(kernel, (2, 1, 66), args, pdl=True)
+    record = Record.in_dll(stub, "stub_record")
+    seen = {
+        "launches": record.launches,
+        "grid": list(record.grid),
+        "block": list(record.block),
+        "smem": record.smem,
+        "smem_limit": record.smem_limit,
+        "stream": record.stream,
+        "attributes": {a.id: list(a.value[:3]) for a in record.attribute[: record.attributes]},
+        "map_words": list(record.map_words),
+        "addresses": list(record.argument[1:10]),
+        "expected_addresses": [arg.data_ptr() for arg in args[1:10]],
+        "int64s": list(record.argument[10:20]),
+        "int32s": [word & 0xFFFF_FFFF for word in record.argument[22 : len(PARAMS)]],
+        "library_bytes": record.library_bytes,
+        "encode_calls": record.encode_calls,
+        "encode_misaligned": record.encode_misaligned,
+    }
+    if "--time" in sys.argv:
+        count = 50_000
+        best = min(timeit.repeat(lambda: device.launch(kernel, (2, 1, 66), args, pdl=True), number=count, repeat=5))
+        seen["launch_us"] = best / count * 1e6
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

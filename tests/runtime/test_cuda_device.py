@@ -1,0 +1,279 @@
+"""The CUDA device against a recording fake of the driver: what is loaded, set, encoded and launched."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver as real
+from fake_artifacts import dense_entries, fake_cubin, write_artifacts
+from fake_driver import FakeDriver, scalar
+
+from cute_mla.runtime import driver
+from cute_mla.runtime.arguments import NULL, ArgumentBlock, Span
+from cute_mla.runtime.cuda import CudaDevice
+from cute_mla.runtime.errors import ArtifactError, DeviceError
+from cute_mla.spec import dense_decode, split_plan
+from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
+from cute_mla.spec.arch import SM90
+from cute_mla.spec.tensor_map import Swizzle, TensorMap
+
+CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
+PDL = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.value
+SMEM_LIMIT = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LARGE_CLUSTER = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728), (64, 1, 64, 1), Swizzle.B128)
+
+
+def plan_args(batch: int = 3) -> tuple[Any, ...]:
+    """Arguments of split_plan."""
+    lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
+    return lengths, plan, splits, batch, 132, split_plan.NO_SPLIT_LIMIT, 0
+
+
+def decode_args() -> tuple[Any, ...]:
+    """Arguments of dense_decode: distinct values for every scalar."""
+    workspace = torch.empty(4096, dtype=torch.uint8)
+    tensors = [torch.empty(4) for _ in range(7)]
+    int64s_ = [2**33 + i for i in range(10)]
+    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(7))
+
+
+def test_device_reports_arch_and_sm_count(fake: FakeDriver) -> None:
+    fake.sm_count = 114
+    device = CudaDevice(0)
+    assert device.arch is SM90
+    assert device.sm_count == 114
+
+
+def test_first_launch_loads_checks_and_prepares_the_kernel_once(fake: FakeDriver, artifacts: Path) -> None:
+    device = CudaDevice(0)
+    kernel = device.kernel("dense_decode", "bf16_cluster2")
+    device.launch(kernel, (2, 1, 66), decode_args())
+    device.launch(kernel, (2, 1, 66), decode_args())
+    assert fake.called("cuLibraryLoadData") == [((artifacts / kernel.cubin).read_bytes(), [], [], 0, [], [], 0)]
+    assert fake.called("cuLibraryGetKernel") == [("library 1", kernel.entry.encode())]
+    assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
+    assert fake.called("cuFuncLoad") == [(f"function of {kernel.entry}",)]
+
+
+def test_clusters_beyond_the_portable_size_are_allowed_explicitly(fake: FakeDriver, artifacts: Path) -> None:
+    wide = [replace(kernel, cluster=(16, 1, 1)) for kernel in dense_entries(fake_cubin())]
+    write_artifacts(artifacts, entries=wide)
+    device = CudaDevice(0)
+    kernel = device.kernel("split_plan", "i32")
+    device.launch(kernel, (16, 1, 1), plan_args())
+    assert (LARGE_CLUSTER, 1, kernel.entry, 0) in fake.called("cuKernelSetAttribute")
+
+
+def test_loading_is_allowed_while_a_stream_is_captured(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args())
+    names = [name for name, _ in fake.calls]
+    exchanges = [i for i, name in enumerate(names) if name == "cuThreadExchangeStreamCaptureMode"]
+    assert len(exchanges) == 2
+    assert exchanges[0] < names.index("cuLibraryLoadData") < names.index("cuFuncLoad") < exchanges[1] < names.index("cuLaunchKernelEx")
+    modes = real.CUstreamCaptureMode
+    assert [args[0] for args in fake.called("cuThreadExchangeStreamCaptureMode")] == [
+        modes.CU_STREAM_CAPTURE_MODE_RELAXED,
+        modes.CU_STREAM_CAPTURE_MODE_GLOBAL,
+    ]
+
+
+def test_launch_configuration(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    decode = device.kernel("dense_decode", "bf16_cluster2")
+    device.launch(decode, (2, 3, 22), decode_args(), pdl=True)
+    device.launch(decode, (2, 1, 66), decode_args(), stream=123)
+    device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args(), stream=0)
+    first, second, third = fake.launches
+    assert (first.grid, first.block, first.smem_bytes, first.stream) == ((2, 3, 22), (384, 1, 1), 230_000, 77)
+    assert first.attributes == {CLUSTER: struct.pack("<3I", 2, 1, 1), PDL: struct.pack("<i8x", 1)}
+    assert (second.grid, second.stream) == ((2, 1, 66), 123)
+    assert second.attributes.keys() == {CLUSTER}
+    assert (third.kernel, third.block, third.stream, third.attributes) == ("split_plan_sm90_i32_0", (1024, 1, 1), 0, {})
+
+
+def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    args = decode_args()
+    device.launch(device.kernel("dense_decode", "fp16_cluster1"), (1, 1, 1), args)
+    (launch,) = fake.launches
+    assert list(launch.arguments) == [param.name for param in dense_decode.PARAMS]
+    assert launch.arguments["kv_map"] == struct.pack("<Q", KV_MAP.address) + b"\xee" * 120
+    assert scalar(launch.arguments["q"], "Q") == args[1].data_ptr()
+    assert scalar(launch.arguments["lse"], "Q") == args[7].data_ptr()
+    assert scalar(launch.arguments["lse_accum"], "Q") == args[9].tensor.data_ptr() + 1024
+    assert scalar(launch.arguments["q_stride_batch"], "q") == 2**33
+    assert scalar(launch.arguments["table_stride"], "q") == 2**33 + 9
+    assert scalar(launch.arguments["scale_log2"], "f") == 0.5
+    assert scalar(launch.arguments["empty_lse"], "f") == float("inf")
+    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "split_tiles")] == [0, 1, 6]
+
+
+def test_null_pointer_argument() -> None:
+    assert NULL.data_ptr() == 0
+
+
+def test_argument_block_aligns_every_argument() -> None:
+    import ctypes
+
+    params = (*int32s("a"), *int64s("b"), *float32s("c"), *tensor_maps("map"), *int32s("d"), *pointers("p"))
+    block = ArgumentBlock(params)
+    table = (ctypes.c_void_p * len(params)).from_address(block.table_address)
+    for pointer, alignment in zip(table, (4, 8, 4, 64, 4, 8), strict=True):
+        assert pointer is not None
+        assert pointer % alignment == 0
+
+
+def test_argument_block_refuses_a_wrong_number_of_arguments() -> None:
+    with pytest.raises(struct.error):
+        ArgumentBlock(int32s("a", "b")).fill((1,))
+
+
+def test_tensor_map_is_encoded_once_with_all_its_fields(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    for _ in range(2):
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+    (encoded,) = fake.maps
+    assert encoded.data_type == real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    assert (encoded.address, encoded.dims, encoded.strides, encoded.box) == (KV_MAP.address, KV_MAP.dims, KV_MAP.strides, KV_MAP.box)
+    assert encoded.element_strides == (1, 1, 1, 1)
+    assert encoded.interleave == real.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    assert encoded.swizzle == real.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert encoded.l2_promotion == real.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+    assert encoded.oob_fill == real.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+
+
+def test_tensor_map_is_encoded_into_aligned_memory(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    for address in range(0x1000, 0x1400, 0x10):
+        args = (replace(KV_MAP, address=address), *decode_args()[1:])
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), args)
+    targets = [args[0] for args in fake.called("cuTensorMapEncodeTiled")]
+    assert len(targets) == 64
+    assert all(target % 64 == 0 for target in targets)
+
+
+@pytest.mark.parametrize(
+    ("version", "pages", "cleared"), [(13010, 1, True), (13020, 1, False), (13010, 2, False)], ids=["old small", "new", "old large"]
+)
+def test_small_tensor_flag_of_old_drivers(fake: FakeDriver, version: int, pages: int, cleared: bool) -> None:
+    fake.version = version
+    device = CudaDevice(0)
+    small = replace(KV_MAP, dims=(576, 1, 64, pages))
+    device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), (small, *decode_args()[1:]))
+    word = int.from_bytes(fake.launches[0].arguments["kv_map"][8:16], "little")
+    assert word == 0xEEEE_EEEE_EEEE_EEEE & ~(1 << 21 if cleared else 0)
+
+
+@pytest.mark.parametrize("current", [None, 1], ids=["no context", "another device"])
+def test_launch_in_a_thread_of_another_context(fake: FakeDriver, current: int | None) -> None:
+    device = CudaDevice(0)
+    kernel = device.kernel("split_plan", "i32")
+    device.launch(kernel, (1, 1, 1), plan_args())
+    assert fake.called("cuCtxPushCurrent") == []
+    fake.current_device = current
+    device.launch(kernel, (1, 1, 1), plan_args())
+    names = [name for name, _ in fake.calls][-3:]
+    assert names == ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"]
+    assert fake.called("cuCtxPushCurrent") == [("primary context of 0",)]
+
+
+def test_threads_do_not_share_argument_blocks(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(0)
+    kernel = device.kernel("split_plan", "i32")
+    inside, release = threading.Event(), threading.Event()
+    tables: list[int] = []
+
+    def launch(config: Any, handle: Any, table: int) -> None:
+        tables.append(table)
+        if len(tables) == 1:
+            inside.set()
+            assert release.wait(10)
+
+    monkeypatch.setattr(driver, "launch", launch)
+    first = threading.Thread(target=device.launch, args=(kernel, (1, 1, 1), plan_args()))
+    first.start()
+    assert inside.wait(10)
+    device.launch(kernel, (1, 1, 1), plan_args())
+    release.set()
+    first.join()
+    device.launch(kernel, (1, 1, 1), plan_args())
+    assert len(set(tables)) == 2, "a block in use was used again, or a free one was not"
+
+
+def test_driver_error_names_function_and_code(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    fake.fail["cuLaunchKernelEx"] = 700
+    with pytest.raises(DeviceError, match=r"cuLaunchKernelEx failed: CUDA_ERROR_ILLEGAL_ADDRESS \(700\)") as caught:
+        device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args())
+    assert (caught.value.name, caught.value.code) == ("CUDA_ERROR_ILLEGAL_ADDRESS", 700)
+
+
+def test_tensor_map_error_shows_the_map(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    fake.fail["cuTensorMapEncodeTiled"] = 1
+    with pytest.raises(DeviceError, match=r"BFLOAT16, 0x70000000, dims \(576, 1, 64, 100\).*CUDA_ERROR_INVALID_VALUE \(1\)"):
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+
+
+def test_driver_without_tensor_maps(fake: FakeDriver) -> None:
+    fake.proc_address = 0
+    device = CudaDevice(0)
+    with pytest.raises(DeviceError, match="has no tensor maps"):
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch, artifacts: Path) -> None:
+    class NoDriver:
+        def cuInit(self, flags: int) -> None:
+            raise RuntimeError("libcuda.so.1 cannot be found")
+
+    monkeypatch.setattr(driver, "_bindings", NoDriver)
+    with pytest.raises(DeviceError, match="no usable NVIDIA driver: cuInit cannot be called: libcuda.so.1 cannot be found"):
+        CudaDevice(0)
+
+
+def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
+    driver._bindings.cache_clear()
+    with pytest.raises(DeviceError, match="cuda-python is needed to use a CUDA device"):
+        driver.init()
+    driver._bindings.cache_clear()
+
+
+def test_another_architecture(fake: FakeDriver) -> None:
+    fake.capability = (8, 0)
+    with pytest.raises(DeviceError, match=r"cuda:0 \(Fake Board\) has compute capability 8\.0; supported: 9\.0 \(sm90\)"):
+        CudaDevice(0)
+
+
+def test_old_driver_is_refused_with_both_versions(fake: FakeDriver) -> None:
+    fake.version = 12080
+    device = CudaDevice(0)
+    message = r"compiled with CUDA 13\.4 and needs a driver for CUDA 13\.0 \(version 580\) or newer; the installed driver is for CUDA 12\.8"
+    with pytest.raises(DeviceError, match=message):
+        device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args())
+    assert fake.called("cuLibraryLoadData") == []
+
+
+def test_old_driver_takes_cubins_of_its_cuda(fake: FakeDriver, artifacts: Path) -> None:
+    write_artifacts(artifacts, fake_cubin(abi=7, toolkit=""))
+    fake.version = 12080
+    device = CudaDevice(0)
+    device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args())
+    assert len(fake.launches) == 1
+
+
+def test_no_cubin_for_the_arch(fake: FakeDriver, artifacts: Path) -> None:
+    write_artifacts(artifacts, entries=dense_entries(fake_cubin())[-1:])
+    device = CudaDevice(0)
+    with pytest.raises(ArtifactError, match="found no kernel combine_sm90_bf16, expected one of: split_plan_sm90_i32; .*cute-mla build"):
+        device.kernel("combine", "bf16")

@@ -1,0 +1,110 @@
+"""Artefacts on disk: found, checked, and refused with one clear message each."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from fake_artifacts import fake_cubin, write_artifacts
+
+from cute_mla.manifest import MANIFEST_NAME
+from cute_mla.runtime import library
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.runtime.library import cubin_sm, cubin_toolkit, load_artifacts
+
+NAME = "dense_decode_sm90_bf16_cluster1"
+
+
+def test_default_folder_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(library.FOLDER_VARIABLE, raising=False)
+    assert library.artifacts_folder() == Path(library.__file__).parent.parent / "artifacts"
+
+
+def test_folder_from_the_environment(artifacts: Path) -> None:
+    assert load_artifacts().folder == artifacts
+
+
+def test_reads_what_the_manifest_describes(artifacts: Path) -> None:
+    loaded = load_artifacts()
+    entry = loaded.entry("dense_decode", "sm90", "bf16_cluster1")
+    assert entry.name == NAME
+    assert loaded.cubin(entry) == fake_cubin()
+    assert loaded.ptx(entry) == "// not PTX\n"
+
+
+def test_loaded_once_and_again_after_a_build(artifacts: Path) -> None:
+    first = load_artifacts()
+    assert load_artifacts() is first
+    write_artifacts(artifacts)
+    stamp = (artifacts / MANIFEST_NAME).stat().st_mtime_ns + 1_000_000
+    os.utime(artifacts / MANIFEST_NAME, ns=(stamp, stamp))
+    assert load_artifacts() is not first
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no manifest\.json in .*: build the kernels with `cute-mla build`"):
+        load_artifacts(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 999, "kernels": {}}'], ids=["not JSON", "not an object", "other format"])
+def test_damaged_manifest(tmp_path: Path, content: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(content)
+    with pytest.raises(ArtifactError, match=r"manifest\.json.*found.*expected.*build the kernels again"):
+        load_artifacts(tmp_path)
+
+
+def test_truncated_entry_in_manifest(artifacts: Path) -> None:
+    path = artifacts / MANIFEST_NAME
+    raw = json.loads(path.read_text())
+    del raw["kernels"][NAME]["cubin_sha256"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ArtifactError, match=NAME):
+        load_artifacts()
+
+
+@pytest.mark.parametrize("kind", ["cubin", "ptx"])
+def test_one_flipped_bit(artifacts: Path, kind: str) -> None:
+    path = artifacts / f"{NAME}.{kind}"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    loaded = load_artifacts()
+    entry = loaded.entry("dense_decode", "sm90", "bf16_cluster1")
+    with pytest.raises(ArtifactError, match=rf"{NAME}\.{kind} is damaged: sha256 .* the manifest says {getattr(entry, f'{kind}_sha256')}"):
+        getattr(loaded, kind)(entry)
+
+
+def test_missing_cubin(artifacts: Path) -> None:
+    (artifacts / f"{NAME}.cubin").unlink()
+    loaded = load_artifacts()
+    with pytest.raises(ArtifactError, match=rf"cannot read .*{NAME}\.cubin: No such file"):
+        loaded.cubin(loaded.entry("dense_decode", "sm90", "bf16_cluster1"))
+
+
+@pytest.mark.parametrize(
+    ("cubin", "said"),
+    [(fake_cubin(sm=100), "is a cubin for sm_100"), (b"\0" * 100, "is not a cubin")],
+    ids=["sm_100", "zeros"],
+)
+def test_cubin_of_another_architecture(artifacts: Path, cubin: bytes, said: str) -> None:
+    write_artifacts(artifacts, cubin)
+    loaded = load_artifacts()
+    with pytest.raises(ArtifactError, match=f"{said}; the manifest says sm_90a"):
+        loaded.cubin(loaded.entry("dense_decode", "sm90", "bf16_cluster1"))
+
+
+def test_no_such_kernel(artifacts: Path) -> None:
+    with pytest.raises(ArtifactError, match="found no kernel dense_decode_sm90_fp8, expected one of: combine_sm90_bf16, "):
+        load_artifacts().entry("dense_decode", "sm90", "fp8")
+
+
+@pytest.mark.parametrize(("abi", "sm"), [(7, 90), (8, 90), (8, 100)])
+def test_sm_of_both_elf_forms(abi: int, sm: int) -> None:
+    assert cubin_sm(fake_cubin(sm=sm, abi=abi)) == sm
+
+
+def test_toolkit_of_a_cubin() -> None:
+    assert cubin_toolkit(fake_cubin(toolkit="13.4")) == (13, 4)
+    assert cubin_toolkit(fake_cubin(toolkit="")) is None

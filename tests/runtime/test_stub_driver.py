@@ -1,0 +1,59 @@
+"""The whole launch path through the real cuda.bindings, down to a libcuda of our own: needs a C compiler, not a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_artifacts import fake_cubin
+
+HERE = Path(__file__).parent
+COMPILER = shutil.which("cc")
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) to build the stub libcuda with"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the stub libcuda is a Linux library"),
+]
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the stub as libcuda.so.1."""
+    folder = tmp_path_factory.mktemp("stub")
+    assert COMPILER is not None
+    command = [COMPILER, "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(HERE / "stub_libcuda.c")]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture
+def seen(stub: Path, artifacts: Path) -> dict[str, Any]:
+    """What the stub recorded of stub_session.py."""
+    root = HERE.parents[1]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(root), "CUTE_MLA_ARTIFACTS": str(artifacts)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "stub_session.py")], capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_launch_through_the_real_bindings(seen: dict[str, Any]) -> None:
+    assert seen["launches"] == 2
+    assert (seen["grid"], seen["block"], seen["smem"], seen["smem_limit"]) == ([2, 1, 66], [384, 1, 1], 230_000, 230_000)
+    assert seen["stream"] == 0x5757
+    assert seen["attributes"] == {"4": [2, 1, 1], "6": [1, 0, 0]}
+    assert seen["library_bytes"] == int.from_bytes(fake_cubin()[:8], "little")
+    assert seen["addresses"] == seen["expected_addresses"]
+    assert seen["int64s"] == list(range(10))
+    assert seen["int32s"] == list(range(7))
+    assert (seen["encode_calls"], seen["encode_misaligned"]) == (1, 0)
+    bf16 = 9
+    assert seen["map_words"][:13] == [0x70000000, bf16, 4, 576, 1, 64, 100, 0, 1152, 1152, 73728, 0, 0]
