@@ -1,0 +1,96 @@
+"""The measuring bench of a CUDA device, and the record of the machine that goes with its results."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..manifest import KernelEntry
+from ..runtime.library import artifacts_folder, load_artifacts
+from ..spec.arch import Arch
+from .machine import commit, gpu_state, manifest_hash, now
+from .measure import Bench
+from .timing import CudaStopwatch, Recording, cuda_ceilings
+
+
+def matching_gpu(arch: Arch) -> str:
+    """Why the current CUDA device cannot run an architecture's kernels; empty if it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA GPU is available to torch"
+    found = torch.cuda.get_device_capability()
+    if found != arch.compute_capability:
+        wanted = ".".join(map(str, arch.compute_capability))
+        return f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; {arch.name} kernels need {wanted}"
+    return ""
+
+
+def cuda_bench(arch: Arch) -> Bench:
+    """The bench of the current CUDA device. ValueError if that is no GPU of this architecture."""
+    problem = matching_gpu(arch)
+    if problem:
+        raise ValueError(problem)
+    device = torch.device("cuda", torch.cuda.current_device())
+    entries = [entry for entry in load_artifacts().manifest.kernels.values() if entry.arch == arch.name]
+    return Bench(
+        device=device,
+        stopwatch=CudaStopwatch(),
+        ceilings=cuda_ceilings(device),
+        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
+        state=lambda: gpu_state(device.index),
+        kernel_times=lambda recording: profiled_kernel_times(recording, entries),
+    )
+
+
+def profiled_kernel_times(recording: Recording, entries: Iterable[KernelEntry]) -> dict[str, Any]:
+    """Microseconds per launch that each op's kernel ran, by torch's profiler, in one replay.
+
+    Kernels overlap where one starts before its predecessor ends, so these may add up to more than the whole.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    recording.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        recording.replay()
+        torch.cuda.synchronize()
+    durations = [(event.name, float(event.device_time_total)) for event in trace.events() or []]
+    return kernel_times(durations, recording.launches, entries)
+
+
+def kernel_times(durations: Iterable[tuple[str, float]], launches: int, entries: Iterable[KernelEntry]) -> dict[str, Any]:
+    """Per-launch sums by op from (kernel name, microseconds) pairs; kernels that are not ours are left out."""
+    op_of = {entry.entry: entry.op for entry in entries}
+    totals: dict[str, Any] = {}
+    for name, microseconds in durations:
+        op = op_of.get(name)
+        if op is not None:
+            totals[op] = totals.get(op, 0.0) + microseconds / launches
+    return totals or {"unavailable": "the profiler reported none of our kernels"}
+
+
+def environment(arch: Arch) -> dict[str, Any]:
+    """All that one needs to know of the machine to repeat a measurement, or to doubt it."""
+    record: dict[str, Any] = {
+        "date": now(),
+        "arch": arch.name,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": commit(Path(__file__).resolve().parent),
+        "manifest_sha256": manifest_hash(artifacts_folder()),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        record |= {
+            "gpu": properties.name,
+            "sm_count": properties.multi_processor_count,
+            "l2_bytes": properties.L2_cache_size,
+            "memory_bytes": properties.total_memory,
+            "idle": gpu_state(torch.cuda.current_device()),
+        }
+    return record

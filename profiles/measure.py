@@ -1,0 +1,218 @@
+"""Timing one row, and running rows in order of priority within a budget. The outcome is plain data, ready for JSON."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .decode_bench import Check, DecodeBench, Operands, set_bytes
+from .roofline import GPUS, Work, roof
+from .rows import Case, by_priority
+from .timing import Call, Ceilings, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
+
+TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not_run"
+_ESTIMATE_LAUNCHES = 3
+_LOAD_SECONDS = 0.3  # work queued while clocks and power are read
+_CEILING_LAUNCHES = 3
+_PLAN_LAUNCHES = 20
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all rows of a run share.
+
+    l2_bytes: of the device. state: reads clocks and power, called while the device is busy.
+    kernel_times: microseconds per launch of each kernel in one replay, by name, or {"unavailable": why}.
+    """
+
+    device: torch.device
+    stopwatch: Stopwatch
+    ceilings: Ceilings
+    l2_bytes: int
+    state: Callable[[], dict[str, Any]]
+    kernel_times: Callable[[Recording], dict[str, Any]]
+
+
+def shape_record(case: Case) -> dict[str, Any]:
+    """A case's definition and cost, timed or not."""
+    work = case.work
+    bound = roof(work, GPUS[case.roof_gpu])
+    return {
+        "row": case.row,
+        "case": case.case,
+        "name": case.name,
+        "op": case.op,
+        "title": case.title,
+        "text": case.text,
+        "shape": asdict(case.shape),
+        "dtype": case.dtype,
+        "seed": case.seed,
+        "flops": work.flops,
+        "bytes": work.bytes,
+        "intensity": work.intensity,
+        "roof_gpu": case.roof_gpu,
+        "roof_us": bound.us,
+        "bound": bound.bound,
+        "goal_us": case.goal_us,
+    }
+
+
+def not_run(case: Case, reason: str) -> dict[str, Any]:
+    """The record of a case that was left out."""
+    return {**shape_record(case), "status": NOT_RUN, "reason": reason}
+
+
+def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
+    """Checks and times one case. `wrong` rows carry no times: a fast wrong answer is no answer."""
+    subject = DecodeBench(case, bench.device, bench.l2_bytes)
+    subject.poison()
+    subject.call(subject.sets[0])
+    before = subject.check(subject.sets[:1], subject.sets[:1])
+    if not before.passed:
+        return {**shape_record(case), "status": WRONG, "reason": before.reason, "check": asdict(before)}
+    cold, others = _recordings(subject, bench)
+    launch_us = bench.stopwatch.elapsed_us(cold) / cold.launches
+    rounds = rounds_for(launch_us)
+    samples = interleave(bench.stopwatch, [cold, *others], rounds, case.seed)
+    state = _state_under_load(cold, launch_us, bench)
+    after = _check_replay(subject, cold)
+    if not after.passed:
+        return {**shape_record(case), "status": WRONG, "reason": f"in the timed graph: {after.reason}", "check": asdict(after)}
+    return {
+        **shape_record(case),
+        "status": TIMED,
+        "reason": "",
+        "check": asdict(after),
+        "launches": cold.launches,
+        "sets": len(subject.sets),
+        "set_bytes": set_bytes(case),
+        "rounds": rounds,
+        "clocks": state,
+        **figures(case.work, samples, bench.ceilings),
+    }
+
+
+def _recordings(subject: DecodeBench, bench: Bench) -> tuple[Recording, list[Recording]]:
+    """The calls over rotating sets, and what runs beside them: the same again (the noise floor), one set that stays in L2
+    if it fits there, the plan, and the ceilings."""
+    stopwatch, sets = bench.stopwatch, subject.sets
+    estimate = stopwatch.record("estimate", _calls(subject, sets, _ESTIMATE_LAUNCHES))
+    launches = graph_launches(stopwatch.elapsed_us(estimate) / estimate.launches, len(sets))
+    cold = stopwatch.record("cold", _calls(subject, sets, launches))
+    others = [
+        stopwatch.record("control", _calls(subject, sets, launches)),
+        stopwatch.record("plan", [subject.plan] * _PLAN_LAUNCHES),
+        stopwatch.record("matmul", [bench.ceilings.matmul] * _CEILING_LAUNCHES),
+        stopwatch.record("copy", [bench.ceilings.copy] * _CEILING_LAUNCHES),
+    ]
+    if set_bytes(subject.case) <= bench.l2_bytes // 2:
+        others.append(stopwatch.record("warm", _calls(subject, sets[:1], launches)))
+    return cold, others
+
+
+def _calls(subject: DecodeBench, sets: Sequence[Operands], count: int) -> list[Call]:
+    """Calls of the subject over the sets in turn."""
+    return [partial(subject.call, sets[index % len(sets)]) for index in range(count)]
+
+
+def _state_under_load(cold: Recording, launch_us: float, bench: Bench) -> dict[str, Any]:
+    replay_us = max(launch_us * cold.launches, 1.0)
+    for _ in range(math.ceil(_LOAD_SECONDS * 1e6 / replay_us)):
+        cold.replay()
+    return bench.state()
+
+
+def _check_replay(subject: DecodeBench, cold: Recording) -> Check:
+    subject.poison()
+    cold.replay()
+    return subject.check(subject.sets, [subject.sets[0], subject.sets[-1]])
+
+
+def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> dict[str, Any]:
+    """Rates, ceilings of the same run and the fraction of the limit, from microseconds per launch by recording name."""
+    cold = Spread.of(samples["cold"])
+    matmul, copy = Spread.of(samples["matmul"]).median, Spread.of(samples["copy"]).median
+    tflops, gbytes = ceilings.matmul_flops / matmul / 1e6, ceilings.copy_bytes / copy / 1e3
+    limit_us = max(work.flops / tflops / 1e6, work.bytes / gbytes / 1e3)
+    warm = samples.get("warm")
+    return {
+        "cold_us": cold.as_dict(),
+        "warm_us": Spread.of(warm).as_dict() if warm else None,
+        "control_ratio": Spread.of(ratios(samples["control"], samples["cold"])).as_dict(),
+        "plan_us": Spread.of(samples["plan"]).as_dict(),
+        "tflops": work.flops / cold.median / 1e6,
+        "gbytes_per_s": work.bytes / cold.median / 1e3,
+        "matmul_tflops": tflops,
+        "copy_gbytes_per_s": gbytes,
+        "limit_us": limit_us,
+        "fraction_of_limit": limit_us / cold.median,
+    }
+
+
+def measure_kernels(case: Case, bench: Bench) -> dict[str, Any]:
+    """Time per launch of each kernel alone: the main kernel as others report it, and combine."""
+    subject = DecodeBench(case, bench.device, bench.l2_bytes)
+    launches = graph_launches(case.roof_us, len(subject.sets))
+    return bench.kernel_times(bench.stopwatch.record("kernels", _calls(subject, subject.sets, launches)))
+
+
+def run_rows(
+    cases: Iterable[Case],
+    bench: Bench,
+    budget_s: float,
+    progress: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:
+    """Measures cases by priority until the budget would be exceeded, judging by the slowest so far; the rest are named.
+
+    Kernel times come in a second pass over the timed rows, since the profiler that they need may disturb what follows it.
+    """
+    begin, slowest = clock(), 0.0
+    records: list[dict[str, Any]] = []
+    timed: list[tuple[Case, dict[str, Any]]] = []
+    for case in by_priority(list(cases)):
+        _release(bench.device)
+        started = clock()
+        if started - begin + slowest > budget_s:
+            records.append(not_run(case, f"the budget of {budget_s:g} s was used up"))
+            continue
+        progress(case.name)
+        record = _guarded(case, bench)
+        record["seconds"] = clock() - started
+        slowest = max(slowest, record["seconds"])
+        records.append(record)
+        if record["status"] == TIMED:
+            timed.append((case, record))
+    for case, record in timed:
+        if clock() - begin + slowest > budget_s:
+            record["kernel_us"] = {"unavailable": f"the budget of {budget_s:g} s was used up"}
+            continue
+        progress(f"{case.name} kernels")
+        _release(bench.device)
+        try:
+            record["kernel_us"] = measure_kernels(case, bench)
+        except RuntimeError as error:
+            record["kernel_us"] = {"unavailable": str(error)}
+    return records
+
+
+def _guarded(case: Case, bench: Bench) -> dict[str, Any]:
+    """A row's failure is that row's outcome, not the end of the run."""
+    try:
+        return measure_case(case, bench)
+    except (RuntimeError, ValueError) as error:
+        return {**shape_record(case), "status": FAILED, "reason": f"{type(error).__name__}: {error}"}
+
+
+def _release(device: torch.device) -> None:
+    """Gives memory of earlier rows back, since rows of other sizes could not use its pieces."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

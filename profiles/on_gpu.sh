@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# The one command for a machine with a Hopper GPU and no network: verifies the kernels that came along in
+# cute_mla/artifacts, then times them. Runs from the tree and installs nothing.
+#
+#   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite smoke|full] [--rows D1,D5]
+#
+# Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. Leaves in OUTDIR: preflight.json, verify.json,
+# profile.json, roofline.svg, a .log of each step, and status.json, which says how each step ended.
+# Exit: 0 all passed, 2 usage, 3 this machine cannot run the kernels, 4 verify failed, 5 profile failed, 6 both failed.
+set -u
+
+usage() {
+    sed -n '5,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2
+    exit 2
+}
+
+seconds_of() {
+    [[ "$2" =~ ^[1-9][0-9]*$ ]] || { echo "$1 takes a whole number of seconds, got '$2'" >&2; exit 2; }
+    printf '%s' "$2"
+}
+
+TREE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+OUT="" PYTHON="python3" VERIFY_SECONDS=240 PROFILE_SECONDS=300 SUITE="smoke" ROWS=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --python | --verify-seconds | --profile-seconds | --suite | --rows) [ $# -ge 2 ] || usage ;;&
+        --python) PYTHON="$2"; shift 2 ;;
+        --verify-seconds) VERIFY_SECONDS="$(seconds_of "$1" "$2")" || exit 2; shift 2 ;;
+        --profile-seconds) PROFILE_SECONDS="$(seconds_of "$1" "$2")" || exit 2; shift 2 ;;
+        --suite) SUITE="$2"; shift 2 ;;
+        --rows) ROWS="$2"; shift 2 ;;
+        -*) usage ;;
+        *) [ -z "$OUT" ] || usage; OUT="$1"; shift ;;
+    esac
+done
+[ -n "$OUT" ] || usage
+mkdir -p "$OUT" || exit 2
+OUT="$(cd "$OUT" && pwd)"
+export PYTHONPATH="$TREE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+rm -f "$OUT"/{preflight,verify,profile,status}.json "$OUT"/{preflight,verify,profile}.log "$OUT/roofline.svg"
+
+# step NAME SECONDS COMMAND...: runs it for at most that long, its output to the terminal and NAME.log; its status returned.
+step() {
+    local name="$1" limit="$2"
+    shift 2
+    echo "== $name (at most $limit s)"
+    (cd "$OUT" && timeout --kill-after=10 "$limit" "$@") 2>&1 | tee "$OUT/$name.log"
+    local status="${PIPESTATUS[0]}"
+    [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || echo "$name ran past its $limit s" | tee -a "$OUT/$name.log" >&2
+    return "$status"
+}
+
+# finish EXIT PREFLIGHT VERIFY PROFILE: writes status.json ("null": the step was not run) and exits.
+finish() {
+    printf '{"exit": %s, "preflight": %s, "verify": %s, "profile": %s, "seconds": %s}\n' "$1" "$2" "$3" "$4" "$SECONDS" >"$OUT/status.json"
+    echo "== exit $1 after $SECONDS s; results in $OUT"
+    exit "$1"
+}
+
+if ! command -v "$PYTHON" >/dev/null; then
+    echo "cannot run here: no $PYTHON on this machine" | tee "$OUT/preflight.log" >&2
+    finish 3 127 null null
+fi
+step preflight 120 "$PYTHON" -m cute_mla.profiles.preflight "$OUT/preflight.json"
+preflight=$?
+[ "$preflight" -eq 0 ] || finish 3 "$preflight" null null
+
+step verify "$VERIFY_SECONDS" "$PYTHON" -m cute_mla.cli verify --arch sm90 --device cuda --suite "$SUITE" --json "$OUT/verify.json"
+verify=$?
+
+# The budget ends before the limit does, so that what was timed by then is written.
+budget=$((PROFILE_SECONDS > 60 ? PROFILE_SECONDS - 40 : PROFILE_SECONDS / 3))
+step profile "$PROFILE_SECONDS" "$PYTHON" -m cute_mla.cli profile --arch sm90 --device cuda --budget "$budget" \
+    --json "$OUT/profile.json" --plot "$OUT/roofline.svg" ${ROWS:+--rows "$ROWS"}
+profile=$?
+
+code=0
+[ "$verify" -eq 0 ] || code=4
+[ "$profile" -eq 0 ] || code=$((code == 4 ? 6 : 5))
+finish "$code" 0 "$verify" "$profile"
