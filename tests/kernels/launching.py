@@ -1,0 +1,82 @@
+"""Compiles a kernel once per session and launches its PTX on the simulator, over memory that the test lays out itself."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+
+from cute_mla import simulator
+from cute_mla.kernels.source import KernelSource
+from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.arch import SM90
+
+FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel's PTX with what its source says of it."""
+
+    source: KernelSource
+    entry: str
+    ptx: str
+
+    def edited(self, pattern: str, replacement: str) -> CompiledKernel:
+        """The kernel with a bug planted in its PTX: the pattern must occur, and every occurrence is replaced."""
+        ptx, count = re.subn(pattern, replacement, self.ptx)
+        assert count, f"{pattern!r} does not occur in the PTX: the planted bug is out of date"
+        return CompiledKernel(self.source, self.entry, ptx)
+
+
+@cache
+def compiled(op: str, config_name: str) -> CompiledKernel:
+    """One variant for SM90. Skips the test where the compiler is not installed."""
+    pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
+    from cute_mla.aot_build.compile import compile_source
+    from cute_mla.aot_build.variants import closed_variants
+
+    source = next(v.source() for v in closed_variants(SM90, (op,)) if v.config.name == config_name)
+    result = compile_source(source, SM90)
+    return CompiledKernel(source, result.entry, result.ptx)
+
+
+@cache
+def module(ptx: str) -> simulator.Module:
+    """The parsed PTX."""
+    return simulator.load_module(ptx)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes that a contiguous tensor covers."""
+    return tensor.numel() * tensor.element_size()
+
+
+def launch(
+    kernel: CompiledKernel,
+    grid: tuple[int, int, int],
+    args: Sequence[int | float | torch.Tensor],
+    memory: simulator.GlobalMemory,
+    policy: simulator.Policy | None = None,
+) -> list[simulator.Finding]:
+    """Runs the kernel with arguments in the order of its parameters; returns the findings."""
+    raw = []
+    for param, arg in zip(kernel.source.params, args, strict=True):
+        value = arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
+        raw.append(struct.pack(FORMATS[param.kind], value))
+    shape = simulator.Launch(
+        module=module(kernel.ptx),
+        entry=kernel.entry,
+        grid=grid,
+        block=kernel.source.block,
+        cluster=kernel.source.cluster,
+        smem_bytes=kernel.source.smem_bytes,
+        args=raw,
+        names=simulator.Names(roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.source.roles)),
+    )
+    return simulator.run(shape, memory, policy or simulator.Policy()).findings

@@ -1,0 +1,244 @@
+"""The compiled combine on the simulator, against the formula in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from launching import CompiledKernel, compiled, launch, nbytes
+
+from cute_mla import simulator
+from cute_mla.spec.combine import COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
+from cute_mla.spec.mla import D_V, ceil_div
+from cute_mla.spec.split_plan import NO_SPLIT_LIMIT
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to the value, at worst
+CANARY = 7.0
+
+
+@dataclass
+class Problem:
+    """One call. rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
+
+    out is a view with the given strides, in elements, over a flat buffer that starts at `offset`.
+    """
+
+    rows: list[int]
+    s_q: int = 1
+    h_q: int = 2
+    dtype: str = "bf16"
+    lengths: list[int] | None = None
+    split_tiles: int = NO_SPLIT_LIMIT
+    empty_lse: float = math.inf
+    empty: set[tuple[int, int, int]] = field(default_factory=set)
+    strides: tuple[int, int, int] | None = None
+    offset: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.seed)
+        total = sum(self.rows)
+        self.accum = torch.randn(total, self.s_q, self.h_q, D_V, generator=draw)
+        self.lse_accum = torch.randn(total, self.s_q, self.h_q, generator=draw) * 4
+        for position in self.empty:
+            self.accum[position] = math.nan
+            self.lse_accum[position] = -math.inf
+        self.num_splits = torch.tensor([sum(self.rows[:r]) for r in range(len(self.rows) + 1)], dtype=torch.int32)
+        self.seqlens = torch.tensor(self.lengths or [0] * len(self.rows), dtype=torch.int32)
+        shape = (len(self.rows), self.s_q, self.h_q, D_V)
+        strides = (*(self.strides or (self.s_q * self.h_q * D_V, self.h_q * D_V, D_V)), 1)
+        reach = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 1
+        self.buffer = torch.full((self.offset + reach,), CANARY, dtype=DTYPES[self.dtype])
+        self.out = self.buffer.as_strided(shape, strides, self.offset)
+        self.lse = torch.full((len(self.rows), self.h_q, self.s_q), CANARY)
+
+    def used(self, request: int) -> int:
+        """Splits to merge, by the contract."""
+        if self.split_tiles == NO_SPLIT_LIMIT:
+            return self.rows[request]
+        return min(self.rows[request], ceil_div(ceil_div(max(int(self.seqlens[request]), 0), 64), self.split_tiles))
+
+    def memory(self) -> simulator.GlobalMemory:
+        """What the kernel may touch. The out rows of empty and of unused splits are left out: reading one is a finding."""
+        memory = simulator.GlobalMemory()
+        for name in ("num_splits", "seqlens", "lse_accum"):
+            tensor = getattr(self, name)
+            if tensor.numel():
+                memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=False)
+        for request in range(len(self.rows)):
+            first = int(self.num_splits[request])
+            for position in self._written(first, self.used(request)):
+                row = self.accum[position]
+                memory.add(f"out_accum{position}", row.data_ptr(), nbytes(row), writable=False)
+        memory.add("out", self.buffer.data_ptr(), nbytes(self.buffer))
+        memory.add("lse", self.lse.data_ptr(), nbytes(self.lse))
+        return memory
+
+    def _written(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        positions = [(first + s, token, head) for s in range(count) for token in range(self.s_q) for head in range(self.h_q)]
+        return [position for position in positions if position not in self.empty]
+
+    def run(
+        self, kernel: CompiledKernel | None = None, column_blocks: int = 1, policy: simulator.Policy | None = None
+    ) -> list[simulator.Finding]:
+        kernel = kernel or compiled("combine", self.dtype)
+        shape = (len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
+        args = [self.seqlens, self.num_splits, self.accum, self.lse_accum, self.out, self.lse, *self.out.stride()[:3]]
+        args += [*self.lse.stride()[:2], self.lse.stride(2), self.empty_lse, self.s_q, self.h_q, self.split_tiles]
+        return launch(kernel, shape, args, self.memory(), policy)
+
+    def expected(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [s_q, h_q, 512], lse [h_q, s_q]) of a request in float64."""
+        first = int(self.num_splits[request])
+        rows = slice(first, first + self.used(request))
+        lse = self.lse_accum[rows].double() * math.log(2)
+        weights = torch.softmax(lse, dim=0)
+        vanishes = torch.exp2((lse - lse.amax(0)) / math.log(2)) < torch.finfo(torch.float32).tiny
+        values = torch.where(vanishes[..., None], 0.0, self.accum[rows].double())
+        merged = torch.logsumexp(lse, dim=0)
+        empty = torch.isneginf(merged)
+        out = torch.where(empty[..., None], 0.0, (weights[..., None] * values).sum(0))
+        return out, torch.where(empty, self.empty_lse, merged).T
+
+    def check(self) -> None:
+        """Compares out and lse of every request, and that nothing else was written."""
+        touched = torch.zeros_like(self.buffer, dtype=torch.bool)
+        inside = touched.as_strided(self.out.shape, self.out.stride(), self.offset)
+        for request in range(len(self.rows)):
+            if self.used(request) < 2:
+                assert (self.lse[request] == CANARY).all()
+                continue
+            inside[request] = True
+            out, lse = self.expected(request)
+            torch.testing.assert_close(self.lse[request].double(), lse, rtol=3e-7, atol=1e-6, equal_nan=True)
+            torch.testing.assert_close(self.out[request].double(), out, rtol=HALF_ULP[self.dtype] * 1.01, atol=1e-6, equal_nan=True)
+        assert (self.buffer[~touched] == CANARY).all()
+
+
+def run_both(problem: Problem) -> None:
+    """With 1 and with 4 blocks of columns: both right, and the same bits."""
+    assert not problem.run(column_blocks=1)
+    problem.check()
+    bits, lse = problem.out.clone(), problem.lse.clone()
+    problem.buffer.fill_(CANARY)
+    problem.lse.fill_(CANARY)
+    assert not problem.run(column_blocks=COLUMN_BLOCKS)
+    problem.check()
+    assert torch.equal(bits.view(torch.int16), problem.out.view(torch.int16))
+    assert torch.equal(lse.view(torch.int32), problem.lse.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97])
+def test_number_of_splits(dtype: str, splits: int) -> None:
+    run_both(Problem([splits], dtype=dtype, seed=splits))
+
+
+def test_uncut_requests_are_left_alone() -> None:
+    run_both(Problem([0, 2, 0, 3, 0]))
+
+
+@pytest.mark.parametrize("h_q", [1, 7, 8, 9, 16])
+def test_heads_and_query_tokens(h_q: int) -> None:
+    run_both(Problem([3, 2], s_q=3, h_q=h_q))
+
+
+@pytest.mark.parametrize("empty", [{0}, {1}, {69}, {0, 1, 2, 3}, {31, 32, 33}, set(range(1, 70)), set(range(69))])
+def test_empty_splits_are_not_read(empty: set[int]) -> None:
+    run_both(Problem([70], empty={(split, 0, head) for split in empty for head in range(2)}))
+
+
+@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
+@pytest.mark.parametrize("splits", [2, 40])
+def test_all_splits_empty(empty_lse: float, splits: int) -> None:
+    problem = Problem([splits], h_q=3, empty_lse=empty_lse, empty={(split, 0, 1) for split in range(splits)})
+    run_both(problem)
+    assert (problem.out[0, 0, 1] == 0).all()
+    assert problem.lse[0, 1, 0] == empty_lse
+
+
+@pytest.mark.parametrize("split", [0, 33])
+def test_nan_lse_reaches_the_output(split: int) -> None:
+    problem = Problem([40])
+    problem.lse_accum[split, 0, 1] = math.nan
+    run_both(problem)
+    assert problem.out[0, 0, 1].isnan().all()
+    assert problem.lse[0, 1, 0].isnan()
+    assert not problem.out[0, 0, 0].isnan().any()
+
+
+def test_weights_that_underflow() -> None:
+    problem = Problem([5])
+    problem.lse_accum[3] = 500.0
+    problem.lse_accum[1] = -500.0
+    problem.accum[1] = math.inf
+    run_both(problem)
+
+
+@pytest.mark.parametrize("strides", [(2 * D_V * 3, D_V * 3, D_V), (4096, 1536, 513), (2100, 1030, 514), (D_V, 8 * D_V, 2 * D_V)])
+@pytest.mark.parametrize("offset", [0, 1, 2, 4])
+def test_strides_of_out(strides: tuple[int, int, int], offset: int) -> None:
+    run_both(Problem([2, 3], s_q=2, h_q=2, strides=strides, offset=offset))
+
+
+@pytest.mark.parametrize("length", [0, -5, 1, 8192, 8193, 16_384, 16_385, 40_960, 1 << 30])
+def test_fixed_splits_use_the_rows_of_the_length(length: int) -> None:
+    """Five rows are kept, and more keys than they hold use all five."""
+    run_both(Problem([5, 5], lengths=[length, 20_000], split_tiles=128))
+
+
+def test_offsets_beyond_2_31_elements() -> None:
+    """Request 1 lies 2^33 elements behind the pointer, and request 0 is not cut."""
+    problem = Problem([0, 2])
+    far = 1 << 33
+    args = [problem.seqlens, problem.num_splits, problem.accum, problem.lse_accum, problem.out[1].data_ptr() - 2 * far]
+    args += [problem.lse[1].data_ptr() - 4 * far, far, 0, D_V, far, 1, 0, math.inf, 1, 2, NO_SPLIT_LIMIT]
+    assert not launch(compiled("combine", "bf16"), (2, 1, 1), args, problem.memory())
+    problem.check()
+
+
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
+def test_schedules(schedule: str) -> None:
+    problem = Problem([40, 2], h_q=9)
+    assert not problem.run(policy=simulator.Policy(schedule=schedule, seed=5))
+    problem.check()
+
+
+def test_grid_is_fine_where_rows_are_few() -> None:
+    assert grid(1, 1, 128, 132) == (1, 16, COLUMN_BLOCKS)
+    assert grid(128, 2, 128, 132) == (256, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [
+        (r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;"),  # reads the rows of empty splits
+        (r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;"),  # leaves half of the splits out of max and sum
+        (r"add\.s32 (.*), 32;", r"add.s32 \1, 64;"),  # skips the second 32 splits
+    ],
+)
+def test_planted_bugs_are_seen(pattern: str, replacement: str) -> None:
+    broken = compiled("combine", "bf16").edited(pattern, replacement)
+    problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)})
+    if problem.run(broken):
+        return
+    with pytest.raises(AssertionError):
+        problem.check()
+
+
+def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """The bytes of the tensors, to compare runs."""
+    return [tensor.clone().view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def test_batchmates_do_not_change_the_bits() -> None:
+    alone = Problem([40], seed=1)
+    assert not alone.run()
+    together = Problem([3, 40, 2], seed=2)
+    together.accum[3:43], together.lse_accum[3:43] = alone.accum, alone.lse_accum
+    assert not together.run()
+    assert bits([alone.out[0], alone.lse[0]]) == bits([together.out[1], together.lse[1]])

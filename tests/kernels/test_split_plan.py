@@ -1,0 +1,120 @@
+"""The compiled split_plan on the simulator, integer for integer against the plan in plain Python."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from launching import CompiledKernel, compiled, launch, nbytes
+from plan_reference import Plan, reference_plan
+
+from cute_mla import simulator
+from cute_mla.spec.split_plan import MAX_PARTS, NO_SPLIT_LIMIT, PLAN_COLUMNS
+
+GARBAGE = 0x5A5A5A5A
+HUGE = (1 << 31) - 1
+
+
+@pytest.fixture(scope="session")
+def kernel() -> CompiledKernel:
+    return compiled("split_plan", "i32")
+
+
+def run_plan(
+    kernel: CompiledKernel,
+    lengths: list[int],
+    num_parts: int,
+    split: tuple[int, int] = (NO_SPLIT_LIMIT, 0),
+    policy: simulator.Policy | None = None,
+) -> tuple[Plan, list[simulator.Finding]]:
+    """The kernel's plan. The outputs start as garbage, at addresses that are multiples of 4 bytes only."""
+    batch = len(lengths)
+    seqlens = torch.tensor(lengths or [0], dtype=torch.int32)
+    parts = torch.full((num_parts * PLAN_COLUMNS + 1,), GARBAGE, dtype=torch.int32)[1:]
+    splits = torch.full((batch + 2,), GARBAGE, dtype=torch.int32)[1:]
+    memory = simulator.GlobalMemory()
+    if batch:
+        memory.add("cache_seqlens", seqlens.data_ptr(), nbytes(seqlens), writable=False)
+    memory.add("plan", parts.data_ptr(), nbytes(parts))
+    memory.add("num_splits", splits.data_ptr(), nbytes(splits))
+    findings = launch(kernel, (1, 1, 1), [seqlens, parts, splits, batch, num_parts, *split], memory, policy)
+    rows = tuple(tuple(row) for row in parts.view(num_parts, PLAN_COLUMNS).tolist())
+    return Plan(rows, tuple(splits.tolist())), findings
+
+
+def check(kernel: CompiledKernel, lengths: list[int], num_parts: int, split: tuple[int, int] = (NO_SPLIT_LIMIT, 0)) -> None:
+    plan, findings = run_plan(kernel, lengths, num_parts, split)
+    assert not findings
+    assert plan == reference_plan(lengths, num_parts, *split)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 66, 132, 1023, MAX_PARTS])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [],
+        [0],
+        [1],
+        [64],
+        [65],
+        [131_072],
+        [0, 1, 63, 64, 65],
+        [0] * 40,
+        [-1, -(1 << 31), 5000],
+        [0] * 20 + [100_000] + [0] * 20,
+        [4096] * 128,
+    ],
+    ids=lambda lengths: f"batch{len(lengths)}_max{max(lengths, default=0)}",
+)
+def test_corner_lengths(kernel: CompiledKernel, lengths: list[int], num_parts: int) -> None:
+    check(kernel, lengths, num_parts)
+
+
+@pytest.mark.parametrize("batch", [31, 33, 1023, 1024, 1025, 2048, 2049, 3000])
+def test_batches_around_the_number_of_threads(kernel: CompiledKernel, batch: int) -> None:
+    draw = random.Random(batch)
+    lengths = [draw.choice([0, 1, 64, 65, draw.randrange(20_000)]) for _ in range(batch)]
+    check(kernel, lengths, draw.choice([132, MAX_PARTS]))
+
+
+def test_costs_beyond_32_bits(kernel: CompiledKernel) -> None:
+    """2^25 tiles each: the total passes 2^32 at request 128."""
+    check(kernel, [HUGE] * 300, 132)
+    check(kernel, [7, *[HUGE] * 300, 64], 7)
+
+
+@pytest.mark.parametrize("split", [(128, 16), (7, 300), (128, 0)])
+@pytest.mark.parametrize("num_parts", [1, 3, 132])
+def test_fixed_splits(kernel: CompiledKernel, split: tuple[int, int], num_parts: int) -> None:
+    longest = 131_072 if split[1] else 8192
+    lengths = [min(length, longest) for length in (0, 8191, 8192, 8193, 131_072, 64, 16_384, 1, 131_072)]
+    check(kernel, lengths, num_parts, split)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches(kernel: CompiledKernel, seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randrange(draw.choice([2, 200, 20_000])) for _ in range(draw.randrange(1, 200))]
+    split = draw.choice([(NO_SPLIT_LIMIT, 0), (16, 20)])
+    check(kernel, lengths, draw.randrange(1, 200), split)
+
+
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
+def test_schedules(kernel: CompiledKernel, schedule: str) -> None:
+    lengths = [9000, 0, 70, 123_456, 64, 64, 8192]
+    plan, findings = run_plan(kernel, lengths, 132, policy=simulator.Policy(schedule=schedule, seed=3))
+    assert not findings
+    assert plan == reference_plan(lengths, 132)
+
+
+def test_planted_overhead_is_seen(kernel: CompiledKernel) -> None:
+    """The overhead of a piece, off by one in the costs but not in the cuts."""
+    plan, _ = run_plan(kernel.edited(r"(add\.s32 .*), 6;", r"\1, 7;"), [9000, 70, 12_345], 20)
+    assert plan != reference_plan([9000, 70, 12_345], 20)
+
+
+def test_planted_missing_barrier_is_seen(kernel: CompiledKernel) -> None:
+    lengths = [9000, 0, 70, 123_456, 64, 64, 8192]
+    plan, findings = run_plan(kernel.edited(r"bar\.sync", "// bar.sync"), lengths, 132, policy=simulator.Policy(schedule="adversarial"))
+    assert findings or plan != reference_plan(lengths, 132)
