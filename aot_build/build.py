@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ Progress = Callable[[KernelReport, int, int], None]  # a finished kernel, how ma
 def build_all(
     archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None
 ) -> BuildReport:
-    """Builds the closed list of these architectures and ops. ValueError for an unknown name.
+    """Builds the closed list of these architectures and ops. ValueError for an unknown name, ToolError without the DSL.
 
     jobs: processes at a time, by default one per CPU. Failures are in the report; the other kernels are built all the same.
     """
@@ -89,8 +90,13 @@ def build_all(
 def build_variants(
     variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress | None = None, prune_archs: Sequence[str] = ()
 ) -> BuildReport:
-    """Builds these variants into a folder. prune_archs: architectures of which nothing else may stay there."""
+    """Builds these variants into a folder. ToolError if the DSL is not installed.
+
+    prune_archs: architectures of which nothing else may stay there.
+    """
     begin = time.perf_counter()
+    if find_spec("cutlass") is None:
+        raise ToolError("the CuTe DSL is not installed; install the build extra: pip install 'cute-mla[build]'")
     out.mkdir(parents=True, exist_ok=True)
     reports: dict[str, KernelReport] = {}
 

@@ -1,0 +1,39 @@
+"""Tables and progress: with rich on a terminal, plain aligned text in a pipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+
+def is_terminal() -> bool:
+    """Whether a person is likely to watch."""
+    return Console().is_terminal
+
+
+def print_json(value: Any) -> None:
+    """JSON, one field a line, keys in the order given."""
+    click.echo(json.dumps(value, indent=1))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Numbers to the right, everything else to the left. None is shown as "-"."""
+    texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    numeric = [bool(rows) and all(isinstance(row[index], int | float | None) for row in rows) for index in range(len(columns))]
+    if is_terminal():
+        table = Table(box=None, header_style="bold")
+        for name, right in zip(columns, numeric, strict=True):
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for text in texts:
+            table.add_row(*text)
+        Console().print(table)
+        return
+    widths = [max(len(line[index]) for line in ([*columns], *texts)) for index in range(len(columns))]
+    for line in ([*columns], *texts):
+        cells = (cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(line, widths, numeric, strict=True))
+        click.echo("  ".join(cells).rstrip())

@@ -1,0 +1,129 @@
+"""cute-mla show: what is built, one kernel, or the environment."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import click
+
+from cute_mla import __version__
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime import driver
+from cute_mla.runtime.errors import ArtifactError, DeviceError
+from cute_mla.runtime.library import Artifacts, artifacts_folder, load_artifacts
+
+from .output import print_json, print_table
+
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "cuda-python",
+    "cuda-bindings",
+    "nvidia-cutlass-dsl",
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-nvdisasm",
+)
+
+
+@click.command()
+@click.argument("what", type=click.Choice(["manifest", "kernel", "env"]), default="manifest")
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def show(what: str, name: str | None, as_json: bool) -> None:
+    """Print the manifest (the default), one kernel by NAME, or the environment."""
+    if (what == "kernel") != (name is not None):
+        raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
+    if what == "env":
+        _show_env(as_json)
+        return
+    artifacts = load_artifacts()
+    if name is None:
+        _show_manifest(artifacts, as_json)
+    else:
+        _show_kernel(artifacts, name, as_json)
+
+
+def _show_manifest(artifacts: Artifacts, as_json: bool) -> None:
+    entries = [entry for _, entry in sorted(artifacts.manifest.kernels.items())]
+    if as_json:
+        print_json({"folder": str(artifacts.folder), "kernels": {entry.name: asdict(entry) for entry in entries}})
+        return
+    columns = ("kernel", "registers", "stack", "smem", "block", "cluster", "params", "instructions", "HGMMA", "cubin sha256")
+    print_table(columns, [_summary(entry) for entry in entries])
+    click.echo(f"{len(entries)} kernels in {artifacts.folder}")
+
+
+def _summary(entry: KernelEntry) -> tuple[object, ...]:
+    return (
+        entry.name,
+        entry.registers,
+        entry.stack_bytes,
+        entry.smem_bytes,
+        "x".join(map(str, entry.block)),
+        "x".join(map(str, entry.cluster)),
+        len(entry.params),
+        sum(entry.instructions.values()),
+        entry.instructions.get("HGMMA", 0),
+        entry.cubin_sha256[:12],
+    )
+
+
+def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
+    entry = artifacts.manifest.kernels.get(name)
+    if entry is None:
+        raise ArtifactError(f"no kernel {name} in {artifacts.folder}; built: {', '.join(sorted(artifacts.manifest.kernels)) or 'none'}")
+    fields: dict[str, Any] = asdict(entry)
+    if as_json:
+        print_json(fields)
+        return
+    del fields["params"]
+    lists = {key: fields.pop(key) for key in ("barriers", "named_barriers", "roles")}
+    mix = fields.pop("instructions")
+    for key in ("config", "tools"):
+        fields[key] = ", ".join(f"{part}={value}" for part, value in fields[key].items())
+    print_table(("field", "value"), list(fields.items()))
+    click.echo()
+    print_table(("parameter", "kind", "bytes"), [(param.name, param.kind.value, param.size) for param in entry.params])
+    for key, members in lists.items():
+        if members:
+            click.echo()
+            print_table((key.replace("_", " "), *list(members[0])[1:]), [tuple(member.values()) for member in members])
+    click.echo()
+    print_table(("instruction", "count"), sorted(mix.items(), key=lambda item: (-item[1], item[0])))
+
+
+def _show_env(as_json: bool) -> None:
+    """Versions, artefacts and GPUs; what is missing is named, not an error."""
+    found: dict[str, Any] = {"cute-mla": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    found.update({package: _version(package) for package in _PACKAGES})
+    found["artifacts"] = str(artifacts_folder())
+    try:
+        found["kernels"] = len(load_artifacts().manifest.kernels)
+    except ArtifactError as error:
+        found["kernels"] = str(error)
+    try:
+        driver.init()
+        found["driver"] = driver.version_text(driver.version())
+        found["gpus"] = [_describe_gpu(device) for device in range(driver.device_count())]
+    except DeviceError as error:
+        found["driver"], found["gpus"] = str(error), []
+    if as_json:
+        print_json(found)
+        return
+    found["gpus"] = ", ".join(found["gpus"]) or "none"
+    print_table(("what", "found"), [(key, "not installed" if value is None else str(value)) for key, value in found.items()])
+
+
+def _describe_gpu(device: int) -> str:
+    major, minor = driver.compute_capability(device)
+    return f"{driver.device_name(device)} (sm_{major}{minor}, {driver.sm_count(device)} SMs)"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
