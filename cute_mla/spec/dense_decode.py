@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
 from .arch import Arch
-from .mla import D_V, ceil_div
+from .mla import D_V, DTYPES, ceil_div
 from .split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT, TILE_KEYS, accumulator_rows
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA: the M of a WGMMA
@@ -60,15 +60,17 @@ class DenseDecodeConfig:
 
     dtype: element type of q, cache and out ("bf16" or "fp16").
     cluster: CTAs that share each KV tile by multicast (1 or 2); 2 needs an even number of row tiles.
+    pairs: every row of q and out begins at a multiple of 4 bytes, so that the kernel may access two elements at a time.
     """
 
     dtype: str
     cluster: int
+    pairs: bool = True
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_cluster{self.cluster}"
+        return f"{self.dtype}_cluster{self.cluster}" + ("" if self.pairs else "_elements")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class DenseDecodeProblem:
     """The shapes of one call, which alone decide variant, grid and workspace.
 
     pages_per_request: columns of the block table, the bound on a request's length.
+    pairs: as in DenseDecodeConfig; false only for a base address or stride that is an odd number of elements.
     """
 
     dtype: str
@@ -86,6 +89,7 @@ class DenseDecodeProblem:
     page_size: int
     pages_per_request: int
     batch_invariant: bool = False
+    pairs: bool = True
 
     @property
     def rows(self) -> int:
@@ -100,7 +104,7 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        return DenseDecodeConfig(self.dtype, cluster=2 if self.row_tiles % 2 == 0 else 1)
+        return DenseDecodeConfig(self.dtype, cluster=2 if self.pairs and self.row_tiles % 2 == 0 else 1, pairs=self.pairs)
 
     @property
     def box_keys(self) -> int:
@@ -142,4 +146,5 @@ class DenseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
     del arch
-    return tuple(DenseDecodeConfig(dtype, cluster) for dtype in ("bf16", "fp16") for cluster in (1, 2))
+    shapes = ((1, True), (2, True), (1, False))
+    return tuple(DenseDecodeConfig(dtype, cluster, pairs) for dtype in DTYPES for cluster, pairs in shapes)

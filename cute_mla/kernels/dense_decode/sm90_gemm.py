@@ -1,0 +1,209 @@
+"""The two matrix products of the SM90 dense decode kernel: S = Q K^T, and O += P V with V the transposed K tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...spec.split_plan import TILE_KEYS
+from ..parts.fragments import flat, half, packed, tile_writer
+from .sm90_geometry import (
+    BOX_COLUMNS,
+    K_STEP,
+    KV_SLOTS,
+    OUTPUT_COLUMNS,
+    Q_TILES_IN_REGISTERS,
+    SLOT_COLUMNS,
+    SLOTS_PER_TILE,
+    STEPS_PER_BOX,
+    WARPGROUP,
+    Pipes,
+    Tiles,
+)
+
+STEPS_PER_SLOT = SLOT_COLUMNS // K_STEP
+OUTPUT_CHUNKS = OUTPUT_COLUMNS // SLOT_COLUMNS
+
+# A operand of m64k16 in registers: (row half, column pair) of a thread are neighbouring accumulator registers
+A_VALUES = (2, 2, 2)
+A_STRIDES = (1, 2, 4)
+REGISTERS_PER_STEP = 8
+
+
+def tiled_mma(dtype: type[cutlass.Numeric], columns: int, source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
+    """64 x columns x 16 WGMMA with fp32 accumulators."""
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (64, columns, K_STEP), source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(op)
+
+
+@dataclass(frozen=True)
+class ScoreGemm:
+    """S (64 rows x 64 keys) = Q K^T: the first 384 columns of Q from registers, the last 192 from shared memory."""
+
+    dtype: type[cutlass.Numeric]
+    thread: Int32
+    from_registers: cute.TiledMma
+    from_smem: cute.TiledMma
+    rQ: cute.Tensor  # A fragments of the column tiles kept in registers
+    rStaged: cute.Tensor  # one column tile on its way to smem
+    tQ: cute.Tensor
+    tK: cute.Tensor
+    tRope: cute.Tensor
+    scores: cute.Tensor
+    tile_copy: cute.TiledCopy
+    tProbs: cute.Tensor  # where stmatrix puts P: the RoPE slots
+    tStaged: cute.Tensor  # and the smem tiles of Q
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> ScoreGemm:
+        """Partitions the tiles for one thread of the score warpgroup."""
+        mma = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
+        mma_smem = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        slice_, slice_smem = mma.get_slice(thread), mma_smem.get_slice(thread)
+        steps = Q_TILES_IN_REGISTERS * STEPS_PER_BOX
+        copy = tile_writer(mma, dtype, thread)
+        scores = cute.make_rmem_tensor(slice_.partition_shape_C((64, TILE_KEYS)), Float32)
+        return ScoreGemm(
+            dtype=dtype,
+            thread=thread,
+            from_registers=mma,
+            from_smem=mma_smem,
+            rQ=cute.make_rmem_tensor(
+                cute.make_layout((A_VALUES, 1, steps), stride=(A_STRIDES, 0, REGISTERS_PER_STEP)), dtype
+            ),
+            rStaged=cute.make_rmem_tensor_like(scores, dtype),
+            tQ=slice_smem.make_fragment_A(slice_smem.partition_A(tiles.sQ)),
+            tK=slice_.make_fragment_B(slice_.partition_B(tiles.sKv)),
+            tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
+            scores=scores,
+            tile_copy=copy,
+            tProbs=copy.partition_D(tiles.sRope),
+            tStaged=copy.partition_D(tiles.sQ),
+        )
+
+    def query_tile(self, tile: int) -> cute.Tensor:
+        """The 32-bit registers that column tile `tile` of Q is loaded into: of row half h and columns 8 e + 2 (t % 4) and
+        the next, register 2 e + h."""
+        if tile >= Q_TILES_IN_REGISTERS:
+            return packed(self.rStaged)
+        words = STEPS_PER_BOX * REGISTERS_PER_STEP // 2
+        registers = cute.recast_tensor(flat(self.rQ), Int32)
+        return cute.make_tensor(registers.iterator + tile * words, cute.make_layout(words))
+
+    def store_query_tile(self, slot: int) -> None:
+        """The staged column tile to smem, for the async proxy after a fence."""
+        cute.copy(self.tile_copy, self.tile_copy.retile(self.rStaged), self.tStaged[None, None, None, slot])
+
+    def multiply(self, pipes: Pipes, tile: Int32) -> None:
+        """S of one key tile, complete on return. Waits for each slot just before its first use."""
+        self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
+        self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
+        for i in range(SLOTS_PER_TILE):
+            use = tile * SLOTS_PER_TILE + i
+            pipes.kv_ready.wait_ready(use)
+            warpgroup.fence()
+            for step in range(STEPS_PER_SLOT):
+                self.multiply_step(i * STEPS_PER_SLOT + step, self.tK[None, None, step, pipes.kv_ready.slot(use)])
+        pipes.rope_ready.wait_ready(tile)
+        warpgroup.fence()
+        for step in range(STEPS_PER_BOX):
+            self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, pipes.rope_ready.slot(tile)])
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    def multiply_step(self, step: int, tK: cute.Tensor) -> None:
+        """S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
+        tile, step_in_tile = divmod(step, STEPS_PER_BOX)
+        if tile < Q_TILES_IN_REGISTERS:
+            cute.gemm(self.from_registers, self.scores, self.rQ[None, None, step], tK, self.scores)
+            self.from_registers.set(warpgroup.Field.ACCUMULATE, True)
+        else:
+            tQ = self.tQ[None, None, step_in_tile, tile - Q_TILES_IN_REGISTERS]
+            cute.gemm(self.from_smem, self.scores, tQ, tK, self.scores)
+
+    def store_probs(self, slot: Int32) -> None:
+        """The scores, by now probabilities, packed to 16 bits and written over the RoPE columns of their tile."""
+        rP = cute.make_rmem_tensor_like(self.scores, self.dtype)
+        rP.store(self.scores.load().to(self.dtype))
+        cute.copy(self.tile_copy, self.tile_copy.retile(rP), self.tProbs[None, None, None, slot])
+
+
+@dataclass(frozen=True)
+class OutputGemm:
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one key slot each.
+
+    The accumulators are two 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the 128 registers that 512
+    threads start with, although the role raises them."""
+
+    thread: Int32
+    mma: cute.TiledMma
+    tProbs: cute.Tensor
+    tV: cute.Tensor
+    accumulators: tuple[cute.Tensor, ...]
+
+    chunks = OUTPUT_CHUNKS
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> OutputGemm:
+        """Partitions the tiles for one thread of an output warpgroup."""
+        mma = tiled_mma(dtype, SLOT_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
+        slice_ = mma.get_slice(thread)
+        transposed = cute.make_layout((SLOT_COLUMNS, TILE_KEYS, KV_SLOTS), stride=(TILE_KEYS, 1, TILE_KEYS * SLOT_COLUMNS))
+        sV = cute.composition(tiles.sKv, transposed)
+        shape = slice_.partition_shape_C((64, SLOT_COLUMNS))
+        return OutputGemm(
+            thread=thread,
+            mma=mma,
+            tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sRope)),
+            tV=slice_.make_fragment_B(slice_.partition_B(sV)),
+            accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(OUTPUT_CHUNKS)),
+        )
+
+    def clear(self) -> None:
+        """O = 0."""
+        for accumulator in self.accumulators:
+            accumulator.fill(0.0)
+
+    def scale(self, factors: list[Float32]) -> None:
+        """Multiplies the thread's two rows of O."""
+        for accumulator in self.accumulators:
+            rO = flat(accumulator)
+            for i in range(cute.size(rO)):
+                rO[i] = rO[i] * factors[half(i)]
+
+    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32) -> None:
+        """Issues one chunk as its own group."""
+        self.mma.set(warpgroup.Field.ACCUMULATE, True)
+        accumulator = self.accumulators[chunk]
+        for step in range(TILE_KEYS // K_STEP):
+            tP, tV = self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot]
+            cute.gemm(self.mma, accumulator, tP, tV, accumulator)
+        warpgroup.commit_group()
+
+    def pair(self, eight: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
+        """Columns 8 eight + 2 (t % 4) and the next of one of the thread's rows, normalised. A row that attends to nothing
+        (inverse 0) is 0 whatever was accumulated."""
+        chunk, first = divmod(4 * eight + 2 * row_half, SLOT_COLUMNS // 2)
+        rO = flat(self.accumulators[chunk])
+        low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
+        return low, high
+
+
+@cute.jit
+def clear_rows(sKv: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32):
+    """Zeroes keys first_row .. 63 of a slot. Whole 128-byte rows, so the swizzle does not matter."""
+    chunk_elements = 8  # 16 bytes
+    chunks_per_row = BOX_COLUMNS // chunk_elements
+    rows_per_pass = WARPGROUP // chunks_per_row
+    zeros = cute.make_rmem_tensor(cute.make_layout(chunk_elements), sKv.element_type)
+    zeros.fill(0.0)
+    base = sKv.iterator + slot * (TILE_KEYS * SLOT_COLUMNS)
+    for box in cutlass.range_constexpr(SLOT_COLUMNS // BOX_COLUMNS):
+        for step in cutlass.range_constexpr(TILE_KEYS // rows_per_pass):
+            row = step * rows_per_pass + thread // chunks_per_row
+            if row >= first_row:
+                offset = (box * TILE_KEYS + row) * BOX_COLUMNS + thread % chunks_per_row * chunk_elements
+                cute.autovec_copy(zeros, cute.make_tensor((base + offset).align(16), cute.make_layout(chunk_elements)))

@@ -1,0 +1,87 @@
+"""The operands of the SM90 dense decode kernel, and where a query row lies in each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from ...spec.dense_decode import TILE_ROWS
+from ..parts.fragments import fragment_row
+from ..parts.work import Piece, Schedule
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The kernel's parameters, by meaning. Strides in elements."""
+
+    kv_map: Any
+    q: cute.Pointer
+    block_table: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    out_accum: cute.Pointer
+    lse_accum: cute.Pointer
+    q_strides: tuple[Int64, Int64, Int64]  # batch, token, head
+    out_strides: tuple[Int64, Int64, Int64]  # batch, token, head
+    lse_strides: tuple[Int64, Int64, Int64]  # batch, token, head
+    table_stride: Int64
+    scale_log2: Float32
+    empty_lse: Float32
+    s_q: Int32
+    h_q: Int32
+    heads_per_kv: Int32
+    page_size: Int32
+    causal: Int32
+    schedule: Schedule
+
+    def rows(self) -> Int32:
+        """Query rows of one KV head."""
+        return self.s_q * self.heads_per_kv
+
+    def kv_head(self) -> Int32:
+        """The KV head of this CTA."""
+        return cute.arch.block_idx()[1]
+
+    def token_and_head(self, row: Int32) -> tuple[Int32, Int32]:
+        """Query token and query head of a row of this CTA's KV head."""
+        token = row // self.heads_per_kv
+        return token, self.kv_head() * self.heads_per_kv + (row - token * self.heads_per_kv)
+
+    def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Element 0 of a query row."""
+        return self.q + self._offset(self.q_strides, req, row)
+
+    def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Element 0 of an output row."""
+        return self.out + self._offset(self.out_strides, req, row)
+
+    def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
+        """The lse of a query row."""
+        return self.lse + self._offset(self.lse_strides, req, row)
+
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
+        token, head = self.token_and_head(row)
+        return Int64(req) * strides[0] + Int64(token) * strides[1] + Int64(head) * strides[2]
+
+    def accum_row(self, piece: Piece, row: Int32) -> Int64:
+        """Row number of a query row in the contiguous split accumulators."""
+        token, head = self.token_and_head(row)
+        return (Int64(piece.accum_row) * self.s_q + token) * self.h_q + head
+
+    def least_limit(self, left: Int32) -> Int32:
+        """The least key_limit of all rows."""
+        return left - cutlass.select_(self.causal != 0, self.s_q - 1, Int32(0))
+
+    def key_limit(self, left: Int32, row: Int32) -> Int32:
+        """First key that a query row does not see, counted from a tile with `left` keys from it to the end of the cache:
+        the end, or bottom-right causal."""
+        token, _ = self.token_and_head(row)
+        return left - cutlass.select_(self.causal != 0, self.s_q - 1 - token, Int32(0))
+
+
+def query_row(thread: Int32, row_half: int) -> Int32:
+    """Row of the KV head, among all its row tiles, that one of the thread's fragment rows is."""
+    return cute.arch.block_idx()[0] * TILE_ROWS + fragment_row(thread, row_half)

@@ -1,0 +1,1 @@
+"""Device code that more than one kernel uses."""

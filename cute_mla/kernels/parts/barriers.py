@@ -1,0 +1,59 @@
+"""mbarrier idioms: rings of slots with phases, arrivals by one lane of a warp."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Int32, cute
+from cutlass._mlir.dialects.nvvm import MemScopeKind
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of `slots` barriers in shared memory. Use number n of the ring is slot n % slots in phase (n / slots) % 2."""
+
+    base: cute.Pointer
+    slots: int
+
+    def slot(self, use: Int32) -> Int32:
+        """The slot of a use."""
+        return use % self.slots
+
+    def barrier(self, use: Int32) -> cute.Pointer:
+        """The barrier of a use."""
+        return self.base + use % self.slots
+
+    def parity(self, use: Int32) -> Int32:
+        """The parity that completes with a use."""
+        return (use // self.slots) & 1
+
+    def initialise(self, arrivals: int) -> None:
+        """Sets the arrivals that complete a phase. One thread, before any use."""
+        for slot in range(self.slots):
+            cute.arch.mbarrier_init(self.base + slot, arrivals)
+
+    def wait_ready(self, use: Int32) -> None:
+        """Blocks until the producer of this use has arrived."""
+        cute.arch.mbarrier_wait(self.barrier(use), self.parity(use))
+
+    def wait_free(self, use: Int32) -> None:
+        """Blocks until the consumers of the slot's previous use have arrived; the first use of a slot is free."""
+        cute.arch.mbarrier_wait(self.barrier(use), self.parity(use) ^ 1)
+
+
+def arrive(barrier: cute.Pointer) -> None:
+    """One arrival per warp, after all its lanes are done."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def arrive_cluster(barrier: cute.Pointer, ranks: int) -> None:
+    """One arrival per warp on the same barrier of every CTA of the cluster."""
+    if ranks == 1:
+        arrive(barrier)
+        return
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        for rank in range(ranks):
+            cute.arch.mbarrier_arrive(barrier, rank, scope=MemScopeKind.CLUSTER)

@@ -1,0 +1,86 @@
+"""The register fragments of a 64-row WGMMA, and how they move to and from memory.
+
+Accumulator register i of thread t (0..127) holds row 16 (t / 32) + (t % 32) / 4 + 8 half(i) and column
+8 (i / 4) + 2 (t % 4) + i % 2: a thread owns two rows, and a row lies in the four lanes of a quad. The same registers,
+packed to 16 bits, are an A operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Uint16, Uint32, cute
+from cutlass.cute.nvgpu import warp
+
+ROWS_PER_THREAD = 2
+
+
+def half(register: int) -> int:
+    """Which of the thread's two rows an accumulator register belongs to."""
+    return (register >> 1) & 1
+
+
+def fragment_row(thread: Int32, row_half: int) -> Int32:
+    """Row of the tile that the thread's row `row_half` is."""
+    return (thread // 32) * 16 + (thread % 32) // 4 + 8 * row_half
+
+
+def fragment_column(thread: Int32, register: int) -> Int32:
+    """Column of an accumulator register."""
+    return 8 * (register >> 2) + (register & 1) + 2 * (thread % 4)
+
+
+def flat(fragment: cute.Tensor) -> cute.Tensor:
+    """A fragment as a vector of its registers."""
+    return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+
+
+def packed(fragment: cute.Tensor) -> cute.Tensor:
+    """A 16-bit fragment as a vector of 32-bit registers, two neighbouring columns each."""
+    return cute.recast_tensor(flat(fragment), Int32)
+
+
+def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
+    """Two fp32 values rounded to a pair of 16-bit elements."""
+    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+    pair[0], pair[1] = low, high
+    rounded = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+    rounded.store(pair.load().to(dtype))
+    return cute.recast_tensor(rounded, Int32)[0]
+
+
+def load_pair(source: cute.Pointer, whole: bool) -> Int32:
+    """Two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
+    if whole:
+        return cute.recast_ptr(source, dtype=Int32).load()
+    halves = cute.recast_ptr(source, dtype=Uint16)
+    return Int32(Uint32(halves.load()) | (Uint32((halves + 1).load()) << 16))
+
+
+def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
+    """Writes two neighbouring 16-bit elements to gmem, at a multiple of 4 bytes if `whole`."""
+    if whole:
+        cute.recast_ptr(target, dtype=Int32).store(word)
+        return
+    halves = cute.recast_ptr(target, dtype=Uint16)
+    halves.store(Uint16(word & 0xFFFF))
+    (halves + 1).store(Uint16((word >> 16) & 0xFFFF))
+
+
+def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
+    """Copies a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
+    return cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
+
+
+def quad_max(value: Float32) -> Float32:
+    """Maximum over the four lanes that share a row."""
+    value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1))
+    return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 2))
+
+
+def quad_sum(value: Float32) -> Float32:
+    """Sum over the four lanes that share a row."""
+    value = value + cute.arch.shuffle_sync_bfly(value, 1)
+    return value + cute.arch.shuffle_sync_bfly(value, 2)

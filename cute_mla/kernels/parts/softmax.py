@@ -1,0 +1,81 @@
+"""Online softmax over score fragments, two rows per thread, in base 2, with conditional rescale.
+
+Scores are exponentiated against a reference that follows the row maximum only when that has moved up by more than
+RESCALE_LOG2: until then probabilities may reach 2^8, which bf16, fp16 and the fp32 sums hold as precisely as 1, and the
+accumulators need no rescale. The reference starts at -inf and stays there while a row has seen no valid key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
+
+RESCALE_LOG2 = 8.0
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Running state of the thread's two rows.
+
+    rMax: the reference, log2 units. rSum: this thread's share of the row sum.
+    """
+
+    scale_log2: Float32
+    rMax: cute.Tensor
+    rSum: cute.Tensor
+
+    @staticmethod
+    def create(scale_log2: Float32) -> OnlineSoftmax:
+        """State of a row that has seen nothing."""
+        state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(2)]
+        softmax = OnlineSoftmax(scale_log2, *state)
+        softmax.reset()
+        return softmax
+
+    def reset(self) -> None:
+        """Forgets all keys."""
+        for row in range(ROWS_PER_THREAD):
+            self.rMax[row] = -Float32.inf
+            self.rSum[row] = Float32(0)
+
+    def add_tile(self, scores: cute.Tensor) -> list[Float32]:
+        """Replaces a 64x64 score fragment by unnormalised probabilities and brings the state up to date.
+
+        Returns, per row, the factor by which everything accumulated before must be scaled."""
+        rS = flat(scores)
+        factors = []
+        for row in range(ROWS_PER_THREAD):
+            registers = [i for i in range(cute.size(rS)) if half(i) == row]
+            row_max = rS[registers[0]]
+            for i in registers[1:]:
+                row_max = cute.arch.fmax(row_max, rS[i])
+            candidate = quad_max(row_max) * self.scale_log2
+            old = self.rMax[row]
+            moved = candidate > old + RESCALE_LOG2
+            new = cutlass.select_(moved, candidate, old)
+            alpha = cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
+            reference = cutlass.select_(new == -Float32.inf, Float32(0), new)  # -inf - -inf would be NaN
+            total = self.rSum[row] * alpha
+            for i in registers:
+                rS[i] = cute.math.exp2(rS[i] * self.scale_log2 - reference, fastmath=True)
+                total = total + rS[i]
+            self.rMax[row] = new
+            self.rSum[row] = total
+            factors.append(alpha)
+        return factors
+
+    def row_sum(self, row: int) -> Float32:
+        """Sum over all keys seen: 0 iff the row attends to nothing."""
+        return quad_sum(self.rSum[row])
+
+
+def mask_keys(scores: cute.Tensor, thread: Int32, limits: list[Int32]) -> None:
+    """Sets the scores of a tile's keys at or past each row's limit to -inf. Selects, so that NaN behind the end vanishes."""
+    rS = flat(scores)
+    for i in range(cute.size(rS)):
+        beyond = fragment_column(thread, i) >= limits[half(i)]
+        rS[i] = cutlass.select_(beyond, -Float32.inf, rS[i])

@@ -1,0 +1,30 @@
+"""TMA loads of one box, to this CTA or to both CTAs of a pair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.experimental import primitives
+
+BOTH_CTAS = 0b11
+
+
+def load_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
+    """Starts the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
+    primitives.cp_async_bulk_tensor_shared_cta_global(
+        target.raw_ptr(), tensor_map.get_ptr(), coordinates, barrier.raw_ptr()
+    )
+
+
+def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
+    """As load_box, but the box lands at the same place in both CTAs and counts on the barrier of each."""
+    primitives.cp_async_bulk_tensor_shared_cluster_global(
+        target.raw_ptr(),
+        tensor_map.get_ptr(),
+        coordinates,
+        barrier.raw_ptr(),
+        [],
+        multicast_mask=cutlass.Int16(BOTH_CTAS),
+    )
