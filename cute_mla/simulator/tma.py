@@ -30,18 +30,19 @@ _MAX_BOX = 256
 SWIZZLE_SPAN = {Swizzle.NONE: CHUNK, Swizzle.B32: 32, Swizzle.B64: 64, Swizzle.B128: 128}
 _SWIZZLE_MASK = {Swizzle.NONE: 0, Swizzle.B32: 1, Swizzle.B64: 3, Swizzle.B128: 7}
 
-ITEM_BYTES = {
-    "u8": 1,
-    "u16": 2,
-    "fp16": 2,
-    "bf16": 2,
-    "u32": 4,
-    "i32": 4,
-    "fp32": 4,
-    "u64": 8,
-    "i64": 8,
-    "fp64": 8,
+_ITEM_TYPES: dict[str, npt.DTypeLike] = {
+    "u8": np.uint8,
+    "u16": np.uint16,
+    "fp16": np.float16,
+    "bf16": np.uint16,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "fp32": np.float32,
+    "u64": np.uint64,
+    "i64": np.int64,
+    "fp64": np.float64,
 }
+ITEM_BYTES = {name: np.dtype(item).itemsize for name, item in _ITEM_TYPES.items()}
 _UNIT_TYPES = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {CHUNK: np.dtype("V16")}
 
 
@@ -284,7 +285,7 @@ def add_box(box: Box, gmem: Array, gmem_address: int, smem: Array) -> None:
         kind = "bf16" if dtype == "bf16" else "f16"
         total = numeric.half_arithmetic("add", kind)(kept.view(np.uint16), added.view(np.uint16))
     else:
-        item = np.dtype({"fp32": "f4", "fp64": "f8"}.get(dtype, dtype))
+        item = _ITEM_TYPES[dtype]
         total = kept.view(item) + added.view(item)
     target[...] = total.view(target.dtype)
 

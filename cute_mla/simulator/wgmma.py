@@ -29,6 +29,7 @@ THREADS = 128
 DEPTH_BYTES = 32  # bytes of one row of A or B along k
 _CHUNK = np.dtype("V16")
 _ITEM_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
+_EXACT_DEPTH = 256  # sums of this many products of 8-bit integers are exact in float32
 _FP8 = ("e4m3", "e5m2")
 _INT8 = ("s8", "u8")
 
@@ -287,6 +288,8 @@ def multiply_accumulate(form: Instruction, a: Array, b: Array, c: Array | None, 
     c: the accumulator tile, None with scale-d 0 (it is then not read). negate: imm-scale-a * imm-scale-b is -1.
     Returns float32, float16 (rounded once from the f32 sum) or int32, wrapping or, with satfinite, clamped.
     """
+    if form.d == "s32" and a.shape[1] > _EXACT_DEPTH:
+        a, b = a.astype(np.float64), b.astype(np.float64)
     product = np.matmul(a, b.T)
     if negate:
         np.negative(product, out=product)
@@ -294,7 +297,7 @@ def multiply_accumulate(form: Instruction, a: Array, b: Array, c: Array | None, 
         return product if c is None else np.add(product, c, out=product)
     if form.d == "f16":
         return (product if c is None else product + c).astype(np.float16)
-    total = product.astype(np.int64)  # exact: sums of 8-bit products over a few hundred k stay below 2**24
+    total = product.astype(np.int64)
     if c is not None:
         total += c
     if form.satfinite:
