@@ -257,5 +257,5 @@ def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
         barriers=(),
         named_barriers=(),
         roles=(Role("planner", 0, WARPS),),
-        expected={},
+        expected={"bar.sync": 5},
     )
