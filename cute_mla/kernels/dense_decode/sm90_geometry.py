@@ -65,9 +65,9 @@ SMEM_USED = BARRIER_OFFSET + 8 * sum(slots for _, slots in BARRIERS)
 class Tiles:
     """Shared memory as tensors: rows x columns x slots."""
 
-    sKv: cute.Tensor  # (64 keys, 128 columns, 11)
+    sKv: cute.Tensor  # (64 keys, 128 columns, 10)
     sRope: cute.Tensor  # (64 keys, 64 columns, 3): K's RoPE columns, then P as (64 rows, 64 keys)
-    sQ: cute.Tensor  # (64 rows, 64 columns, 3): the last three column tiles of Q
+    sQ: cute.Tensor  # (64 rows, 64 columns, 4): the last four column tiles of Q
     sAlpha: cute.Tensor  # (64 rows, 3) fp32: rescale factors, beside P
     sInverse: cute.Tensor  # (64 rows) fp32: 1 / row sum, 0 for a row that attends to nothing
 
