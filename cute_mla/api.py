@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -18,7 +18,25 @@ from .tensors import TMA_ALIGNMENT, WORKSPACE_ALIGNMENT, check_address, check_co
 
 __all__ = ["MlaSchedule", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
 
-_DENSE_ONLY = "this version supports dense bf16 and fp16 caches, without it"
+_DENSE_ONLY = "not supported by this version, which decodes dense bf16 and fp16 caches; supported: None or False"
+
+
+@overload
+def get_mla_metadata() -> tuple[MlaSchedule, None]: ...
+
+
+@overload
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    batch_invariant: bool = False,
+    max_cache_seqlen: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def get_mla_metadata(
@@ -153,6 +171,7 @@ def flash_mla_with_kvcache(
         lse=None if lse is None else spec_of("lse", lse),
         causal=bool(causal),
         batch_invariant=bool(batch_invariant),
+        pair_addresses=all(tensor.data_ptr() % dense.PAIR_BYTES == 0 for tensor in (q, out) if tensor is not None),
     )
     device = device_for(call.q.device)
     plan = dense.plan_call(call, device.sm_count)
@@ -214,7 +233,7 @@ def _reject(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} is {shown}; {_DENSE_ONLY}")
+            raise ValueError(f"{name} is {shown}: {_DENSE_ONLY}")
 
 
 def _check_scalars(head_dim_v: int, softmax_scale: float | None, empty_lse: float) -> None:

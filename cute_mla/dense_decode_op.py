@@ -31,10 +31,13 @@ from .tensors import (
 )
 
 _FLOAT_BYTES = 4
+PAIR_BYTES = 4  # two 16-bit elements, what the faster variants load and store at a time
 
 
 class DenseDecodeCall(NamedTuple):
-    """Everything about a call but values and addresses. given_plan: None if a schedule object plans."""
+    """Everything about a call but values and addresses. given_plan: None if a schedule object plans.
+
+    pair_addresses: q and out begin at multiples of PAIR_BYTES."""
 
     q: TensorSpec
     k_cache: TensorSpec
@@ -45,6 +48,7 @@ class DenseDecodeCall(NamedTuple):
     lse: TensorSpec | None
     causal: bool
     batch_invariant: bool
+    pair_addresses: bool
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,15 @@ def _check_inputs(call: DenseDecodeCall) -> tuple[DenseDecodeProblem, DenseCache
             page_size=cache.page_size,
             pages_per_request=call.block_table.shape[1],
             batch_invariant=call.batch_invariant,
+            pairs=call.pair_addresses and _rows_are_pairs(q) and (call.out is None or _rows_are_pairs(call.out)),
         ),
         cache,
     )
+
+
+def _rows_are_pairs(spec: TensorSpec) -> bool:
+    """Whether every row is an even number of elements away from the first."""
+    return all(stride % 2 == 0 for size, stride in zip(spec.shape[:-1], spec.stride[:-1], strict=True) if size > 1)
 
 
 def _check_outputs(call: DenseDecodeCall, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> None:
