@@ -13,7 +13,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ def call(case: Case, tensors: Tensors, workspace: Tensor | None = None) -> tuple
 
 def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """A plan made beforehand and copied, as engines do that keep plans in buffers of their own."""
-    metadata, num_splits = get_mla_metadata(
+    plan = get_mla_metadata(
         tensors.cache_seqlens,
         case.s_q * case.h_q // case.h_kv,
         case.h_kv,
@@ -186,7 +186,7 @@ def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
         batch_invariant=case.batch_invariant,
         max_cache_seqlen=_invariant_limit(case),
     )
-    assert isinstance(metadata, Tensor) and isinstance(num_splits, Tensor)
+    metadata, num_splits = cast(tuple[Tensor, Tensor], plan)
     return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
 
 

@@ -172,7 +172,7 @@ def _without_repeats(planned: list[Planned]) -> list[Planned]:
     result = []
     for item in planned:
         if item.fate == "reduced" and item.case in running:
-            item = replace(item, fate="skipped", reason=f"{item.reason}, which makes it a case that runs")
+            item = replace(item, fate="skipped", reason="large: cut to the budget, it is another case that runs")
         elif item.fate == "reduced":
             running.add(item.case)
         result.append(item)

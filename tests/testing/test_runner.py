@@ -1,0 +1,210 @@
+"""The runner finds a kernel right when it is right, and every planted fault makes it fail.
+
+The kernel is a stand-in here: the reference, with a fault. What runs cases on the simulated device is tested in tests/cli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_mla import reference
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.testing import runner
+from cute_mla.testing.cases import Case
+from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
+
+Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
+
+CASE = Case(batch=2, lengths=(70, 0), h_q=4, outputs="strided")
+SIM = Target("sm90", "sim")
+
+
+class StandIn:
+    """Takes the place of API and device: computes the reference, then applies a fault."""
+
+    def __init__(self) -> None:
+        self.fault: Fault = lambda out, lse, workspace: None
+        self.findings: list[str] = []
+        self.schedules: list[str] = []
+
+    def decode(self, q: Tensor, k_cache: Tensor, table: Tensor, lengths: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert kwargs["out"].isnan().all()
+        assert kwargs["lse"].isnan().all()
+        expected = reference.dense_decode(q, k_cache, table, lengths, causal=kwargs["causal"])
+        kwargs["out"].copy_(expected[0])
+        kwargs["lse"].copy_(expected[1])
+        self.fault(kwargs["out"], kwargs["lse"], kwargs["workspace"])
+        return kwargs["out"], kwargs["lse"]
+
+    @contextmanager
+    def simulate(self, arch: str, sm_count: int, *, schedule: str, seed: int, on_finding: str) -> Iterator[Any]:
+        assert on_finding == "collect"
+        self.schedules.append(schedule)
+        yield SimpleNamespace(findings=self.findings)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A stand-in kernel without faults, until one is planted."""
+    stand_in = StandIn()
+    artifacts = SimpleNamespace(entry=lambda *key: SimpleNamespace(cubin_sha256="0123"))
+    monkeypatch.setattr(runner, "flash_mla_with_kvcache", stand_in.decode)
+    monkeypatch.setattr(runner, "simulate", stand_in.simulate)
+    monkeypatch.setattr(runner, "workspace_size", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(runner, "load_artifacts", lambda: artifacts)
+    return stand_in
+
+
+def run(case: Case = CASE, target: Target = SIM, reduced: str = "") -> Record:
+    (record,) = run_case(case, target, reduced)
+    return record
+
+
+def test_a_right_kernel_passes(kernel: StandIn) -> None:
+    record = run()
+    assert record.status == "passed", record.reason
+    assert record.passed is True
+    assert record.reason == ""
+    assert record.out_max_abs is not None
+    assert 0 < record.out_max_abs < 1e-3
+    assert record.out_cos_diff is not None
+    assert 0 < record.out_cos_diff < 2e-6
+    assert record.lse_max_abs == 0
+    assert record.seconds > 0
+
+
+def test_a_record_says_what_ran(kernel: StandIn) -> None:
+    record = run(replace(CASE, seed=3, sm_count=5))
+    assert list(asdict(record)) == [
+        *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
+        *("out_max_abs", "out_cos_diff", "lse_max_abs", "findings", "seconds"),
+    ]
+    assert (record.op, record.arch, record.device, record.schedule) == ("dense_decode", "sm90", "sim", "round_robin")
+    assert record.case == replace(CASE, seed=3, sm_count=5).id
+    assert (record.config, record.seed, record.sm_count, record.kernel_sha256) == ("bf16_cluster1", 3, 5, "0123")
+
+
+def spoil_an_element(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    out[0, 0, 3, 511] += 0.1
+
+
+def leave_an_element(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    out[0, 0, 3, 511] = float("nan")
+
+
+def spoil_lse(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    lse[0, 1, 0] *= 1.4427
+
+
+def forget_the_empty_row(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    lse[1] = float("-inf")
+
+
+def write_beside_out(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    out.as_strided((1,), (1,), out.storage_offset() - 1).fill_(0)
+
+
+def write_beside_lse(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    lse.as_strided((1,), (1,), lse.storage_offset() - 1).fill_(0)
+
+
+def write_past_the_workspace(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    workspace.as_strided((1,), (1,), workspace.storage_offset() + 64).fill_(0)
+
+
+def write_before_the_workspace(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    workspace.as_strided((1,), (1,), workspace.storage_offset() - 1).fill_(0)
+
+
+def raise_an_error(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+    raise RuntimeError("warp 3 went home\nand more")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (spoil_an_element, "out: 1 of 4096 elements out of bounds, worst at [0, 0, 3, 511]"),
+        (leave_an_element, "out: 1 misplaced NaN"),
+        (spoil_lse, "lse: 1 of 8 elements out of bounds"),
+        (forget_the_empty_row, "lse: 4 misplaced NaN or infinity, first at [1, 0, 0]: -inf, expected inf"),
+        (write_beside_out, "memory between the rows of out was written"),
+        (write_beside_lse, "memory between the rows of lse was written"),
+        (write_past_the_workspace, "memory next to the workspace was written"),
+        (write_before_the_workspace, "memory next to the workspace was written"),
+        (raise_an_error, "RuntimeError: warp 3 went home"),
+    ],
+)
+def test_a_planted_fault_fails(kernel: StandIn, fault: Fault, reason: str) -> None:
+    kernel.fault = fault
+    record = run()
+    assert record.status == "failed"
+    assert record.passed is False
+    assert record.reason.startswith(reason)
+
+
+def test_a_finding_fails_a_right_answer(kernel: StandIn) -> None:
+    kernel.findings = ["read of poisoned byte", "another"]
+    record = run()
+    assert record.status == "failed"
+    assert record.findings == ["read of poisoned byte", "another"]
+    assert record.reason == "2 findings, first read of poisoned byte"
+
+
+def test_other_bits_under_another_schedule_fail(kernel: StandIn) -> None:
+    def differ(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+        if kernel.schedules[-1] == "lazy":
+            out[0, 0, 0, 0] = torch.nextafter(out[0, 0, 0, 0], torch.tensor(1.0, dtype=out.dtype))
+
+    kernel.fault = differ
+    records = run_case(CASE, Target("sm90", "sim", schedules(3, 0)))
+    assert [record.schedule for record in records] == ["round_robin", "lazy", "random"]
+    assert [record.status for record in records] == ["passed", "failed", "passed"]
+    assert records[1].reason == "other bits than under the first schedule"
+
+
+def test_an_output_that_is_not_the_one_given_fails(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.decode(*args, **kwargs)
+        return out.clone(), lse
+
+    monkeypatch.setattr(runner, "flash_mla_with_kvcache", decode)
+    assert run().reason == "the out returned is not the out given"
+
+
+def test_a_reduced_case_keeps_its_status_and_its_verdict(kernel: StandIn) -> None:
+    record = run(reduced="batch 64 cut to 2: budget")
+    assert (record.status, record.passed, record.reason) == ("reduced", True, "batch 64 cut to 2: budget")
+    kernel.fault = spoil_an_element
+    record = run(reduced="batch 64 cut to 2: budget")
+    assert (record.status, record.passed) == ("reduced", False)
+    assert record.reason.startswith("batch 64 cut to 2: budget; out: 1 of 4096")
+
+
+def test_a_skipped_case_neither_passes_nor_fails(kernel: StandIn) -> None:
+    record = runner.skipped(CASE, SIM, "large")
+    assert (record.status, record.passed, record.reason, record.out_max_abs) == ("skipped", None, "large", None)
+
+
+def test_missing_kernels_are_not_a_failed_case(kernel: StandIn) -> None:
+    def missing(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
+        raise ArtifactError("no manifest")
+
+    kernel.fault = missing
+    with pytest.raises(ArtifactError):
+        run()
+
+
+def test_schedules_repeat_with_other_seeds() -> None:
+    assert [str(schedule) for schedule in schedules(6, 0)] == [
+        *("round_robin", "lazy", "random", "adversarial"),
+        *("round_robin@1", "lazy@1"),
+    ]
+    assert schedules(1, 9) == (Schedule("round_robin", 9),)

@@ -1,0 +1,158 @@
+"""The suites hold what they promise: the smoke cases every factor value and every line of the edge contract."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+
+from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.testing import cases, suites
+from cute_mla.testing.cases import Case
+from cute_mla.testing.pairwise import pairs
+from cute_mla.testing.suites import SMOKE, Planned, grid, suite
+
+FACTORS: dict[str, tuple[object, ...]] = {
+    "dtype": ("bf16", "fp16"),
+    "batch": suites.GRID_BATCH,
+    "s_q": suites.GRID_S_Q,
+    "s_k": suites.GRID_S_K,
+    "h_q": suites.GRID_H_Q,
+    "h_kv": suites.GRID_H_KV,
+    "page_size": (16, 32, 64, 128),
+    "varlen": (False, True),
+    "causal": (False, True),
+    "zero_lengths": (False, True),
+    "values": get_args(cases.Values),
+    "q_layout": get_args(cases.QLayout),
+    "cache_layout": get_args(cases.CacheLayout),
+    "outputs": get_args(cases.Outputs),
+    "metadata": get_args(cases.Metadata),
+    "batch_invariant": (False, True),
+    "empty_lse": (None, float("-inf")),
+}
+
+# Every line of the edge contract that dense decode has, and when a case exercises it.
+EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
+    "a request without keys": lambda case: 0 in case.key_lengths,
+    "rows that causality leaves nothing": lambda case: case.has_masked_rows,
+    "lse +inf for an empty row": lambda case: case.empty_lse is None and (0 in case.key_lengths or case.has_masked_rows),
+    "lse -inf for an empty row": lambda case: case.empty_lse == float("-inf") and case.has_masked_rows and 0 in case.key_lengths,
+    "table entries past the length": lambda case: case.batch > 0,
+    "NaN past a sequence's end in its last page": lambda case: any(length % case.page_size for length in case.key_lengths),
+    "batch 0": lambda case: case.batch == 0,
+    "bottom-right causal over several tiles": lambda case: case.causal and case.s_q > 1 and max(case.key_lengths) > TILE_KEYS,
+    "offsets beyond 2^31 elements": lambda case: case.cache_layout == "far",
+    "block-strided caches": lambda case: case.cache_layout == "layers",
+    "sliced Q": lambda case: case.q_layout == "sliced",
+    "Q that TMA cannot load": lambda case: case.q_layout == "odd",
+    "outputs and workspace given": lambda case: case.outputs == "given",
+    "outputs with strides": lambda case: case.outputs == "strided",
+    "head counts that are no multiple of a tile": lambda case: case.h_q % 64 != 0,
+    "a batch-invariant request cut in two": lambda case: (
+        case.batch_invariant and max(case.key_lengths) > INVARIANT_SPLIT_TILES * TILE_KEYS
+    ),
+    "a request cut into many splits": lambda case: max(case.key_lengths, default=0) >= 32 * TILE_KEYS and case.sm_count > 64,
+    "a request walked by one CTA": lambda case: case.sm_count <= case.batch and max(case.key_lengths) > 8 * TILE_KEYS,
+    "clusters of two CTAs": lambda case: case.problem.config.cluster == 2 and case.tiles > 0,
+    "another number of SMs": lambda case: case.sm_count not in (132, 1),
+}
+
+
+@pytest.mark.parametrize(("factor", "value"), [(factor, value) for factor, values in FACTORS.items() for value in values])
+def test_smoke_has_every_factor_value(factor: str, value: object) -> None:
+    assert any(getattr(case, factor) == value and (case.batch > 0 or factor == "batch") for case in SMOKE)
+
+
+@pytest.mark.parametrize("line", EDGE_CONTRACT)
+def test_smoke_has_every_line_of_the_edge_contract(line: str) -> None:
+    assert any(EDGE_CONTRACT[line](case) for case in SMOKE)
+
+
+def test_the_edge_contract_is_not_met_by_an_ordinary_case() -> None:
+    ordinary = Case(batch=2, s_k=128, h_q=64)
+    met = {line for line, exercises in EDGE_CONTRACT.items() if exercises(ordinary)}
+    assert met == {"table entries past the length"}
+
+
+def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
+    assert 12 <= len(SMOKE) <= 20
+    assert max(case.tiles for case in SMOKE) <= suites.SMOKE_TILES
+    assert len({case.id for case in SMOKE}) == len(SMOKE)
+
+
+def test_smoke_is_the_same_on_both_devices() -> None:
+    assert suite("smoke", "dense_decode", simulated=True) == suite("smoke", "dense_decode", simulated=False) == list(map(Planned, SMOKE))
+
+
+def test_the_grid_is_flashmlas() -> None:
+    heads = Counter((case.h_q, case.h_kv) for case in grid("bf16"))
+    assert len(heads) == 16
+    assert set(heads.values()) == {4 * 3 * 3 * 2 * 2}
+    assert len({case.id for case in grid("bf16")}) == 2304
+
+
+def test_full_on_a_gpu_is_the_whole_grid_in_both_types() -> None:
+    planned = suite("full", "dense_decode", simulated=False)
+    assert {item.fate for item in planned} == {"whole"}
+    running = {item.case for item in planned}
+    assert len(running) == len(planned)
+    assert running >= {*grid("bf16"), *grid("fp16"), *SMOKE}
+    assert any(case.zero_lengths and case.batch == 128 for case in running)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> list[Planned]:
+    """The full suite of the simulated device."""
+    return suite("full", "dense_decode", simulated=True)
+
+
+def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Planned]) -> None:
+    whole = {item.case for item in simulated if item.fate == "whole"}
+    short = {case for case in grid("bf16") if case.s_k <= 140 and case.batch <= 6}
+    assert len(short) == 3 * 3 * 2 * 16 * 4
+    assert short <= whole
+    assert sum(case.s_k == 4096 for case in whole) >= 6
+
+
+def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned]) -> None:
+    assert len(simulated) == len(suite("full", "dense_decode", simulated=False))
+    for item in simulated:
+        assert bool(item.reason) == (item.fate != "whole")
+    running = Counter(item.case for item in simulated if item.fate != "skipped")
+    assert set(running.values()) == {1}
+
+
+def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned]) -> None:
+    def factors(case: Case) -> tuple[object, ...]:
+        return case.dtype, case.s_q, case.s_k, (case.h_q, case.h_kv), case.varlen, case.causal
+
+    every = set().union(*(pairs(factors(case)) for dtype in ("bf16", "fp16") for case in grid(dtype)))  # type: ignore[arg-type]
+    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
+    assert every <= run
+
+
+def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[Planned]) -> None:
+    reduced = [item for item in simulated if item.fate == "reduced"]
+    assert reduced
+    for item in reduced:
+        assert item.case.tiles <= suites.REDUCED_TILES or item.case.batch == 1
+        assert f"cut to {item.case.batch}: budget of 400 tiles" in item.reason
+
+
+def test_a_seed_reaches_every_case() -> None:
+    assert {item.case.seed for item in suite("full", "dense_decode", simulated=True, seed=5)} == {5}
+
+
+def test_long_requests_of_the_smoke_suite_span_both_sides_of_a_cut() -> None:
+    invariant = next(case for case in SMOKE if case.batch_invariant)
+    assert ceil_div(invariant.key_lengths[0], TILE_KEYS) > INVARIANT_SPLIT_TILES
+    assert ceil_div(invariant.key_lengths[1], TILE_KEYS) <= INVARIANT_SPLIT_TILES
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="suite is 'huge'"):
+        suite("huge", "dense_decode", simulated=True)
