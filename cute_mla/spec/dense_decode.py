@@ -126,7 +126,7 @@ class DenseDecodeProblem:
 
     def num_parts(self, sm_count: int) -> int:
         """Parts of the plan: as many as keep every SM busy with one CTA."""
-        return max(sm_count // (self.h_kv * self.row_tiles), 1)
+        return max(sm_count // (self.h_kv * max(self.row_tiles, 1)), 1)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """CTAs along (row tiles, KV heads, parts)."""
