@@ -1,0 +1,192 @@
+"""The command verify: what it runs, prints and writes, and its exit status. Cases are run by a stand-in here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cute_mla.cli import commands, verify
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.testing import runner, suites
+from cute_mla.testing.cases import Case
+from cute_mla.testing.runner import Record, Target
+from cute_mla.testing.suites import Planned
+
+WHOLE, REDUCED, SKIPPED = Case(), Case(batch=2), Case(batch=3)
+SUITE = [
+    Planned(SKIPPED, "skipped", "large: not today"),
+    Planned(WHOLE),
+    Planned(REDUCED, "reduced", "batch 64 cut to 2: budget of 400 tiles"),
+]
+
+Job = tuple[Case, Target, str]
+
+
+def record_of(case: Case, target: Target, passed: bool | None, **fields: Any) -> Record:
+    status = fields.pop("status", "passed" if passed else "failed")
+    figures: dict[str, Any] = {} if passed is None else {"out_max_abs": 1e-4, "out_cos_diff": 2e-7, "lse_max_abs": 3e-6, "seconds": 0.5}
+    identity: dict[str, Any] = {"op": case.op, "arch": target.arch, "case": case.id, "config": "bf16_cluster1", "device": target.kind}
+    schedule = fields.pop("schedule", "round_robin")
+    return Record(
+        **identity,
+        schedule=schedule,
+        seed=case.seed,
+        sm_count=case.sm_count,
+        kernel_sha256="01",
+        status=status,
+        passed=passed,
+        **{**figures, **fields},
+    )
+
+
+class StandIn:
+    """Takes the place of the runner: every case passes, but for those whose id is in `failing`."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, dict[str, Any]] = {}
+        self.jobs: list[Job] = []
+
+    def run_all(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
+        self.jobs = list(jobs)
+        for index in reversed(range(len(jobs))):
+            case, target, reduced = jobs[index]
+            fields = {"status": "reduced", "reason": reduced} if reduced else {}
+            failure = self.failing.get(case.id)
+            records = [record_of(case, target, failure is None, **{**fields, **(failure or {})}, schedule=str(s)) for s in target.schedules]
+            yield index, records
+
+    def skipped(self, case: Case, target: Target, reason: str) -> Record:
+        return record_of(case, target, None, status="skipped", reason=reason)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """No case is run, and the suite has three."""
+    stand_in = StandIn()
+    monkeypatch.setattr(runner, "run_all", stand_in.run_all)
+    monkeypatch.setattr(runner, "skipped", stand_in.skipped)
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return stand_in
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(commands, ["verify", *arguments])
+
+
+def test_all_passed_is_success(stand_in: StandIn) -> None:
+    result = invoke()
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[-1] == "2 passed, 0 failed"
+    assert lines[-2] == "sm90 on sim: 2 cases in 4 runs; of these 1 reduced; 1 not run"
+    assert "1 not run: large: not today" in lines
+    assert "1 reduced: budget of 400 tiles" in lines
+    assert "worst out max abs: 1.00e-04 in " + REDUCED.id in lines
+    table = [line for line in lines if line.startswith(WHOLE.id)]
+    assert [line.split()[:5] for line in table] == [[WHOLE.id, "sm90", "sim", schedule, "passed"] for schedule in ("round_robin", "lazy")]
+
+
+def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
+    stand_in.failing[WHOLE.id] = {"reason": "out: wrong", "findings": ["deadlock", *"abcdef"]}
+    result = invoke("--schedules", "1")
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[-1] == "1 passed, 1 failed"
+    where = lines.index(f"FAILED sm90 sim round_robin {WHOLE.id}: out: wrong")
+    assert lines[where + 1 : where + 6] == ["    deadlock", "    a", "    b", "    c", "    d"]
+
+
+def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
+    stand_in.failing[REDUCED.id] = {}
+    result = invoke()
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "1 passed, 1 failed"
+
+
+def test_nothing_run_is_failure(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE[:1])
+    result = invoke()
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == "0 passed, 0 failed"
+
+
+def test_a_gpu_that_is_not_there_is_failure(stand_in: StandIn) -> None:
+    result = invoke("--device", "cuda")
+    assert result.exit_code == 1
+    assert "sm90: no GPU of compute capability 9.0 here, nothing is run" in result.stderr
+    assert result.stdout == "0 passed, 0 failed\n"
+
+
+@pytest.mark.parametrize(("capability", "kind"), [((9, 0), "cuda"), ((10, 0), "sim")])
+def test_auto_takes_a_gpu_that_matches(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert invoke().exit_code == 0
+    assert {target.kind for _, target, _ in stand_in.jobs} == {kind}
+
+
+WRONG = [("--suite", "huge"), ("--device", "tpu"), ("--arch", "sm80"), ("--op", "x"), ("--schedules", "0"), ("--seed", "-1"), ("more",)]
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_usage(stand_in: StandIn, arguments: tuple[str, ...]) -> None:
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: asked.append((name, op, simulated, seed)) or SUITE)
+    invoke("--suite", "full", "--seed", "7", "--schedules", "5", "--arch", "sm90", "--op", "dense_decode", "--device", "sim")
+    assert asked == [("full", "dense_decode", True, 7)]
+    target = stand_in.jobs[0][1]
+    assert [str(s) for s in target.schedules] == ["round_robin@7", "lazy@7", "random@7", "adversarial@7", "round_robin@8"]
+
+
+def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path: Path) -> None:
+    stand_in.failing[WHOLE.id] = {"out_max_abs": float("inf"), "out_cos_diff": float("nan"), "findings": ["a race"]}
+    file = tmp_path / "records.json"
+    result = invoke("--json", str(file), "--schedules", "1")
+    assert result.exit_code == 1
+    entries = json.loads(file.read_text())
+    assert [entry["case"] for entry in entries] == [SKIPPED.id, WHOLE.id, REDUCED.id]
+    assert list(entries[0]) == [
+        *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
+        *("out_max_abs", "out_cos_diff", "lse_max_abs", "findings", "seconds"),
+    ]
+    assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
+    assert [entry["passed"] for entry in entries] == [None, False, True]
+    assert (entries[1]["out_max_abs"], entries[1]["out_cos_diff"], entries[1]["findings"]) == (None, None, ["a race"])
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
+        yield next(stand_in.run_all(jobs))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_all", interrupted)
+    file = tmp_path / "records.json"
+    assert invoke("--json", str(file)).exit_code != 0
+    assert {entry["case"] for entry in json.loads(file.read_text())} == {SKIPPED.id, REDUCED.id}
+
+
+def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
+        raise ArtifactError("no manifest.json: build the kernels with `cute-mla build`")
+        yield
+
+    monkeypatch.setattr(runner, "run_all", missing)
+    result = invoke()
+    assert result.exit_code == 1
+    assert result.stderr == "Error: no manifest.json: build the kernels with `cute-mla build`\n"
+
+
+def test_names_agree_with_the_suites() -> None:
+    assert verify.SUITES == suites.SUITES
+    assert verify.OPS == suites.OPS
