@@ -72,9 +72,7 @@ class BuildReport:
 Progress = Callable[[KernelReport, int, int], None]  # a finished kernel, how many are finished, how many there are
 
 
-def build_all(
-    archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None
-) -> BuildReport:
+def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None) -> BuildReport:
     """Builds the closed list of these architectures and ops. ValueError for an unknown name, ToolError without the DSL.
 
     jobs: processes at a time, by default one per CPU. Failures are in the report; the other kernels are built all the same.

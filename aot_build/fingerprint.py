@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from .compile import compile_options
@@ -16,12 +17,12 @@ _PACKAGE_FOLDER = Path(__file__).absolute().parent.parent
 _BUILD_FOLDER = Path(__file__).absolute().parent
 
 
-def fingerprint(variant: Variant) -> str:
+def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER) -> str:
     """sha256 over the kernel file and all that it imports from this package, the build's own code, the tools and the options."""
     digest = hashlib.sha256()
     for key, value in (*sorted(tool_versions().items()), ("options", compile_options(variant.arch)), ("variant", repr(variant))):
         digest.update(f"{key}={value}\n".encode())
-    for name, path in sorted({**transitive_sources(variant.module), **_build_sources()}.items()):
+    for name, path in sorted({**transitive_sources(variant.module, package_folder), **_build_sources()}.items()):
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
@@ -29,18 +30,24 @@ def fingerprint(variant: Variant) -> str:
 def transitive_sources(module: str, package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Path]:
     """The module and every module of this package that it imports, directly or not, by name. ValueError if it does not exist."""
     found: dict[str, Path] = {}
-    waiting = [module]
-    if _file_of(module, package_folder) is None:
-        raise ValueError(f"no module {module} under {package_folder}")
+    start = _file_of(module, package_folder) or _file_outside(module)
+    waiting = [(module, start)]
     while waiting:
-        name = waiting.pop()
-        path = _file_of(name, package_folder)
+        name, path = waiting.pop()
         if name in found or path is None:
             continue
         found[name] = path
-        waiting.append(name.rpartition(".")[0])  # the packages around it run first
-        waiting.extend(_imports(name, path))
+        around = name.rpartition(".")[0]  # the packages around a module run before it
+        waiting.extend((other, _file_of(other, package_folder)) for other in (around, *_imports(name, path)))
     return found
+
+
+def _file_outside(module: str) -> Path:
+    """The file of a kernel that does not lie in this package, such as a test's."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ValueError(f"no module {module}")
+    return Path(spec.origin)
 
 
 def _imports(module: str, path: Path) -> Iterator[str]:

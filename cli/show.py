@@ -81,7 +81,7 @@ def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
         return
     del fields["params"]
     lists = {key: fields.pop(key) for key in ("barriers", "named_barriers", "roles")}
-    mix = fields.pop("instructions")
+    del fields["instructions"]
     for key in ("config", "tools"):
         fields[key] = ", ".join(f"{part}={value}" for part, value in fields[key].items())
     print_table(("field", "value"), list(fields.items()))
@@ -92,7 +92,7 @@ def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
             click.echo()
             print_table((key.replace("_", " "), *list(members[0])[1:]), [tuple(member.values()) for member in members])
     click.echo()
-    print_table(("instruction", "count"), sorted(mix.items(), key=lambda item: (-item[1], item[0])))
+    print_table(("instruction", "count"), sorted(entry.instructions.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _show_env(as_json: bool) -> None:

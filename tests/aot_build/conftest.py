@@ -1,0 +1,36 @@
+"""One build of the test kernel, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tma_copy import GOOD, NOT_RENAMED, SPILLING
+
+from cute_mla.aot_build.build import BuildReport, build_variants
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
+    """A build of one kernel that passes and two that must not ship."""
+    return build_variants((GOOD, SPILLING, NOT_RENAMED), 2, tmp_path_factory.mktemp("artifacts"))
+
+
+@pytest.fixture(scope="session")
+def ptx(report: BuildReport) -> str:
+    """The good kernel's PTX."""
+    return (report.folder / f"{GOOD.name}.ptx").read_text()
+
+
+@pytest.fixture(scope="session")
+def cubin(report: BuildReport) -> bytes:
+    """The good kernel's cubin."""
+    return (report.folder / f"{GOOD.name}.cubin").read_bytes()
+
+
+@pytest.fixture
+def folder(report: BuildReport, tmp_path: Path) -> Path:
+    """A copy of the built folder, to be damaged."""
+    for path in report.folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path

@@ -1,0 +1,218 @@
+"""Every gate finds the fault that it is there for. The evidence is a real kernel's; each test plants one fault in it."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tma_copy import GOOD, PARAMS
+
+from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
+from cute_mla.aot_build.inspect import TOOL_NOTE, read_cubin, read_ptx, read_sass
+from cute_mla.aot_build.tools import assemble, disassemble, find_program
+from cute_mla.spec.abi import Param, int64s
+from cute_mla.spec.arch import SM90
+
+
+@pytest.fixture(scope="module")
+def evidence(ptx: str, cubin: bytes) -> Evidence:
+    """What the gates saw of the good kernel; the reassembled cubin stands for itself where ptxas is not installed."""
+    info = read_cubin(cubin)
+    return Evidence(
+        kernel=GOOD.name,
+        arch=SM90,
+        params=PARAMS,
+        block=(128, 1, 1),
+        smem_bytes=9216,
+        expected={"UTMALDG": 1, "mbarrier.init": 1},
+        ptx=read_ptx(ptx),
+        cubin=info,
+        sass=read_sass(disassemble(cubin)),
+        reassembled=info,
+    )
+
+
+def fails(evidence: Evidence, message: str) -> None:
+    """The check must fail, with the kernel's name and this message."""
+    with pytest.raises(GateError, match=message) as failure:
+        check(evidence)
+    assert all(line.startswith(f"{GOOD.name}: gate ") for line in str(failure.value).splitlines())
+
+
+def test_the_kernel_passes(evidence: Evidence) -> None:
+    check(evidence)
+
+
+def test_stack(evidence: Evidence) -> None:
+    fails(replace(evidence, cubin=replace(evidence.cubin, stack_bytes=8)), "gate stack: stack 8 bytes, limit: 0 bytes")
+
+
+@pytest.mark.parametrize("opcode", ["LDL.64", "STL"])
+def test_spills_without_a_stack_figure(evidence: Evidence, opcode: str) -> None:
+    fails(replace(evidence, sass=evidence.sass + Counter({opcode: 3})), "gate stack: 3 LDL/STL instructions, limit: 0")
+
+
+def test_an_opcode_that_only_begins_like_a_spill_is_none(evidence: Evidence) -> None:
+    check(replace(evidence, sass=evidence.sass + Counter({"LDLX": 1})))
+
+
+@pytest.mark.parametrize(("registers", "passes"), [(168, True), (169, False)])
+def test_registers_of_a_block(evidence: Evidence, registers: int, passes: bool) -> None:
+    wide = replace(
+        evidence,
+        block=(384, 1, 1),
+        ptx=replace(evidence.ptx, block=(384, 1, 1)),
+        cubin=replace(evidence.cubin, registers=registers),
+    )
+    if passes:
+        check(wide)
+    else:
+        fails(wide, "gate registers: 67584 registers for 12 warps of 169 a thread, limit: 65536")
+
+
+@pytest.mark.parametrize(("smem", "passes"), [(232_448, True), (232_449, False)])
+def test_shared_memory(evidence: Evidence, smem: int, passes: bool) -> None:
+    if passes:
+        check(replace(evidence, smem_bytes=smem))
+    else:
+        fails(replace(evidence, smem_bytes=smem), "gate shared_memory: 232449 bytes .* limit: 232448 bytes on sm90")
+
+
+def test_entry_name_with_cutlass(evidence: Evidence) -> None:
+    name = ("kernel_cutlass_tma_copy",)
+    renamed = replace(evidence, ptx=replace(evidence.ptx, entries=name), cubin=replace(evidence.cubin, entries=name))
+    fails(renamed, 'gate entry_name: entry name kernel_cutlass_tma_copy, limit: a name without "cutlass"')
+
+
+def test_entry_names_that_differ(evidence: Evidence) -> None:
+    fails(replace(evidence, ptx=replace(evidence.ptx, entries=("other",))), r"gate entry_name: entries \['other'\] in the PTX")
+
+
+@pytest.mark.parametrize("block", [(256, 1, 1), (64, 2, 1), None])
+def test_block_size(evidence: Evidence, block: tuple[int, int, int] | None) -> None:
+    fails(replace(evidence, ptx=replace(evidence.ptx, block=block)), r"gate block_size: .* limit: the declared block \(128, 1, 1\)")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (PARAMS[:2], "gate parameters: 3 parameters in the PTX, limit: the 2 declared"),
+        (PARAMS[:2], "gate parameters: 3 KPARAM records in the cubin, limit: the 2 declared"),
+        ((PARAMS[1], PARAMS[0], PARAMS[2]), r"parameter 0 is \.b8 \(128 bytes, align 64\) in the PTX, limit: dst: pointer"),
+        ((PARAMS[1], PARAMS[0], PARAMS[2]), "parameter 1 takes 8 bytes in the cubin, limit: src: tensor_map"),
+        ((*PARAMS[:2], *int64s("row")), "parameter 2 takes 4 bytes in the cubin, limit: row: int64"),
+        ((PARAMS[0], *int64s("dst"), PARAMS[2]), r"parameter 1 is \.u64 \.ptr .* limit: dst: int64"),
+    ],
+)
+def test_parameters(evidence: Evidence, params: tuple[Param, ...], message: str) -> None:
+    fails(replace(evidence, params=params), message)
+
+
+def test_parameters_of_a_cubin_that_is_not_of_this_ptx(evidence: Evidence) -> None:
+    fails(replace(evidence, cubin=replace(evidence.cubin, params=evidence.cubin.params[:2])), "2 KPARAM records in the cubin")
+
+
+WRITTEN = {
+    "tensor-core operations": "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    "TMA loads": "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes",
+    "TMA stores": "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group",
+    "bulk copies": "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
+    "mbarrier initialisations": "mbarrier.init.shared.b64",
+    "mbarrier arrivals": "mbarrier.arrive.expect_tx.shared.b64",
+    "mbarrier waits": "mbarrier.try_wait.parity.shared.b64",
+    "block barriers": "bar.sync",
+    "cluster arrivals": "barrier.cluster.arrive.release.aligned",
+    "cluster waits": "barrier.cluster.wait.acquire.aligned",
+    "proxy fences": "fence.proxy.async.shared::cta",
+    "waits for the grid before": "griddepcontrol.wait",
+    "register reallocations": "setmaxnreg.inc.sync.aligned.u32",
+}
+
+
+@pytest.mark.parametrize("meaning", [relation.meaning for relation in RELATIONS])
+def test_translation_finds_an_instruction_lost_in_the_sass(evidence: Evidence, meaning: str) -> None:
+    more = replace(evidence.ptx, opcodes=evidence.ptx.opcodes + Counter({WRITTEN[meaning]: 100}))
+    fails(replace(evidence, ptx=more), f"gate translation: \\d+ {meaning} in the SASS, limit: (at least )?the 10\\d of the PTX")
+
+
+@pytest.mark.parametrize(
+    "opcode", ["HGMMA.64x64x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D", "UBLKCP.S.G", "SYNCS.EXCH.64", "USETMAXREG.DEALLOC"]
+)
+def test_translation_finds_an_instruction_that_the_ptx_does_not_have(evidence: Evidence, opcode: str) -> None:
+    fails(replace(evidence, sass=evidence.sass + Counter({opcode: 1})), "gate translation: ")
+
+
+@pytest.mark.parametrize("opcode", ["BAR.SYNC", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.ARRIVE.TRANS64", "FENCE.VIEW.ASYNC"])
+def test_translation_allows_what_ptxas_duplicates(evidence: Evidence, opcode: str) -> None:
+    check(replace(evidence, sass=evidence.sass + Counter({opcode: 1})))
+
+
+def test_serialised_mmas(evidence: Evidence) -> None:
+    mmas = replace(
+        evidence.ptx,
+        opcodes=evidence.ptx.opcodes + Counter({"wgmma.mma_async.sync": 44, "wgmma.wait_group.sync": 2, "wgmma.commit_group.sync": 2}),
+    )
+    sass = evidence.sass + Counter({"HGMMA.64x64x16.F32": 44})
+    check(replace(evidence, ptx=mmas, sass=sass + Counter({"WARPGROUP.DEPBAR.LE": 4})))
+    fails(
+        replace(evidence, ptx=mmas, sass=sass + Counter({"WARPGROUP.DEPBAR.LE": 44})),
+        "gate serialisation: 44 WARPGROUP.DEPBAR: .* limit: 4",
+    )
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ({"UTMALDG": 2}, "gate expected_counts: 1 UTMALDG, limit: the expected 2"),
+        ({"HGMMA": 44}, "gate expected_counts: 0 HGMMA, limit: the expected 44"),
+        ({"mbarrier.init": 0}, "gate expected_counts: 1 mbarrier.init, limit: the expected 0"),
+        ({"mbarrier.ini": 1}, "gate expected_counts: 0 mbarrier.ini, limit: the expected 1"),
+    ],
+)
+def test_expected_counts(evidence: Evidence, expected: dict[str, int], message: str) -> None:
+    fails(replace(evidence, expected=expected), message)
+
+
+def test_tool_note(evidence: Evidence) -> None:
+    fails(
+        replace(evidence, cubin=replace(evidence.cubin, options="-O 3 -arch sm_90a -lineinfo")),
+        "gate tool_note: ptxas options '-O 3 -arch sm_90a -lineinfo'",
+    )
+
+
+def test_reassembly_of_another_release(evidence: Evidence) -> None:
+    fails(
+        replace(evidence, reassembled=replace(evidence.cubin, tool="13.0.88")),
+        r"gate reassembly: ptxas 13\.0\.88 .* limit: the DSL's own release, 13\.4\.59",
+    )
+
+
+def test_reassembly_ignores_only_the_note_in_which_an_assembler_signs(evidence: Evidence) -> None:
+    signed = replace(evidence.cubin, sections={**evidence.cubin.sections, TOOL_NOTE: b"another"})
+    check(replace(evidence, reassembled=signed))
+    longer = replace(evidence.cubin, sections={**evidence.cubin.sections, ".extra": b"x"})
+    fails(replace(evidence, reassembled=longer), r"gate reassembly: sections \['.extra'\] differ")
+
+
+@pytest.mark.skipif(find_program("ptxas") is None, reason="needs the ptxas program of the build extra")
+def test_reassembly_finds_a_ptx_that_is_not_the_cubins_source(evidence: Evidence, ptx: str) -> None:
+    """One immediate operand changed: no count, no parameter and no register differs, so that no other gate can tell."""
+    assert ptx.count(", 8192;") == 1
+    other = assemble(ptx.replace(", 8192;", ", 4096;"), SM90.gpu_arch)
+    assert other is not None
+    fails(
+        replace(evidence, reassembled=read_cubin(other)),
+        r"^[^\n]*gate reassembly: sections \['\.text\.tma_copy_sm90_bf16_0'\] differ[^\n]*$",
+    )
+    same = assemble(ptx, SM90.gpu_arch)
+    assert same is not None
+    check(replace(evidence, reassembled=read_cubin(same)))
+
+
+def test_every_violation_is_named_and_the_error_survives_a_process_boundary(evidence: Evidence) -> None:
+    with pytest.raises(GateError) as failure:
+        check(replace(evidence, smem_bytes=1 << 20, cubin=replace(evidence.cubin, stack_bytes=16)))
+    assert [violation.gate for violation in failure.value.violations] == ["stack", "shared_memory"]
+    assert str(pickle.loads(pickle.dumps(failure.value))) == str(failure.value)
