@@ -117,7 +117,7 @@ def plan_call(call: DenseDecodeCall, sm_count: int) -> DenseDecodePlan:
     out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
     lse_shape = (problem.batch, problem.h_q, problem.s_q)
     _check_outputs(call, out_shape, lse_shape)
-    num_parts = problem.num_parts(sm_count)
+    num_parts = problem.num_parts(sm_count) if problem.rows else 1
     if call.given_plan is not None:
         check_plan(call.given_plan, problem.batch, call.q.device)
         num_parts = call.given_plan.metadata.shape[0]
@@ -242,6 +242,11 @@ def _check_outputs(call: DenseDecodeCall, out_shape: tuple[int, ...], lse_shape:
             check_writable(name, spec)
     if call.out is not None:
         check_last_contiguous("out", call.out)
+
+
+def _even_rows(spec: TensorSpec) -> bool:
+    """Whether all rows lie an even number of elements apart."""
+    return all(size <= 1 or stride % 2 == 0 for size, stride in zip(spec.shape[:-1], spec.stride, strict=False))
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

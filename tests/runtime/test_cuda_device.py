@@ -237,7 +237,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch, artifacts: Path) -> None:
             raise RuntimeError("libcuda.so.1 cannot be found")
 
     monkeypatch.setattr(driver, "_bindings", NoDriver)
-    with pytest.raises(DeviceError, match="no usable NVIDIA driver: cuInit cannot be called: libcuda.so.1 cannot be found"):
+    with pytest.raises(DeviceError, match=r"no usable NVIDIA driver: cuInit cannot be called: libcuda.so.1 cannot be found"):
         CudaDevice(0)
 
 
@@ -275,5 +275,5 @@ def test_old_driver_takes_cubins_of_its_cuda(fake: FakeDriver, artifacts: Path) 
 def test_no_cubin_for_the_arch(fake: FakeDriver, artifacts: Path) -> None:
     write_artifacts(artifacts, entries=dense_entries(fake_cubin())[-1:])
     device = CudaDevice(0)
-    with pytest.raises(ArtifactError, match="found no kernel combine_sm90_bf16, expected one of: split_plan_sm90_i32; .*cute-mla build"):
+    with pytest.raises(ArtifactError, match=r"found no kernel combine_sm90_bf16, expected one of: split_plan_sm90_i32; .*cute-mla build"):
         device.kernel("combine", "bf16")

@@ -1,0 +1,83 @@
+"""A device that records launches and runs nothing: for tests of what the API checks, allocates and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cute_mla.manifest import KernelEntry, kernel_name
+from cute_mla.runtime import device as device_module
+from cute_mla.spec import combine, dense_decode, split_plan
+from cute_mla.spec.abi import Param
+from cute_mla.spec.arch import SM90, Arch
+
+PARAMS: dict[str, tuple[Param, ...]] = {
+    "dense_decode": dense_decode.PARAMS,
+    "combine": combine.PARAMS,
+    "split_plan": split_plan.PARAMS,
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, with its arguments by parameter name."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    args: dict[str, Any]
+    pdl: bool
+
+
+@dataclass
+class RecordingDevice:
+    """Runs every CPU call inside `with device.active():`."""
+
+    arch: Arch = SM90
+    sm_count: int = 132
+    launches: list[Launch] = field(default_factory=list)
+    poisoned: list[int] = field(default_factory=list)
+
+    @contextmanager
+    def active(self) -> Iterator[RecordingDevice]:
+        """Makes this the device of CPU tensors."""
+        token = device_module._simulated.set(self)  # type: ignore[arg-type]
+        try:
+            yield self
+        finally:
+            device_module._simulated.reset(token)
+
+    def kernel(self, op: str, config_name: str) -> KernelEntry:
+        """An entry with a name and parameters."""
+        return KernelEntry(
+            name=kernel_name(op, self.arch.name, config_name),
+            op=op,
+            arch=self.arch.name,
+            config={},
+            entry="entry",
+            cubin="cubin",
+            cubin_sha256="0" * 64,
+            ptx="ptx",
+            ptx_sha256="0" * 64,
+            params=PARAMS[op],
+            block=(256, 1, 1),
+            cluster=(1, 1, 1),
+            smem_bytes=0,
+            registers=1,
+            stack_bytes=0,
+            fingerprint="0" * 64,
+        )
+
+    def launch(
+        self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Any], *, stream: int | None = None, pdl: bool = False
+    ) -> None:
+        """Records the launch."""
+        named = {param.name: arg for param, arg in zip(kernel.params, args, strict=True)}
+        self.launches.append(Launch(kernel.name, grid, named, pdl))
+
+    def undefined(self, *tensors: torch.Tensor) -> None:
+        """Records the addresses."""
+        self.poisoned += [tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,80 @@
+"""Which device a tensor's kernels run on."""
+
+from __future__ import annotations
+
+import threading
+from contextvars import copy_context
+from pathlib import Path
+
+import pytest
+import torch
+from fake_driver import FakeDriver
+
+from cute_mla.runtime.cuda import CudaDevice
+from cute_mla.runtime.device import device_for, simulate
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.spec.arch import SM90
+
+CPU = torch.device("cpu")
+
+
+def test_cuda_tensors_run_on_their_device(fake: FakeDriver) -> None:
+    device = device_for(torch.device("cuda", 0))
+    assert isinstance(device, CudaDevice)
+    assert device.index == 0
+    assert device_for(torch.device("cuda", 0)) is device
+    assert device_for(torch.device("cuda", 1)) is not device
+
+
+def test_a_device_that_failed_is_tried_again(fake: FakeDriver) -> None:
+    fake.fail["cuInit"] = 999
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_UNKNOWN"):
+        device_for(torch.device("cuda", 0))
+    fake.fail.clear()
+    assert device_for(torch.device("cuda", 0)).arch is SM90
+
+
+def test_simulate_has_the_usual_board_by_default(artifacts: Path) -> None:
+    with simulate() as device:
+        assert device_for(CPU) is device
+        assert (device.arch, device.sm_count) == (SM90, 132)
+    with simulate(SM90, sm_count=4) as device:
+        assert device.sm_count == 4
+
+
+def test_simulate_ends_with_its_block(artifacts: Path) -> None:
+    def fail_inside() -> None:
+        with simulate("sm90") as inner:
+            assert device_for(CPU) is inner
+            raise KeyError
+
+    with simulate("sm90") as outer:
+        with pytest.raises(KeyError):
+            fail_inside()
+        assert device_for(CPU) is outer
+    with pytest.raises(ValueError, match="got CPU tensors"):
+        device_for(CPU)
+
+
+def test_simulate_is_local_to_its_context(artifacts: Path) -> None:
+    seen: list[str] = []
+
+    def look() -> None:
+        try:
+            seen.append(f"sm_count {device_for(CPU).sm_count}")
+        except ValueError:
+            seen.append("none")
+
+    with simulate("sm90", sm_count=3):
+        here = copy_context()
+        for target in (look, lambda: here.run(look)):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+    assert seen == ["none", "sm_count 3"]
+
+
+def test_simulate_without_artefacts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
+    with pytest.raises(ArtifactError, match=r"no manifest\.json in"), simulate("sm90"):
+        pass

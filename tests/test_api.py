@@ -1,0 +1,400 @@
+"""The public functions: what they launch with which arguments, what they allocate, and how plans are reused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording_device import RecordingDevice
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cute_mla
+from cute_mla.api import MlaSchedule
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT
+from cute_mla.spec.tensor_map import Swizzle, TensorMap
+
+SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
+
+
+@pytest.fixture
+def device() -> Iterator[RecordingDevice]:
+    """An active recording device of 132 SMs."""
+    with RecordingDevice().active() as device:
+        yield device
+
+
+@dataclass
+class Call:
+    """Operands of one call, with defaults for everything."""
+
+    batch: int = 2
+    s_q: int = 1
+    h_q: int = 64
+    h_kv: int = 1
+    page_size: int = 64
+    pages_per_request: int = 8
+    pages: int = 20
+    dtype: torch.dtype = torch.bfloat16
+    options: dict[str, Any] = field(default_factory=dict)
+    plan: Any = None
+
+    def __post_init__(self) -> None:
+        self.q = torch.zeros(self.batch, self.s_q, self.h_q, 576, dtype=self.dtype)
+        self.k_cache = torch.zeros(self.pages, self.page_size, self.h_kv, 576, dtype=self.dtype)
+        self.block_table = torch.zeros(self.batch, self.pages_per_request, dtype=torch.int32)
+        self.cache_seqlens = torch.zeros(self.batch, dtype=torch.int32)
+        self.head_dim_v = 512
+
+    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Calls flash_mla_with_kvcache."""
+        metadata, num_splits = cute_mla.get_mla_metadata() if self.plan is None else self.plan
+        return cute_mla.flash_mla_with_kvcache(
+            self.q,
+            self.k_cache,
+            self.block_table,
+            self.cache_seqlens,
+            self.head_dim_v,
+            metadata,
+            num_splits,
+            **{**self.options, **options},
+        )
+
+    @property
+    def rows_per_kv_head(self) -> int:
+        return self.s_q * self.h_q // self.h_kv
+
+    def form_a(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """A plan made beforehand."""
+        return cute_mla.get_mla_metadata(self.cache_seqlens, self.rows_per_kv_head, self.h_kv, self.h_q, **options)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts operators that return memory which did not exist before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.seen.append(str(func))
+        return result
+
+
+def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
+    call = Call(s_q=2, h_q=128)
+    out, lse = call.run(causal=True)
+    plan, decode, combine = device.launches
+    assert (plan.kernel, decode.kernel, combine.kernel) == ("split_plan_sm90_i32", "dense_decode_sm90_bf16_cluster2", "combine_sm90_bf16")
+    assert (plan.pdl, decode.pdl, combine.pdl) == (False, True, True)
+    assert (plan.grid, decode.grid, combine.grid) == ((1, 1, 1), (4, 1, 33), (4, 16, 4))
+    assert (out.shape, out.dtype) == ((2, 2, 128, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 128, 2), torch.float32)
+
+
+def test_split_plan_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=3)
+    metadata, num_splits = call.form_a()
+    (plan,) = device.launches
+    assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((132, 8), torch.int32, (4,), torch.int32)
+    assert plan.args == {
+        "cache_seqlens": call.cache_seqlens,
+        "plan": metadata,
+        "num_splits": num_splits,
+        "batch": 3,
+        "num_parts": 132,
+        "split_tiles": NO_SPLIT_LIMIT,
+        "max_splits": 0,
+    }
+
+
+def test_dense_decode_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=3, h_q=24, h_kv=3, page_size=32, pages_per_request=7, dtype=torch.float16)
+    out, lse = call.run(causal=True, softmax_scale=0.25, empty_lse=-math.inf)
+    args = device.launches[1].args
+    assert device.launches[1].kernel == "dense_decode_sm90_fp16_cluster1"
+    assert device.launches[1].grid == (1, 3, 44)
+    assert args["kv_map"] == TensorMap(
+        "fp16", call.k_cache.data_ptr(), (576, 3, 32, 20), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
+    )
+    assert args["q"] is call.q
+    assert args["block_table"] is call.block_table
+    assert args["cache_seqlens"] is call.cache_seqlens
+    assert (args["out"], args["lse"]) == (out, lse) or (args["out"] is out and args["lse"] is lse)
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 576, 24 * 576, 576]
+    assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
+    assert [args[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 3, 1]
+    assert args["table_stride"] == 7
+    assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
+    assert args["empty_lse"] == -math.inf
+    integers = {name: args[name] for name in ("s_q", "h_q", "heads_per_kv", "page_size", "causal", "batch", "split_tiles")}
+    assert integers == {
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "causal": 1, "batch": 2, "split_tiles": NO_SPLIT_LIMIT,
+    }  # fmt: skip
+
+
+def test_combine_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=3, h_q=24)
+    lse = torch.empty(2, 3, 24).transpose(1, 2)
+    call.run(lse=lse, empty_lse=-math.inf)
+    decode, combine = device.launches[1].args, device.launches[2].args
+    for name in ("cache_seqlens", "num_splits", "out_accum", "lse_accum", "out", "lse"):
+        assert combine[name] is decode[name]
+    assert [combine[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 1, 24]
+    assert [combine[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
+    assert (combine["empty_lse"], combine["s_q"], combine["h_q"], combine["split_tiles"]) == (-math.inf, 3, 24, NO_SPLIT_LIMIT)
+
+
+def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
+    Call().run(causal=True)
+    args = device.launches[1].args
+    assert args["scale_log2"] == pytest.approx(SCALE_LOG2)
+    assert args["causal"] == 0
+    assert args["empty_lse"] == math.inf
+
+
+def test_accumulators_follow_one_another_in_the_workspace(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=2, h_q=16)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=16, device="cpu")
+    assert nbytes == (2 + 132 - 1) * 2 * 16 * 513 * 4
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    call.run(workspace=workspace)
+    args = device.launches[1].args
+    assert args["out_accum"].data_ptr() == workspace.data_ptr()
+    assert args["lse_accum"].data_ptr() == workspace.data_ptr() + args["out_accum"].nbytes
+    assert args["out_accum"].nbytes + args["lse_accum"].nbytes == nbytes
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 132])
+@pytest.mark.parametrize("batch", [1, 5, 300])
+def test_workspace_size_is_what_a_call_needs(sm_count: int, batch: int) -> None:
+    with RecordingDevice(sm_count=sm_count).active():
+        call = Call(batch=batch, h_q=2, pages_per_request=1)
+        nbytes = cute_mla.workspace_size("dense_decode", batch=batch, s_q=1, h_q=2, device="cpu")
+        call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
+        if nbytes:
+            with pytest.raises(ValueError, match=f"workspace has {nbytes - 1} bytes; supported: at least {nbytes}"):
+                call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
+
+
+def test_one_part_needs_neither_workspace_nor_combine() -> None:
+    with RecordingDevice(sm_count=1).active() as device:
+        Call().run()
+    assert [launch.kernel for launch in device.launches] == ["split_plan_sm90_i32", "dense_decode_sm90_bf16_cluster1"]
+    assert device.launches[1].args["out_accum"].data_ptr() == 0
+
+
+def test_workspace_of_a_foreign_plan(device: RecordingDevice) -> None:
+    call = Call(batch=2, h_q=2)
+    metadata, num_splits = torch.zeros(7, 8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=2, num_sm_parts=7)
+    call.plan = metadata, num_splits
+    call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
+    assert device.launches[0].grid == (1, 1, 7)
+    with pytest.raises(ValueError, match=f"at least {nbytes}"):
+        call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
+
+
+def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) -> None:
+    call = Call(s_q=2, h_q=128)
+    out, lse = torch.empty(2, 2, 128, 512, dtype=torch.bfloat16), torch.empty(2, 128, 2)
+    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=128, device="cpu"), dtype=torch.uint8)
+    schedule = cute_mla.get_mla_metadata()
+    for plan in (call.form_a(), schedule):
+        call.plan = plan
+        call.run(out=out, lse=lse, workspace=workspace)
+        with Allocations() as allocations:
+            result = call.run(out=out, lse=lse, workspace=workspace)
+        assert allocations.seen == []
+        assert result[0] is out
+        assert result[1] is lse
+    with Allocations() as allocations:
+        call.run()
+    assert len(allocations.seen) == 3, "out, lse and workspace, once each"
+
+
+def test_lengths_are_never_read_by_the_host(device: RecordingDevice) -> None:
+    class NoReads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "local_scalar_dense" not in str(func), "a tensor's value was read"
+            return func(*args, **(kwargs or {}))
+
+    call = Call()
+    with NoReads():
+        call.run()
+        call.form_a()
+        with pytest.raises(AssertionError):
+            call.cache_seqlens[0].item()
+
+
+def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
+    call = Call()
+    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
+    out, lse = call.run(workspace=workspace)
+    assert {out.data_ptr(), lse.data_ptr(), workspace.data_ptr()} <= set(device.poisoned)
+
+
+def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=2, h_q=8, pages=4)
+    call.q = torch.zeros(2, 3, 20, 601, dtype=torch.bfloat16)[:, 1:, 5:13, 7:583]
+    call.k_cache = torch.zeros(4, 3, 64, 1, 640, dtype=torch.bfloat16)[:, 1, :, :, 64:]
+    call.block_table = torch.zeros(2, 50, dtype=torch.int32)[:, :8]
+    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
+    call.run(out=out)
+    args = device.launches[1].args
+    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 601, 20 * 601, 601]
+    assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
+    assert args["kv_map"].strides == (1152, 1280, 3 * 64 * 1280)  # the stride of the single KV head is made up
+    assert args["kv_map"].address == call.k_cache.data_ptr()
+    assert args["table_stride"] == 50
+
+
+@pytest.mark.parametrize(
+    ("operand", "stride", "offset", "pairs"),
+    [
+        ("q", 576, 0, True),
+        ("q", 577, 0, False),
+        ("q", 578, 1, False),
+        ("out", 513, 0, False),
+        ("out", 514, 1, False),
+        ("out", 514, 2, True),
+    ],
+)
+def test_odd_rows_take_the_variant_for_single_elements(
+    device: RecordingDevice, operand: str, stride: int, offset: int, pairs: bool
+) -> None:
+    call = Call(batch=1, h_q=128)
+    columns = {"q": 576, "out": 512}[operand]
+    strided = torch.zeros(128 * stride + offset, dtype=torch.bfloat16).as_strided((1, 1, 128, columns), (7, 7, stride, 1), offset)
+    if operand == "q":
+        call.q = strided
+        call.run()
+    else:
+        call.run(out=strided)
+    assert device.launches[1].kernel == "dense_decode_sm90_bf16_" + ("cluster2" if pairs else "cluster1_elements")
+
+
+def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) -> None:
+    for call in (Call(batch=0), Call(s_q=0)):
+        out, lse = call.run()
+        assert out.shape == (call.batch, call.s_q, 64, 512)
+        assert lse.shape == (call.batch, 64, call.s_q)
+    metadata, num_splits = Call(batch=0).form_a()
+    assert device.launches == []
+    assert metadata.shape == (132, 8)
+    assert num_splits.tolist() == [0]
+
+
+@pytest.mark.parametrize("h_q", [1, 3, 9, 63, 64, 65, 126, 128])
+def test_number_of_query_heads_decides_the_grid(device: RecordingDevice, h_q: int) -> None:
+    Call(h_q=h_q).run()
+    tiles = 1 if h_q <= 64 else 2
+    assert device.launches[1].grid == (tiles, 1, 132 // tiles)
+    assert device.launches[1].kernel.endswith(f"cluster{tiles}")
+
+
+def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
+    call = Call(plan=cute_mla.get_mla_metadata())
+    schedule = call.plan[0]
+    assert isinstance(schedule, MlaSchedule)
+    assert schedule.tile_scheduler_metadata is None
+    for _ in range(3):
+        call.run()
+    assert [launch.kernel for launch in device.launches].count("split_plan_sm90_i32") == 1
+    assert schedule.tile_scheduler_metadata is not None
+    assert all(launch.args["plan"] is schedule.tile_scheduler_metadata for launch in device.launches if "plan" in launch.args)
+
+
+def test_schedule_with_other_lengths_is_used_again(device: RecordingDevice) -> None:
+    call = Call(plan=cute_mla.get_mla_metadata())
+    call.run()
+    call.cache_seqlens = torch.ones(2, dtype=torch.int32)
+    call.run()
+    assert device.launches[-2].args["cache_seqlens"] is call.cache_seqlens
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": 3}, "batch 3 after 2"),
+        ({"s_q": 2}, "s_q 2 after 1"),
+        ({"h_q": 32}, "h_q 32 after 64"),
+        ({"h_kv": 2}, "h_kv 2 after 1"),
+        ({"page_size": 128}, "page_size 128 after 64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, int], said: str) -> None:
+    plan = cute_mla.get_mla_metadata()
+    Call(plan=plan).run()
+    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
+        replace(Call(plan=plan), **change).run()
+
+
+def test_batch_invariant_plan(device: RecordingDevice) -> None:
+    call = Call(batch=3, h_q=2, pages_per_request=300)
+    limit = 300 * 64
+    call.run(batch_invariant=True)
+    plan, decode, combine = (launch.args for launch in device.launches)
+    assert (plan["split_tiles"], plan["max_splits"]) == (INVARIANT_SPLIT_TILES, 3)
+    assert decode["split_tiles"] == combine["split_tiles"] == INVARIANT_SPLIT_TILES
+    nbytes = cute_mla.workspace_size("dense_decode", batch=3, s_q=1, h_q=2, batch_invariant=True, max_cache_seqlen=limit, device="cpu")
+    assert nbytes == 3 * 3 * 2 * 513 * 4 == decode["out_accum"].nbytes + decode["lse_accum"].nbytes
+    call.plan = call.form_a(batch_invariant=True, max_cache_seqlen=limit)
+    call.run(batch_invariant=True)
+
+
+def test_batch_invariant_short_requests_are_not_split(device: RecordingDevice) -> None:
+    call = Call(pages_per_request=128)
+    call.run(batch_invariant=True)
+    assert len(device.launches) == 2
+    assert device.launches[0].args["max_splits"] == 0
+
+
+def test_plan_of_another_split_rule_is_refused(device: RecordingDevice) -> None:
+    call = Call(pages_per_request=300)
+    call.plan = call.form_a()
+    with pytest.raises(ValueError, match=r"planned with batch_invariant=False and at most 0 splits.*batch_invariant=True and 3"):
+        call.run(batch_invariant=True)
+    call.plan = call.form_a(batch_invariant=True, max_cache_seqlen=300 * 64 * 2)
+    with pytest.raises(ValueError, match=r"batch_invariant=True and at most 5 splits.*max_cache_seqlen"):
+        call.run(batch_invariant=True)
+    schedule = cute_mla.get_mla_metadata()
+    call.plan = schedule
+    call.run()
+    with pytest.raises(ValueError, match="planned for other shapes: rule"):
+        call.run(batch_invariant=True)
+
+
+def test_copied_plans_are_taken(device: RecordingDevice) -> None:
+    call = Call()
+    metadata, num_splits = call.form_a()
+    call.plan = metadata.clone(), num_splits.clone()
+    call.run()
+    assert device.launches[-2].args["plan"] is call.plan[0]
+
+
+def test_import_is_light() -> None:
+    code = """
+import time, torch, sys
+before = set(sys.modules)  # torch loads CUDA bindings where it finds some
+start = time.perf_counter()
+import cute_mla
+cute_mla.flash_mla_with_kvcache, cute_mla.is_supported, cute_mla.DeviceError
+print(time.perf_counter() - start)
+print([name for name in set(sys.modules) - before if name.split(".")[0] in ("cutlass", "cuda") or name.startswith("cute_mla.kernels")])
+"""
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    seconds, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 5, "far beyond its goal of 0.3 s, whatever the machine"
