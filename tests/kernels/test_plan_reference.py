@@ -12,9 +12,11 @@ from cute_mla.spec.split_plan import (
     MAX_PARTS,
     NO_SPLIT_LIMIT,
     PART_BEGIN_REQ,
+    PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
     PART_END_OPEN,
     PART_END_REQ,
+    PART_END_TILE,
     PART_FIRST_IS_SPLIT,
     PART_LAST_IS_SPLIT,
     PIECE_OVERHEAD_TILES,
@@ -99,6 +101,20 @@ def test_one_long_request_is_shared_by_all_parts() -> None:
     plan = reference_plan([131_072], 132)
     assert plan.num_splits == (0, 129)  # 2,053 cost units in steps of 16: 129 parts, each a split
     assert all(part[PART_BEGIN_REQ] == (0 if index < 129 else 1) for index, part in enumerate(plan.parts))
+
+
+@pytest.mark.parametrize("column", [PART_BEGIN_REQ, PART_BEGIN_TILE, PART_END_TILE, PART_BEGIN_SPLIT, PART_END_OPEN])
+def test_coverage_check_sees_a_wrong_column(column: int) -> None:
+    plan = reference_plan([40_000], 5)
+    length = 50_000 if column == PART_END_OPEN else 40_000  # whose tail is missing shows when the request has grown
+    for index in range(5):
+        if (column, index) == (PART_END_TILE, 4):  # ignored where the part owns the tail
+            continue
+        part = list(plan.parts[index])
+        part[column] = 1 - part[column] if column == PART_END_OPEN else part[column] + 1
+        broken = Plan((*plan.parts[:index], tuple(part), *plan.parts[index + 1 :]), plan.num_splits)
+        with pytest.raises(AssertionError):
+            check_coverage(broken, [length], NO_SPLIT_LIMIT)
 
 
 @pytest.mark.parametrize("num_parts", [1, 132])

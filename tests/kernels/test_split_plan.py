@@ -10,7 +10,7 @@ from launching import CompiledKernel, compiled, launch, nbytes
 from plan_reference import Plan, reference_plan
 
 from cute_mla import simulator
-from cute_mla.spec.split_plan import MAX_PARTS, NO_SPLIT_LIMIT, PLAN_COLUMNS
+from cute_mla.spec.split_plan import MAX_PARTS, NO_SPLIT_LIMIT, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1
@@ -78,6 +78,19 @@ def test_batches_around_the_number_of_threads(kernel: CompiledKernel, batch: int
     check(kernel, lengths, draw.choice([132, MAX_PARTS]))
 
 
+@pytest.mark.parametrize("lengths", [[64] * 1024, [64] * 2048, [640] * 1024], ids=["one_each", "two_each", "long"])
+def test_boundaries_where_requests_start(kernel: CompiledKernel, lengths: list[int]) -> None:
+    """T is a multiple of num_parts, and every search meets its key."""
+    check(kernel, lengths, MAX_PARTS)
+    check(kernel, [*lengths, 1 << 20], MAX_PARTS)
+    check(kernel, lengths[: MAX_PARTS // 2], MAX_PARTS)
+
+
+def test_all_inner_boundaries_cut(kernel: CompiledKernel) -> None:
+    """One request of 100 * 1,024 cost units: 1,023 cuts, the last of them counted by the last step of the search."""
+    check(kernel, [(100 * MAX_PARTS - PIECE_OVERHEAD_TILES) * TILE_KEYS], MAX_PARTS)
+
+
 def test_costs_beyond_32_bits(kernel: CompiledKernel) -> None:
     """2^25 tiles each: the total passes 2^32 at request 128."""
     check(kernel, [HUGE] * 300, 132)
@@ -90,6 +103,11 @@ def test_fixed_splits(kernel: CompiledKernel, split: tuple[int, int], num_parts:
     longest = 131_072 if split[1] else 8192
     lengths = [min(length, longest) for length in (0, 8191, 8192, 8193, 131_072, 64, 16_384, 1, 131_072)]
     check(kernel, lengths, num_parts, split)
+
+
+def test_fixed_splits_of_a_large_batch(kernel: CompiledKernel) -> None:
+    draw = random.Random(0)
+    check(kernel, [draw.randrange(3000) for _ in range(3000)], 132, (16, 3))
 
 
 @pytest.mark.parametrize("seed", range(8))
