@@ -244,10 +244,5 @@ def _check_outputs(call: DenseDecodeCall, out_shape: tuple[int, ...], lse_shape:
         check_last_contiguous("out", call.out)
 
 
-def _even_rows(spec: TensorSpec) -> bool:
-    """Whether all rows lie an even number of elements apart."""
-    return all(size <= 1 or stride % 2 == 0 for size, stride in zip(spec.shape[:-1], spec.stride, strict=False))
-
-
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -17,20 +17,13 @@ from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span
 from .library import Artifacts, load_artifacts
 from .tensor_map import extent_bytes
+from .undefined import UndefinedMemory
 
 if TYPE_CHECKING:
     from ..simulator import Finding, Module
 
-# What simulate() calls a schedule -> how the simulator chooses the next warp, and when asynchronous work completes.
-_SCHEDULES = {
-    "round_robin": ("round_robin", "eager"),
-    "lazy": ("round_robin", "lazy"),
-    "random": ("random", "random"),
-    "adversarial": ("adversarial", "lazy"),
-}
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
-_POISON = 0xFF  # bytes of this are NaN in every float type, and -1 as an integer
 
 _modules: dict[str, Module] = {}
 _modules_lock = threading.Lock()
@@ -46,8 +39,6 @@ class SimulatedDevice:
     def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
         if sm_count < 1:
             raise ValueError(f"sm_count is {sm_count}; supported: 1 or more")
-        if schedule not in _SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}; supported: {', '.join(_SCHEDULES)}")
         if on_finding not in _ON_FINDING:
             raise ValueError(f"on_finding is {on_finding!r}; supported: {', '.join(_ON_FINDING)}")
         self.arch = arch
@@ -56,9 +47,10 @@ class SimulatedDevice:
         self.instructions = 0
         self.seconds = 0.0
         self.launches = 0
-        self._schedule = schedule
-        self._seed = seed
+        self._policy = simulator.Policy.named(schedule, seed)
+        self._order = f"schedule {schedule}, seed {seed}"
         self._raise = on_finding == "raise"
+        self._undefined = UndefinedMemory()
         self._artifacts: Artifacts = load_artifacts()
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
@@ -80,8 +72,9 @@ class SimulatedDevice:
         """
         del stream, pdl
         memory = simulator.GlobalMemory()
-        for name, start, stop in _regions(kernel.params, args):
-            memory.add(name, start, stop - start)
+        regions = list(_regions(kernel.params, args))
+        for name, start, stop in regions:
+            self._undefined.register(memory, name, start, stop)
         launch = simulator.Launch(
             module=self._module(kernel),
             entry=kernel.entry,
@@ -96,25 +89,21 @@ class SimulatedDevice:
                 roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.roles),
             ),
         )
-        order, completion = _SCHEDULES[self._schedule]
-        report = simulator.run(launch, memory, simulator.Policy(schedule=order, seed=self._seed, async_mode=completion))
+        report = simulator.run(launch, memory, self._policy)
+        for _, start, stop in regions:
+            self._undefined.update(memory, start, stop)
         self.launches += 1
         self.instructions += report.instructions
         self.seconds += report.seconds
         self.findings += report.findings
         if report.findings and self._raise:
             text = "\n".join(str(finding) for finding in report.findings)
-            raise simulator.SimulationError(
-                f"{kernel.name} on grid {grid}, schedule {self._schedule}, seed {self._seed}:\n{text}", tuple(report.findings)
-            )
+            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
 
     def undefined(self, *tensors: torch.Tensor) -> None:
-        """Overwrites the tensors with NaN, so that what is read before it is written, or never written, shows in the result."""
+        """Forgets what was written to the tensors: whoever uses their contents before a kernel wrote them is found out."""
         for tensor in tensors:
-            if tensor.is_floating_point():
-                tensor.fill_(float("nan"))
-            else:
-                tensor.fill_(_POISON if tensor.dtype is torch.uint8 else -1)
+            self._undefined.declare(tensor)
 
     def _module(self, kernel: KernelEntry) -> Module:
         with _modules_lock:
