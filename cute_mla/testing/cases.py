@@ -32,7 +32,7 @@ _STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope
 Values = Literal["normal", "rising", "falling", "peaks"]
 QLayout = Literal["packed", "sliced", "odd", "heads_first"]
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
-Outputs = Literal["allocated", "given", "strided"]
+Outputs = Literal["allocated", "given", "strided", "odd"]
 Metadata = Literal["tensors", "object"]
 
 
@@ -65,7 +65,8 @@ class Case:
         the element; "heads_first": a transposed [h_q, b, s_q, 576], as engines' absorption matmuls leave it.
     cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
-    outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being slices.
+    outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being 16-byte aligned slices;
+        "odd": so, rows of out being 513 elements apart.
     metadata: "tensors": form A of get_mla_metadata; "object": form B.
     sm_count: streaming multiprocessors of the simulated device; a GPU has its own.
     """
@@ -139,6 +140,7 @@ class Case:
             page_size=self.page_size,
             pages_per_request=max(self.pages, default=0) + TABLE_SLACK,
             batch_invariant=self.batch_invariant,
+            pairs="odd" not in (self.q_layout, self.outputs),
         )
 
     @property
@@ -284,6 +286,7 @@ def _outputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
         out = _nan((case.batch, case.s_q, case.h_q, D_V), dtype, device)
         lse = _nan((case.batch, case.h_q, case.s_q), torch.float32, device)
         return out, out, lse, lse
-    out = _nan((case.batch, case.s_q, case.h_q + 1, D_QK), dtype, device)
+    out = _nan((case.batch, case.s_q, case.h_q + 1, D_V + (1 if case.outputs == "odd" else 64)), dtype, device)
     lse = _nan((case.batch, case.s_q, case.h_q + 3), torch.float32, device)
-    return out, out[:, :, 1:, 32:-32], lse, lse[..., 1:-2].transpose(1, 2)
+    view = out[:, :, 1:, 1:] if case.outputs == "odd" else out[:, :, 1:, 32:-32]
+    return out, view, lse, lse[..., 1:-2].transpose(1, 2)

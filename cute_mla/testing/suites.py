@@ -65,7 +65,7 @@ SMOKE: tuple[Case, ...] = (
     Case(batch=6, s_q=2, s_k=140, h_q=63, h_kv=3, page_size=16, varlen=True, causal=True),
     Case("fp16", batch=2, s_q=4, s_k=140, h_q=126, h_kv=2, page_size=32, causal=True),
     Case(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True),
-    Case("fp16", batch=2, s_k=140, h_q=3, h_kv=3, cache_layout="heads_first"),
+    Case("fp16", batch=2, s_k=140, h_q=3, h_kv=3, cache_layout="heads_first", outputs="odd"),
     Case(batch=2, s_q=2, s_k=140, h_q=9, causal=True, q_layout="odd", outputs="strided"),
     Case(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors"),
     Case("fp16", batch=2, s_q=3, s_k=140, h_q=128, h_kv=8, page_size=16, cache_layout="padded_rows", outputs="given"),

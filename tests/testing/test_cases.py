@@ -170,6 +170,17 @@ def test_what_lies_between_strided_rows_is_nan() -> None:
     assert not tensors.out.is_contiguous()
 
 
+@pytest.mark.parametrize(("outputs", "aligned"), [("strided", True), ("odd", False)])
+def test_strided_outputs_leave_room_on_every_side(outputs: str, aligned: bool) -> None:
+    tensors = make_tensors(replace(PAGED, outputs=outputs))  # type: ignore[arg-type]
+    assert tensors.out is not None
+    assert tensors.out_storage is not None
+    assert tensors.out.shape == (3, 2, 6, 512)
+    assert (all(stride % 8 == 0 for stride in tensors.out.stride()[:3]) and tensors.out.storage_offset() % 8 == 0) == aligned
+    tensors.out.fill_(0)
+    assert tensors.out_storage.isnan().sum() == tensors.out_storage.numel() - tensors.out.numel()
+
+
 def test_the_far_cache_lies_beyond_what_32_bits_can_index() -> None:
     case = Case(s_k=100, cache_layout="far")
     tensors = make_tensors(case)

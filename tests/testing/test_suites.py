@@ -51,6 +51,7 @@ EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
     "Q that TMA cannot load": lambda case: case.q_layout == "odd",
     "outputs and workspace given": lambda case: case.outputs == "given",
     "outputs with strides": lambda case: case.outputs == "strided",
+    "outputs at odd elements": lambda case: case.outputs == "odd",
     "head counts that are no multiple of a tile": lambda case: case.h_q % 64 != 0,
     "a batch-invariant request cut in two": lambda case: (
         case.batch_invariant and max(case.key_lengths) > INVARIANT_SPLIT_TILES * TILE_KEYS
