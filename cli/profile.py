@@ -1,99 +1,95 @@
-"""`cute-mla profile`: what a kernel asks of the machine, how little time a problem can take, and how long it takes."""
+"""cute-mla profile: what kernels ask of the machine, how little time a problem can take, and how long it takes."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..runtime.errors import ArtifactError, DeviceError
-from ..spec.arch import ARCHS, Arch
+from cute_mla.runtime.errors import ArtifactError, DeviceError
+from cute_mla.spec.arch import ARCHS, Arch
 
-_OPS = ("dense_decode", "combine", "split_plan")
-_PIPE_WIDTH = 150  # columns when nobody's terminal says how many there are
+from .output import print_table
+
+OPS = ("dense_decode", "combine", "split_plan")
+
 _DEFAULT_BUDGET_S = 300.0
+_MNEMONICS_SHOWN = 8
+_BOUND_LETTER = {"compute": "C", "memory": "M"}
 
 
-@click.command(name="profile")
-@click.option("--arch", type=click.Choice([*ARCHS]), default="sm90", show_default=True, help="Architecture of the kernels.")
-@click.option("--op", type=click.Choice(_OPS), default=None, help="One op only.")
+@click.command()
+@click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", help="Architecture whose kernels are reported.")
+@click.option("--op", type=click.Choice([*OPS, "all"]), default="all", help="Operation that is reported.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "model"]),
     default="auto",
-    show_default=True,
-    help="cuda: time on the GPU. model: static report and rooflines, nothing timed. auto: cuda if a matching GPU is there.",
+    help="cuda: times on the GPU. model: static report and rooflines, nothing is timed. auto: cuda if a matching GPU is there.",
 )
-@click.option("--rows", default="", help="Rows or cases, comma-separated, as in D1,D5.fixed. Default: all.")
-@click.option("--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, show_default=True, help="Seconds for timing.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write everything to this file.")
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw a roofline to this SVG file.")
-def profile(
-    arch: str, op: str | None, device: str, rows: str, budget: float, json_file: Path | None, plot_file: Path | None
-) -> None:
-    """Report static figures and rooflines of the kernels, and time the benchmark rows on a GPU.
+@click.option("--rows", default="", help="Rows or cases, comma-separated, as in D1,D5.fixed; default all.")
+@click.option("--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Seconds; rows not run are named.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for everything found.")
+@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="SVG file for a roofline.")
+def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file: Path | None, plot_file: Path | None) -> None:
+    """Report on the built kernels and the limits of each problem, and time problems on a GPU.
 
-    Exits 0 if nothing timed was wrong or failed (and, on a GPU, something was timed), 1 otherwise, 2 on bad usage.
+    On a GPU this succeeds if at least one row was timed and none was wrong or failed.
     """
-    from ..profiles import report
+    from cute_mla.profiles import report
 
-    target = ARCHS[arch]
+    archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
+    ops = [op] if op != "all" else list(OPS)
     names = [name.strip() for name in rows.split(",") if name.strip()]
     try:
-        report.cases_for(op, names)
+        cases = report.cases_for(ops, names)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        document = _document(target, op, _chosen_device(device, target), names, budget)
-    except (ArtifactError, DeviceError, ValueError) as error:
-        if json_file is not None:
-            _write(json_file, json.dumps({"format": report.FORMAT, "device": device, "arch": arch, "error": str(error), "rows": []}) + "\n")
-        raise click.ClickException(str(error)) from error
-    if json_file is not None:
-        _write(json_file, json.dumps(report.plain(document), indent=1, allow_nan=False) + "\n")
+        if _is_timed(device, archs):
+            document = report.cuda_document(archs, ops, cases, budget, lambda name: click.echo(f"timing {name}", err=True))
+        else:
+            document = report.model_document(archs, ops, cases)
+    except (ArtifactError, DeviceError) as error:
+        _write(json_file, json.dumps({"format": report.FORMAT, "device": device, "error": str(error), "rows": []}) + "\n")
+        raise
+    _write(json_file, json.dumps(report.plain(document), indent=1, allow_nan=False) + "\n")
     if plot_file is not None:
         _write(plot_file, report.plot(document))
     _show(document)
     if not succeeded(document):
-        sys.exit(1)
+        raise SystemExit(1)
 
 
 def succeeded(document: dict[str, Any]) -> bool:
-    """Whether the exit code is 0: no row wrong or failed and, where rows were to be timed, at least one was."""
-    states = [row["status"] for row in document["rows"]]
+    """Whether the exit code is 0."""
     if document["device"] == "model":
         return True
-    return "wrong" not in states and "failed" not in states and "timed" in states
+    states = {row["status"] for row in document["rows"]}
+    return "timed" in states and not states & {"wrong", "failed"}
 
 
-def _chosen_device(device: str, arch: Arch) -> str:
-    if device != "auto":
-        return device
-    from ..profiles.cuda_bench import matching_gpu
-
-    problem = matching_gpu(arch)
-    if problem:
-        click.echo(f"{problem}: static report and rooflines only", err=True)
-    return "model" if problem else "cuda"
-
-
-def _document(arch: Arch, op: str | None, device: str, names: list[str], budget: float) -> dict[str, Any]:
-    from ..profiles import report
-
+def _is_timed(device: str, archs: list[Arch]) -> bool:
+    """Whether there is a GPU to time on. DeviceError if one is demanded and none matches."""
     if device == "model":
-        return report.model_document(arch, op, names)
-    return report.cuda_document(arch, op, names, budget, _progress())
+        return False
+    from cute_mla.profiles.cuda_bench import GpuMismatch, matching_arch
+
+    try:
+        matching_arch(archs)
+    except GpuMismatch as mismatch:
+        if device == "cuda":
+            raise
+        click.echo(f"{mismatch}: static report and rooflines only", err=True)
+        return False
+    return True
 
 
-def _progress() -> Callable[[str], None]:
-    return lambda name: click.echo(f"timing {name}", err=True)
-
-
-def _write(path: Path, text: str) -> None:
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -102,88 +98,89 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(document: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH, color_system=None)
     if document["kernels"]:
-        console.print(_kernel_table(document["kernels"]))
+        _show_kernels(document["kernels"])
     else:
-        console.print(f"no static report: {document['kernels_missing']}")
+        click.echo(f"no static report: {document['kernels_missing']}")
+    click.echo()
     if not document["rows"]:
-        console.print("no benchmark rows for this op")
+        click.echo("no benchmark rows chosen")
     elif document["device"] == "model":
-        console.print(_roof_table(document))
-        console.print("Rooflines are bounds: no time here was measured. us are least times; x is what 64-row tiles add to the arithmetic.")
+        _show_rooflines(document)
     else:
-        console.print(_timing_table(document))
-        for row in document["rows"]:
-            if row["status"] != "timed":
-                console.print(f"{row['name']}: {row['status'].replace('_', ' ')}: {row['reason']}", highlight=False)
+        _show_timings(document)
 
 
-def _table(title: str, left: list[str], right: list[str]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for name in left:
-        table.add_column(name, no_wrap=True)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _kernel_table(kernels: list[dict[str, Any]]) -> Any:
-    table = _table("Kernels, static", ["kernel"], ["threads", "cluster", "registers", "stack B", "smem B", "smem %"])
-    table.add_column("instructions", overflow="fold")
-    for kernel in kernels:
-        table.add_row(
+def _show_kernels(kernels: list[dict[str, Any]]) -> None:
+    columns = ("kernel", "threads", "cluster", "registers", "stack B", "smem B", "smem %", "SASS", "most frequent")
+    rows = [
+        (
             kernel["name"],
-            str(kernel["threads"]),
-            str(kernel["cluster"]),
-            str(kernel["registers"]),
-            str(kernel["stack_bytes"]),
-            str(kernel["smem_bytes"]),
-            f"{100 * kernel['smem_share']:.0f}",
-            ", ".join(f"{name} {count}" for name, count in kernel["instructions"].items()),
+            kernel["threads"],
+            kernel["cluster"],
+            kernel["registers"],
+            kernel["stack_bytes"],
+            kernel["smem_bytes"],
+            round(100 * kernel["smem_share"], 1),
+            sum(kernel["instructions"].values()),
+            " ".join(f"{name}:{count}" for name, count in list(kernel["instructions"].items())[:_MNEMONICS_SHOWN]),
         )
-    return table
+        for kernel in kernels
+    ]
+    print_table(columns, rows)
 
 
-def _roof_table(document: dict[str, Any]) -> Any:
+def _show_rooflines(document: dict[str, Any]) -> None:
     gpus = [gpu["name"] for gpu in document["gpus"]]
-    table = _table("Rooflines", ["row", "problem"], ["GFLOP", "MB", "FLOP/B", "tiles x", *[f"{name} us" for name in gpus], "H200 goal us"])
+    bounds = [name for gpu in gpus for name in (f"{gpu} us", "by")]
+    columns = ("row", "problem", "GFLOP", "MB", "FLOP/B", "tiles x", *bounds, "H200 goal us")
+    rows = []
     for row in document["rows"]:
-        table.add_row(
+        roofs = [row["roofs"][gpu] for gpu in gpus]
+        rows.append(
+            (
+                row["name"],
+                row["text"],
+                _short(row["flops"] / 1e9),
+                _short(row["bytes"] / 1e6),
+                _short(row["intensity"]),
+                _short(row["tile_padding"]),
+                *(cell for roof in roofs for cell in (_short(roof["us"]), _BOUND_LETTER[roof["bound"]])),
+                _short(row["goal_us"]),
+            )
+        )
+    print_table(columns, rows)
+    click.echo()
+    click.echo("Least times by compute (C) or memory (M): bounds and goals, nothing measured. tiles x: arithmetic in tiles of 64 rows.")
+
+
+def _show_timings(document: dict[str, Any]) -> None:
+    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "goal us")
+    timed = [row for row in document["rows"] if row["status"] == "timed"]
+    click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, KV not in L2")
+    rows = [
+        (
             row["name"],
             row["text"],
-            f"{row['flops'] / 1e9:.4g}",
-            f"{row['bytes'] / 1e6:.4g}",
-            f"{row['intensity']:.3g}",
-            "" if row["tile_padding"] is None else f"{row['tile_padding']:.3g}",
-            *[f"{row['roofs'][name]['us']:.4g} {row['roofs'][name]['bound'][0].upper()}" for name in gpus],
-            "" if row["goal_us"] is None else f"{row['goal_us']:g}",
+            *(_short(row["cold_us"][part]) for part in ("median", "p10", "p90")),
+            _short(row["control_ratio"]["median"]),
+            _short(row["kernel_us"].get("dense_decode")),
+            _short(row["tflops"]),
+            _short(row["gbytes_per_s"]),
+            _short(row["limit_us"]),
+            round(100 * row["fraction_of_limit"], 1),
+            _short(row["goal_us"]),
         )
-    return table
-
-
-def _timing_table(document: dict[str, Any]) -> Any:
-    title = f"Timings on {document['environment']['gpu']}"
-    table = _table(title, ["row", "problem"], ["us", "p10-p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "of limit", "goal us"])
+        for row in timed
+    ]
+    print_table(columns, rows)
+    click.echo()
+    click.echo("limit: by the matrix product and the copy of this run. A/A: the same calls again. main: dense_decode without combine.")
     for row in document["rows"]:
         if row["status"] != "timed":
-            continue
-        cold, main = row["cold_us"], row.get("kernel_us", {}).get("dense_decode")
-        table.add_row(
-            row["name"],
-            row["text"],
-            f"{cold['median']:.4g}",
-            f"{cold['p10']:.4g}-{cold['p90']:.4g}",
-            f"{row['control_ratio']['median']:.3f}",
-            "" if main is None else f"{main:.4g}",
-            f"{row['tflops']:.4g}",
-            f"{row['gbytes_per_s']:.4g}",
-            f"{row['limit_us']:.4g}",
-            f"{100 * row['fraction_of_limit']:.0f} %",
-            "" if row["goal_us"] is None else f"{row['goal_us']:g}",
-        )
-    return table
+            click.echo(f"{row['name']} {row['status'].replace('_', ' ')}: {row['reason']}")
+
+
+def _short(value: float | None) -> float | None:
+    """Four digits."""
+    return None if value is None else float(f"{value:.4g}")

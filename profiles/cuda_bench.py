@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..manifest import KernelEntry
+from ..runtime.errors import DeviceError
 from ..runtime.library import artifacts_folder, load_artifacts
 from ..spec.arch import Arch
 from .machine import commit, gpu_state, manifest_hash, now
@@ -17,22 +18,28 @@ from .measure import Bench
 from .timing import CudaStopwatch, Recording, cuda_ceilings
 
 
-def matching_gpu(arch: Arch) -> str:
-    """Why the current CUDA device cannot run an architecture's kernels; empty if it can."""
+class GpuMismatch(DeviceError):
+    """There is no GPU here that can run the kernels."""
+
+
+def matching_arch(archs: Sequence[Arch]) -> Arch:
+    """The architecture, of those wanted, of the current CUDA device. GpuMismatch if it is none of them."""
     if not torch.cuda.is_available():
-        return "no CUDA GPU is available to torch"
+        raise GpuMismatch("no CUDA GPU is available to torch")
     found = torch.cuda.get_device_capability()
-    if found != arch.compute_capability:
-        wanted = ".".join(map(str, arch.compute_capability))
-        return f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; {arch.name} kernels need {wanted}"
-    return ""
+    for arch in archs:
+        if arch.compute_capability == found:
+            return arch
+    wanted = ", ".join(f"{arch.name} ({_dotted(arch.compute_capability)})" for arch in archs)
+    raise GpuMismatch(f"{torch.cuda.get_device_name()} has compute capability {_dotted(found)}; wanted is {wanted}")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def cuda_bench(arch: Arch) -> Bench:
-    """The bench of the current CUDA device. ValueError if that is no GPU of this architecture."""
-    problem = matching_gpu(arch)
-    if problem:
-        raise ValueError(problem)
+    """The bench of the current CUDA device, which matches the architecture."""
     device = torch.device("cuda", torch.cuda.current_device())
     entries = [entry for entry in load_artifacts().manifest.kernels.values() if entry.arch == arch.name]
     return Bench(

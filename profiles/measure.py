@@ -19,7 +19,6 @@ from .timing import Call, Ceilings, Recording, Spread, Stopwatch, graph_launches
 
 TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not_run"
 _ESTIMATE_LAUNCHES = 3
-_LOAD_SECONDS = 0.3  # work queued while clocks and power are read
 _CEILING_LAUNCHES = 3
 _PLAN_LAUNCHES = 20
 
@@ -38,6 +37,7 @@ class Bench:
     l2_bytes: int
     state: Callable[[], dict[str, Any]]
     kernel_times: Callable[[Recording], dict[str, Any]]
+    load_us: float = 300_000.0  # of work queued while clocks and power are read
 
 
 def shape_record(case: Case) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _calls(subject: DecodeBench, sets: Sequence[Operands], count: int) -> list[C
 
 def _state_under_load(cold: Recording, launch_us: float, bench: Bench) -> dict[str, Any]:
     replay_us = max(launch_us * cold.launches, 1.0)
-    for _ in range(math.ceil(_LOAD_SECONDS * 1e6 / replay_us)):
+    for _ in range(math.ceil(bench.load_us / replay_us)):
         cold.replay()
     return bench.state()
 

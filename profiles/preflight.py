@@ -15,7 +15,6 @@ from typing import Any
 
 PACKAGES = ("torch", "numpy", "click", "rich", "cuda.bindings.driver")
 LEAST_PYTHON = (3, 11)
-LEAST_CUDA_DRIVER = 13000  # what the cubins need: CUDA 13, driver 580
 
 
 def missing_packages() -> list[str]:
@@ -31,39 +30,42 @@ def missing_packages() -> list[str]:
     return problems
 
 
-def artifact_problems(arch: str) -> list[str]:
-    """Reasons why the artefacts that came along cannot be used."""
+def newest_toolkit(arch: str) -> tuple[int, int]:
+    """The newest CUDA that made one of the artefacts, all of which are checked against their hashes.
+
+    ArtifactError if one cannot be used or there is none for the architecture."""
     from ..runtime.errors import ArtifactError
-    from ..runtime.library import load_artifacts
+    from ..runtime.library import cubin_toolkit, load_artifacts
 
-    try:
-        artifacts = load_artifacts()
-        entries = [entry for entry in artifacts.manifest.kernels.values() if entry.arch == arch]
-        for entry in entries:
-            artifacts.cubin(entry)
-    except ArtifactError as error:
-        return [str(error)]
-    return [] if entries else [f"the manifest in {artifacts.folder} has no kernel for {arch}"]
+    artifacts = load_artifacts()
+    entries = [entry for entry in artifacts.manifest.kernels.values() if entry.arch == arch]
+    if not entries:
+        raise ArtifactError(f"the manifest in {artifacts.folder} has no kernel for {arch}")
+    return max(cubin_toolkit(artifacts.cubin(entry)) or (0, 0) for entry in entries)
 
 
-def gpu_problems(arch: str) -> list[str]:
-    """Reasons why kernels of this architecture cannot run on the current GPU."""
+def device_problems(arch: str) -> list[str]:
+    """Reasons why the artefacts that came along cannot run on the current GPU with its driver."""
     from ..runtime import driver
-    from ..runtime.errors import DeviceError
+    from ..runtime.errors import ArtifactError, DeviceError
     from ..spec.arch import ARCHS
-    from .cuda_bench import matching_gpu
+    from .cuda_bench import matching_arch
 
-    problem = matching_gpu(ARCHS[arch])
-    if problem:
-        return [problem]
+    problems = []
+    toolkit = (0, 0)
     try:
+        toolkit = newest_toolkit(arch)
+    except ArtifactError as error:
+        problems.append(str(error))
+    try:
+        matching_arch([ARCHS[arch]])
         driver.init()
         version = driver.version()
     except DeviceError as error:
-        return [str(error)]
-    if version < LEAST_CUDA_DRIVER:
-        return [f"the driver supports CUDA {driver.version_text(version)}; the kernels need {driver.version_text(LEAST_CUDA_DRIVER)}"]
-    return []
+        return [*problems, str(error)]
+    if version < toolkit[0] * 1000:
+        problems.append(f"the driver is for CUDA {driver.version_text(version)}; the kernels need one for CUDA {toolkit[0]}.0")
+    return problems
 
 
 def examine(arch: str) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def examine(arch: str) -> dict[str, Any]:
         from .cuda_bench import environment
 
         found["environment"] = environment(ARCHS[arch])
-        problems = artifact_problems(arch) + gpu_problems(arch)
+        problems = device_problems(arch)
     return {**found, "problems": problems}
 
 

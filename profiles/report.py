@@ -17,29 +17,26 @@ from .rows import OPS, Case, load, select
 from .static_report import static_report
 
 FORMAT = 1
-STATIC_OPS = ("dense_decode", "combine", "split_plan")
 MODEL, CUDA = "model", "cuda"
 _UNTIMED = "combine has no public call of its own; its time is in the kernel times of the dense-decode rows"
 
 
-def cases_for(op: str | None, names: Sequence[str]) -> list[Case]:
-    """The cases of an op (None: of all) or those named. ValueError for an unknown name, or an op without rows."""
-    if op is not None and op not in OPS:
-        if names:
-            raise ValueError(f"{op} has no benchmark rows, so none named {', '.join(names)}; rows exist for {', '.join(OPS)}")
-        return []
-    cases = [case for name in ([op] if op else OPS) for case in load(name)]
+def cases_for(ops: Sequence[str], names: Sequence[str]) -> list[Case]:
+    """The cases of some ops, or those of them that are named. ValueError for an unknown name."""
+    cases = [case for op in OPS if op in ops for case in load(op)]
+    if names and not cases:
+        raise ValueError(f"no row named {', '.join(names)}: {', '.join(ops)} has no benchmark rows; {', '.join(OPS)} have some")
     return select(cases, names) if names else cases
 
 
-def static_section(arch: Arch, op: str | None) -> dict[str, Any]:
+def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
     """The static report of the built kernels, or why there is none."""
     try:
         manifest = load_artifacts().manifest
     except ArtifactError as error:
         return {"kernels": [], "kernels_missing": str(error)}
-    reports = static_report(manifest, arch.name, [op] if op else STATIC_OPS)
-    missing = "" if reports else f"no {op or 'kernel'} built for {arch.name}"
+    reports = [report for arch in archs for report in static_report(manifest, arch.name, ops)]
+    missing = "" if reports else f"no {', '.join(ops)} was built for {', '.join(arch.name for arch in archs)}"
     return {"kernels": [asdict(report) for report in reports], "kernels_missing": missing}
 
 
@@ -66,36 +63,38 @@ def model_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return rows
 
 
-def model_document(arch: Arch, op: str | None, names: Sequence[str]) -> dict[str, Any]:
+def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case]) -> dict[str, Any]:
     """Without a GPU: static report and rooflines."""
     return {
         "format": FORMAT,
         "device": MODEL,
-        "arch": arch.name,
+        "archs": [arch.name for arch in archs],
         "gpus": [asdict(gpu) for gpu in GPUS.values()],
-        **static_section(arch, op),
-        "rows": model_rows(cases_for(op, names)),
+        **static_section(archs, ops),
+        "rows": model_rows(cases),
     }
 
 
-def cuda_document(arch: Arch, op: str | None, names: Sequence[str], budget_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
-    """With a GPU: the static report and the timed rows. Needs torch with a matching GPU (ValueError) and artefacts
-    (ArtifactError)."""
-    from .cuda_bench import cuda_bench, environment
+def cuda_document(
+    archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], budget_s: float, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """With a GPU: the static report and the timed rows. GpuMismatch without a matching GPU, ArtifactError without kernels."""
+    from .cuda_bench import cuda_bench, environment, matching_arch
     from .measure import not_run, run_rows
 
     begin = time.monotonic()
-    cases = cases_for(op, names)
+    arch = matching_arch(archs)
     bench = cuda_bench(arch)
-    record = environment(arch)
     timeable = [case for case in cases if case.op == "dense_decode"]
+    record = environment(arch)
     rows = run_rows(timeable, bench, budget_s - (time.monotonic() - begin), progress)
     rows += [not_run(case, _UNTIMED) for case in cases if case.op != "dense_decode"]
     return {
         "format": FORMAT,
         "device": CUDA,
+        "archs": [arch.name],
         "environment": record,
-        **static_section(arch, op),
+        **static_section([arch], ops),
         "rows": rows,
         "not_run": [row["name"] for row in rows if row["status"] == "not_run"],
         "budget_s": budget_s,

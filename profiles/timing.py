@@ -104,7 +104,7 @@ class Spread:
 def rotation_sets(set_bytes: int, l2_bytes: int) -> int:
     """Operand sets to rotate over so that a launch finds nothing of its own in L2: two at least."""
     wanted = max(L2_MULTIPLE * l2_bytes, LEAST_ROTATION_BYTES)
-    return max(-(-wanted // max(set_bytes, 1)), 2)
+    return max(-(-wanted // set_bytes), 2)
 
 
 def graph_launches(launch_us: float, sets: int) -> int:

@@ -1,0 +1,146 @@
+"""`cute-mla profile`: what it prints, writes and exits with, where there is no GPU and with planned outcomes of one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from cute_mla.cli import commands
+from cute_mla.cli.profile import succeeded
+from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.runtime.library import FOLDER_VARIABLE
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(commands, ["profile", *map(str, arguments)])
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the manifest of one kernel."""
+    folder = tmp_path / "artifacts"
+    name = "dense_decode_sm90_bf16_cluster1"
+    entry = KernelEntry(
+        name=name, op="dense_decode", arch="sm90", config={}, entry=name, cubin=f"{name}.cubin", cubin_sha256="0" * 64, ptx=f"{name}.ptx",
+        ptx_sha256="0" * 64, params=(), block=(512, 1, 1), cluster=(1, 1, 1), smem_bytes=223_000, registers=128, stack_bytes=0,
+        fingerprint="0" * 64, instructions={"HGMMA": 44, "UTMALDG": 9},
+    )  # fmt: skip
+    Manifest({name: entry}).save(folder)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
+    return folder
+
+
+def test_model_shows_static_figures_and_rooflines(artifacts: Path, tmp_path: Path) -> None:
+    json_file, plot_file = tmp_path / "sub" / "profile.json", tmp_path / "plot.svg"
+    result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
+    assert result.exit_code == 0
+    assert "HGMMA:44 UTMALDG:9" in result.output
+    assert "bounds and goals, nothing measured" in result.output
+    document = json.loads(json_file.read_text())
+    assert [row["name"] for row in document["rows"]] == ["D1.fixed", "C1.two", "C1.many"]
+    assert document["rows"][0]["roofs"]["H200"] == {"us": pytest.approx(184.85, abs=0.01), "bound": "compute"}
+    assert document["kernels"][0]["smem_share"] == pytest.approx(0.959, abs=0.001)
+    assert ElementTree.parse(plot_file).getroot().tag.endswith("svg")
+
+
+def test_model_without_artefacts_still_shows_rooflines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    result = run("--device", "model", "--rows", "D5")
+    assert result.exit_code == 0
+    assert f"no static report: no manifest.json in {tmp_path}" in result.output
+    assert "D5.fixed" in result.output
+
+
+def test_an_op_without_rows_has_its_static_report_only(artifacts: Path) -> None:
+    result = run("--device", "model", "--op", "split_plan")
+    assert result.exit_code == 0
+    assert "no split_plan was built for sm90" in result.output
+    assert "no benchmark rows chosen" in result.output
+
+
+@no_gpu
+def test_auto_without_a_gpu_says_that_nothing_is_timed(artifacts: Path) -> None:
+    result = run("--rows", "D5")
+    assert result.exit_code == 0
+    assert "no CUDA GPU is available to torch: static report and rooflines only" in result.output
+
+
+@no_gpu
+def test_cuda_without_a_gpu_fails_with_one_line_and_leaves_json(artifacts: Path, tmp_path: Path) -> None:
+    json_file = tmp_path / "profile.json"
+    result = run("--device", "cuda", "--json", json_file)
+    assert result.exit_code == 1
+    assert result.output.strip() == "Error: no CUDA GPU is available to torch"
+    assert json.loads(json_file.read_text())["error"] == "no CUDA GPU is available to torch"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--rows", "D1,D99"), "no row or case named D99"),
+        (("--op", "split_plan", "--rows", "D1"), "split_plan has no benchmark rows"),
+        (("--device", "tpu"), "'tpu' is not one of"),
+        (("--budget", "-1"), "-1"),
+    ],
+)
+def test_bad_usage_exits_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [(["timed", "not_run"], True), (["timed", "wrong"], False), (["timed", "failed"], False), (["not_run"], False), ([], False)],
+)
+def test_a_timed_run_succeeds_if_something_was_timed_and_nothing_was_wrong(states: list[str], expected: bool) -> None:
+    assert succeeded({"device": "cuda", "rows": [{"status": state} for state in states]}) is expected
+
+
+def timed_document(**changes: Any) -> dict[str, Any]:
+    row = {
+        "row": "D1", "name": "D1.fixed", "op": "dense_decode", "text": "b128 L4096 h128 s1", "status": "timed", "reason": "",
+        "goal_us": 210, "cold_us": {"median": 222.25, "p10": 220.0, "p90": 225.0},
+        "control_ratio": {"median": 1.001, "p10": 1.0, "p90": 1.01},
+        "kernel_us": {"dense_decode": 215.0}, "intensity": 228.0, "tflops": 657.0, "gbytes_per_s": 2878.0, "limit_us": 187.0,
+        "fraction_of_limit": 0.841, **changes,
+    }  # fmt: skip
+    left = {"name": "C1.two", "op": "combine", "status": "not_run", "reason": "the budget of 1 s was used up"}
+    return {"device": "cuda", "kernels": [], "kernels_missing": "none", "environment": {"gpu": "NVIDIA H200"}, "rows": [row, left]}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that gave timed_document()."""
+    from cute_mla.profiles import cuda_bench, report
+
+    monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: archs[0])
+    monkeypatch.setattr(report, "cuda_document", lambda *args: timed_document())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_timings_are_shown_and_what_was_not_run_is_named(tmp_path: Path) -> None:
+    plot_file = tmp_path / "plot.svg"
+    result = run("--plot", plot_file)
+    assert result.exit_code == 0
+    for text in ("NVIDIA H200: 1 rows timed", "222.2", "84.1", "C1.two not run: the budget of 1 s was used up"):
+        assert text in result.output
+    assert "filled: measured" in plot_file.read_text()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_numbers_that_json_does_not_have_are_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_mla.profiles import report
+
+    monkeypatch.setattr(report, "cuda_document", lambda *args: timed_document(check={"out_max_abs": float("nan"), "requests": (0, 1)}))
+    json_file = tmp_path / "profile.json"
+    assert run("--json", json_file).exit_code == 0
+    assert json.loads(json_file.read_text())["rows"][0]["check"] == {"out_max_abs": "nan", "requests": [0, 1]}

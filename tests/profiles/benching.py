@@ -1,0 +1,103 @@
+"""A bench without a GPU: the reference computes, planned times pass, and bugs can be planted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from cute_mla import reference
+from cute_mla.manifest import KernelEntry, Role
+from cute_mla.profiles import decode_bench
+from cute_mla.profiles.measure import Bench
+from cute_mla.profiles.roofline import DecodeShape
+from cute_mla.profiles.rows import Case, load
+from cute_mla.profiles.timing import Call, Ceilings, Recording
+
+CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0}
+
+ENTRY = KernelEntry(
+    name="dense_decode_sm90_bf16",
+    op="dense_decode",
+    arch="sm90",
+    config={"dtype": "bf16"},
+    entry="dense_decode_sm90_bf16_0",
+    cubin="a.cubin",
+    cubin_sha256="0" * 64,
+    ptx="a.ptx",
+    ptx_sha256="0" * 64,
+    params=(),
+    block=(128, 4, 1),
+    cluster=(2, 1, 1),
+    smem_bytes=116_224,
+    registers=128,
+    stack_bytes=8,
+    fingerprint="0" * 64,
+    roles=(Role("load", 0, 4), Role("score", 4, 4)),
+    instructions={"FMUL": 10, "HGMMA": 44, "BAR": 10},
+)
+
+
+class FakeStopwatch:
+    """Runs what is recorded when it is replayed; the time of a launch is CALL_US of the recording's name."""
+
+    def record(self, name: str, calls: Sequence[Call]) -> Recording:
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return Recording(name, len(calls), replay)
+
+    def elapsed_us(self, recording: Recording) -> float:
+        return CALL_US.get(recording.name, 2000.0) * recording.launches
+
+
+@dataclass
+class FakeKernel:
+    """Stands in for the API: computes by the reference, then lets `spoil` do its worst. calls: how often it ran."""
+
+    spoil: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda call, out, lse: None
+    calls: int = 0
+    seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def flash_mla_with_kvcache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor, head_dim_v: int,
+        metadata: object, num_splits: object, *, causal: bool, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
+    ) -> None:  # fmt: skip
+        result, result_lse = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=causal)
+        out.copy_(result)
+        lse.copy_(result_lse)
+        self.calls += 1
+        self.seen.append({"q": q.data_ptr(), "workspace": workspace.data_ptr(), "causal": causal})
+        self.spoil(self.calls, out, lse)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
+    """Puts the fake where the bench finds the API."""
+    monkeypatch.setattr(decode_bench, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
+    monkeypatch.setattr(decode_bench, "get_mla_metadata", lambda *args: (None, None))
+    monkeypatch.setattr(decode_bench, "workspace_size", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(decode_bench, "rotation_sets", lambda set_bytes, l2_bytes: 3)
+
+
+def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}) -> Bench:
+    """A bench on the CPU with the fake stopwatch."""
+    return Bench(
+        device=torch.device("cpu"),
+        stopwatch=FakeStopwatch(),
+        ceilings=Ceilings(lambda: None, 790e9, lambda: None, 2.15e9),
+        l2_bytes=50 << 20,
+        state=state,
+        kernel_times=lambda recording: {"dense_decode": 90.0},
+        load_us=1.0,
+    )
+
+
+def small_case(name: str = "X.small", *, lengths: tuple[int, ...] = (70, 3, 0), s_q: int = 2, h_q: int = 4, priority: int = 1) -> Case:
+    """A case that the reference computes at once."""
+    row, case = name.split(".")
+    shape = DecodeShape(lengths=lengths, s_q=s_q, h_q=h_q)
+    return replace(load("dense_decode")[0], row=row, case=case, shape=shape, priority=priority, roof_us=1.0, goal_us=None)

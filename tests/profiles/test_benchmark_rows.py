@@ -1,0 +1,90 @@
+"""The definition files: what they hold, how they are read, and what a damaged one says."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_mla.profiles.roofline import DecodeShape
+from cute_mla.profiles.rows import by_priority, load, parse, select, varlen_lengths
+
+GOOD = """
+op = "dense_decode"
+dtype = "bf16"
+page_size = 64
+seed = 1
+roof_gpu = "H200"
+[[row]]
+name = "A"
+title = "a row"
+priority = 2
+cases = [{ name = "x", batch = 2, length = 64, s_q = 1, h_q = 16, roof_us = 1.0 }]
+[[row]]
+name = "B"
+title = "another"
+priority = 1
+cases = [{ name = "y", lengths = [5, 6], s_q = 2, h_q = 8, h_kv = 2, roof_us = 1.0, goal_us = 3 }]
+"""
+
+
+def test_the_suite_has_every_row_once() -> None:
+    cases = load("dense_decode")
+    assert list(dict.fromkeys(case.row for case in cases)) == [f"D{number}" for number in range(1, 15)]
+    assert len({case.name for case in cases}) == len(cases)
+    assert {case.row for case in load("combine")} == {"C1"}
+
+
+def test_parse_reads_lengths_shapes_and_goals() -> None:
+    first, second = parse(GOOD)
+    assert (first.name, first.shape, first.goal_us) == ("A.x", DecodeShape(lengths=(64, 64), s_q=1, h_q=16), None)
+    assert (second.name, second.shape, second.goal_us) == ("B.y", DecodeShape(lengths=(5, 6), s_q=2, h_q=8, h_kv=2), 3)
+
+
+def test_rows_run_by_priority() -> None:
+    assert [case.name for case in by_priority(parse(GOOD))] == ["B.y", "A.x"]
+
+
+def test_varlen_lengths_depend_on_the_seed_alone_and_are_clipped() -> None:
+    lengths = varlen_lengths(2000, 4096, 4, seed=7)
+    assert lengths == varlen_lengths(2000, 4096, 4, seed=7)
+    assert lengths != varlen_lengths(2000, 4096, 4, seed=8)
+    assert min(lengths) == 4
+    assert sum(lengths) / len(lengths) == pytest.approx(4096, rel=0.05)
+    assert sum(length > 6144 for length in lengths) / len(lengths) == pytest.approx(0.16, abs=0.03)  # one deviation above
+
+
+def test_varlen_rows_hold_their_lengths() -> None:
+    (case,) = select(load("dense_decode"), ["D1.varlen"])
+    assert isinstance(case.shape, DecodeShape)
+    assert (case.shape.batch, case.shape.keys) == (128, 502_771)
+
+
+def test_select_by_row_and_by_case() -> None:
+    cases = load("dense_decode")
+    assert [case.name for case in select(cases, ["D6.s2", "D1"])] == ["D1.fixed", "D1.varlen", "D6.s2"]
+    with pytest.raises(ValueError, match=r"no row or case named D77; rows: D1, D2,.*D1\.fixed"):
+        select(cases, ["D1", "D77"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('op = "dense_decode"', 'op = "sparse"', "op is 'sparse'; benchmark rows exist for dense_decode, combine"),
+        ('dtype = "bf16"', 'dtype = "fp64"', "dtype is 'fp64'; supported: bf16, fp16"),
+        ("h_q = 16, ", "", "row A, case x: h_q is missing"),
+        ("batch = 2", "batches = 2", "row A: unknown key batches"),
+        ('name = "B"', 'name = "A"', ""),
+    ],
+)
+def test_a_damaged_definition_says_where(old: str, new: str, message: str) -> None:
+    text = GOOD.replace(old, new)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            parse(text)
+    else:
+        with pytest.raises(ValueError, match=r"case A\.x is defined 2 times"):
+            parse(text.replace('name = "y"', 'name = "x"'))
+
+
+def test_an_op_without_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="op is 'split_plan'; benchmark rows exist for"):
+        load("split_plan")

@@ -1,0 +1,67 @@
+"""The record of the machine: nvidia-smi's answer, the commit, the manifest; and what is said when one is missing."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+from benching import ENTRY
+
+from cute_mla.profiles import machine
+from cute_mla.profiles.cuda_bench import kernel_times
+
+
+def test_gpu_state_reads_numbers_by_name() -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str]) -> str:
+        asked.append(command)
+        return "1980, 3201, 1980, 512.4, 700.00, 61, 580.95.05, 0x0000000000000004\n"
+
+    state = machine.gpu_state(3, run)
+    assert (state["sm_mhz"], state["power_w"]) == (1980.0, 512.4)
+    assert (state["driver"], state["throttle_reasons"]) == ("580.95.05", "0x0000000000000004")
+    assert "--id=3" in asked[0]
+    assert not any(option.startswith(("-l", "-p", "-r", "-ac", "--lock", "--reset")) for option in asked[0])  # it only asks
+
+
+def broken(command: list[str]) -> str:
+    raise subprocess.CalledProcessError(9, command)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"), [(broken, "nvidia-smi failed"), (lambda command: "", "nvidia-smi failed"), (lambda command: "1, 2", "2 values to 8")]
+)
+def test_gpu_state_says_why_it_has_none(run: machine.Runner, reason: str) -> None:
+    assert reason in machine.gpu_state(0, run)["unavailable"]
+
+
+def test_commit_is_marked_when_the_tree_has_changes(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@x"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert machine.commit(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "first")
+    clean = machine.commit(tmp_path)
+    assert clean is not None
+    assert len(clean) == 40
+    (tmp_path / "file").write_text("two")
+    assert machine.commit(tmp_path) == clean + "+"
+
+
+def test_manifest_hash_is_of_the_file(tmp_path: Path) -> None:
+    assert machine.manifest_hash(tmp_path) is None
+    (tmp_path / "manifest.json").write_bytes(b"{}")
+    assert machine.manifest_hash(tmp_path) == hashlib.sha256(b"{}").hexdigest()
+
+
+def test_kernel_times_are_per_launch_and_of_our_kernels_only() -> None:
+    events = [(ENTRY.entry, 100.0), (ENTRY.entry, 110.0), ("cublas_kernel", 500.0), ("aten::copy_", 5.0)]
+    assert kernel_times(events, 2, [ENTRY]) == {"dense_decode": 105.0}
+    assert "unavailable" in kernel_times([("cublas_kernel", 1.0)], 2, [ENTRY])

@@ -1,0 +1,108 @@
+"""The formulas against the limits worked out by hand for the standard shapes, and the rows against the formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_mla.profiles.roofline import (
+    GPUS,
+    CombineShape,
+    DecodeShape,
+    Gpu,
+    Work,
+    combine_work,
+    dense_decode_work,
+    roof,
+    tile_padding,
+)
+from cute_mla.profiles.rows import OPS, Case, load
+
+CASES = [case for op in OPS for case in load(op)]
+
+
+def shape(batch: int, length: int, h_q: int, s_q: int) -> DecodeShape:
+    return DecodeShape(lengths=(length,) * batch, s_q=s_q, h_q=h_q)
+
+
+# GFLOP, then microseconds and what binds on H800 and H200
+STANDARD = [
+    (shape(128, 4096, 128, 1), 146, (213, "memory"), (185, "compute")),
+    (shape(128, 4096, 128, 2), 292, (338, "compute"), (370, "compute")),
+    (shape(128, 4096, 64, 1), 73, (207, "memory"), (145, "memory")),
+    (shape(128, 4096, 64, 2), 146, (213, "memory"), (185, "compute")),
+    (shape(128, 4096, 16, 1), 18, (203, "memory"), (142, "memory")),
+    (shape(128, 4096, 16, 2), 37, (204, "memory"), (143, "memory")),
+    (shape(128, 4096, 16, 4), 73, (207, "memory"), (145, "memory")),
+    (shape(1, 131072, 128, 1), 37, (50, "memory"), (46, "compute")),
+    (shape(1, 131072, 16, 1), 4.6, (50, "memory"), (35, "memory")),
+]
+
+
+@pytest.mark.parametrize(("problem", "gflop", "h800", "h200"), STANDARD)
+def test_dense_decode_has_the_known_limits(
+    problem: DecodeShape, gflop: float, h800: tuple[float, str], h200: tuple[float, str]
+) -> None:
+    work = dense_decode_work(problem)
+    assert work.flops / 1e9 == pytest.approx(gflop, rel=0.02)
+    for name, (microseconds, bound) in (("H800", h800), ("H200", h200)):
+        found = roof(work, GPUS[name])
+        assert found.us == pytest.approx(microseconds, abs=0.6)
+        assert found.bound == bound
+
+
+def test_dense_decode_counts_every_byte_once() -> None:
+    one_key = dense_decode_work(DecodeShape(lengths=(1,), s_q=1, h_q=1))
+    assert one_key == Work(flops=2 * 576 + 2 * 512, bytes=576 * 2 + 576 * 2 + 512 * 2 + 4 + 4)  # key, q, out, lse, page
+    two_caches = dense_decode_work(DecodeShape(lengths=(1,), s_q=1, h_q=2, h_kv=2))
+    assert two_caches.bytes == 2 * (576 * 2 * 2 + 512 * 2 + 4) + 4
+    assert two_caches.flops == 2 * one_key.flops
+
+
+def test_an_empty_request_costs_its_rows_only() -> None:
+    work = dense_decode_work(DecodeShape(lengths=(0, 64), s_q=1, h_q=16))
+    assert work.flops == 2176 * 16 * 64
+    assert work.bytes == 64 * 1152 + 2 * 16 * 2180 + 4
+
+
+@pytest.mark.parametrize(
+    ("splits", "batch", "heads", "us"), [(2, 128, 128, {"H800": 28, "H200": 20}), (64, 1, 16, {"H200": 0.5})]
+)
+def test_combine_has_the_known_limits(splits: int, batch: int, heads: int, us: dict[str, float]) -> None:
+    work = combine_work(CombineShape(batch=batch, s_q=1, h_q=heads, splits=splits))
+    assert work.bytes == batch * heads * (2052 * splits + 1024)
+    for name, microseconds in us.items():
+        found = roof(work, GPUS[name])
+        assert found.us == pytest.approx(microseconds, rel=0.03)
+        assert found.bound == "memory"
+
+
+def test_the_ridge_divides_memory_from_compute() -> None:
+    gpu = Gpu("toy", tflops=100.0, tbytes=1.0, source="made up")
+    assert gpu.ridge == 100.0
+    assert roof(Work(flops=99.0, bytes=1.0), gpu).bound == "memory"
+    assert roof(Work(flops=101.0, bytes=1.0), gpu).bound == "compute"
+
+
+@pytest.mark.parametrize(("h_q", "s_q", "factor"), [(128, 1, 1), (64, 1, 1), (32, 1, 2), (16, 1, 4), (16, 4, 1), (8, 1, 8), (96, 1, 4 / 3)])
+def test_tiles_of_64_rows_pad_few_heads(h_q: int, s_q: int, factor: float) -> None:
+    assert tile_padding(shape(1, 64, h_q, s_q)) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_row_records_the_roofline_that_the_formula_gives(case: Case) -> None:
+    assert case.roof_us == pytest.approx(roof(case.work, GPUS[case.roof_gpu]).us, rel=1e-3)
+
+
+# The benchmark suite's own column, in microseconds on an H200
+@pytest.mark.parametrize(
+    ("name", "microseconds"),
+    [
+        ("D1.fixed", 185), ("D2.fixed", 370), ("D3.fixed", 739), ("D4.fixed", 1479), ("D5.fixed", 52), ("D6.s1", 145), ("D6.s2", 185),
+        ("D7.s1", 142), ("D7.s2", 143), ("D8.s1", 142), ("D8.s4", 145), ("D9.s1", 141), ("D9.s4", 142), ("D10.h16s1", 35),
+        ("D10.h128s1", 46), ("D11.b8h16s2", 281), ("D11.b4h128s1", 185), ("D12.h16", 1.1), ("D12.h128", 1.4), ("D13.mixed", 14.4),
+        ("C1.two", 20), ("C1.many", 0.5),
+    ],
+)  # fmt: skip
+def test_rows_are_the_suites(name: str, microseconds: float) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    assert case.roof_us == pytest.approx(microseconds, abs=0.6 if microseconds > 15 else 0.051)

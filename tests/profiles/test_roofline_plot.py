@@ -1,0 +1,64 @@
+"""The plot: well-formed, with each mark where its values say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+from cute_mla.profiles.plot import HEIGHT, WIDTH, Point, roofline_svg
+from cute_mla.profiles.roofline import GPUS
+
+SVG = "{http://www.w3.org/2000/svg}"
+H200 = GPUS["H200"]
+
+
+def drawn(points: list[Point], title: str = "a < b & c") -> ElementTree.Element:
+    return ElementTree.fromstring(roofline_svg(H200, points, title))
+
+
+def circles(root: ElementTree.Element) -> list[tuple[float, float, str]]:
+    return [(float(mark.attrib["cx"]), float(mark.attrib["cy"]), mark.attrib["fill"]) for mark in root.iter(f"{SVG}circle")]
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return [element.text or "" for element in root.iter(f"{SVG}text")]
+
+
+def test_marks_lie_on_the_roof_when_they_are_bounds() -> None:
+    root = drawn([Point("M", 10.0, 10.0 * H200.tbytes, False), Point("C", 900.0, H200.tflops, False)])
+    polyline = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
+    (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, corner.split(","))) for corner in polyline)
+    (mx, my, fill), (cx, cy, _) = circles(root)
+    assert fill == "#fff"
+    assert abs((y1 - y0) / (x1 - x0) - (my - y0) / (mx - x0)) < 0.01  # on the slope
+    assert x0 < mx < x1
+    assert x1 < cx < x2
+    assert cy == y1 == y2
+    assert "nothing here is measured" in " ".join(texts(root))
+
+
+def test_measured_marks_are_filled_and_said_to_be() -> None:
+    root = drawn([Point("D1", 228.0, 600.0, True)])
+    ((_, y, fill),) = circles(root)
+    assert fill != "#fff"
+    assert y > circles(drawn([Point("D1", 228.0, 700.0, True)]))[0][1]  # slower is lower
+    assert "filled: measured" in texts(root)
+
+
+def test_marks_that_touch_share_labels_and_titles_are_escaped() -> None:
+    root = drawn([Point("D10", 100.0, 400.0, False), Point("D2", 101.0, 401.0, False), Point("D7", 20.0, 80.0, False)])
+    assert {"D2, D10", "D7", "a < b & c"} <= set(texts(root))
+
+
+def test_what_lies_outside_the_axes_is_left_out() -> None:
+    assert circles(drawn([Point("D14", 0.0, 0.0, False), Point("D15", 5000.0, 790.0, False)])) == []
+
+
+def test_labels_stay_inside_and_apart() -> None:
+    root = drawn([Point(f"D{number}", 10.0 + number * 9, 500.0, False) for number in range(12)])
+    labels = [element for element in root.iter(f"{SVG}text") if (element.text or "").startswith("D")]
+    boxes = [(float(label.attrib["x"]), float(label.attrib["y"]), len(label.text or "")) for label in labels]
+    assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y, _ in boxes)
+    rows = sorted(boxes, key=lambda box: (box[1], box[0]))
+    for (x, y, length), (next_x, next_y, _) in pairwise(rows):
+        assert y != next_y or x + 6 * length <= next_x
