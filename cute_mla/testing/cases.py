@@ -26,7 +26,7 @@ TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
 FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
 
-_CPU_ELEMENTS = 1 << 26  # tensors up to this size are made on the CPU, so that every device gets the same bits
+_CPU_ELEMENTS = 1 << 25  # tensors up to this size are made on the CPU, so that every device gets the same bits
 _STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope part of k; scores span +-43 at the usual scale
 
 Values = Literal["normal", "rising", "falling", "peaks"]
@@ -175,7 +175,7 @@ class Tensors:
 
 
 def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
-    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^26 elements)."""
+    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
     q = _q_storage(case, torch.device(device))
     generator = _generator(case, q.numel(), q.device)
     q.copy_(_normal((case.batch, case.s_q, case.h_q, D_QK), generator))

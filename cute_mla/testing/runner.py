@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -150,9 +151,19 @@ def run_all(jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None
         futures = {pool.submit(run_case, *jobs[index]): index for index in simulated}
         try:
             for future in as_completed(futures):
-                yield futures[future], future.result()
+                try:
+                    records = future.result()
+                except BrokenProcessPool as error:  # a process was killed, by want of memory as a rule, and took the others along
+                    records = _lost(*jobs[futures[future]], error)
+                yield futures[future], records
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _lost(case: Case, target: Target, reduced: str, error: Exception) -> list[Record]:
+    """The records of a case that was cut off."""
+    identity = _identity(case, target)
+    return [_finish({**identity, "schedule": str(schedule)}, reduced, [_brief(error)]) for schedule in target.schedules]
 
 
 def call(case: Case, tensors: Tensors, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ The kernel is a stand-in here: the reference, with a fault. What runs cases on t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from torch import Tensor
 from cute_mla import reference
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases import Case, make_tensors
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 
 Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
@@ -177,6 +179,41 @@ def test_an_output_that_is_not_the_one_given_fails(kernel: StandIn, monkeypatch:
 
     monkeypatch.setattr(runner, "flash_mla_with_kvcache", decode)
     assert run().reason == "the out returned is not the out given"
+
+
+def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def decode(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        calls.append("call")
+        return kernel.decode(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "flash_mla_with_kvcache", decode)
+    monkeypatch.setattr(runner, "make_tensors", lambda case, device: calls.append(device) or make_tensors(case, "cpu"))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: calls.append("synchronize"))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
+    record = run(target=Target("sm90", "cuda", schedules(3, 0)))
+    assert calls == ["cuda", "call", "synchronize"]
+    assert (record.device, record.schedule, record.sm_count, record.passed) == ("cuda", None, 114, True)
+
+
+def test_a_process_that_dies_fails_its_case_and_not_the_run(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeadPool(ThreadPoolExecutor):
+        def __init__(self, workers: int, **options: Any) -> None:
+            super().__init__(workers)
+
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            return super().submit(die)
+
+    def die() -> None:
+        raise BrokenProcessPool("a process was terminated abruptly")
+
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", DeadPool)
+    ((index, records),) = runner.run_all([(CASE, replace(SIM, schedules=schedules(2, 0)), "")])
+    assert index == 0
+    assert [record.schedule for record in records] == ["round_robin", "lazy"]
+    assert {record.reason for record in records} == {"BrokenProcessPool: a process was terminated abruptly"}
+    assert {record.passed for record in records} == {False}
 
 
 def test_a_reduced_case_keeps_its_status_and_its_verdict(kernel: StandIn) -> None:

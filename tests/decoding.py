@@ -1,0 +1,60 @@
+"""Dense decode on the simulated device, for tests: one call, or a case judged against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla import reference
+from cute_mla.testing.cases import Case, Tensors, make_tensors
+from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE, compare, same_bits
+from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
+
+Result = tuple[Tensor, Tensor]
+
+ROUND_ROBIN = Schedule("round_robin", 0)
+
+
+def judge(case: Case, *schedules: Schedule) -> list[Record]:
+    """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
+    records = run_case(case, Target("sm90", "sim", schedules or (ROUND_ROBIN,)))
+    for record in records:
+        assert record.passed, f"{record.case} under {record.schedule}: {record.reason}"
+    return records
+
+
+def decode(case: Case, tensors: Tensors | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
+    """Makes a case's call, with other operands if given. A finding of the simulator raises."""
+    with cute_mla.simulate("sm90", case.sm_count, schedule=schedule.name, seed=schedule.seed):
+        return call(case, make_tensors(case) if tensors is None else tensors)
+
+
+def expect(case: Case, tensors: Tensors, result: Result) -> None:
+    """Asserts that a result agrees with the reference for these operands."""
+    expected = reference.dense_decode(tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, causal=case.causal)
+    for name, actual, wanted, tolerance in zip(("out", "lse"), result, expected, (DENSE_DECODE_OUT, LSE), strict=True):
+        comparison = compare(name, actual, wanted, tolerance)
+        assert comparison.passed, comparison.reason
+
+
+def identical(result: Result, other: Result) -> bool:
+    """Whether two results agree in every bit."""
+    return all(same_bits(x, y) for x, y in zip(result, other, strict=True))
+
+
+def request_of(tensors: Tensors, request: int) -> Tensors:
+    """The operands of one request alone, over the same cache."""
+    return Tensors(
+        tensors.q[request : request + 1],
+        tensors.k_cache,
+        tensors.block_table[request : request + 1],
+        tensors.cache_seqlens[request : request + 1],
+    )
+
+
+def with_lengths(tensors: Tensors, lengths: list[int]) -> Tensors:
+    """The same operands with other lengths, which the block table must have pages for."""
+    return replace(tensors, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))

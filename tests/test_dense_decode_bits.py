@@ -1,0 +1,117 @@
+"""Which bits a call gives: the same for the same inputs, and with batch_invariant for the same request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decoding import decode, expect, identical, judge, request_of, with_lengths
+from torch import Tensor
+
+import cute_mla
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.testing.cases import Case, Tensors, make_tensors
+from cute_mla.testing.runner import Schedule, schedules
+
+CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
+
+MIXED = Case(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
+
+
+def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+    """A call with a plan made beforehand."""
+    return cute_mla.flash_mla_with_kvcache(
+        tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, 512, *plan, causal=True, **options
+    )
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    tensors = make_tensors(MIXED)
+    assert identical(decode(MIXED, tensors), decode(MIXED, tensors))
+
+
+def test_every_schedule_gives_the_same_bits() -> None:
+    records = judge(MIXED, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
+    assert len(records) == 6
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_schedule_gives_the_same_bits_in_clusters(dtype: str) -> None:
+    judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
+
+
+def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count() -> None:
+    case = replace(MIXED, batch_invariant=True)
+    tensors = make_tensors(case)
+    together = decode(case, tensors)
+    for sm_count in (1, 9, 132):
+        assert identical(decode(replace(case, sm_count=sm_count), tensors), together)
+        for request in range(3):
+            alone = decode(replace(case, batch=1, lengths=(case.key_lengths[request],), sm_count=sm_count), request_of(tensors, request))
+            assert identical(alone, tuple(part[request : request + 1] for part in together))  # type: ignore[arg-type]
+
+
+def test_invariant_bits_of_a_request_that_is_cut() -> None:
+    case = Case(batch=3, lengths=(30, CUT + 70, 200), h_q=4, page_size=128, batch_invariant=True, sm_count=132)
+    tensors = make_tensors(case)
+    together = decode(case, tensors)
+    alone = decode(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
+    assert identical(alone, tuple(part[1:2] for part in together))  # type: ignore[arg-type]
+    expect(case, tensors, together)
+
+
+def test_without_invariance_bits_do_depend_on_the_sm_count() -> None:
+    tensors = make_tensors(MIXED)
+    assert not identical(decode(replace(MIXED, sm_count=1), tensors), decode(replace(MIXED, sm_count=40), tensors))
+
+
+OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [0, 0, 0], [1, 2, 3]]
+
+
+def spacious() -> Tensors:
+    """Operands of MIXED in which every request has 512 keys."""
+    return make_tensors(replace(MIXED, lengths=(512, 512, 512)))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_plan_used_with_other_lengths_gives_the_right_answer(invariant: bool) -> None:
+    tensors = spacious()
+    with cute_mla.simulate("sm90", 12):
+        for planned_for in ([500, 70, 260], [0, 0, 0], [1, 512, 64]):
+            plan = cute_mla.get_mla_metadata(
+                torch.tensor(planned_for, dtype=torch.int32),
+                *(80, 1, 40),
+                batch_invariant=invariant,
+                max_cache_seqlen=tensors.block_table.shape[1] * 64 if invariant else None,
+            )
+            for lengths in OTHER_LENGTHS:
+                used = with_lengths(tensors, lengths)
+                expect(MIXED, used, decode_planned(used, plan, batch_invariant=invariant))
+
+
+def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer() -> None:
+    tensors = spacious()
+    with cute_mla.simulate("sm90", 12):
+        schedule, none = cute_mla.get_mla_metadata()
+        for lengths in OTHER_LENGTHS:
+            used = with_lengths(tensors, lengths)
+            expect(MIXED, used, decode_planned(used, (schedule, none)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("planned_for", [1, 3, 200])
+def test_a_plan_made_for_another_device_gives_the_right_answer(planned_for: int) -> None:
+    tensors = make_tensors(MIXED)
+    with cute_mla.simulate("sm90", planned_for):
+        plan = cute_mla.get_mla_metadata(tensors.cache_seqlens, 80, 1, 40)
+    with cute_mla.simulate("sm90", 12):
+        expect(MIXED, tensors, decode_planned(tensors, plan))
+
+
+def test_layers_share_a_schedule_object() -> None:
+    with cute_mla.simulate("sm90", 12) as device:
+        schedule, none = cute_mla.get_mla_metadata()
+        for layer in range(3):
+            tensors = make_tensors(replace(MIXED, seed=layer))
+            expect(MIXED, tensors, decode_planned(tensors, (schedule, none)))  # type: ignore[arg-type]
+        assert device.launches == 1 + 3 * 2, "planned once"
