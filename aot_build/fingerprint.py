@@ -30,8 +30,7 @@ def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER) -> str
 def transitive_sources(module: str, package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Path]:
     """The module and every module of this package that it imports, directly or not, by name. ValueError if it does not exist."""
     found: dict[str, Path] = {}
-    start = _file_of(module, package_folder) or _file_outside(module)
-    waiting = [(module, start)]
+    waiting: list[tuple[str, Path | None]] = [(module, _file_of(module, package_folder) or _file_outside(module))]
     while waiting:
         name, path = waiting.pop()
         if name in found or path is None:

@@ -92,7 +92,8 @@ def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
             click.echo()
             print_table((key.replace("_", " "), *list(members[0])[1:]), [tuple(member.values()) for member in members])
     click.echo()
-    print_table(("instruction", "count"), sorted(entry.instructions.items(), key=lambda item: (-item[1], item[0])))
+    mix = [(-count, mnemonic) for mnemonic, count in entry.instructions.items()]
+    print_table(("instruction", "count"), [(mnemonic, -negative) for negative, mnemonic in sorted(mix)])
 
 
 def _show_env(as_json: bool) -> None:

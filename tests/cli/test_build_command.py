@@ -1,0 +1,108 @@
+"""The command build: what it asks for, prints and returns. Nothing is compiled here."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, KernelReport, Progress
+from cute_mla.aot_build.tools import ToolError
+from cute_mla.cli import commands
+from cute_mla.manifest import KernelEntry
+
+module = importlib.import_module("cute_mla.cli.build")
+
+ENTRY = KernelEntry(
+    name="combine_sm90_bf16",
+    op="combine",
+    arch="sm90",
+    config={},
+    entry="combine_0",
+    cubin="combine.cubin",
+    cubin_sha256="a" * 64,
+    ptx="combine.ptx",
+    ptx_sha256="b" * 64,
+    params=(),
+    block=(256, 1, 1),
+    cluster=(1, 1, 1),
+    smem_bytes=0,
+    registers=80,
+    stack_bytes=0,
+    fingerprint="c" * 64,
+    tools={"reassembly": "equal"},
+)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replaces the build: `asked["kernels"]` is what it reports; the arguments it got are left there."""
+    seen: dict[str, Any] = {"kernels": (KernelReport("combine_sm90_bf16", BUILT, 1.25, ENTRY),)}
+
+    def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress) -> BuildReport:
+        seen.update(archs=list(archs), ops=list(ops), jobs=jobs, out=out)
+        for done, kernel in enumerate(seen["kernels"], 1):
+            progress(kernel, done, len(seen["kernels"]))
+        return BuildReport(out, seen["kernels"], 2.5)
+
+    monkeypatch.setattr(module, "build_all", build_all)
+    return seen
+
+
+def run(*arguments: str) -> Result:
+    """Runs `cute-mla build` with these arguments."""
+    return CliRunner().invoke(commands, ["build", *arguments])
+
+
+def test_defaults_are_everything_into_the_folder_that_is_loaded_from(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
+    assert run().exit_code == 0
+    assert asked["archs"] == ["sm90"]
+    assert asked["ops"] == ["dense_decode", "split_plan", "combine"]
+    assert (asked["jobs"], asked["out"]) == (None, tmp_path)
+
+
+def test_options_are_passed_on(asked: dict[str, Any]) -> None:
+    assert run("--arch", "sm90", "--op", "combine", "--op", "split_plan", "--jobs", "3", "--out", "/tmp/out").exit_code == 0
+    assert (asked["ops"], asked["jobs"], asked["out"]) == (["combine", "split_plan"], 3, Path("/tmp/out"))
+
+
+@pytest.mark.parametrize("arguments", [["--arch", "sm70"], ["--op", "conv"], ["--jobs", "0"], ["more"]])
+def test_wrong_usage(asked: dict[str, Any], arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+    assert "archs" not in asked
+
+
+def test_a_pipe_gets_plain_lines_and_a_table(asked: dict[str, Any]) -> None:
+    asked["kernels"] += (KernelReport("dense_decode_sm90_bf16", UP_TO_DATE, 0.0, ENTRY),)
+    lines = run("--out", "/tmp/out").output.splitlines()
+    assert lines[0] == "[1/2] combine_sm90_bf16: built"
+    assert lines[1] == "[2/2] dense_decode_sm90_bf16: up to date"
+    assert lines[2].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "HGMMA", "PTX", "=", "cubin"]
+    assert lines[3].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "equal"]
+    assert lines[-1] == "2 of 2 kernels in /tmp/out, 2.5 s"
+
+
+def test_a_kernel_that_fails_is_exit_code_1_with_the_reason_on_standard_error(asked: dict[str, Any]) -> None:
+    reason = "bad_sm90: gate stack: stack 8 bytes, limit: 0 bytes"
+    asked["kernels"] += (KernelReport("bad_sm90", FAILED, 1.0, error=reason),)
+    result = run("--out", "/tmp/out")
+    assert result.exit_code == 1
+    assert result.stderr == reason + "\n"
+    assert "1 of 2 kernels in /tmp/out" in result.stdout
+
+
+def test_a_missing_tool_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_all(*_: object) -> BuildReport:
+        raise ToolError("the CuTe DSL is not installed")
+
+    monkeypatch.setattr(module, "build_all", build_all)
+    result = run()
+    assert result.exit_code == 1
+    assert result.stderr == "Error: the CuTe DSL is not installed\n"

@@ -1,0 +1,134 @@
+"""The command show, on a manifest written for the test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cute_mla.cli import commands
+from cute_mla.manifest import Barrier, KernelEntry, Manifest, Role
+from cute_mla.runtime import driver
+from cute_mla.runtime.errors import DeviceError
+from cute_mla.spec.abi import int32s, tensor_maps
+
+NAME = "dense_decode_sm90_bf16"
+ENTRY = KernelEntry(
+    name=NAME,
+    op="dense_decode",
+    arch="sm90",
+    config={"dtype": "bf16", "cluster": 1},
+    entry=f"{NAME}_0",
+    cubin=f"{NAME}.cubin",
+    cubin_sha256="a" * 64,
+    ptx=f"{NAME}.ptx",
+    ptx_sha256="b" * 64,
+    params=(*tensor_maps("kv_map"), *int32s("s_q")),
+    block=(384, 1, 1),
+    cluster=(2, 1, 1),
+    smem_bytes=222_456,
+    registers=128,
+    stack_bytes=0,
+    fingerprint="c" * 64,
+    barriers=(Barrier("kv_ready", 0, 2),),
+    roles=(Role("load", 0, 4),),
+    instructions={"BAR": 3, "HGMMA": 44, "UTMALDG": 3},
+    tools={"reassembly": "equal"},
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the artefacts are looked for."""
+    Manifest({NAME: ENTRY}).save(tmp_path)
+    monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    """Runs `cute-mla show` with these arguments."""
+    return CliRunner().invoke(commands, ["show", *arguments])
+
+
+@pytest.mark.parametrize("arguments", [[], ["manifest"]])
+def test_manifest(arguments: list[str], folder: Path) -> None:
+    lines = run(*arguments).output.splitlines()
+    assert lines[1].split() == [NAME, "128", "0", "222456", "384x1x1", "2x1x1", "2", "50", "44", "a" * 12]
+    assert lines[2] == f"1 kernels in {folder}"
+
+
+def test_manifest_as_json_is_the_whole_record(folder: Path) -> None:
+    shown = json.loads(run("--json").output)
+    assert shown["folder"] == str(folder)
+    assert shown["kernels"] == json.loads((folder / "manifest.json").read_text())["kernels"]
+
+
+def test_kernel() -> None:
+    lines = [line.split() for line in run("kernel", NAME).output.splitlines()]
+    for expected in (
+        ["config", "cluster=1,", "dtype=bf16"],
+        ["registers", "128"],
+        ["kv_map", "tensor_map", "128"],
+        ["s_q", "int32", "4"],
+        ["kv_ready", "0", "2"],
+        ["load", "0", "4"],
+    ):
+        assert expected in lines
+    assert lines[-3:] == [["HGMMA", "44"], ["BAR", "3"], ["UTMALDG", "3"]]
+
+
+def test_kernel_as_json() -> None:
+    assert json.loads(run("kernel", NAME, "--json").output)["instructions"] == ENTRY.instructions
+
+
+def test_an_unknown_kernel_names_those_that_are_built(folder: Path) -> None:
+    result = run("kernel", "combine")
+    assert result.exit_code == 1
+    assert result.stderr == f"Error: no kernel combine in {folder}; built: {NAME}\n"
+
+
+@pytest.mark.parametrize("arguments", [["kernel"], ["manifest", NAME], ["env", NAME], ["paint"], ["kernel", NAME, "more"]])
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_nothing_built_is_exit_code_1_and_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_MLA_ARTIFACTS", "/nonexistent")
+    result = run()
+    assert result.exit_code == 1
+    assert "cute-mla build" in result.stderr
+
+
+def no_driver() -> None:
+    """cuInit on a machine without one."""
+    raise DeviceError("no usable NVIDIA driver")
+
+
+def test_env_without_driver_or_artefacts_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "init", no_driver)
+    monkeypatch.setenv("CUTE_MLA_ARTIFACTS", "/nonexistent")
+    found = json.loads(run("env", "--json").output)
+    assert found["driver"] == "no usable NVIDIA driver"
+    assert found["gpus"] == []
+    assert found["artifacts"] == "/nonexistent"
+    assert "cute-mla build" in found["kernels"]
+    assert found["torch"].startswith("2.")
+
+
+def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "init": lambda: None,
+        "version": lambda: 13_000,
+        "version_text": lambda number: f"{number // 1000}.{number % 1000 // 10}",
+        "device_count": lambda: 1,
+        "device_name": lambda device: f"NVIDIA H200 {device}",
+        "compute_capability": lambda device: (9, device),
+        "sm_count": lambda device: 132 + device,
+    }.items():
+        monkeypatch.setattr(driver, name, value)
+    lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in run("env").output.splitlines()}
+    assert lines["driver"] == "13.0"
+    assert lines["gpus"] == "NVIDIA H200 0 (sm_90, 132 SMs)"
+    assert lines["kernels"] == "1"
