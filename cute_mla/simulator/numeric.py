@@ -35,18 +35,22 @@ FP8_NAN = np.uint8(0x7F)
 _U16 = np.uint32(16)
 _HIGH_HALF = np.uint32(0xFFFF0000)
 _ROUND_BF16 = np.uint32(0x7FFF)
+_TIE_BF16 = np.uint16(0x8000)
 _ONE32 = np.uint32(1)
 _ONE64 = np.uint64(1)
-_SHIFT_TO_TIE = np.uint64(35)  # leaves the 29 bits that f64 has more than f32
-_TIE = np.uint64(1 << 63)
+_BEYOND = np.float64(1 + 2.0**-52)  # factors that move a float64 value by one or two units
+_SHORT = np.float64(1 - 2.0**-52)
 
 
 # ---- rounding -----------------------------------------------------------------------------------------------------------------------
 
 
 def flush_f32(x: Array) -> Array:
-    """Subnormal f32 values become zeros of their sign (.ftz)."""
-    flushed: Array = x * (np.abs(x) >= F32_MIN_NORMAL)
+    """Subnormal f32 values become zeros of their sign (.ftz). Returns x itself if there is nothing to do."""
+    normal = np.abs(x) >= F32_MIN_NORMAL
+    if np.count_nonzero(normal) == normal.size:
+        return x
+    flushed: Array = x * normal
     return flushed
 
 
@@ -123,18 +127,17 @@ def mul_f32(a: Array, b: Array, rounding: str = "rn") -> Array:
 def fma_f32(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
     """a * b + c in f32, rounded once.
 
-    The float64 sum of the exact product and c is rounded again only where that cannot differ from one rounding: otherwise (the float64
-    sum is a tie of f32, or subnormal there) the sum is rounded to odd first.
+    The float64 sum of the exact product and c is off by at most half a unit. Where moving it further than that, either way, leaves the f32
+    result alone, that is the result; otherwise (the sum is at a tie of f32) the sum is rounded to odd before it is narrowed.
     """
-    product = a.astype(np.float64) * b
-    addend = c.astype(np.float64)
+    product = np.multiply(a, b, dtype=np.float64)
     if rounding != "rn":
-        return _add_directed(product, addend, rounding)
-    total = product + addend
-    tie = (total.view(np.uint64) << _SHIFT_TO_TIE) == _TIE
-    if np.count_nonzero(tie) or np.count_nonzero(np.abs(total) < F32_MIN_NORMAL):
-        total = sum_to_odd(product, addend)
-    return total.astype(np.float32)
+        return _add_directed(product, c.astype(np.float64), rounding)
+    total = product + c
+    beyond: Array = (total * _BEYOND).astype(np.float32)
+    if beyond.tobytes() == (total * _SHORT).astype(np.float32).tobytes():
+        return beyond
+    return sum_to_odd(product, c.astype(np.float64)).astype(np.float32)
 
 
 # ---- minimum and maximum ------------------------------------------------------------------------------------------------------------
@@ -176,7 +179,12 @@ def _approximation(function: Callable[[Array], Array]) -> Callable[[Array, bool]
     return evaluate
 
 
-ex2_f32 = _approximation(np.exp2)
+def ex2_f32(x: Array, ftz: bool = False) -> Array:
+    """2**x, rounded once to f32; ftz flushes subnormal results (a subnormal input gives 1 either way)."""
+    result: Array = np.exp2(x.astype(np.float64)).astype(np.float32)
+    return flush_f32(result) if ftz else result
+
+
 lg2_f32 = _approximation(np.log2)
 rcp_f32 = _approximation(np.reciprocal)
 sqrt_f32 = _approximation(np.sqrt)
@@ -217,7 +225,8 @@ def _bf16_high(x: Array, rounding: str) -> Array:
     """f32 rounded to bf16, in the upper half of uint32 words whose lower halves are undefined; a NaN becomes 0x7FFF."""
     bits = x.view(np.uint32)
     if rounding == "rn":
-        bits = bits + (((bits >> _U16) & _ONE32) + _ROUND_BF16)
+        bits = ((bits >> _U16) & _ONE32) + bits
+        bits += _ROUND_BF16
     elif rounding != "rz":
         raise ValueError(f"rounding {rounding!r} to bf16 is not supported, only rn and rz")
     nan = x != x
@@ -231,7 +240,11 @@ def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
 
 def f32_to_bf16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
     """cvt.{rn,rz}.bf16x2.f32 d, upper, lower as uint32."""
-    return (_bf16_high(upper, rounding) & _HIGH_HALF) | (_bf16_high(lower, rounding) >> _U16)
+    shape = upper.shape if upper.shape == lower.shape else np.broadcast_shapes(upper.shape, lower.shape)
+    both = np.empty((2, *shape), dtype=np.float32)
+    both[0], both[1] = upper, lower
+    rounded = _bf16_high(both, rounding)
+    return (rounded[0] & _HIGH_HALF) | (rounded[1] >> _U16)
 
 
 def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
@@ -280,6 +293,8 @@ def _narrow_odd(x: Array, kind: str) -> Array:
     if kind == "f16":
         return f32_to_f16(x)  # NumPy rounds float64 to float16 in one step
     nearest = x.astype(np.float32)
+    if not np.count_nonzero(nearest.view(np.uint16)[..., ::2] == _TIE_BF16):  # its own rounding has then crossed no tie
+        return f32_to_bf16(nearest)
     bits = nearest.view(np.int32)
     error = x - nearest
     adjust = (np.abs(error) > 0) & ((bits & 1) == 0) & np.isfinite(nearest)
@@ -322,6 +337,8 @@ def half_arithmetic(operation: str, kind: str, modifiers: frozenset[str] = froze
         wide = [half_to_f32(bits, kind) for bits in operands]
         if operation in ("min", "max"):
             result = f32_to_half(function(*wide, nan=nan), kind)
+        elif operation in ("add", "sub"):  # f32 has more than twice the digits of both formats: its rounding does no harm
+            result = f32_to_half(wide[0] + wide[1] if operation == "add" else wide[0] - wide[1], kind)
         else:
             result = _narrow_odd(function(*(value.astype(np.float64) for value in wide)), kind)
         return _half_result(result, kind, ftz, relu, sat) if ftz or relu or sat else result
@@ -339,8 +356,8 @@ def f32_to_half(x: Array, kind: str, rounding: str = "rn") -> Array:
 
 
 _HALF_OPERATIONS: dict[str, Callable[..., Array]] = {
-    "add": sum_to_odd,
-    "sub": lambda a, b: sum_to_odd(a, -b),
+    "add": np.add,
+    "sub": np.subtract,
     "mul": lambda a, b: a * b,  # exact in float64
     "fma": lambda a, b, c: sum_to_odd(a * b, c),
     "min": min_f32,
@@ -477,134 +494,3 @@ def integer_to_f64(x: Array) -> Array:
     reduced = np.where(large, (magnitude & ~np.uint64(0x7FF)) | sticky, magnitude)
     value = reduced.astype(np.float64)
     return np.where(negative, -value, value)
-
-
-def convert_integer(x: Array, dtype: npt.DTypeLike, sat: bool = False) -> Array:
-    """Integer to integer: wraps, or clamps to the target's range with sat."""
-    target = np.dtype(dtype)
-    if not sat:
-        return x.astype(target)
-    limits, own = np.iinfo(target), np.iinfo(x.dtype)
-    low, high = max(limits.min, own.min), min(limits.max, own.max)
-    return np.clip(x, x.dtype.type(low), x.dtype.type(high)).astype(target)
-
-
-# ---- cvt ----------------------------------------------------------------------------------------------------------------------------
-
-INTEGER_TYPES: dict[str, npt.DTypeLike] = {
-    f"{letter}{bits}": np.dtype(f"{'i' if letter == 's' else 'u'}{bits // 8}") for letter in "su" for bits in (8, 16, 32, 64)
-}
-_FLOAT_ROUNDINGS = ("rn", "rz", "rm", "rp")
-_WIDEN: dict[str, Callable[[Array], Array]] = {
-    "f64": lambda x: x,
-    "f32": lambda x: x,
-    "f16": f16_to_f32,
-    "bf16": bf16_to_f32,
-}
-
-
-def conversion(destination: str, source: str, modifiers: tuple[str, ...] = ()) -> Conversion:
-    """The function for `cvt.<modifiers>.<destination>.<source>`.
-
-    It takes one array in the form of the source type, or two (upper, lower) where the destination is a pair and the source is not, and
-    returns an array in the form of the destination type, of the destination's own width.
-    Raises ValueError for a form that PTX does not have or this simulator does not know.
-    """
-    known = _pair_conversion(destination, source, modifiers)
-    if known is None and source in INTEGER_TYPES and destination in INTEGER_TYPES and set(modifiers) <= {"sat"}:
-        target, sat = INTEGER_TYPES[destination], "sat" in modifiers
-        known = lambda x: convert_integer(x, target, sat)  # noqa: E731
-    if known is None:
-        known = _scalar_conversion(destination, source, modifiers)
-    if known is None:
-        raise ValueError(f"cvt{''.join('.' + m for m in modifiers)}.{destination}.{source} is not supported")
-    return known
-
-
-def _pair_conversion(destination: str, source: str, modifiers: tuple[str, ...]) -> Conversion | None:
-    """The conversions to two packed values."""
-    if destination in ("f16x2", "bf16x2") and source == "f32":
-        roundings, rest = _split_roundings(modifiers, ("rn", "rz"))
-        if len(roundings) != 1 or not set(rest) <= {"relu"}:
-            return None
-        kind, rounding = destination[:-2], roundings[0]
-        pack = f32_to_bf16x2 if kind == "bf16" else f32_to_f16x2
-        if not rest:
-            return lambda upper, lower: pack(upper, lower, rounding)
-        return lambda upper, lower: _half_result(pack(upper, lower, rounding).view(np.uint16), kind, False, True, False).view(np.uint32)
-    if destination in ("e4m3x2", "e5m2x2") and set(modifiers) == {"rn", "satfinite"}:
-        kind = destination[:-2]
-        if source == "f32":
-            return lambda upper, lower: f32_to_fp8x2(upper, lower, kind)
-        if source == "f16x2":
-            return lambda pairs: f16x2_to_fp8x2(pairs, kind)
-    if destination == "f16x2" and source in ("e4m3x2", "e5m2x2") and modifiers == ("rn",):
-        return lambda pairs: fp8x2_to_f16x2(pairs, source[:-2])
-    return None
-
-
-def _split_roundings(modifiers: tuple[str, ...], allowed: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    return [m for m in modifiers if m in allowed], [m for m in modifiers if m not in allowed]
-
-
-def _scalar_conversion(destination: str, source: str, modifiers: tuple[str, ...]) -> Conversion | None:
-    """The conversions of one value where source or destination is a float."""
-    roundings, rest = _split_roundings(modifiers, (*_FLOAT_ROUNDINGS, *_ROUND_INTEGER, "rna"))
-    rounding = roundings[0] if roundings else None
-    ftz, sat, relu = "ftz" in rest, "sat" in rest, "relu" in rest
-    if len(roundings) > 1 or not set(rest) <= {"ftz", "sat", "relu"} or (ftz and "f32" not in (source, destination)):
-        return None
-    if destination == "tf32" and source == "f32" and rounding in ("rna", "rn", "rz") and not rest:
-        return lambda x: f32_to_tf32(x, rounding)
-    widen = _WIDEN.get(source, integer_to_f64 if source in INTEGER_TYPES else None)
-    narrow = _narrowing(destination, source, rounding)
-    if widen is None or narrow is None or (relu and (destination not in ("f16", "bf16") or source != "f32")):
-        return None
-    if not rest:
-        return lambda x: narrow(widen(x))
-
-    def convert(x: Array) -> Array:
-        value = widen(flush_f32(x) if ftz and source == "f32" else x)
-        if sat and destination not in INTEGER_TYPES:  # float to integer clamps with or without .sat
-            value = saturate(value)
-        result = narrow(value)
-        if relu:
-            return _half_result(result, destination, False, True, False)
-        return flush_f32(result) if ftz and destination == "f32" else result
-
-    return convert
-
-
-def _narrowing(destination: str, source: str, rounding: str | None) -> Callable[[Array], Array] | None:
-    """From f32 or f64 values (f32 for f16, bf16 and f32 sources, f64 for the others) to the destination; None if there is no such cvt."""
-    if destination in INTEGER_TYPES:
-        target = INTEGER_TYPES[destination]
-        return (lambda x: float_to_integer(x, target, rounding)) if rounding in _ROUND_INTEGER else None
-    width = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64}
-    if destination not in width:
-        return None
-    if source in width and (width[source] < width[destination] or source == destination):
-        return _widening(destination, rounding, source == destination)
-    if rounding not in _FLOAT_ROUNDINGS:
-        return None
-    if destination == "f64":
-        return lambda x: x
-    if destination == "f32":
-        return lambda x: round_to_f32(x, rounding)
-    if destination == "bf16":
-        return (lambda x: f32_to_bf16(x, rounding)) if source == "f32" and rounding in ("rn", "rz") else None
-    return lambda x: f32_to_f16(x, rounding)
-
-
-def _widening(destination: str, rounding: str | None, same: bool) -> Callable[[Array], Array] | None:
-    """Exact conversions: to a wider float (no rounding) or to itself (none, or to an integral value)."""
-    encode: dict[str, Callable[[Array], Array]] = {
-        "f16": f32_to_f16,
-        "bf16": f32_to_bf16,
-        "f32": lambda x: x.astype(np.float32, copy=False),
-        "f64": lambda x: x.astype(np.float64, copy=False),
-    }
-    finish = encode[destination]
-    if rounding is None:
-        return finish
-    return (lambda x: finish(round_to_integral(x, rounding))) if same and rounding in _ROUND_INTEGER else None
