@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -189,7 +189,7 @@ def call(case: Case, tensors: Tensors, workspace: Tensor | None = None) -> tuple
 
 def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """A plan made beforehand and copied, as engines do that keep plans in buffers of their own."""
-    plan = get_mla_metadata(
+    metadata, num_splits = get_mla_metadata(
         tensors.cache_seqlens,
         case.s_q * case.h_q // case.h_kv,
         case.h_kv,
@@ -197,7 +197,6 @@ def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
         batch_invariant=case.batch_invariant,
         max_cache_seqlen=_invariant_limit(case),
     )
-    metadata, num_splits = cast(tuple[Tensor, Tensor], plan)
     return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
 
 
