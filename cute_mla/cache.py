@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -32,16 +33,18 @@ class DenseCache(NamedTuple):
     h_kv: int
     strides: tuple[int, int, int]
 
-    def tensor_map(self, address: int, box_keys: int) -> TensorMap:
-        """The cache at an address, for boxes of 64 values by box_keys keys of one head and page."""
-        return TensorMap(
-            dtype=self.dtype,
-            address=address,
-            dims=(D_QK, self.h_kv, self.page_size, self.pages),
-            strides=self.strides,
-            box=(TILE_KEYS, 1, box_keys, 1),
-            swizzle=Swizzle.B128,
-        )
+
+@lru_cache(maxsize=4096)
+def dense_tensor_map(cache: DenseCache, address: int, box_keys: int) -> TensorMap:
+    """A cache at an address, for boxes of 64 values by box_keys keys of one head and page. Kept, like the cache it describes."""
+    return TensorMap(
+        dtype=cache.dtype,
+        address=address,
+        dims=(D_QK, cache.h_kv, cache.page_size, cache.pages),
+        strides=cache.strides,
+        box=(TILE_KEYS, 1, box_keys, 1),
+        swizzle=Swizzle.B128,
+    )
 
 
 def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:

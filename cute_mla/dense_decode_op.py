@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .cache import DenseCache, dense_cache
+from .cache import DenseCache, dense_cache, dense_tensor_map
 from .runtime.arguments import NULL, Argument, Span
 from .runtime.device import Device
 from .schedule import PlanSpecs, ScheduleKey, SplitRule, check_plan
@@ -55,14 +55,17 @@ class DenseDecodeCall(NamedTuple):
 class DenseDecodePlan:
     """What a call needs.
 
-    grid: of dense_decode, one CTA per (row tile, KV head, part). combine_grid: None if no request can be split.
+    kernel, grid: variant of dense_decode, and its CTAs along (row tile, KV head, part). box_keys: keys of a box of its tensor map.
+    combine_kernel, combine_grid: the same of combine; no grid if no request can be split.
     int64s, int32s, combine_int64s, combine_int32s: scalar arguments in the order of the kernels' parameters.
     """
 
-    problem: DenseDecodeProblem
     cache: DenseCache
+    box_keys: int
     schedule_key: ScheduleKey
+    kernel: str
     grid: tuple[int, int, int]
+    combine_kernel: str
     combine_grid: tuple[int, int, int] | None
     out_shape: tuple[int, int, int, int]
     lse_shape: tuple[int, int, int]
@@ -126,10 +129,12 @@ def plan_call(call: DenseDecodeCall, sm_count: int) -> DenseDecodePlan:
     out_strides = call.out.stride[:3] if call.out is not None else _contiguous_strides(out_shape)[:3]
     lse_strides = call.lse.stride if call.lse is not None else _contiguous_strides(lse_shape)
     return DenseDecodePlan(
-        problem=problem,
         cache=cache,
+        box_keys=problem.box_keys,
         schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, rule, call.q.device),
+        kernel=problem.config.name,
         grid=(problem.row_tiles, problem.h_kv, num_parts),
+        combine_kernel=CombineConfig(problem.dtype).name,
         combine_grid=combine_grid(problem.batch, problem.s_q, problem.h_q, sm_count) if lse_bytes else None,
         out_shape=out_shape,
         lse_shape=lse_shape,
@@ -154,7 +159,7 @@ def launch(device: Device, plan: DenseDecodePlan, tensors: DenseDecodeTensors, s
     """Launches dense_decode, and combine where requests may be split. Allocates nothing."""
     out_accum, lse_accum = _accumulators(plan, tensors.workspace)
     args: tuple[Argument, ...] = (
-        plan.cache.tensor_map(tensors.k_cache.data_ptr(), plan.problem.box_keys),
+        dense_tensor_map(plan.cache, tensors.k_cache.data_ptr(), plan.box_keys),
         tensors.q,
         tensors.block_table,
         tensors.cache_seqlens,
@@ -169,7 +174,7 @@ def launch(device: Device, plan: DenseDecodePlan, tensors: DenseDecodeTensors, s
         empty_lse,
         *plan.int32s,
     )
-    device.launch(device.kernel("dense_decode", plan.problem.config.name), plan.grid, args, pdl=True)
+    device.launch(device.kernel("dense_decode", plan.kernel), plan.grid, args, pdl=True)
     if plan.combine_grid is None:
         return
     args = (
@@ -183,7 +188,7 @@ def launch(device: Device, plan: DenseDecodePlan, tensors: DenseDecodeTensors, s
         empty_lse,
         *plan.combine_int32s,
     )
-    device.launch(device.kernel("combine", CombineConfig(plan.problem.dtype).name), plan.combine_grid, args, pdl=True)
+    device.launch(device.kernel("combine", plan.combine_kernel), plan.combine_grid, args, pdl=True)
 
 
 def _accumulators(plan: DenseDecodePlan, workspace: torch.Tensor | None) -> tuple[Span, Span]:

@@ -86,7 +86,7 @@ class MlaSchedule:
 
     def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
-        if self._key is not None and self._key != key:
+        if self._key is not key and self._key is not None and self._key != key:
             changed = ", ".join(
                 f"{name} {new} after {old}" for name, old, new in zip(key._fields, self._key, key, strict=True) if old != new
             )

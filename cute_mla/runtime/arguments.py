@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..spec.abi import Param, ParamKind
 from ..spec.tensor_map import TensorMap
@@ -25,8 +24,7 @@ class Memory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """`nbytes` bytes of a tensor from `offset`. Without a tensor it is the null pointer, of memory never accessed."""
 
     tensor: Any = None
