@@ -16,7 +16,6 @@ from .output import print_table
 OPS = ("dense_decode", "combine", "split_plan")
 
 _DEFAULT_BUDGET_S = 300.0
-_MNEMONICS_SHOWN = 8
 _BOUND_LETTER = {"compute": "C", "memory": "M"}
 
 
@@ -112,7 +111,7 @@ def _show(document: dict[str, Any]) -> None:
 
 
 def _show_kernels(kernels: list[dict[str, Any]]) -> None:
-    columns = ("kernel", "threads", "cluster", "registers", "stack B", "smem B", "smem %", "SASS", "most frequent")
+    columns = ("kernel", "threads", "cluster", "registers", "stack", "smem", "smem %", "SASS", *kernels[0]["mix"])
     rows = [
         (
             kernel["name"],
@@ -123,7 +122,7 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
             kernel["smem_bytes"],
             round(100 * kernel["smem_share"], 1),
             sum(kernel["instructions"].values()),
-            " ".join(f"{name}:{count}" for name, count in list(kernel["instructions"].items())[:_MNEMONICS_SHOWN]),
+            *kernel["mix"].values(),
         )
         for kernel in kernels
     ]

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..manifest import KernelEntry, Manifest
 from ..spec.arch import ARCHS
 
-WARP = 32
+# Classes of SASS mnemonics, by what they occupy; the first that matches the whole mnemonic counts.
+_CLASSES = (
+    ("tensor", re.compile(r"[HQIBD]G?MMA")),
+    ("tma", re.compile(r"UTMA\w+|UBLK\w+")),
+    ("sync", re.compile(r"SYNCS|BAR|WARPGROUP|WARPSYNC|FENCE|MEMBAR|\w*ERRBAR|UCGABAR_\w+|ACQBULK|PREEXIT|DEPBAR|USETMAXREG")),
+    ("mufu", re.compile(r"MUFU")),
+    ("convert", re.compile(r"[FI]2\w+")),
+    ("float", re.compile(r"F[A-Z]\w+|H(ADD|MUL|FMA|SET|MNMX)\w*")),
+    ("memory", re.compile(r"LD[GS]\w*|LDL|ST[GS]\w*|STL|LD|ST|RED\w*|ATOM\w*|CCTL")),
+    ("shuffle", re.compile(r"SHFL|VOTE\w*|ELECT|REDUX|MATCH")),
+    ("integer", re.compile(r"U?(I(ADD|MAD|SETP|ABS|MNMX)|LOP|LEA|SHF|SEL|PRMT|POPC|FLO|PLOP|BREV)\w*|VI\w+|LEA|ULEA")),
+    ("control", re.compile(r"BRA\w*|BRX\w*|BSSY|BSYNC|CALL|RET|EXIT|NANOSLEEP|NOP|YIELD|BREAK|BMOV")),
+)
+MIX_CLASSES = (*(name for name, _ in _CLASSES), "other")
 
 
 @dataclass(frozen=True)
@@ -18,6 +32,7 @@ class KernelReport:
     threads: of a CTA. registers: per thread at launch (roles that reallocate theirs start from it).
     register_share, smem_share: of what one streaming multiprocessor, or one CTA, may have; above 1 cannot launch.
     stack_bytes: local memory per thread; anything but 0 means spills. instructions: static SASS counts, largest first.
+    mix: the same summed by MIX_CLASSES; "other" is mostly moves between register files and constant loads.
     """
 
     name: str
@@ -32,6 +47,7 @@ class KernelReport:
     smem_share: float
     roles: tuple[str, ...]
     instructions: dict[str, int]
+    mix: dict[str, int]
 
 
 def kernel_report(entry: KernelEntry) -> KernelReport:
@@ -51,7 +67,16 @@ def kernel_report(entry: KernelEntry) -> KernelReport:
         smem_share=entry.smem_bytes / arch.smem_per_block,
         roles=tuple(f"{role.name} ({role.warps} warps)" for role in entry.roles),
         instructions=dict(sorted(entry.instructions.items(), key=lambda item: (-item[1], item[0]))),
+        mix=instruction_mix(entry.instructions),
     )
+
+
+def instruction_mix(instructions: Mapping[str, int]) -> dict[str, int]:
+    """SASS counts by class, every class present."""
+    mix = dict.fromkeys(MIX_CLASSES, 0)
+    for mnemonic, count in instructions.items():
+        mix[next((name for name, pattern in _CLASSES if pattern.fullmatch(mnemonic)), "other")] += count
+    return mix
 
 
 def _product(extents: tuple[int, int, int]) -> int:

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from cute_mla.cli import commands
 from cute_mla.cli.profile import succeeded
 from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.profiles.static_report import MIX_CLASSES
 from cute_mla.runtime.library import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -42,7 +43,9 @@ def test_model_shows_static_figures_and_rooflines(artifacts: Path, tmp_path: Pat
     json_file, plot_file = tmp_path / "sub" / "profile.json", tmp_path / "plot.svg"
     result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
     assert result.exit_code == 0
-    assert "HGMMA:44 UTMALDG:9" in result.output
+    header, row = (line.split() for line in result.output.splitlines()[:2])
+    assert (row[0], row[header.index("registers")]) == ("dense_decode_sm90_bf16_cluster1", "128")
+    assert dict(zip(header[-11:], row[-11:], strict=True)) == dict.fromkeys(MIX_CLASSES, "0") | {"tensor": "44", "tma": "9"}
     assert "bounds and goals, nothing measured" in result.output
     document = json.loads(json_file.read_text())
     assert [row["name"] for row in document["rows"]] == ["D1.fixed", "C1.two", "C1.many"]
