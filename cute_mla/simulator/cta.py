@@ -1,0 +1,208 @@
+"""One running CTA and its cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import tma
+from .async_units import WARPGROUP, CopyGroups, Pipe
+from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
+from .findings import Fault
+from .groups import Group
+from .isa.conversions import PARAM_WINDOW, WINDOW_MASK
+from .launch import RANK_SHIFT
+from .memory import SharedMemory
+from .ptx import Instruction
+from .registers import WARP, CtaSlot, Window
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where something was issued."""
+
+    cta: tuple[int, int, int]
+    warp: int
+    instruction: Instruction | None
+
+
+@dataclass
+class Cluster:
+    """CTAs that run together."""
+
+    index: tuple[int, int, int]
+    size: int
+    barrier: ClusterBarrier
+    ctas: list[Cta] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """True when all threads have exited."""
+        return all(not cta.groups for cta in self.ctas)
+
+
+class Cta:
+    """State of one CTA: memory, barriers, groups of lanes, asynchronous work."""
+
+    def __init__(self, machine: Machine, slot: CtaSlot, smem: SharedMemory, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+        self.machine = machine
+        self.slot = slot
+        self.smem = smem
+        self.cluster = cluster
+        self.rank = rank
+        self.index = index
+        self.observer = machine.observer
+        self.poison: np.ndarray | None = None
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.groups: list[Group] = []
+        self.live = np.full(-(-slot.threads // WARP), WARP)
+        if slot.threads % WARP:
+            self.live[-1] = slot.threads % WARP
+        self.live_threads = slot.threads
+        self.cluster_arrived = np.full(slot.threads, -1, np.int64)
+        self.pipes: dict[int, Pipe] = {}
+        self.busy = 0
+        self.sources = 0
+        self.bulk: dict[int, CopyGroups] = {}
+        self.copies: dict[int, CopyGroups] = {}
+        self._specials = self._make_specials()
+        slot.cta = self
+
+    # ------------------------------------------------------------ values
+
+    def _make_specials(self) -> dict[str, int]:
+        launch = self.machine.launch
+        values: dict[str, int] = {}
+        inner = tuple(place % extent for place, extent in zip(self.index, launch.cluster, strict=True))
+        triples = {
+            "ctaid": self.index,
+            "nctaid": launch.grid,
+            "ntid": launch.block,
+            "clusterid": self.cluster.index,
+            "nclusterid": tuple(extent // part for extent, part in zip(launch.grid, launch.cluster, strict=True)),
+            "cluster_ctaid": inner,
+            "cluster_nctaid": launch.cluster,
+        }
+        for name, triple in triples.items():
+            for axis, value in zip("xyz", triple, strict=True):
+                values[f"{name}.{axis}"] = value
+        linear = self.index[0] + launch.grid[0] * (self.index[1] + launch.grid[1] * self.index[2])
+        values.update(
+            cluster_ctarank=self.rank, cluster_nctarank=self.cluster.size, nwarpid=len(self.live), smid=linear, nsmid=1 << 10,
+            is_explicit_cluster=int(self.cluster.size > 1), dynamic_smem_size=launch.smem_bytes, total_smem_size=self.smem.nbytes,
+            gridid=0,
+        )  # fmt: skip
+        return values
+
+    def special(self, name: str) -> np.ndarray:
+        """A special register that is the same for all threads of the CTA."""
+        wide = name in ("clock64", "globaltimer", "gridid")
+        value = self._specials.get(name)
+        if value is None:  # clocks and timers: instructions executed so far
+            value = self.machine.instructions & ((1 << 64) - 1 if wide else 0xFFFFFFFF)
+        return np.array(value, np.uint64 if wide else np.uint32)
+
+    def shared_address(self, offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """The address of a shared variable."""
+        return np.array(self.rank << RANK_SHIFT | offset, dtype)
+
+    def param(self, offset: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """A kernel parameter."""
+        data = self.machine.params
+        return np.frombuffer(data[offset : offset + dtype.itemsize], dtype).reshape(())
+
+    def tensor_map(self, address: int) -> tma.BoxPlan:
+        """The tensor map at a generic (parameter) or global address."""
+        return self.machine.tensor_map(address & WINDOW_MASK if address >= PARAM_WINDOW else None, address)
+
+    def peer(self, rank: int) -> Cta:
+        """A CTA of the cluster. Raises Fault when there is none of that rank, or it has exited."""
+        if rank == self.rank:
+            return self
+        if rank >= self.cluster.size:
+            raise Fault("out_of_bounds", f"shared address of CTA rank {rank} in a cluster of {self.cluster.size}")
+        other = self.cluster.ctas[rank]
+        if not other.groups:
+            raise Fault("exited_cta", f"access to the shared memory of CTA rank {rank}, which has exited")
+        return other
+
+    # ------------------------------------------------------------ barriers
+
+    def barrier_name(self, offset: int) -> str:
+        """The name of the mbarrier at an offset."""
+        return self.machine.launch.names.mbarrier(offset, self.rank, self.cluster.size)
+
+    def mbarrier(self, offset: int) -> Mbarrier:
+        """The mbarrier at an offset. Raises Fault when none was initialised there."""
+        barrier = self.mbarriers.get(offset)
+        if barrier is None:
+            raise Fault("barrier_uninitialised", "use of an mbarrier that is not initialised", self.barrier_name(offset))
+        return barrier
+
+    def named_barrier(self, number: int) -> NamedBarrier:
+        """The named barrier of an id."""
+        if number not in self.named:
+            self.named[number] = NamedBarrier(self.machine.launch.names.named_barrier(number))
+        return self.named[number]
+
+    def live_lanes(self, warps: Iterable[int]) -> int:
+        """Live lanes of some warps together."""
+        return int(self.live[list(warps)].sum())
+
+    # ------------------------------------------------------------ tensor core
+
+    def pipe(self, thread: int) -> Pipe:
+        """The pipe of a thread's warpgroup."""
+        first = thread // WARPGROUP * WARPGROUP
+        if first not in self.pipes:
+            self.pipes[first] = Pipe(first)
+        return self.pipes[first]
+
+    def refresh_busy(self) -> None:
+        """Recompute the union of all pipes' masks."""
+        self.busy = self.sources = 0
+        for pipe in self.pipes.values():
+            self.busy |= pipe.busy
+            self.sources |= pipe.sources
+
+    # ------------------------------------------------------------ poison
+
+    def become_tainted(self, w: Window) -> None:
+        """The running group meets poison: from now on its poison rows are meaningful."""
+        group = self.machine.running
+        if not group.tainted:
+            self.clear_taint(group.lanes)
+            window: Window | None = w
+            while window is not None:
+                for shadow in window.taints.values():
+                    shadow[...] = False
+                window = window.parent
+            group.tainted = True
+
+    def clear_taint(self, lanes: np.ndarray) -> None:
+        """Reset the poison rows of lanes."""
+        for shadow in self.slot.taints.values():
+            shadow[:, lanes] = False
+
+    def is_tainted(self, thread: int) -> bool:
+        """Whether the group of a thread is tainted."""
+        return any(group.tainted for group in self.groups if thread // WARP in group.warps)
+
+    def taint_warps(self, warps: Iterable[int]) -> None:
+        """Make all groups with lanes of these warps tainted."""
+        wanted = set(warps)
+        for group in self.groups:
+            if not group.tainted and wanted & set(group.warps):
+                self.clear_taint(group.lanes)
+                group.tainted = True
+
+    def report(self, w: Window | None, kind: str, message: str, barrier: str | None = None) -> None:
+        """A finding at the instruction that is running."""
+        self.machine.report_here(self, w, kind, message, barrier)

@@ -1,0 +1,68 @@
+"""Groups of lanes at one program counter: what the machine schedules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
+from .registers import WARP, Window
+
+if TYPE_CHECKING:
+    from .cta import Cta
+
+READY, BLOCKED, GATHERING, DEAD = "ready", "blocked", "gathering", "dead"
+
+
+class Group:
+    """A convoy: lanes of one CTA that are at the same block.
+
+    partial: some of its warps have live lanes elsewhere. tainted: its registers may hold poison. blocked_on: what it waits
+    for. waited: phase of each mbarrier when the group began to wait for it.
+    """
+
+    def __init__(self, cta: Cta, lanes: np.ndarray, pc: int, tainted: bool) -> None:
+        self.cta = cta
+        self.pc = pc
+        self.tainted = tainted
+        self.state = READY
+        self.blocked_on: list[Mbarrier | NamedBarrier | ClusterBarrier] = []
+        self.waited: dict[int, int] = {}
+        self.last_failed: tuple[tuple[int, int], ...] = ()
+        self.timed_out = False
+        self.yielded = False
+        self.apart_at = -1  # program counter at which this group must not merge
+        self.set_lanes(lanes)
+
+    def set_lanes(self, lanes: np.ndarray) -> None:
+        """Change which lanes belong to the group."""
+        self.lanes = lanes
+        self.window: Window | None = self.cta.slot.window(lanes)
+        if self.window is not None:
+            self.warps = self.window.warps
+        else:
+            self.warps = tuple(int(warp) for warp in np.unique(lanes // WARP))
+        self.partial = self.cta.live_lanes(self.warps) != len(lanes)
+
+    def block(self, barriers: list[Mbarrier]) -> None:
+        """Wait for any of these mbarriers."""
+        self.state = BLOCKED
+        self.blocked_on = list(barriers)
+        for barrier in barriers:
+            self.waited.setdefault(id(barrier), barrier.phase)
+            barrier.waiters.append(self)
+
+    def block_at(self, barrier: NamedBarrier | ClusterBarrier) -> None:
+        """Wait inside a barrier (the caller has entered the group there)."""
+        self.state = BLOCKED
+        self.blocked_on = [barrier]
+
+    def check_lapped(self, barrier: Mbarrier) -> None:
+        """A finding when the phase this group waits for has been overtaken by another one."""
+        began = self.waited.get(id(barrier))
+        if began is not None and barrier.phase - began > 1:
+            self.waited[id(barrier)] = barrier.phase
+            self.cta.report(
+                self.window, "barrier_lapped", f"{barrier.phase - began} phases completed while a wait for one was pending", barrier.name
+            )

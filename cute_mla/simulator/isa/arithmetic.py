@@ -1,0 +1,454 @@
+"""Integer arithmetic, bit manipulation, moves, selection and comparison."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..emitter import Unsupported, immediate_bits, pair_items
+from ..ptx import Imm, Instruction, Reg, Symbol, Vec
+from .table import op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+NAMES = {"add": "add", "sub": "subtract", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
+
+
+def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
+    """d = function(a, b), in place."""
+    d, a, b = ins.operands
+    left, right = e.src(a, kind), e.src(b, kind)
+    e.line(f"{function}({left}, {right}, {e.dst(d, kind)})")
+
+
+@op(r"(?P<f>add|sub).(?P<t>[us](16|32|64))")
+def add_sub(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Wrapping addition and subtraction."""
+    binary(e, ins, NAMES[m["f"]], m["t"])
+
+
+@op(r"(?P<f>and|or|xor).b(?P<n>16|32|64)")
+def bitwise(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Bitwise logic."""
+    binary(e, ins, NAMES[m["f"]], f"b{m['n']}")
+
+
+@op(r"(?P<f>and|or|xor).pred")
+def logic(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Logic on predicates."""
+    binary(e, ins, NAMES[m["f"]].replace("bitwise", "logical"), "pred")
+
+
+@op(r"not.(?P<t>pred|b16|b32|b64)")
+def not_(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Complement."""
+    source = e.src(ins.operands[1], m["t"])
+    function = "logical_not" if m["t"] == "pred" else "invert"
+    e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
+
+
+@op(r"neg.(?P<t>s(16|32|64))", r"(?P<abs>abs).(?P<t>s(16|32|64))")
+def negate(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Two's complement negation or absolute value."""
+    function = "absolute" if "abs" in m.groupdict() else "negative"
+    source = e.src(ins.operands[1], m["t"])
+    e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
+
+
+@op(r"(?P<f>min|max)(?P<relu>.relu)?.(?P<t>[us](16|32|64))")
+def min_max(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Integer minimum and maximum, with an optional clamp at zero."""
+    kind = m["t"]
+    if m["relu"] and kind != "s32":
+        raise Unsupported(f"relu on {kind}")
+    function = "minimum" if m["f"] == "min" else "maximum"
+    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
+    value = f"{function}({a}, {b})"
+    if m["relu"]:
+        value = f"maximum({value}, 0)"
+    e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
+
+
+@op(r"mul.lo.(?P<t>[us](16|32|64))")
+def mul_lo(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Low half of a product."""
+    binary(e, ins, "multiply", m["t"])
+
+
+def _wide(kind: str) -> str:
+    return f"{kind[0]}{int(kind[1:]) * 2}"
+
+
+@op(r"mul.wide.(?P<t>[us](16|32))")
+def mul_wide(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Full product of 16- or 32-bit factors."""
+    kind = m["t"]
+    wide = _wide(kind)
+    dtype = e.constants.thing(np.dtype(f"{'u' if kind[0] == 'u' else 'i'}{int(kind[1:]) // 4}"))
+    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
+    e.line(f"multiply({a}, {b}, {e.dst(ins.operands[0], wide)}, dtype={dtype})")
+
+
+@op(r"mul.hi.(?P<t>[us](16|32|64))")
+def mul_hi_op(e: Emitter, ins: Instruction, m: Match) -> None:
+    """High half of a product."""
+    a, b = e.src(ins.operands[1], m["t"]), e.src(ins.operands[2], m["t"])
+    e.line(f"{e.dst(ins.operands[0], m['t'])}[...] = mul_hi({a}, {b}, {int(m['t'][1:])})")
+
+
+@runtime
+def mul_hi(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
+    """High `bits` bits of a * b."""
+    if bits < 64:
+        wide = np.int64 if a.dtype.kind == "i" else np.uint64
+        return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
+    left, right = np.broadcast_arrays(a, b)
+    products = [(int(x) * int(y) >> 64) & (2**64 - 1) for x, y in zip(left.ravel(), right.ravel(), strict=True)]
+    return np.array(products, np.uint64).view(a.dtype).reshape(left.shape)
+
+
+@op(r"mad.lo.(?P<t>[us](16|32|64))")
+def mad_lo(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Low half of a * b, plus c."""
+    kind = m["t"]
+    a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
+    e.line(f"add(multiply({a}, {b}), {c}, {e.dst(ins.operands[0], kind)})")
+
+
+@op(r"mad.hi.(?P<t>[us](32|64))")
+def mad_hi(e: Emitter, ins: Instruction, m: Match) -> None:
+    """High half of a * b, plus c."""
+    kind = m["t"]
+    a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
+    e.line(f"add(mul_hi({a}, {b}, {int(kind[1:])}), {c}, {e.dst(ins.operands[0], kind)})")
+
+
+@op(r"mad.wide.(?P<t>[us](16|32))")
+def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Full product plus a wide addend."""
+    kind = m["t"]
+    wide = _wide(kind)
+    dtype = e.constants.thing(np.dtype(f"{'u' if kind[0] == 'u' else 'i'}{int(kind[1:]) // 4}"))
+    a, b, c = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind), e.src(ins.operands[3], wide)
+    e.line(f"add(multiply({a}, {b}, dtype={dtype}), {c}, {e.dst(ins.operands[0], wide)})")
+
+
+@op(r"(?P<f>div|rem).(?P<t>[us](16|32|64))")
+def division(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Truncating division and its remainder; a division by zero gives all ones (and the dividend as remainder)."""
+    kind = m["t"]
+    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
+    e.line(f"{e.dst(ins.operands[0], kind)}[...] = divide_{m['f']}({a}, {b})")
+
+
+@runtime
+def divide_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Quotient towards zero."""
+    quotient = np.floor_divide(a, b)
+    if a.dtype.kind == "i":
+        quotient = quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype)
+    return np.where(b == 0, ~np.zeros((), a.dtype), quotient)
+
+
+@runtime
+def divide_rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Remainder with the sign of the dividend."""
+    return np.where(b == 0, a, np.fmod(a, b))
+
+
+@op(r"shl.b(?P<n>16|32|64)", r"shr.(?P<t>[usb](16|32|64))")
+def shift(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Shifts by an unsigned 32-bit amount, clamped to the width."""
+    groups = m.groupdict()
+    kind = groups.get("t") or f"b{groups['n']}"
+    function = "right_shift" if "t" in groups else "left_shift"
+    a = e.src(ins.operands[1], kind)
+    amount = ins.operands[2]
+    if isinstance(amount, Imm):
+        count = e.src(Imm(min(int(amount.value), int(kind[1:]))), kind)
+    else:
+        dtype = e.constants.thing(np.dtype(f"{'i' if kind[0] == 's' else 'u'}{int(kind[1:]) // 8}"))
+        count = f"minimum({e.src(amount, 'u32')}, {int(kind[1:])}).astype({dtype})"
+    e.line(f"{function}({a}, {count}, {e.dst(ins.operands[0], kind)})")
+
+
+@op(r"shf.(?P<side>l|r).(?P<mode>wrap|clamp).b32")
+def funnel(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Funnel shift of the 64-bit value b:a."""
+    a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = funnel_shift({a}, {b}, {c}, {m['side'] == 'l'}, {m['mode'] == 'wrap'})")
+
+
+@runtime
+def funnel_shift(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: bool) -> np.ndarray:
+    """The upper (left) or lower (right) word of b:a shifted by c."""
+    count = (c & 31 if wrap else np.minimum(c, 32)).astype(np.uint64)
+    value = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
+    moved = value << count >> np.uint64(32) if left else value >> count
+    return moved.astype(np.uint32)
+
+
+@op(r"(?P<f>popc|clz|brev|bfind).(?P<t>b32|b64|u32|s32)")
+def bit_count(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Population count, leading zeros, bit reversal, position of the highest set bit."""
+    kind, name = m["t"], m["f"]
+    if (name == "bfind") != (kind in ("u32", "s32")) or (name == "bfind" and kind == "s32"):
+        raise Unsupported(f"{name} on {kind}")
+    source = e.src(ins.operands[1], kind)
+    out = kind if name == "brev" else "u32"
+    e.line(f"{e.dst(ins.operands[0], out)}[...] = bits_{name}({source})")
+
+
+@runtime
+def bits_popc(a: np.ndarray) -> np.ndarray:
+    """Set bits."""
+    return np.bitwise_count(a)
+
+
+@runtime
+def bits_clz(a: np.ndarray) -> np.ndarray:
+    """Leading zero bits."""
+    width = a.dtype.itemsize * 8
+    return np.array([width - int(x).bit_length() for x in np.atleast_1d(a)], np.uint32)
+
+
+@runtime
+def bits_bfind(a: np.ndarray) -> np.ndarray:
+    """Position of the highest set bit, all ones for zero."""
+    return np.array([(int(x).bit_length() - 1) & 0xFFFFFFFF for x in np.atleast_1d(a)], np.uint32)
+
+
+@runtime
+def bits_brev(a: np.ndarray) -> np.ndarray:
+    """Reversed bits."""
+    width = a.dtype.itemsize * 8
+    return np.array([int(f"{int(x):0{width}b}"[::-1], 2) for x in np.atleast_1d(a)], a.dtype)
+
+
+@op(r"bfe.(?P<t>u32|s32)")
+def bit_extract(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Bit field extract."""
+    a = e.src(ins.operands[1], "u32")
+    b, c = e.src(ins.operands[2], "u32"), e.src(ins.operands[3], "u32")
+    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = extract_field({a}, {b}, {c}, {m['t'] == 's32'})")
+
+
+@runtime
+def extract_field(a: np.ndarray, start: np.ndarray, length: np.ndarray, signed: bool) -> np.ndarray:
+    """Bits start .. start + length of a, sign-extended from its top bit (or bit 31) when signed."""
+    position = (start & 255).astype(np.int64)
+    count = (length & 255).astype(np.int64)
+    value = np.where(position > 31, 0, a.astype(np.int64) >> np.minimum(position, 63)) & ((1 << np.minimum(count, 32)) - 1)
+    if signed:
+        top = np.minimum(position + count - 1, 31)
+        sign = (a.astype(np.int64) >> top & 1).astype(bool) & (count > 0)
+        extent = np.minimum(count, np.maximum(32 - position, 0))
+        value = np.where(sign, value | (-1 << extent), value)
+    return value.astype(np.uint32)
+
+
+@op(r"bfi.b32")
+def bit_insert(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Bit field insert: a into b."""
+    a, b, c, d = (e.src(operand, "u32") for operand in ins.operands[1:5])
+    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = insert_field({a}, {b}, {c}, {d})")
+
+
+@runtime
+def insert_field(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """b with its bits start .. start + length replaced by the low bits of a."""
+    position = np.minimum(start & 255, 32).astype(np.int64)
+    mask = (1 << np.minimum(length & 255, 32).astype(np.int64)) - 1 << position & 0xFFFFFFFF
+    return ((a.astype(np.int64) << position & mask) | (b.astype(np.int64) & ~mask)).astype(np.uint32)
+
+
+@op(r"lop3.b32")
+def logic3(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Any function of three bits, given as a truth table."""
+    table = ins.operands[4]
+    if not isinstance(table, Imm):
+        raise Unsupported("lop3 with a table that is not a literal")
+    a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
+    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = truth_table({a}, {b}, {c}, {int(table.value)})")
+
+
+@runtime
+def truth_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """The bitwise function whose value for (a, b, c) = bits of i is bit i of table (a is the high bit)."""
+    result = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
+    for index in range(8):
+        if table >> index & 1:
+            term = (a if index & 4 else ~a) & (b if index & 2 else ~b) & (c if index & 1 else ~c)
+            result |= term
+    return result
+
+
+@op(r"prmt.b32")
+def permute(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Pick four bytes out of b:a."""
+    a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
+    selector = ins.operands[3]
+    if isinstance(selector, Imm) and not int(selector.value) & 0x8888:
+        index = [int(selector.value) >> 4 * byte & 7 for byte in range(4)]
+        e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = pick_bytes({a}, {b}, {e.constants.thing(tuple(index))})")
+    else:
+        e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = permute_bytes({a}, {b}, {c})")
+
+
+@runtime
+def pick_bytes(a: np.ndarray, b: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+    """Bytes index[0..3] (low to high) of b:a."""
+    result: np.ndarray | int = 0
+    for place, byte in enumerate(index):
+        word = a if byte < 4 else b
+        moved = (word >> np.uint32(8 * (byte & 3))) & np.uint32(255)
+        result = result | (moved << np.uint32(8 * place))
+    assert isinstance(result, np.ndarray | np.generic)
+    return result  # type: ignore[return-value]
+
+
+@runtime
+def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt in its default mode; bit 3 of a selector nibble replicates the byte's sign."""
+    value = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
+    result = np.zeros(np.broadcast(value, selector).shape, np.uint64)
+    for place in range(4):
+        nibble = selector.astype(np.uint64) >> np.uint64(4 * place) & np.uint64(15)
+        byte = value >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = np.where(byte & np.uint64(128), np.uint64(255), np.uint64(0))
+        result |= np.where(nibble & np.uint64(8), sign, byte) << np.uint64(8 * place)
+    return result.astype(np.uint32)
+
+
+@op(r"selp.(?P<t>[busf](16|32|64))", taint="own")
+def select(e: Emitter, ins: Instruction, m: Match) -> None:
+    """d = p ? a : b. Poison of the operand that is not selected is dropped."""
+    kind = m["t"]
+    d, a, b, p = ins.operands
+    assert d is None or isinstance(d, Reg)
+    condition = e.src(p, "pred")
+    if e.tainted and d is not None:
+        pa, pb, pp = e.taint(a) or "False", e.taint(b) or "False", e.taint(p) or "False"
+        e.line(f"{e.taint(d)}[...] = logical_or(where({condition}, {pa}, {pb}), {pp})")
+    left, right = e.src(a, kind), e.src(b, kind)
+    e.line(f"{e.dst(d, kind)}[...] = where({condition}, {left}, {right})")
+
+
+COMPARE = {
+    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+    "lo": "less", "ls": "less_equal", "hi": "greater", "hs": "greater_equal",
+}  # fmt: skip
+
+
+@op(
+    r"setp.(?P<c>eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(.(?P<b>and|or|xor))?.(?P<t>[us](16|32|64))",
+    r"setp.(?P<c>eq|ne)(.(?P<b>and|or|xor))?.(?P<t>b(16|32|64))",
+)
+def compare(e: Emitter, ins: Instruction, m: Match) -> None:
+    """p|q = (a op b) combined with c; q uses the opposite of the comparison."""
+    kind = m["t"]
+    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
+    first, second = pair_items(ins.operands[0])
+    function = COMPARE[m["c"]]
+    if m["b"] is None and second is None:
+        value = _constant_comparison(e, ins, m["c"], kind)
+        e.line(f"{function}({a}, {b}, {e.dst(first, 'pred')})")
+        if value is not None and first is not None:
+            e.known[first.name] = value
+        return
+    combine_comparison(e, ins, f"{function}({a}, {b})", m["b"])
+
+
+def _constant_comparison(e: Emitter, ins: Instruction, name: str, kind: str) -> int | None:
+    """The result of eq/ne when both sides are known while the block is generated."""
+    values = []
+    for operand in ins.operands[1:3]:
+        if isinstance(operand, Imm):
+            values.append(immediate_bits(operand, kind))
+        elif isinstance(operand, Reg) and operand.name in e.known:
+            values.append(e.known[operand.name])
+    if len(values) != 2 or name not in ("eq", "ne"):
+        return None
+    return int((values[0] == values[1]) == (name == "eq"))
+
+
+def combine_comparison(e: Emitter, ins: Instruction, expression: str, combine: str | None) -> None:
+    """Write p and q of a comparison."""
+    first, second = pair_items(ins.operands[0])
+    temp = e.temp()
+    e.line(f"{temp} = {expression}")
+    function = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", None: ""}[combine]
+    third = e.src(ins.operands[3], "pred") if combine else ""
+    values = (temp, f"logical_not({temp})")
+    names = []
+    for value in values:
+        name = e.temp()
+        e.line(f"{name} = {function}({value}, {third})" if combine else f"{name} = {value}")
+        names.append(name)
+    for register, name in zip((first, second), names, strict=True):
+        if register is not None:
+            e.line(f"{e.dst(register, 'pred')}[...] = {name}")
+
+
+@op(r"mov.(?P<t>[bus](16|32|64)|f32|f64|f16)")
+def move(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Copies, packing {a, b} into a wider register, and unpacking."""
+    d, a = ins.operands
+    kind = m["t"]
+    if isinstance(d, Vec):
+        unpack(e, d, a, kind)
+    elif isinstance(a, Vec):
+        pack(e, d, a, kind)
+    elif isinstance(a, Imm) and isinstance(d, Reg):
+        bits = immediate_bits(a, kind)
+        unsigned = f"u{kind[1:]}"
+        e.line(f"{e.dst(d, unsigned)}.fill({bits})")
+        if d.name not in e.redirect:
+            e.known[d.name] = bits
+    else:
+        source = a
+        value = e.src(source, kind) if not isinstance(a, Symbol) else e.address(a, int(kind[1:]))
+        e.line(f"{e.dst(d, kind)}[...] = {value}")
+
+
+def unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
+    """{x, y, ...} = a"""
+    bits = int(kind[1:])
+    part = bits // len(d.items)
+    if not isinstance(a, Reg) or part < 16:
+        raise Unsupported("mov that unpacks bytes or something other than a register")
+    temp = e.temp()
+    e.line(f"{temp} = {e.src(a, f'b{bits}')}")
+    dtype = e.constants.thing(np.dtype(f"u{part // 8}"))
+    pieces = [e.temp() for _ in d.items]
+    for index, piece in enumerate(pieces):  # all parts are read before any is written: a may be among them
+        shift_by = e.constants.array(np.dtype(f"u{bits // 8}"), index * part)
+        e.line(f"{piece} = ({temp} >> {shift_by}).astype({dtype})" if index else f"{piece} = {temp}.astype({dtype})")
+    for item, piece in zip(d.items, pieces, strict=True):
+        if item is not None:
+            e.line(f"{e.dst(item, f'b{part}')}[...] = {piece}")
+
+
+def pack(e: Emitter, d: object, a: Vec, kind: str) -> None:
+    """d = {x, y, ...}, x lowest"""
+    bits = int(kind[1:])
+    part = bits // len(a.items)
+    if not isinstance(d, Reg) or part < 16:
+        raise Unsupported("mov that packs bytes or into something other than a register")
+    dtype = e.constants.thing(np.dtype(f"u{bits // 8}"))
+    terms = []
+    for index, item in enumerate(a.items):
+        value = f"{e.src(item, f'b{part}')}.astype({dtype})"
+        terms.append(f"({value} << {e.constants.array(np.dtype(f'u{bits // 8}'), index * part)})" if index else value)
+    e.line(f"{e.dst(d, f'b{bits}')}[...] = {' | '.join(terms)}")
+
+
+@op(r"mov.pred")
+def move_predicate(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Copy of a predicate or constant."""
+    e.line(f"{e.dst(ins.operands[0], 'pred')}[...] = {e.src(ins.operands[1], 'pred')}")

@@ -1,0 +1,447 @@
+"""Asynchronous copies: TMA boxes, bulk copies, cp.async, st.async."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import tma
+from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
+from ..emitter import Unsupported
+from ..findings import Fault
+from ..ptx import Imm, Instruction, Mem, Operand, Vec
+from ..registers import WARP, Window
+from .memory_ops import lanes_of
+from .table import ignored, op, registers_of, runtime
+
+if TYPE_CHECKING:
+    from ..cta import Cta
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+HINT = r"(?P<hint>.L2::cache_hint)?"
+TX = r".mbarrier::complete_tx::bytes"
+MULTICAST = r"(?P<multicast>.multicast::cluster)?"
+
+
+def check_all(e: Emitter, ins: Instruction) -> None:
+    """No operand of an asynchronous copy may be poisoned."""
+    e.check_taint([register for operand in ins.operands for register in registers_of(operand)], "an asynchronous copy")
+
+
+def coordinates(e: Emitter, mem: Operand | None) -> str:
+    """The coordinates of a tensor operand."""
+    if not isinstance(mem, Mem) or mem.coords is None:
+        raise Unsupported("tensor operand without coordinates")
+    return f"({', '.join(e.src(item, 's32') for item in mem.coords.items)},)"
+
+
+@op(
+    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.shared::(cta|cluster).global(.tile)?{TX}{MULTICAST}{HINT}",
+    writes=(), pure=False, taint="own",
+)  # fmt: skip
+def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
+    """TMA load of a box, optionally to several CTAs."""
+    check_all(e, ins)
+    destination, source, barrier = ins.operands[:3]
+    mask = e.src(ins.operands[3], "u16") if m["multicast"] else "None"
+    e.line(
+        f"tma_load(w, {e.memory_address(destination, 32)}, {e.memory_address(source, 64)}, {coordinates(e, source)}, "
+        f"{e.memory_address(barrier, 32)}, {mask})"
+    )
+
+
+@op(
+    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.global.shared::cta(.tile)?.bulk_group{HINT}",
+    rf"cp.reduce.async.bulk.tensor.(?P<n>[1-5])d.global.shared::cta(?P<add>.add)(.tile)?.bulk_group{HINT}",
+    writes=(), pure=False, taint="own",
+)  # fmt: skip
+def tensor_store(e: Emitter, ins: Instruction, m: Match) -> None:
+    """TMA store of a box, or addition to global memory."""
+    check_all(e, ins)
+    target, source = ins.operands[:2]
+    add = "add" in m.groupdict()
+    e.line(f"tma_store(w, {e.memory_address(target, 64)}, {coordinates(e, target)}, {e.memory_address(source, 32)}, {add})")
+
+
+@op(rf"cp.async.bulk.shared::(cta|cluster).global{TX}{MULTICAST}{HINT}", writes=(), pure=False, taint="own")
+def bulk_load(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Contiguous bytes from global to shared memory."""
+    check_all(e, ins)
+    d, s, size, barrier = ins.operands[:4]
+    mask = e.src(ins.operands[4], "u16") if m["multicast"] else "None"
+    e.line(
+        f"bulk_to_shared(w, {e.memory_address(d, 32)}, {e.memory_address(s, 64)}, {e.src(size, 'u32')}, "
+        f"{e.memory_address(barrier, 32)}, {mask}, False)"
+    )
+
+
+@op(rf"cp.async.bulk.shared::cluster.shared::cta{TX}", writes=(), pure=False, taint="own")
+def bulk_peer(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Contiguous bytes from the own shared memory to that of a CTA of the cluster."""
+    check_all(e, ins)
+    d, s, size, barrier = ins.operands[:4]
+    e.line(
+        f"bulk_to_shared(w, {e.memory_address(d, 32)}, {e.memory_address(s, 32)}, {e.src(size, 'u32')}, "
+        f"{e.memory_address(barrier, 32)}, None, True)"
+    )
+
+
+@op(rf"cp.async.bulk.global.shared::cta.bulk_group{HINT}", writes=(), pure=False, taint="own")
+def bulk_store(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Contiguous bytes from shared to global memory."""
+    check_all(e, ins)
+    d, s, size = ins.operands[:3]
+    e.line(f"bulk_to_global(w, {e.memory_address(d, 64)}, {e.memory_address(s, 32)}, {e.src(size, 'u32')})")
+
+
+@op(r"cp.async.bulk.commit_group", writes=(), pure=False)
+def bulk_commit(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Close the thread's bulk group."""
+    e.line("bulk_commit_group(w)")
+
+
+@op(r"cp.async.bulk.wait_group(?P<r>.read)?", writes=(), pure=False, starts=True)
+def bulk_wait(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Wait for all but the newest n bulk groups."""
+    count = ins.operands[0]
+    if not isinstance(count, Imm):
+        raise Unsupported("wait_group without a literal")
+    e.line(f"bulk_wait_group(w, {int(count.value)}, {1 if m['r'] else 2})")
+
+
+ignored(r"cp.async.bulk.prefetch[\w:.]+", "a hint: no effect on results")
+
+
+@op(r"cp.async.(ca|cg).shared(::cta)?.global(.L2::cache_hint)?(.L2::(64|128|256)B)?", writes=(), pure=False, taint="own")
+def copy_async(e: Emitter, ins: Instruction, m: Match) -> None:
+    """4, 8 or 16 bytes per thread; bytes beyond src-size are zeros."""
+    check_all(e, ins)
+    size = ins.operands[2]
+    operands = [operand for operand in ins.operands[3:]]
+    if not isinstance(size, Imm) or (".L2::cache_hint" in ins.opcode and len(operands) > 1):
+        raise Unsupported("cp.async operands")
+    given = operands[0] if operands and ".L2::cache_hint" not in ins.opcode else None
+    if given is not None and getattr(given, "bank", "r") == "p":
+        raise Unsupported("cp.async with ignore-src")
+    source_size = "None" if given is None else e.src(given, "u32")
+    d, s = e.memory_address(ins.operands[0], 32), e.memory_address(ins.operands[1], 64)
+    e.line(f"cp_async(w, {d}, {s}, {int(size.value)}, {source_size})")
+
+
+@op(r"cp.async.commit_group", writes=(), pure=False)
+def copy_commit(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Close the warp's cp.async group."""
+    e.line("cp_async_commit(w)")
+
+
+@op(r"cp.async.wait_group", r"cp.async.wait_all", writes=(), pure=False, starts=True)
+def copy_wait(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Wait for all but the newest n groups (wait_all: for everything)."""
+    if ins.opcode.endswith("wait_all"):
+        e.line("cp_async_wait(w, 0, True)")
+        return
+    count = ins.operands[0]
+    if not isinstance(count, Imm):
+        raise Unsupported("wait_group without a literal")
+    e.line(f"cp_async_wait(w, {int(count.value)}, False)")
+
+
+@op(r"cp.async.mbarrier.arrive(?P<n>.noinc)?.shared(::cta)?.b64", writes=(), pure=False, taint="own")
+def copy_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
+    """An arrival when the thread's earlier cp.async are complete."""
+    check_all(e, ins)
+    e.line(f"cp_async_arrive(w, {e.memory_address(ins.operands[0], 32)}, {bool(m['n'])})")
+
+
+@op(rf"st.async(.weak)?.shared::cluster{TX}(.(?P<v>v2|v4))?.(?P<t>[busf](32|64))", writes=(), pure=False, taint="own")
+def store_async(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Registers to a CTA of the cluster, with complete_tx."""
+    check_all(e, ins)
+    source = ins.operands[1]
+    items = source.items if isinstance(source, Vec) else (source,)
+    values = ", ".join(e.src(item, f"u{m['t'][1:]}") for item in items)
+    e.line(f"st_async(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {e.memory_address(ins.operands[2], 32)})")
+
+
+# ---------------------------------------------------------------- runtime
+
+
+def lane_values(w: Window, value: np.ndarray | None) -> list[int]:
+    """One Python int per lane."""
+    if value is None:
+        return [0] * w.n
+    return [int(value)] * w.n if value.ndim == 0 else [int(item) for item in value]
+
+
+def targets_of(cta: Cta, address: int, mask: int | None) -> list[Cta]:
+    """The CTAs that a copy writes to: the address's own, or those of a multicast mask."""
+    if mask is None:
+        return [cta.peer(address >> 24)]
+    if not mask or mask >> cta.cluster.size:
+        raise Fault("multicast", f"multicast mask {mask:#x} in a cluster of {cta.cluster.size}")
+    return [cta.peer(rank) for rank in range(cta.cluster.size) if mask >> rank & 1]
+
+
+@runtime
+def tma_load(
+    w: Window, destination: np.ndarray, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], barrier: np.ndarray, mask: np.ndarray | None
+) -> None:
+    """cp.async.bulk.tensor to shared memory."""
+    cta = w.cta
+    machine = cta.machine
+    positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
+    masks = lane_values(w, mask)
+    for lane, (where, source, signal) in enumerate(
+        zip(lane_values(w, destination), lane_values(w, tensor_map), lane_values(w, barrier), strict=True)
+    ):
+        plan = cta.tensor_map(source)
+        box = place_box(plan, positions[lane], where & 0xFFFFFF)
+        targets = targets_of(cta, where, masks[lane] if mask is not None else None)
+        signalled = targets if mask is not None else [cta.peer(signal >> 24)]
+        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in signalled]
+
+        def effect(box: tma.Box = box, targets: list[Cta] = targets, barriers: list[object] = barriers) -> None:  # type: ignore[assignment]
+            for target in targets:
+                load_box(machine, box, target.smem)
+                if machine.observer is not None:
+                    machine.observer.async_write(target, box)
+            for item in barriers:
+                machine.complete_tx(item, box.nbytes)  # type: ignore[arg-type]
+
+        machine.start(effect, w, barriers)
+
+
+def place_box(plan: tma.BoxPlan, position: tuple[int, ...], offset: int) -> tma.Box:
+    """A box at coordinates. Raises Fault for what the tensor map does not allow."""
+    try:
+        return plan.place(position, offset)
+    except ValueError as error:
+        raise Fault("misaligned" if "multiple" in str(error) else "tensor_map", str(error)) from error
+
+
+@runtime
+def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], source: np.ndarray, add: bool) -> None:
+    """cp.async.bulk.tensor to global memory."""
+    cta = w.cta
+    positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
+    for lane, (target, where) in enumerate(zip(lane_values(w, tensor_map), lane_values(w, source), strict=True)):
+        box = place_box(cta.tensor_map(target), positions[lane], where & 0xFFFFFF)
+        copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
+        add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
+
+
+def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
+    """Put a copy into the open group of its thread or warp."""
+    groups.setdefault(owner, CopyGroups()).open.append(copy)
+    copy.advance(cta.machine.grouped_stage())
+
+
+@runtime
+def bulk_to_shared(
+    w: Window, destination: np.ndarray, source: np.ndarray, size: np.ndarray, barrier: np.ndarray, mask: np.ndarray | None, peer: bool
+) -> None:
+    """cp.async.bulk to shared memory, from global or shared memory."""
+    cta = w.cta
+    machine = cta.machine
+    masks = lane_values(w, mask)
+    rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), lane_values(w, barrier), strict=True)
+    for lane, (where, start, nbytes, signal) in enumerate(rows):
+        if (where | start | nbytes) & 15:
+            raise Fault("misaligned", f"bulk copy of {nbytes} bytes from {start:#x} to {where:#x}: all must be multiples of 16")
+        targets = targets_of(cta, where, masks[lane] if mask is not None else None)
+        signalled = targets if mask is not None else [cta.peer(signal >> 24)]
+        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in signalled]
+        offset = where & 0xFFFFFF
+
+        def effect(
+            start: int = start, nbytes: int = nbytes, offset: int = offset, targets: list[Cta] = targets, barriers: list[object] = barriers  # type: ignore[assignment]
+        ) -> None:
+            data, valid = read_bulk(cta, start, nbytes, peer)
+            for target in targets:
+                target.smem.check(offset, offset + nbytes, "bulk write")
+                target.smem.data[offset : offset + nbytes] = data
+                target.smem.valid[offset : offset + nbytes] = valid
+            for item in barriers:
+                machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+
+        machine.start(effect, w, barriers)
+
+
+def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
+    """Bytes and their shadow from shared or global memory."""
+    if shared:
+        offset = start & 0xFFFFFF
+        source = cta.peer(start >> 24).smem
+        source.check(offset, offset + nbytes, "bulk read")
+        return source.data[offset : offset + nbytes], source.valid[offset : offset + nbytes]
+    buffer = cta.machine.memory.require(start, start + nbytes, False)
+    offset = start - buffer.address
+    return buffer.data[offset : offset + nbytes], 1 if buffer.valid is None else buffer.valid[offset : offset + nbytes]
+
+
+@runtime
+def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
+    """cp.async.bulk to global memory."""
+    cta = w.cta
+    machine = cta.machine
+    rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), strict=True)
+    for lane, (target, start, nbytes) in enumerate(rows):
+        if (target | start | nbytes) & 15:
+            raise Fault("misaligned", f"bulk copy of {nbytes} bytes from {start:#x} to {target:#x}: all must be multiples of 16")
+        origin = machine.origin(w)
+        held: list[np.ndarray] = []
+
+        def read(start: int = start, nbytes: int = nbytes, held: list[np.ndarray] = held, origin: object = origin) -> None:
+            data, valid = read_bulk(cta, start, nbytes, True)
+            held.append(data.copy())
+            if not np.all(valid):
+                machine.report_at(origin, "poison", "a bulk store writes undefined bytes of shared memory to global memory")  # type: ignore[arg-type]
+
+        def write(target: int = target, nbytes: int = nbytes, held: list[np.ndarray] = held) -> None:
+            buffer = machine.memory.require(target, target + nbytes, True)
+            offset = target - buffer.address
+            buffer.data[offset : offset + nbytes] = held[0]
+            if buffer.valid is not None:
+                buffer.valid[offset : offset + nbytes] = 1
+            machine.progress += 1
+
+        add_grouped(cta, cta.bulk, int(w.lanes[lane]), GroupedCopy(read, write, origin))
+
+
+@runtime
+def bulk_commit_group(w: Window) -> None:
+    """cp.async.bulk.commit_group"""
+    bulk = w.cta.bulk
+    for lane in w.lanes:
+        groups = bulk.get(int(lane))
+        if groups is not None:
+            groups.commit()
+
+
+@runtime
+def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
+    """cp.async.bulk.wait_group: everything a thread issued and committed, but for the newest groups."""
+    bulk = w.cta.bulk
+    if not bulk:
+        return
+    for lane in w.lanes:
+        groups = bulk.get(int(lane))
+        if groups is not None:
+            groups.wait(remaining, stage)
+
+
+# ---------------------------------------------------------------- cp.async
+
+
+def warps_of(w: Window) -> list[tuple[int, np.ndarray]]:
+    """The warps of a window with the positions of their lanes."""
+    warp = w.lanes // WARP
+    return [(number, np.flatnonzero(warp == number)) for number in w.warps]
+
+
+@runtime
+def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, source_size: np.ndarray | None) -> None:
+    """cp.async"""
+    cta = w.cta
+    memory = cta.machine.memory
+    offsets = (lanes_of(w, destination) & np.uint32(0xFFFFFF)).astype(np.int64)
+    addresses = lanes_of(w, source).copy()
+    counts = np.full(w.n, size) if source_size is None else np.broadcast_to(source_size, (w.n,)).astype(np.int64)
+    if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
+        raise Fault("misaligned", f"cp.async of {size} bytes")
+    for warp, index in warps_of(w):
+        held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
+
+        def read(index: np.ndarray = index, held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
+            for lane in index:
+                data, valid = np.zeros(size, np.uint8), np.ones(size, np.uint8)
+                count = int(counts[lane])
+                if count:
+                    buffer = memory.require(int(addresses[lane]), int(addresses[lane]) + count, False)
+                    start = int(addresses[lane]) - buffer.address
+                    data[:count] = buffer.data[start : start + count]
+                    if buffer.valid is not None:
+                        valid[:count] = buffer.valid[start : start + count]
+                held.append((int(offsets[lane]), data, valid))
+
+        def write(held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
+            for offset, data, valid in held:
+                cta.smem.check(offset, offset + size, "cp.async write")
+                cta.smem.data[offset : offset + size] = data
+                cta.smem.valid[offset : offset + size] = valid
+
+        add_grouped(cta, cta.copies, warp, GroupedCopy(read, write, cta.machine.origin(w)))
+
+
+@runtime
+def cp_async_commit(w: Window) -> None:
+    """cp.async.commit_group"""
+    for warp in w.warps:
+        w.cta.copies.setdefault(warp, CopyGroups()).commit()
+
+
+@runtime
+def cp_async_wait(w: Window, remaining: int, everything: bool) -> None:
+    """cp.async.wait_group and wait_all"""
+    for warp in w.warps:
+        groups = w.cta.copies.get(warp)
+        if groups is None:
+            continue
+        if everything:
+            groups.commit()
+        groups.wait(remaining, 2)
+
+
+@runtime
+def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
+    """cp.async.mbarrier.arrive: one arrival per lane once its earlier copies are complete."""
+    cta = w.cta
+    machine = cta.machine
+    offsets = lanes_of(w, address) & np.uint32(0xFFFFFF)
+    for warp, index in warps_of(w):
+        groups = cta.copies.get(warp, CopyGroups())
+        earlier = [copy for group in (*groups.committed, groups.open) for copy in group]
+        for offset in np.unique(offsets[index]):
+            barrier = cta.mbarrier(int(offset))
+            lanes = int(np.count_nonzero(offsets[index] == offset))
+            if not noinc:
+                barrier.add_pending(lanes)
+
+            def effect(earlier: list[GroupedCopy] = earlier, barrier: object = barrier, lanes: int = lanes) -> None:
+                for copy in earlier:
+                    copy.advance(2)
+                machine.arrive(barrier, lanes)  # type: ignore[arg-type]
+
+            machine.start(effect, w, [barrier])
+
+
+@runtime
+def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
+    """st.async"""
+    cta = w.cta
+    machine = cta.machine
+    nbytes = values[0].dtype.itemsize * len(values)
+    lanes = [np.broadcast_to(value, (w.n,)).copy() for value in values]
+    for lane, (where, signal) in enumerate(zip(lane_values(w, address), lane_values(w, barrier), strict=True)):
+        target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
+
+        def effect(lane: int = lane, where: int = where, target: Cta = target, item: object = item) -> None:
+            target.smem.store(np.array([where & 0xFFFFFF]), [value[lane : lane + 1] for value in lanes])
+            machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+
+        machine.start(effect, w, [item])
+
+
+@op(r"mapa(.shared::cluster)?.(?P<t>u32|u64)")
+def map_address(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The address of the same shared variable in another CTA of the cluster."""
+    kind = m["t"]
+    a, rank = e.src(ins.operands[1], kind), e.src(ins.operands[2], "u32")
+    cast = "" if kind == "u32" else f".astype({e.constants.thing(np.dtype('u8'))})"
+    clear = e.constants.array(np.dtype(f"u{int(kind[1:]) // 8}"), ~0xFF000000)
+    shift = e.constants.array(np.dtype(f"u{int(kind[1:]) // 8}"), 24)
+    e.line(f"{e.dst(ins.operands[0], kind)}[...] = ({a} & {clear}) | ({rank}{cast} << {shift})")

@@ -1,0 +1,387 @@
+"""mbarrier, bar/barrier and barrier.cluster instructions."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..barriers import MAX_COUNT, Mbarrier, NamedBarrier
+from ..emitter import Unsupported
+from ..findings import Fault
+from ..ptx import Imm, Instruction, Operand
+from ..registers import WARP, Window
+from .memory_ops import place_shared
+from .table import op, registers_of, runtime
+
+if TYPE_CHECKING:
+    from ..cta import Cta
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+SEM = r"(.(release|relaxed))?(.(cta|cluster))?"
+SHARED = r"(.shared(::cta|::cluster)?)"
+
+
+def address_of(e: Emitter, ins: Instruction, index: int) -> str:
+    """The checked address expression of a barrier operand."""
+    e.check_taint(registers_of(ins.operands[index]), "a barrier address")
+    return e.memory_address(ins.operands[index], 32)
+
+
+def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
+    """A checked 32-bit operand."""
+    if operand is None:
+        return default
+    e.check_taint(registers_of(operand), "a barrier operand")
+    return e.src(operand, "u32")
+
+
+@op(rf"mbarrier.init{SHARED}.b64", writes=(), pure=False, taint="own")
+def init(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Make a barrier of count arrivals."""
+    e.line(f"mbarrier_init(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
+
+
+@op(rf"mbarrier.inval{SHARED}.b64", writes=(), pure=False, taint="own")
+def inval(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Give the memory of a barrier back."""
+    e.line(f"mbarrier_inval(w, {address_of(e, ins, 0)})")
+
+
+@op(rf"mbarrier.arrive{SEM}{SHARED}.b64", pure=False, taint="own")
+def arrive(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Each lane arrives count times (default 1)."""
+    count = ins.operands[2] if len(ins.operands) > 2 else Imm(1)
+    emit_arrive(e, ins, f"mbarrier_arrive(w, {address_of(e, ins, 1)}, {value_of(e, count)}, None)")
+
+
+@op(rf"mbarrier.arrive.expect_tx{SEM}{SHARED}.b64", pure=False, taint="own")
+def arrive_expect(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Expect bytes, then arrive."""
+    emit_arrive(e, ins, f"mbarrier_arrive(w, {address_of(e, ins, 1)}, {e.src(Imm(1), 'u32')}, {value_of(e, ins.operands[2])})")
+
+
+def emit_arrive(e: Emitter, ins: Instruction, call: str) -> None:
+    """Run an arrival; the state it returns is the phase it counted in."""
+    temp = e.temp()
+    e.line(f"{temp} = {call}")
+    if ins.operands[0] is not None:
+        e.line(f"{e.dst(ins.operands[0], 'b64')}[...] = {temp}")
+        if e.tainted:
+            e.line(f"{e.taint(ins.operands[0])}.fill(False)")
+
+
+@op(rf"mbarrier.expect_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
+def expect(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Expect bytes without arriving."""
+    e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
+
+
+@op(
+    rf"mbarrier.(?P<f>try_wait|test_wait)(?P<p>.parity)?(.(acquire|relaxed))?(.(cta|cluster))?{SHARED}.b64",
+    pure=False, taint="own", starts=True,
+)  # fmt: skip
+def wait(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Test a phase; where it is not complete, block (try_wait with a time hint) or fail once and then block."""
+    hint = len(ins.operands) > 3
+    state = ins.operands[2]
+    e.check_taint(registers_of(state), "a barrier phase")
+    address = address_of(e, ins, 1)
+    expected = e.src(state, "u32") if m["p"] else e.src(state, "u64")
+    d = e.dst(ins.operands[0], "pred")
+    if e.tainted and ins.operands[0] is not None:
+        e.line(f"{e.taint(ins.operands[0])}.fill(False)")
+    e.line(f"if not mbarrier_wait(w, {address}, {expected}, {d}, {bool(m['p'])}, {hint}): return BLOCKED")
+
+
+# ---------------------------------------------------------------- runtime
+
+
+def each_lane(w: Window, address: np.ndarray, *values: np.ndarray | None) -> list[tuple[Cta, int, int, list[int]]]:
+    """Lanes with equal address and values, in order of first lane: (cta, offset, lanes, values)."""
+    rows: dict[tuple[int, ...], list[object]] = {}
+    for target, index, offsets in place_shared(w, address):
+        lanes = range(w.n) if index is None else index
+        if w.n > 1 and index is None and bool((offsets == offsets[0]).all()) and all(v is None or v.ndim == 0 for v in values):
+            return [(target, int(offsets[0]), w.n, [0 if v is None else int(v) for v in values])]
+        for position, lane in enumerate(lanes):
+            offset = int(offsets[position])
+            numbers = [0 if v is None else int(v) if v.ndim == 0 else int(v[lane]) for v in values]
+            entry = rows.setdefault((target.rank, offset, *numbers), [target, offset, 0, numbers])
+            entry[2] += 1  # type: ignore[operator]
+    return [tuple(entry) for entry in rows.values()]  # type: ignore[misc]
+
+
+@runtime
+def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
+    """mbarrier.init"""
+    for cta, offset, _, (number,) in each_lane(w, address, count):
+        if offset % 8:
+            raise Fault("misaligned", f"mbarrier at {offset:#x}")
+        if not 1 <= number <= MAX_COUNT:
+            raise Fault("barrier_count", f"mbarrier.init with a count of {number}", cta.barrier_name(offset))
+        cta.smem.check(offset, offset + 8, "mbarrier.init")
+        old = cta.mbarriers.get(offset)
+        if old is not None and old.waiters:
+            raise Fault("barrier_reinit", "mbarrier.init while somebody waits", old.name)
+        if old is not None:
+            raise Fault("barrier_reinit", "mbarrier.init of a live barrier without mbarrier.inval", old.name)
+        cta.mbarriers[offset] = Mbarrier(cta.barrier_name(offset), number)
+        cta.smem.valid[offset : offset + 8] = 0
+        if w.slot.cta is not None and w.cta.observer is not None:
+            w.cta.observer.barrier(w, cta.mbarriers[offset], "init", number)
+
+
+@runtime
+def mbarrier_inval(w: Window, address: np.ndarray) -> None:
+    """mbarrier.inval"""
+    for cta, offset, _, _ in each_lane(w, address):
+        if cta.mbarrier(offset).waiters:
+            raise Fault("barrier_reinit", "mbarrier.inval while somebody waits", cta.barrier_name(offset))
+        del cta.mbarriers[offset]
+
+
+@runtime
+def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None) -> np.ndarray:
+    """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase arrived in."""
+    state = np.zeros((), np.uint64)
+    for cta, offset, lanes, (number, expected) in each_lane(w, address, count, nbytes):
+        barrier = cta.mbarrier(offset)
+        state = np.array(barrier.phase, np.uint64)
+        if w.cta.observer is not None:
+            w.cta.observer.barrier(w, barrier, "arrive", number * lanes)
+        if nbytes is not None:
+            barrier.expect(expected * lanes)
+        if number < 1:
+            raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
+        if barrier.arrive(number * lanes):
+            w.cta.machine.wake(barrier.waiters)
+        w.cta.machine.progress += 1
+    return state
+
+
+@runtime
+def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray) -> None:
+    """mbarrier.expect_tx"""
+    for cta, offset, lanes, (expected,) in each_lane(w, address, nbytes):
+        cta.mbarrier(offset).expect(expected * lanes)
+        w.cta.machine.progress += 1
+
+
+@runtime
+def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray, parity: bool, hint: bool) -> bool:
+    """try_wait and test_wait. False: the group is blocked and executes this again when the phase may have changed."""
+    cta = w.cta
+    group = cta.machine.running
+    ready = np.zeros(w.n, bool)
+    blocked: list[Mbarrier] = []
+    parts = place_shared(w, address)
+    if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
+        target, _, offsets = parts[0]
+        barrier = target.mbarrier(int(offsets[0]))
+        ready[...] = (barrier.phase & 1) != expected if parity else barrier.phase != expected
+        blocked.append(barrier)
+    else:
+        wanted = np.broadcast_to(expected, (w.n,))
+        for target, index, offsets in parts:
+            lanes = np.arange(w.n) if index is None else index
+            for offset in np.unique(offsets):
+                barrier = target.mbarrier(int(offset))
+                where = lanes[offsets == offset]
+                ready[where] = (barrier.phase & 1) != wanted[where] if parity else barrier.phase != wanted[where]
+                blocked.append(barrier)
+    for barrier in blocked:
+        group.check_lapped(barrier)
+    if ready.any():
+        group.waited = {}
+        out[...] = ready
+        if cta.observer is not None:
+            for barrier in blocked:
+                cta.observer.barrier(w, barrier, "wait", 0)
+        return True
+    return refuse_wait(w, out, blocked, hint)
+
+
+def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool) -> bool:
+    """No lane may pass: answer false once where that is allowed, else block."""
+    group = w.cta.machine.running
+    if group.timed_out:
+        group.timed_out = False
+        group.waited = {}
+        out[...] = False
+        return True
+    key = tuple((id(barrier), barrier.phase) for barrier in blocked)
+    if not hint and group.last_failed != key:
+        group.last_failed = key
+        out[...] = False
+        return True
+    group.block(blocked)
+    return False
+
+
+# ---------------------------------------------------------------- named barriers
+
+
+@op(
+    r"bar(.cta)?.sync", r"barrier(.cta)?.sync(.aligned)?",
+    writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
+)  # fmt: skip
+def sync(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Arrive and wait."""
+    e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
+
+
+@op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive(.aligned)?", writes=(), pure=False, taint="own", needs="warp")
+def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Arrive without waiting."""
+    if len(ins.operands) != 2:
+        raise Unsupported("bar.arrive without a thread count")
+    e.line(f"named_arrive(w, {barrier_operands(e, ins.operands)})")
+
+
+@op(
+    r"(bar|barrier)(.cta)?.red.(?P<f>popc)(.aligned)?.u32", r"(bar|barrier)(.cta)?.red.(?P<f>and|or)(.aligned)?.pred",
+    pure=False, needs="warp", starts=True, ends=True,
+)  # fmt: skip
+def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Arrive, wait, and combine a predicate over all threads."""
+    source = e.src(ins.operands[-1], "pred")
+    d = e.dst(ins.operands[0], "u32" if m["f"] == "popc" else "pred")
+    e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands[1:-1])}, {m['f']!r}, {source}, {d}): return BLOCKED")
+
+
+def barrier_operands(e: Emitter, operands: list[Operand | None]) -> str:
+    """Barrier id and thread count."""
+    count = value_of(e, operands[1]) if len(operands) > 1 else "None"
+    return f"{value_of(e, operands[0])}, {count}"
+
+
+def uniform(w: Window, value: np.ndarray | None, what: str) -> int | None:
+    """The single value of an operand that must not differ between lanes."""
+    if value is None:
+        return None
+    if value.ndim == 0:
+        return int(value)
+    first = int(value[0])
+    if not bool((value == first).all()):
+        raise Fault("divergence", f"{what} differs between the lanes of a convoy")
+    return first
+
+
+def named(w: Window, number: np.ndarray, count: np.ndarray | None) -> tuple[NamedBarrier, int]:
+    """The barrier and its thread count (all live threads of the CTA by default)."""
+    cta = w.cta
+    barrier_id = uniform(w, number, "a barrier id")
+    assert barrier_id is not None
+    if not 0 <= barrier_id < 16:
+        raise Fault("barrier_count", f"barrier id {barrier_id}: must be 0 to 15")
+    given = uniform(w, count, "a barrier thread count")
+    threads = cta.live_threads if given is None else given
+    return cta.named_barrier(barrier_id), -(-threads // WARP) * WARP if given is None else threads
+
+
+@runtime
+def named_sync(
+    w: Window, number: np.ndarray, count: np.ndarray | None, function: str = "", source: np.ndarray | None = None, out: np.ndarray | None = None
+) -> bool:
+    """bar.sync and bar.red: True for the convoy that completes the round; the others are moved on by it."""
+    cta = w.cta
+    if cta.machine.must_separate(w, number):
+        return False
+    barrier, threads = named(w, number, count)
+    if source is not None:
+        barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
+    if cta.observer is not None:
+        cta.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
+    if barrier.arrive(len(w.warps) * WARP, threads):
+        release(cta, barrier)
+        return True
+    group = cta.machine.running
+    barrier.waiting.append(group)
+    group.block_at(barrier)
+    return False
+
+
+@runtime
+def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
+    """bar.arrive"""
+    cta = w.cta
+    flat = np.broadcast_to(number, (w.n,))
+    for value in np.unique(flat):
+        lanes = int(np.count_nonzero(flat == value))
+        barrier, threads = named(w, np.array(value), count)
+        if cta.observer is not None:
+            cta.observer.barrier(w, barrier, "arrive", lanes)
+        if barrier.arrive(-(-lanes // WARP) * WARP, threads):
+            release(cta, barrier)
+    cta.machine.progress += 1
+
+
+def release(cta: Cta, barrier: NamedBarrier) -> None:
+    """Let everybody inside go on."""
+    if barrier.results:
+        votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
+        for function, _, out, window in barrier.results:
+            value = {"popc": int(np.count_nonzero(votes)), "and": bool(votes.all()), "or": bool(votes.any())}[str(function)]
+            out[...] = value  # type: ignore[index]
+            if isinstance(window, Window):
+                window.write_back()
+        barrier.results.clear()
+    barrier.next_round()
+    waiting, barrier.waiting = barrier.waiting, []
+    cta.machine.progress += 1
+    for group in waiting:
+        group.pc += 1
+    cta.machine.wake(waiting)
+
+
+# ---------------------------------------------------------------- cluster barrier
+
+
+@op(r"barrier.cluster.arrive(.(release|relaxed))?(.aligned)?", writes=(), pure=False, taint="own", needs="warp")
+def cluster_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Arrive at the cluster barrier."""
+    e.line(f"cluster_barrier_arrive(w, {'.relaxed' in ins.opcode})")
+
+
+@op(r"barrier.cluster.wait(.acquire)?(.aligned)?", writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True)
+def cluster_wait(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Wait for the round one has arrived in."""
+    e.line("if not cluster_barrier_wait(w): return BLOCKED")
+
+
+@runtime
+def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
+    """barrier.cluster.arrive"""
+    cta = w.cta
+    barrier = cta.cluster.barrier
+    if bool((cta.cluster_arrived[w.lanes] >= 0).any()):
+        raise Fault("barrier_arrivals", "a second barrier.cluster.arrive without a wait between", "cluster barrier")
+    cta.cluster_arrived[w.lanes] = barrier.phase
+    if cta.observer is not None:
+        cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
+    if barrier.arrive(w.n):
+        cta.machine.wake(barrier.waiters)
+    cta.machine.progress += 1
+
+
+@runtime
+def cluster_barrier_wait(w: Window) -> bool:
+    """barrier.cluster.wait"""
+    cta = w.cta
+    barrier = cta.cluster.barrier
+    rounds = cta.cluster_arrived[w.lanes]
+    if bool((rounds < 0).any()):
+        raise Fault("barrier_arrivals", "barrier.cluster.wait without an arrive", "cluster barrier")
+    if bool((rounds < barrier.phase).all()):
+        cta.cluster_arrived[w.lanes] = -1
+        if cta.observer is not None:
+            cta.observer.barrier(w, barrier, "cluster_wait", w.n)
+        return True
+    group = cta.machine.running
+    barrier.waiters.append(group)
+    group.block_at(barrier)
+    return False

@@ -1,0 +1,44 @@
+"""Branches, exits, and instructions that are ignored on purpose."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from ..findings import Fault
+from ..ptx import Instruction
+from .table import ignored, op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+
+@op(r"bra(.uni)?", writes=(), pure=False, control="bra", ends=True)
+def branch(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Translated with its block."""
+
+
+@op(r"ret(.uni)?", r"exit", writes=(), pure=False, control="exit", ends=True)
+def leave(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Translated with its block."""
+
+
+@op(r"trap", r"brkpt", writes=(), pure=False)
+def trap(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The kernel gives up."""
+    e.line("trapped()")
+
+
+@runtime
+def trapped() -> None:
+    """A trap instruction."""
+    raise Fault("trap", "the kernel executed a trap")
+
+
+ignored(r"setmaxnreg.(inc|dec).sync.aligned.u32", "moves registers between warps: no effect on values", needs="warp")
+ignored(r"nanosleep.u32", "only passes time")
+ignored(r"griddepcontrol.(wait|launch_dependents)", "launches run one after the other, so the grids before have finished")
+ignored(r"bar.warp.sync", "the lanes of a warp gather here before they go on", needs="warp")
+ignored(r"pmevent(.mask)?", "profiling only")

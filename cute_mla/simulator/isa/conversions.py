@@ -1,0 +1,177 @@
+"""cvt: between integers, f32/f64 and the narrow floats; cvta: between address spaces."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import numeric
+from ..emitter import KINDS, Unsupported
+from ..ptx import Instruction, Reg, Symbol
+from .table import op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+# generic addresses: real host addresses are global, these windows hold the other spaces
+SHARED_WINDOW = 1 << 56
+PARAM_WINDOW = 2 << 56
+WINDOW_MASK = (1 << 56) - 1
+
+for _function in (
+    numeric.f32_to_bf16x2, numeric.f32_to_f16x2, numeric.f32_to_fp8x2, numeric.fp8x2_to_f16x2, numeric.f16x2_to_fp8x2,
+    numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.integer_to_f64,
+    numeric.round_to_f32, numeric.round_to_integral, numeric.f32_to_tf32,
+):  # fmt: skip
+    runtime(_function)
+
+
+@op(r"cvt(?P<sat>.sat)?.(?P<d>[us](8|16|32|64)).(?P<s>[us](8|16|32|64))")
+def integer_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Truncation, zero and sign extension, optional saturation."""
+    destination, source = m["d"], m["s"]
+    value = integer_source(e, ins, source)
+    if m["sat"]:
+        limits = np.iinfo(np.dtype(f"{'i' if destination[0] == 's' else 'u'}{int(destination[1:]) // 8}"))
+        value = f"saturate_integer({value}, {limits.min}, {limits.max})"
+    store_integer(e, ins, destination, value)
+
+
+def integer_source(e: Emitter, ins: Instruction, kind: str) -> str:
+    """The source operand as an array of an integer type of 8 to 64 bits."""
+    if kind.endswith("8"):
+        dtype = e.constants.thing(np.dtype("i1" if kind[0] == "s" else "u1"))
+        operand = ins.operands[1]
+        wide = {"h": "u16", "r": "u32", "d": "u64"}[operand.bank] if isinstance(operand, Reg) else "u32"
+        return f"{e.src(operand, wide)}.astype({dtype})"
+    return e.src(ins.operands[1], kind)
+
+
+def store_integer(e: Emitter, ins: Instruction, kind: str, value: str) -> None:
+    """Store an integer array of any type as kind (8-bit results are extended to the register)."""
+    size = int(kind[1:])
+    dtype = e.constants.thing(np.dtype(f"{'i' if kind[0] == 's' else 'u'}{size // 8}"))
+    register = ins.operands[0]
+    if not isinstance(register, Reg):
+        raise Unsupported(f"cvt destination {register}")
+    width = {"h": 16, "r": 32, "d": 64}[register.bank]
+    if width < size:
+        raise Unsupported(f"cvt of {size} bits into a register of {width}")
+    e.line(f"{e.dst(register, kind[0] + str(width))}[...] = ({value}).astype({dtype})")
+
+
+@runtime
+def saturate_integer(value: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Clamp to a range of the destination type, within what the source type can hold."""
+    limits = np.iinfo(value.dtype)
+    return np.clip(value, max(low, int(limits.min)), min(high, int(limits.max)))
+
+
+@op(r"cvt.(?P<r>rn|rz|rm|rp).(?P<d>f32|f64).(?P<s>[us](8|16|32|64))")
+def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Integers to floats."""
+    value = integer_source(e, ins, m["s"])
+    if m["d"] == "f32":
+        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({value}, {m['r']!r})")
+    elif m["r"] == "rn":
+        e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = {value}")
+    else:
+        raise Unsupported("directed rounding to f64")
+
+
+@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](8|16|32|64)).(?P<s>f32|f64)")
+def float_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Floats to integers, saturating."""
+    dtype = e.constants.thing(np.dtype(f"{'i' if m['d'][0] == 's' else 'u'}{int(m['d'][1:]) // 8}"))
+    source = e.src(ins.operands[1], m["s"])
+    source = f"flush_f32({source})" if m["z"] else source
+    store_integer(e, ins, m["d"], f"float_to_integer({source}, {dtype}, {m['r']!r})")
+
+
+@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>f32|f64).(?P<s>f32|f64)")
+def float_to_integral(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Rounding to integral floats."""
+    if m["d"] != m["s"]:
+        raise Unsupported("integral rounding between types")
+    source = e.src(ins.operands[1], m["s"])
+    source = f"flush_f32({source})" if m["z"] else source
+    e.line(f"{e.dst(ins.operands[0], m['d'])}[...] = round_to_integral({source}, {m['r']!r})")
+
+
+@op(r"cvt.f64.f32", r"cvt.(?P<r>rn|rz|rm|rp).f32.f64")
+def between_floats(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f32 and f64."""
+    rounding = m.groupdict().get("r")
+    if rounding is None:
+        e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = {e.src(ins.operands[1], 'f32')}")
+    else:
+        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = round_to_f32({e.src(ins.operands[1], 'f64')}, {rounding!r})")
+
+
+@op(r"cvt.(?P<r>rn|rz|rm|rp)(?P<u>.relu)?.(?P<d>f16|bf16).f32", r"cvt(?P<z>.ftz)?.f32.(?P<s>f16|bf16)")
+def half_conversions(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f32 and one 16-bit float."""
+    groups = m.groupdict()
+    if groups.get("s"):
+        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
+        return
+    if m["d"] == "bf16" and m["r"] not in ("rn", "rz"):
+        raise Unsupported("rounding to bf16")
+    value = e.src(ins.operands[1], "f32")
+    value = f"relu_f32({value})" if m["u"] else value
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_half({value}, {m['d']!r}, {m['r']!r})")
+
+
+@runtime
+def relu_f32(value: np.ndarray) -> np.ndarray:
+    """Negative values become 0; NaN stays."""
+    return np.where(value < 0, np.float32(0), value)
+
+
+@op(r"cvt.(?P<r>rn|rz)(?P<u>.relu)?.(?P<d>f16x2|bf16x2).f32")
+def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Two f32 to a packed pair; the first source is the upper half."""
+    upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+    if m["u"]:
+        upper, lower = f"relu_f32({upper})", f"relu_f32({lower})"
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
+
+
+@op(r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32", r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)", r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)")
+def fp8(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Pairs of 8-bit floats."""
+    groups = m.groupdict()
+    if groups.get("s"):
+        e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = fp8x2_to_f16x2({e.src(ins.operands[1], 'b16')}, {m['s'][:4]!r})")
+    elif groups.get("h"):
+        e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f16x2_to_fp8x2({e.src(ins.operands[1], 'b32')}, {m['d'][:4]!r})")
+    else:
+        upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+        e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d'][:4]!r})")
+
+
+@op(r"cvt.(?P<r>rna|rn|rz).tf32.f32")
+def tf32(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f32 with 10 mantissa bits."""
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = f32_to_tf32({e.src(ins.operands[1], 'f32')}, {m['r']!r})")
+
+
+@op(r"cvta(?P<to>.to)?.(?P<space>global|shared|shared::cta|shared::cluster|param|const|local).(?P<t>u64)")
+def convert_address(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Between generic and specific addresses."""
+    space = m["space"].split("::")[0]
+    if space in ("const", "local"):
+        raise Unsupported(f"{space} memory")
+    operand = ins.operands[1]
+    source = e.address(operand, 64) if isinstance(operand, Symbol) else e.src(operand, "u64")
+    destination = e.dst(ins.operands[0], "u64")
+    if space == "global":
+        e.line(f"{destination}[...] = {source}")
+        return
+    window = SHARED_WINDOW if space == "shared" else PARAM_WINDOW
+    constant = e.constants.array(KINDS["u64"][2], WINDOW_MASK if m["to"] else window)
+    e.line(f"{'bitwise_and' if m['to'] else 'bitwise_or'}({source}, {constant}, {destination})")

@@ -1,0 +1,190 @@
+"""Floating-point arithmetic and comparison. Roundings and special values are those of `numeric`."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import numeric
+from ..emitter import Unsupported
+from ..ptx import Instruction
+from .arithmetic import COMPARE, binary, combine_comparison
+from .table import op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+FUNCTIONS = {"add": "add", "sub": "subtract", "mul": "multiply"}
+runtime(numeric.flush_f32)
+runtime(numeric.fma_f32)
+
+
+def flushed(ftz: str | None, *sources: str) -> list[str]:
+    """The sources, with subnormals flushed under .ftz."""
+    return [f"flush_f32({source})" if ftz else source for source in sources]
+
+
+def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None, sat: str | None) -> None:
+    """Apply result modifiers and store an f32."""
+    value = flushed(ftz, value)[0]
+    if sat:
+        value = f"{e.constants.thing(numeric.saturate)}({value})"
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
+
+
+@runtime
+def subtract_f32(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
+    """a - b in f32, rounded once."""
+    return numeric.add_f32(a, np.negative(b), rounding)
+
+
+@op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?(?P<s>.sat)?.f32")
+def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f32 addition, subtraction, multiplication."""
+    if m["r"] in (None, "rn") and not m["z"] and not m["s"]:
+        binary(e, ins, FUNCTIONS[m["f"]], "f32")
+        return
+    a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
+    if m["r"] in (None, "rn"):
+        value = f"{FUNCTIONS[m['f']]}({a}, {b})"
+    else:
+        function = {"add": numeric.add_f32, "sub": subtract_f32, "mul": numeric.mul_f32}[m["f"]]
+        value = f"{e.constants.thing(function)}({a}, {b}, {m['r']!r})"
+    finish(e, ins, value, m["z"], m["s"])
+
+
+@op(r"(?P<f>add|sub|mul)(.rn)?.f64")
+def basic64(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f64 addition, subtraction, multiplication."""
+    binary(e, ins, FUNCTIONS[m["f"]], "f64")
+
+
+@op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?(?P<s>.sat)?.f32")
+def fma32(e: Emitter, ins: Instruction, m: Match) -> None:
+    """a * b + c with one rounding."""
+    a, b, c = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:4]))
+    finish(e, ins, f"fma_f32({a}, {b}, {c}, {m['r']!r})", m["z"], m["s"])
+
+
+@op(r"fma.rn.f64")
+def fma64(e: Emitter, ins: Instruction, m: Match) -> None:
+    """a * b + c in extended precision."""
+    a, b, c = (e.src(operand, "f64") for operand in ins.operands[1:4])
+    e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = multiply({a}, {b}, dtype=longdouble) + {c}")
+
+
+@op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32")
+def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Minimum and maximum; without .NaN a NaN operand loses."""
+    if len(ins.operands) != 3:
+        raise Unsupported("three-operand min/max")
+    a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
+    function = e.constants.thing(numeric.min_f32 if m["f"] == "min" else numeric.max_f32)
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({a}, {b}, {bool(m['n'])})")
+
+
+@op(r"(?P<f>neg|abs)(?P<z>.ftz)?.f32", r"(?P<f>neg|abs).(?P<d>f64)")
+def sign(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Sign changes."""
+    kind = "f64" if "d" in m.groupdict() else "f32"
+    function = "negative" if m["f"] == "neg" else "absolute"
+    (value,) = flushed(m.groupdict().get("z"), f"{function}({e.src(ins.operands[1], kind)})")
+    e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
+
+
+@op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32")
+def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Division, rounded correctly in all forms."""
+    a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {e.constants.thing(numeric.div_f32)}({a}, {b}, {bool(m['z'])})")
+
+
+@op(r"div.rn.f64")
+def divide64(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f64 division."""
+    binary(e, ins, "divide", "f64")
+
+
+APPROXIMATIONS = {
+    "ex2": numeric.ex2_f32, "lg2": numeric.lg2_f32, "rcp": numeric.rcp_f32, "sqrt": numeric.sqrt_f32,
+    "rsqrt": numeric.rsqrt_f32, "tanh": numeric.tanh_f32, "sin": numeric.sin_f32, "cos": numeric.cos_f32,
+}  # fmt: skip
+
+
+@op(r"(?P<f>ex2|lg2|rsqrt|sin|cos|tanh).approx(?P<z>.ftz)?.f32", r"(?P<f>rcp|sqrt).(approx|rn)(?P<z>.ftz)?.f32")
+def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Transcendental functions and reciprocals, more exact than the hardware's."""
+    function = e.constants.thing(APPROXIMATIONS[m["f"]])
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({e.src(ins.operands[1], 'f32')}, {bool(m['z'])})")
+
+
+# ---------------------------------------------------------------- 16-bit
+
+
+@op(
+    r"(?P<f>add|sub|mul)(.rn)?(?P<z>.ftz)?(?P<s>.sat)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>fma).rn(?P<z>.ftz)?(?P<s>.sat)?(?P<u>.relu)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>ex2|tanh).approx(?P<z>.ftz)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+)
+def half(e: Emitter, ins: Instruction, m: Match) -> None:
+    """16-bit floats, single or packed in pairs, rounded once."""
+    groups = m.groupdict()
+    modifiers = {"z": "ftz", "s": "sat", "n": "NaN", "u": "relu"}
+    chosen = frozenset(name for key, name in modifiers.items() if groups.get(key))
+    kind = "b32" if m["t"].endswith("x2") else "b16"
+    function = numeric.half_arithmetic(m["f"], m["t"].removesuffix("x2"), chosen)
+    sources = ", ".join(e.src(operand, kind) for operand in ins.operands[1:])
+    e.line(f"{e.dst(ins.operands[0], kind)}[...] = on_halves({e.constants.thing(function)}, {sources})")
+
+
+@runtime
+def on_halves(function: partial[np.ndarray], *words: np.ndarray) -> np.ndarray:
+    """Apply a function of 16-bit patterns to words of 16 or 32 bits."""
+    shape = np.broadcast_shapes((1,), *(word.shape for word in words))
+    parts = [np.ascontiguousarray(np.broadcast_to(word, shape)).view(np.uint16) for word in words]
+    return function(*parts).astype(np.uint16, copy=False).view(words[0].dtype)
+
+
+@op(r"(?P<f>neg|abs).(?P<t>bf16x2|f16x2|bf16|f16)")
+def half_sign(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Sign bits of 16-bit floats."""
+    kind = "b32" if m["t"].endswith("x2") else "b16"
+    mask = 0x80008000 if kind == "b32" else 0x8000
+    constant = e.constants.array(np.dtype("u4" if kind == "b32" else "u2"), ~mask if m["f"] == "abs" else mask)
+    function = "bitwise_and" if m["f"] == "abs" else "bitwise_xor"
+    e.line(f"{function}({e.src(ins.operands[1], kind)}, {constant}, {e.dst(ins.operands[0], kind)})")
+
+
+# ---------------------------------------------------------------- comparison
+
+_UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
+
+
+@op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.(?P<t>f32|f64)")
+def compare_float(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Ordered comparisons are false, unordered ones true, when an operand is NaN."""
+    kind = m["t"]
+    a, b = flushed(m["z"], e.src(ins.operands[1], kind), e.src(ins.operands[2], kind))
+    name = m["c"]
+    if name in ("num", "nan"):
+        expression = f"logical_or(isnan({a}), isnan({b}))"
+        expression = f"logical_not({expression})" if name == "num" else expression
+    elif name in _UNORDERED:
+        expression = f"logical_not({_UNORDERED[name]}({a}, {b}))"
+    elif name == "ne":
+        expression = f"not_equal_ordered({a}, {b})"
+    else:
+        expression = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
+    combine_comparison(e, ins, expression, m["b"])
+
+
+@runtime
+def not_equal_ordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a < b or a > b."""
+    return np.logical_or(np.less(a, b), np.greater(a, b))

@@ -1,0 +1,224 @@
+"""Instructions in which the lanes of a warp look at each other."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..emitter import Unsupported, pair_items
+from ..ptx import Imm, Instruction
+from ..registers import WARP, Window
+from .table import op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+_LANES = np.arange(WARP)
+
+
+def member_mask(ins: Instruction, index: int) -> None:
+    """Only a full member mask (or all live lanes) is modelled."""
+    mask = ins.operands[index]
+    if not (isinstance(mask, Imm) and int(mask.value) & 0xFFFFFFFF == 0xFFFFFFFF):
+        raise Unsupported("a member mask other than -1")
+
+
+@op(r"shfl.sync.(?P<m>idx|bfly|up|down).b32", needs="warp", taint="own", pure=False)
+def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Exchange of registers between lanes; p tells whether the source lane is in range."""
+    member_mask(ins, 4)
+    d, p = pair_items(ins.operands[0])
+    a = e.src(ins.operands[1], "b32")
+    lane, clamp = ins.operands[2], ins.operands[3]
+    source, valid = e.temp(), e.temp()
+    if isinstance(lane, Imm) and isinstance(clamp, Imm):
+        table = shuffle_table(m["m"], int(lane.value) & 31, int(clamp.value))
+        e.line(f"{source}, {valid} = shuffle_constant(w, {e.constants.thing(table)})")
+    else:
+        e.line(f"{source}, {valid} = shuffle_lanes(w, {e.src(lane, 'u32')}, {e.src(clamp, 'u32')}, {m['m']!r})")
+    if e.tainted:
+        taint = e.taint_of([register for register in (ins.operands[1],) if hasattr(register, "bank")])  # type: ignore[misc]
+        for register in (d, p):
+            if register is not None:
+                e.line(f"{e.taint(register)}[...] = {f'shuffle_take({taint}, {source}, w)' if taint and register is d else 'False'}")
+    e.line(f"{e.dst(d, 'b32')}[...] = shuffle_take({a}, {source}, w)")
+    if p is not None:
+        e.line(f"{e.dst(p, 'pred')}[...] = {valid}")
+
+
+def shuffle_table(mode: str, lane: int, clamp: int) -> tuple[np.ndarray, np.ndarray]:
+    """Source lane of each lane, and whether it is in range."""
+    return shuffle_source(mode, _LANES, np.full(WARP, lane), np.full(WARP, clamp))
+
+
+def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The PTX definition of shfl: c holds the segment mask in bits 8-12 and the clamp in bits 0-4."""
+    segment = clamp >> 8 & 31
+    limit = clamp & 31
+    low = me & segment
+    top = low | (limit & ~segment & 31)
+    b = lane & 31
+    source = {"idx": low | (b & ~segment & 31), "bfly": me ^ b, "up": me - b, "down": me + b}[mode]
+    valid = source >= top if mode == "up" else source <= top
+    return np.where(valid, source, me).astype(np.int64), valid
+
+
+@runtime
+def shuffle_constant(w: Window, table: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Positions within the window of the source lanes, and their validity, for constant operands."""
+    key = ("shuffle", id(table))
+    cached = w.special.get(key)  # type: ignore[call-overload]
+    if cached is None:
+        source, valid = table
+        me = w.lane_in_warp
+        cached = (positions(w, source[me]), valid[me])
+        w.special[key] = cached  # type: ignore[index,assignment]
+    return cached  # type: ignore[return-value]
+
+
+@runtime
+def shuffle_lanes(w: Window, lane: np.ndarray, clamp: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same for operands in registers."""
+    me = w.lane_in_warp
+    lanes = np.broadcast_to(lane, me.shape).astype(np.int64)
+    clamps = np.broadcast_to(clamp, me.shape).astype(np.int64)
+    source, valid = shuffle_source(mode, me, lanes, clamps)
+    return positions(w, source), valid
+
+
+def positions(w: Window, source: np.ndarray) -> np.ndarray:
+    """Where lane source[i] of lane i's warp lies in the window; a lane that is not there gives lane i itself."""
+    wanted = w.lanes - w.lane_in_warp + source
+    found = np.searchsorted(w.lanes, wanted)
+    found = np.minimum(found, w.n - 1)
+    return np.where(w.lanes[found] == wanted, found, np.arange(w.n))
+
+
+@runtime
+def shuffle_take(value: np.ndarray, source: np.ndarray, w: Window) -> np.ndarray:
+    """value of the source lanes."""
+    return value.take(source) if value.ndim else np.broadcast_to(value, (w.n,))
+
+
+@op(r"vote.sync.(?P<m>any|all|uni).pred", r"vote.sync.(?P<m>ballot).b32", needs="warp", pure=False)
+def vote(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Votes over the live lanes of a warp."""
+    member_mask(ins, 2)
+    source = e.src(ins.operands[1], "pred")
+    e.line(f"{e.dst(ins.operands[0], 'b32' if m['m'] == 'ballot' else 'pred')}[...] = vote_{m['m']}(w, {source})")
+
+
+def per_warp(w: Window, value: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each warp of the window: (positions, values)."""
+    value = np.broadcast_to(value, (w.n,))
+    if len(w.warps) == 1:
+        return [(np.arange(w.n), value)]
+    warp = w.lanes // WARP
+    return [(index, value[index]) for index in (np.flatnonzero(warp == number) for number in w.warps)]
+
+
+@runtime
+def vote_any(w: Window, value: np.ndarray) -> np.ndarray:
+    """True where any lane of the warp votes true."""
+    if w.whole:
+        return np.repeat(np.broadcast_to(value, (w.n,)).reshape(-1, WARP).any(axis=1), WARP)
+    result = np.zeros(w.n, bool)
+    for index, votes in per_warp(w, value):
+        result[index] = votes.any()
+    return result
+
+
+@runtime
+def vote_all(w: Window, value: np.ndarray) -> np.ndarray:
+    """True where all lanes of the warp vote true."""
+    return ~vote_any(w, ~value)
+
+
+@runtime
+def vote_uni(w: Window, value: np.ndarray) -> np.ndarray:
+    """True where all lanes of the warp vote alike."""
+    return vote_all(w, value) | ~vote_any(w, value)
+
+
+@runtime
+def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
+    """The votes of the warp as bits."""
+    result = np.zeros(w.n, np.uint32)
+    lane = w.lane_in_warp
+    for index, votes in per_warp(w, value):
+        result[index] = int(np.bitwise_or.reduce(np.where(votes, 1 << lane[index], 0)))
+    return result
+
+
+@op(r"activemask.b32", pure=False)
+def active_mask(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The lanes that are here now."""
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = vote_ballot(w, ones(w.n, bool))")
+
+
+@op(r"redux.sync.(?P<m>add|min|max).(?P<t>u32|s32)", r"redux.sync.(?P<m>and|or|xor).(?P<t>b32)", needs="warp", taint="own", pure=False)
+def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Reduction over the live lanes of a warp."""
+    member_mask(ins, 2)
+    function = {"add": "add", "min": "minimum", "max": "maximum", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}[m["m"]]
+    source = e.src(ins.operands[1], m["t"])
+    d, _ = pair_items(ins.operands[0])
+    if e.tainted and d is not None:
+        e.line(f"{e.taint(d)}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
+    e.line(f"{e.dst(d, m['t'])}[...] = reduce_warps(w, {source}, {function})")
+
+
+@runtime
+def reduce_warps(w: Window, value: np.ndarray, function: np.ufunc) -> np.ndarray:
+    """The reduction of each warp in all of its lanes."""
+    result = np.empty(w.n, value.dtype)
+    for index, values in per_warp(w, value):
+        result[index] = function.reduce(values, dtype=value.dtype)
+    return result
+
+
+@op(r"elect.sync", needs="warp", pure=False)
+def elect(e: Emitter, ins: Instruction, m: Match) -> None:
+    """p is true in the lowest live lane of each warp; d is its number."""
+    member_mask(ins, 1)
+    d, p = pair_items(ins.operands[0])
+    if d is not None:
+        e.line(f"{e.dst(d, 'b32')}[...] = elected(w)[1]")
+    if p is not None:
+        e.line(f"{e.dst(p, 'pred')}[...] = elected(w)[0]")
+
+
+@runtime
+def elected(w: Window) -> tuple[np.ndarray, np.ndarray]:
+    """Whether a lane is the lowest of its warp, and the number of the lowest."""
+    cached = w.special.get("elected")
+    if cached is None:
+        chosen = np.zeros(w.n, bool)
+        number = np.zeros(w.n, np.uint32)
+        lane = w.lane_in_warp
+        for index, lanes in per_warp(w, lane):
+            chosen[index[0]] = True
+            number[index] = lanes[0]
+        cached = w.special["elected"] = (chosen, number)  # type: ignore[assignment]
+    return cached  # type: ignore[return-value]
+
+
+@op(r"match.any.sync.b32", needs="warp", pure=False)
+def match_any(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The lanes of the warp that hold the same value."""
+    member_mask(ins, 2)
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = match_lanes(w, {e.src(ins.operands[1], 'b32')})")
+
+
+@runtime
+def match_lanes(w: Window, value: np.ndarray) -> np.ndarray:
+    """For each lane, the bits of the lanes with its value."""
+    result = np.zeros(w.n, np.uint32)
+    lane = w.lane_in_warp
+    for index, values in per_warp(w, value):
+        bits = np.where(values[:, None] == values[None, :], (1 << lane[index])[None, :], 0)
+        result[index] = np.bitwise_or.reduce(bits, axis=1)
+    return result

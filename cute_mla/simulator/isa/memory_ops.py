@@ -1,0 +1,499 @@
+"""Loads, stores, matrix loads and stores, atomics, fences and prefetches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import matrix_fragments
+from ..emitter import Unsupported
+from ..findings import Fault
+from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
+from ..registers import WARP, Window
+from .conversions import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
+from .table import ignored, op, registers_of, runtime
+
+if TYPE_CHECKING:
+    from ..cta import Cta
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+CACHE = r"(.L1::(evict_normal|evict_unchanged|evict_first|evict_last|no_allocate))?(.L2::(evict_normal|evict_last|evict_first))?(.L2::cache_hint)?(.L2::(64|128|256)B)?"
+ORDER = r"(.(weak|volatile|((relaxed|acquire|release)(.(cta|cluster|gpu|sys)))))?"
+SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster|param))?"
+TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[busf](8|16|32|64))"
+
+
+def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None, ...]:
+    """The registers of a scalar or vector access."""
+    count = int(match["v"][1:]) if match["v"] else 1
+    items = operand.items if isinstance(operand, Vec) else (operand,)
+    if len(items) != count:
+        raise Unsupported(f"{len(items)} registers for {count} elements")
+    return items
+
+
+def width_of(kind: str) -> int:
+    """Bytes of an element type."""
+    return int(kind[1:]) // 8
+
+
+@op(rf"ld{ORDER}{SPACE}(.(cg|ca|cs|lu|cv|nc))*{CACHE}{TYPE}", pure=False, taint="own", loads=True)
+def load(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Load into one or several registers; narrow elements are extended to the register."""
+    items = vector_items(ins.operands[0], m)
+    mem = ins.operands[1]
+    size = width_of(m["t"])
+    if m["space"] == "param":
+        load_param(e, items, mem, m["t"])
+        return
+    e.check_taint(registers_of(mem), "an address")
+    value = e.temp()
+    e.line(f"{value} = {load_call(e, mem, m['space'], f'{size}, {len(items)}')}")
+    store_loaded(e, items, value, m["t"])
+
+
+def load_call(e: Emitter, mem: Operand | None, space: str | None, rest: str) -> str:
+    """The call that loads from an address space."""
+    shared = space is not None and space.startswith("shared")
+    address = e.memory_address(mem, 32 if shared else 64)
+    name = "load_shared" if shared else "load_global" if space == "global" else "load_generic"
+    return f"{name}(w, {address}, {rest})"
+
+
+def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind: str) -> None:
+    """Move loaded elements to registers, and their poison."""
+    rows = [e.taint(item) for item in items if item is not None]
+    for index, item in enumerate(items):
+        if item is not None:
+            write_element(e, item, f"{value}[{index}]", kind)
+    where = [index for index, item in enumerate(items) if item is not None]
+    if e.tainted:
+        e.line(f"take_poison(w, {tuple(where)}, ({', '.join(str(row) for row in rows)},))")
+    else:
+        registers = tuple((item.bank, e.layout.slot(item)) for item in items if isinstance(item, Reg))
+        e.line(f"if w.cta.poison is not None: meet_poison(w, {tuple(where)}, {registers})")
+
+
+def write_element(e: Emitter, item: Operand, value: str, kind: str) -> None:
+    """Store one loaded element, extending it to the register's width."""
+    assert isinstance(item, Reg)
+    size = width_of(kind)
+    width = {"h": 2, "r": 4, "d": 8, "p": 0}[item.bank]
+    if width < size:
+        raise Unsupported(f"load of {size} bytes into a register of {width}")
+    unsigned = {"h": "u16", "r": "u32", "d": "u64"}[item.bank]
+    if kind[0] == "s" and size < width:
+        value = f"{value}.view({e.constants.thing(np.dtype(f'i{size}'))})"
+        unsigned = "s" + unsigned[1:]
+    e.line(f"{e.dst(item, unsigned)}[...] = {value}")
+
+
+def load_param(e: Emitter, items: tuple[Operand | None, ...], mem: Operand | None, kind: str) -> None:
+    """ld.param: the same for all threads."""
+    if not isinstance(mem, Mem) or not isinstance(mem.base, Symbol):
+        raise Unsupported("ld.param from a computed address")
+    size = width_of(kind)
+    start = e.layout.params[mem.base.name] + mem.base.offset + mem.offset
+    for index, item in enumerate(items):
+        if item is not None:
+            dtype = e.constants.thing(np.dtype(f"u{size}"))
+            write_element(e, item, f"w.cta.param({start + index * size}, {dtype})", kind)
+            if e.tainted:
+                e.line(f"{e.taint(item)}.fill(False)")
+
+
+@op(rf"st{ORDER}{SPACE}(.(wb|cg|cs|wt))*{CACHE}{TYPE}", writes=(), pure=False, taint="own")
+def store(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Store one or several registers."""
+    mem = ins.operands[0]
+    items = vector_items(ins.operands[1], m)
+    size = width_of(m["t"])
+    if m["space"] == "param":
+        raise Unsupported("st.param")
+    shared = m["space"] is not None and m["space"].startswith("shared")
+    e.check_taint(registers_of(mem), "an address")
+    kind = f"u{size * 8}"
+    values = ", ".join(byte_source(e, item) if size == 1 else e.src(item, kind) for item in items)
+    address = e.memory_address(mem, 32 if shared else 64)
+    name = "store_shared" if shared else "store_global" if m["space"] == "global" else "store_generic"
+    poison = "None"
+    if e.tainted:
+        poison = f"[{', '.join(str(e.taint(item)) for item in items)}]"
+    e.line(f"{name}(w, {address}, [{values}], {poison})")
+
+
+def byte_source(e: Emitter, item: Operand | None) -> str:
+    """The low byte of a register."""
+    bank = item.bank if isinstance(item, Reg) else "r"
+    return f"{e.src(item, {'h': 'u16', 'r': 'u32', 'd': 'u64'}[bank])}.astype({e.constants.thing(np.dtype('u1'))})"
+
+
+# ---------------------------------------------------------------- runtime
+
+
+def lanes_of(w: Window, address: np.ndarray) -> np.ndarray:
+    """One address per lane."""
+    return address if address.ndim else np.broadcast_to(address, (w.n,))
+
+
+def place_shared(w: Window, address: np.ndarray) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
+    """Which CTA's memory each lane means: (cta, positions or None for all lanes, offsets)."""
+    cta = w.cta
+    address = lanes_of(w, address)
+    ranks = address >> np.uint32(24)
+    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
+    rank = int(ranks[0])
+    if bool((ranks == rank).all()):
+        return [(cta.peer(rank), None, offsets)]
+    parts: list[tuple[Cta, np.ndarray | None, np.ndarray]] = []
+    for rank in np.unique(ranks):
+        index = np.flatnonzero(ranks == rank)
+        parts.append((cta.peer(int(rank)), index, offsets[index]))
+    return parts
+
+
+@runtime
+def load_shared(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
+    """ld.shared; poison is left in the CTA for the code that stores the registers."""
+    cta = w.cta
+    parts = place_shared(w, address)
+    if len(parts) == 1:
+        target, _, offsets = parts[0]
+        values, poison = target.smem.load(offsets, size, count)
+        cta.poison = poison
+    else:
+        values = np.zeros((count, w.n), np.dtype(f"u{size}"))
+        mask = np.zeros((count, w.n), bool)
+        for target, index, offsets in parts:
+            part, poison = target.smem.load(offsets, size, count)
+            values[:, index] = part
+            if poison is not None:
+                mask[:, index] = poison
+        cta.poison = mask if mask.any() else None
+    if cta.observer is not None:
+        for target, index, offsets in parts:
+            cta.observer.shared_access(w, target, index, offsets, size * count, False)
+    return values
+
+
+@runtime
+def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
+    """ld.global."""
+    cta = w.cta
+    address = lanes_of(w, address)
+    values, cta.poison = cta.machine.memory.load(address, size, count)
+    if cta.observer is not None:
+        cta.observer.global_access(w, address, size * count, False)
+    return values
+
+
+@runtime
+def load_generic(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
+    """ld from a generic address (all lanes in one space)."""
+    return load_shared(w, shared_part(address), size, count) if in_shared(address) else load_global(w, address, size, count)
+
+
+def in_shared(address: np.ndarray) -> bool:
+    """True when generic addresses lie in the shared window. Raises Fault when only some do, or in the parameter window."""
+    window = address >> np.uint64(56)
+    first = int(window.flat[0])
+    if not bool((window == first).all()):
+        raise Fault("unsupported", "one generic access to several address spaces")
+    if first == PARAM_WINDOW >> 56:
+        raise Fault("unsupported", "generic access to parameters")
+    return first == SHARED_WINDOW >> 56
+
+
+def shared_part(address: np.ndarray) -> np.ndarray:
+    """The shared address in a generic one."""
+    return (address & np.uint64(WINDOW_MASK)).astype(np.uint32)
+
+
+@runtime
+def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
+    """st.shared."""
+    cta = w.cta
+    for target, index, offsets in place_shared(w, address):
+        if index is None:
+            target.smem.store(offsets, values, poison)
+        else:
+            part = [np.broadcast_to(value, (w.n,))[index] for value in values]
+            bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
+            target.smem.store(offsets, part, bad)
+        if cta.observer is not None:
+            cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
+
+
+@runtime
+def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
+    """st.global; storing poison is a finding."""
+    cta = w.cta
+    address = lanes_of(w, address)
+    if poison is not None:
+        for mask in poison:
+            if mask is not None and mask.any():
+                lane = int(np.flatnonzero(mask)[0])
+                cta.report(w, "poison", f"an undefined value is stored to {cta.machine.memory.describe(int(address[lane]))}")
+    cta.machine.memory.store(address, values)
+    cta.machine.progress += 1
+    if cta.observer is not None:
+        cta.observer.global_access(w, address, values[0].dtype.itemsize * len(values), True)
+
+
+@runtime
+def store_generic(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
+    """st to a generic address."""
+    if in_shared(address):
+        store_shared(w, shared_part(address), values, poison)
+    else:
+        store_global(w, address, values, poison)
+
+
+@runtime
+def check_poison(w: Window, what: str, *masks: np.ndarray | None) -> None:
+    """A finding when any mask is set."""
+    for mask in masks:
+        if mask is not None and mask.any():
+            w.cta.report(w, "poison", f"an undefined value decides {what}")
+            return
+
+
+@runtime
+def take_poison(w: Window, where: tuple[int, ...], rows: tuple[np.ndarray, ...]) -> None:
+    """Tainted code: the poison of a load goes to its registers."""
+    cta = w.cta
+    for index, row in zip(where, rows, strict=True):
+        row[...] = False if cta.poison is None else cta.poison[index]
+    cta.poison = None
+
+
+@runtime
+def meet_poison(w: Window, where: tuple[int, ...], registers: tuple[tuple[str, int], ...]) -> None:
+    """Plain code loaded poison: the rest of the convoy's run happens in tainted code."""
+    cta = w.cta
+    poison = cta.poison
+    cta.poison = None
+    assert poison is not None
+    cta.become_tainted(w)
+    for index, (bank, slot) in zip(where, registers, strict=True):
+        w.taints[bank][slot] |= poison[index]
+
+
+# ---------------------------------------------------------------- matrices
+
+
+@op(r"ldmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", pure=False, taint="own", loads=True)
+def load_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
+    """8x8 matrices of 16-bit elements from shared memory."""
+    items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
+    e.check_taint(registers_of(ins.operands[1]), "an address")
+    value = e.temp()
+    e.line(f"{value} = load_matrices(w, {e.memory_address(ins.operands[1], 32)}, {int(m['n'])}, {bool(m['t'])})")
+    store_loaded(e, items, value, "b32")
+
+
+@op(r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", writes=(), pure=False, taint="own")
+def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
+    """8x8 matrices of 16-bit elements to shared memory."""
+    source = ins.operands[1]
+    items = source.items if isinstance(source, Vec) else (source,)
+    e.check_taint(registers_of(ins.operands[0]), "an address")
+    values = ", ".join(e.src(item, "b32") for item in items)
+    poison = f"[{', '.join(str(e.taint(item)) for item in items)}]" if e.tainted else "None"
+    e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {bool(m['t'])}, {poison})")
+
+
+def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
+    """Window offsets per (warp, lane) for matrix moves. Raises Fault for partial warps, bad addresses or other CTAs."""
+    if not w.whole:
+        raise Fault("divergence", "a matrix load or store needs all 32 lanes of its warps")
+    address = lanes_of(w, address).reshape(-1, WARP)
+    used = address[:, : 8 * count]
+    if bool((used >> np.uint32(24) != w.cta.rank).any()):
+        raise Fault("out_of_bounds", "a matrix load or store outside the CTA's own shared memory")
+    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
+    rows = offsets[:, : 8 * count]
+    if int(np.bitwise_or.reduce(rows, axis=None)) & 15:
+        raise Fault("misaligned", "a matrix row that is not at a multiple of 16 bytes")
+    w.cta.smem.check(int(rows.min()), int(rows.max()) + 16, "matrix access")
+    return offsets
+
+
+@runtime
+def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
+    """ldmatrix."""
+    cta = w.cta
+    offsets = matrix_offsets(w, address, count)
+    values = np.stack(matrix_fragments.load_matrices(cta.smem.data, offsets, count, transposed)).reshape(count, -1)
+    valid = np.stack(matrix_fragments.load_matrices(cta.smem.valid, offsets, count, transposed)).reshape(count, -1)
+    known = valid == 0x01010101
+    cta.poison = None if known.all() else ~known
+    if cta.observer is not None:
+        cta.observer.shared_access(w, cta, None, offsets[:, : 8 * count].ravel(), 16, False)
+    return values
+
+
+@runtime
+def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], transposed: bool, poison: list[np.ndarray] | None) -> None:
+    """stmatrix."""
+    cta = w.cta
+    offsets = matrix_offsets(w, address, len(values))
+    shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
+    matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
+    good = np.uint32(0x01010101)
+    shadow = [np.full(value.shape, good) for value in shaped]
+    if poison is not None:
+        shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
+    matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
+    if cta.observer is not None:
+        cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
+
+
+@op(r"movmatrix.sync.aligned.m8n8.trans.b16", needs="warp", pure=False)
+def move_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Transpose of an 8x8 matrix held by a warp."""
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = transpose_warps(w, {e.src(ins.operands[1], 'b32')})")
+
+
+@runtime
+def transpose_warps(w: Window, value: np.ndarray) -> np.ndarray:
+    """movmatrix."""
+    if not w.whole:
+        raise Fault("divergence", "movmatrix needs all 32 lanes of its warps")
+    return matrix_fragments.transpose_matrix(np.broadcast_to(value, (w.n,)).reshape(-1, WARP)).reshape(-1)
+
+
+# ---------------------------------------------------------------- atomics
+
+_ATOMIC = r"(.(relaxed|acquire|release|acq_rel))?(.(cta|cluster|gpu|sys))?(.(?P<space>global|shared|shared::cta|shared::cluster))?"
+_FUNCTIONS: dict[str, Callable[[int | float, int | float], int | float]] = {
+    "add": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+    "and": lambda a, b: int(a) & int(b),
+    "or": lambda a, b: int(a) | int(b),
+    "xor": lambda a, b: int(a) ^ int(b),
+    "exch": lambda a, b: b,
+    "inc": lambda a, b: 0 if a >= b else a + 1,
+    "dec": lambda a, b: b if a == 0 or a > b else a - 1,
+}
+
+
+@op(
+    rf"(?P<k>atom){_ATOMIC}.(?P<f>add|min|max|and|or|xor|exch|inc|dec|cas){CACHE}.(?P<t>[busf](32|64))",
+    pure=False, taint="own", loads=True,
+)  # fmt: skip
+def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Read-modify-write that returns the old value; lanes act in order."""
+    emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
+
+
+@op(rf"(?P<k>red)(.async)?{_ATOMIC}.(?P<f>add|min|max|and|or|xor|inc|dec){CACHE}.(?P<t>[busf](32|64))", writes=(), pure=False, taint="own")
+def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Read-modify-write without a result."""
+    if ".async" in ins.opcode:
+        raise Unsupported("red.async")
+    emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
+
+
+def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: Operand | None, rest: list[Operand | None]) -> None:
+    """The common part of atom and red."""
+    shared = m["space"] is not None and m["space"].startswith("shared")
+    e.check_taint(registers_of(mem), "an address")
+    for operand in rest:
+        e.check_taint(registers_of(operand), "an atomic operation")
+    kind = m["t"].replace("b", "u")
+    values = ", ".join(e.src(operand, kind) for operand in rest)
+    space = "shared" if shared else m["space"] or "generic"
+    value = e.temp()
+    e.line(f"{value} = atomic_lanes(w, {e.memory_address(mem, 32 if shared else 64)}, {m['f']!r}, {space!r}, [{values}])")
+    if d is not None:
+        store_loaded(e, (d,), value, f"b{m['t'][1:]}")
+
+
+@runtime
+def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: list[np.ndarray]) -> np.ndarray:
+    """Do an atomic lane by lane; returns the old bits (1, lanes)."""
+    dtype = values[0].dtype
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    if space == "generic":
+        space = "shared" if in_shared(address) else "global"
+        address = shared_part(address) if space == "shared" else address
+    address = lanes_of(w, address)
+    operands = [np.broadcast_to(value, (w.n,)) for value in values]
+    old = np.zeros((1, w.n), unsigned)
+    for lane in range(w.n):
+        where = address[lane : lane + 1]
+        one = w if w.n == 1 else w
+        current = load_one(one, where, dtype.itemsize, space).view(dtype)
+        old[0, lane] = current.view(unsigned)[0]
+        before = current[0].item()
+        if name == "cas":
+            after = operands[1][lane].item() if before == operands[0][lane].item() else before
+        else:
+            after = _FUNCTIONS[name](before, operands[0][lane].item())
+        if dtype.kind != "f":
+            after = int(after) & ((1 << dtype.itemsize * 8) - 1)
+            new = np.array([after], unsigned)
+        else:
+            new = np.array([after], dtype).view(unsigned)
+        store_one(one, where, new, space)
+    w.cta.poison = None
+    w.cta.machine.progress += 1
+    return old
+
+
+def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarray:
+    """One element for an atomic; poison in memory is a finding."""
+    cta = w.cta
+    if space == "shared":
+        target = cta.peer(int(address[0]) >> 24)
+        values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
+    else:
+        values, poison = cta.machine.memory.load(address, size, 1)
+    if poison is not None:
+        cta.report(w, "poison", "an atomic operation on an undefined value")
+    return np.ascontiguousarray(values[0])
+
+
+def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> None:
+    """Write back one element of an atomic."""
+    cta = w.cta
+    if space == "shared":
+        cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
+    else:
+        cta.machine.memory.store(address, [value])
+
+
+# ---------------------------------------------------------------- fences and hints
+
+
+@op(
+    r"fence.proxy.(async|alias)(.(global|shared::cta|shared::cluster))?",
+    r"fence.proxy.tensormap::generic.(acquire|release).(cta|cluster|gpu|sys)",
+    r"fence(.(sc|acq_rel|acquire|release))?.(cta|cluster|gpu|sys)",
+    r"fence.mbarrier_init.release.cluster",
+    r"membar.(cta|gl|sys)",
+    writes=(), pure=False,
+)  # fmt: skip
+def fence(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Fences only order; they are shown to observers."""
+    e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
+
+
+ignored(r"prefetch.(tensormap|param.tensormap|const.tensormap)", "a hint: no effect on results")
+ignored(r"prefetch.global.(L1|L2)(::(evict_last|evict_normal))?", "a hint: no effect on results")
+ignored(r"prefetchu.L1", "a hint: no effect on results")
+ignored(r"applypriority.global.L2::evict_normal", "a hint: no effect on results")
+ignored(r"discard.global.L2", "a hint: no effect on results")
+
+
+@op(r"createpolicy.fractional.L2::[\w:.]+")
+def create_policy(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Cache policies have no effect on results: any value will do."""
+    e.line(f"{e.dst(ins.operands[0], 'b64')}.fill(0)")

@@ -1,0 +1,133 @@
+"""How an instruction is described: the spelling it accepts, what it reads and writes, and the code it becomes.
+
+A spelling is a regular expression over the whole opcode with all its modifiers, so whatever is not written there is
+refused at load. Nothing is ignored silently: a no-op is an entry with a reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Emit = Callable[["Emitter", Instruction, re.Match[str]], None]
+
+NAMESPACE: dict[str, Any] = {}  # what generated code can call by name
+_TABLE: dict[str, list[Spec]] = {}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One entry of the table.
+
+    writes: indices of the operands that are destinations. taint: "or" (outputs are poisoned where any input is) or "own"
+    (the emitter takes care). needs: "warp" or "warpgroup" when all live threads of those must be there together.
+    pure: has no effect but its destinations, so a guard can select results. starts, ends: begins or closes a block.
+    loads: may bring poison into its destinations. reason: why a no-op is one. control: "bra", "exit" or "".
+    """
+
+    pattern: re.Pattern[str]
+    emit: Emit | None
+    writes: tuple[int, ...] = (0,)
+    taint: str = "or"
+    needs: str = ""
+    pure: bool = True
+    starts: bool = False
+    ends: bool = False
+    loads: bool = False
+    reason: str = ""
+    control: str = ""
+    asynchronous: bool = False  # destinations are an accumulator that is read later (wgmma)
+
+
+def op(*patterns: str, **options: Any) -> Callable[[Emit], Emit]:
+    """Register an emitter for opcode patterns (dots may be written plainly)."""
+
+    def register(emit: Emit) -> Emit:
+        for pattern in patterns:
+            _add(pattern, emit, options)
+        return emit
+
+    return register
+
+
+def ignored(pattern: str, reason: str, **options: Any) -> None:
+    """Register an instruction that does nothing here, and why."""
+    _add(pattern, None, {"writes": (), "pure": False, "reason": reason, **options})
+
+
+def _add(pattern: str, emit: Emit | None, options: dict[str, Any]) -> None:
+    compiled = re.compile(re.sub(r"(?<!\\)\.", r"\\.", pattern))
+    head = re.match(r"(?:\((?:\?P<\w+>)?)?(\w+(?:\|\w+)*)", pattern)
+    assert head is not None
+    spec = Spec(compiled, emit, **options)
+    for name in head.group(1).split("|"):
+        _TABLE.setdefault(name, []).append(spec)
+
+
+def runtime(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a helper callable from generated code under its own name."""
+    NAMESPACE[function.__name__] = function
+    return function
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An instruction with its table entry and the registers it touches.
+
+    Implicit reads (an address, a guard) count as reads. accumulators: registers of an asynchronous destination.
+    """
+
+    instruction: Instruction
+    spec: Spec
+    match: re.Match[str]
+    reads: tuple[Reg, ...]
+    writes: tuple[Reg, ...]
+    accumulators: tuple[Reg, ...] = field(default=())
+
+
+def decode(instruction: Instruction) -> Decoded | None:
+    """The table entry of an instruction; None when there is none."""
+    for spec in _TABLE.get(instruction.opcode.split(".", 1)[0], ()):
+        match = spec.pattern.fullmatch(instruction.opcode)
+        if match is None:
+            continue
+        reads: list[Reg] = []
+        writes: list[Reg] = []
+        for index, operand in enumerate(instruction.operands):
+            (writes if index in spec.writes else reads).extend(registers_of(operand))
+        for index in spec.writes:  # an address is never written
+            if index < len(instruction.operands) and isinstance(instruction.operands[index], Mem):
+                raise AssertionError(f"{instruction.opcode}: destination {index} is an address")
+        if instruction.guard is not None:
+            reads.append(instruction.guard[0])
+        accumulators = tuple(writes) if spec.asynchronous else ()
+        return Decoded(instruction, spec, match, tuple(reads), () if spec.asynchronous else tuple(writes), accumulators)
+    return None
+
+
+def registers_of(operand: Operand | None) -> list[Reg]:
+    """All registers in an operand."""
+    if isinstance(operand, Reg):
+        return [operand]
+    if isinstance(operand, Negated):
+        return [operand.reg]
+    if isinstance(operand, Pair):
+        return [register for register in (operand.first, operand.second) if register is not None]
+    if isinstance(operand, Vec):
+        return [register for item in operand.items for register in registers_of(item)]
+    if isinstance(operand, Mem):
+        inner = registers_of(operand.base) + registers_of(operand.coords)
+        return inner + [register for item in operand.extra for register in registers_of(item)]
+    return []
+
+
+def all_specs() -> list[Spec]:
+    """Every entry of the table."""
+    return [spec for specs in _TABLE.values() for spec in specs]

@@ -1,0 +1,64 @@
+"""Where an entry's registers, parameters and shared variables live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .ptx import EntryText, Reg
+
+PARAM_BASE = 0  # parameter addresses are offsets into the argument block
+
+
+@dataclass
+class Layout:
+    """Slots of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
+
+    static_shared: bytes of shared variables with a size; the dynamic array follows them.
+    """
+
+    slots: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=lambda: {"p": 0, "h": 0, "r": 0, "d": 0})
+    params: dict[str, int] = field(default_factory=dict)
+    param_bytes: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
+    dynamic_base: int = 0
+    row_groups: dict[tuple[int, ...], object] = field(default_factory=dict)
+
+    def slot(self, register: Reg) -> int:
+        """The row of a register in its bank."""
+        return self.slots[register.name]
+
+    def place(self, register: Reg) -> None:
+        """Give a register the next row of its bank, unless it has one."""
+        if register.name not in self.slots:
+            self.slots[register.name] = self.sizes[register.bank]
+            self.sizes[register.bank] += 1
+
+
+def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]], shared_base: int) -> Layout:
+    """Place everything. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
+    layout = Layout()
+    for group in groups:
+        for register in group:
+            layout.place(register)
+    for register in entry.registers.values():
+        layout.place(register)
+    offset = PARAM_BASE
+    for param in entry.params:
+        offset = -(-offset // param.align) * param.align
+        layout.params[param.name] = offset
+        offset += param.size
+    layout.param_bytes = offset
+    window = shared_base
+    for variable in entry.shared:
+        if variable.size:
+            window = -(-window // variable.align) * variable.align
+            layout.shared[variable.name] = window
+            window += variable.size
+    dynamic = [variable for variable in entry.shared if not variable.size]
+    for variable in dynamic:
+        window = -(-window // variable.align) * variable.align
+    layout.dynamic_base = window
+    for variable in dynamic:
+        layout.shared[variable.name] = window
+    return layout

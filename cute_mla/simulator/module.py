@@ -1,0 +1,108 @@
+"""A loaded PTX module: entries with their parameters, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .blocks import Flow, accumulator_groups, build_flow, desugar
+from .emitter import Unsupported
+from .findings import UnsupportedInstruction
+from .isa.table import Decoded, decode
+from .layout import Layout, make_layout
+from .ptx import EntryText, ParamDecl, parse_ptx
+from .translate import Translator
+
+SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
+
+
+@dataclass
+class Entry:
+    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned)."""
+
+    name: str
+    params: tuple[ParamDecl, ...]
+    reqntid: tuple[int, int, int] | None
+    flow: Flow
+    layout: Layout
+    translator: Translator
+    undefined: tuple[str, ...] = ()
+
+
+@dataclass
+class Module:
+    """All kernels of a PTX text."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+def load_module(ptx: str) -> Module:
+    """Parse PTX, check every instruction against the table, and analyse control flow.
+
+    Raises PtxError for text that cannot be read and UnsupportedInstruction with the list of everything unknown.
+    """
+    module = Module()
+    problems: dict[str, list[int]] = {}
+    for name, text in parse_ptx(ptx).items():
+        entry = load_entry(text, problems)
+        if entry is not None:
+            module.entries[name] = entry
+    if problems:
+        lines = [f"{what} (PTX line{'s' if len(where) > 1 else ''} {', '.join(map(str, where[:5]))})" for what, where in problems.items()]
+        raise UnsupportedInstruction("unsupported instructions:\n  " + "\n  ".join(lines))
+    return module
+
+
+def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
+    """One entry; what is not supported goes to problems (description -> PTX lines)."""
+    instructions, labels = desugar(text)
+    decoded: list[Decoded] = []
+    for instruction in instructions:
+        item = decode(instruction)
+        if item is None:
+            problems.setdefault(instruction.opcode, []).append(instruction.line)
+        else:
+            decoded.append(item)
+    if problems:
+        return None
+    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
+    flow = build_flow(decoded, labels, layout)
+    translator = Translator(text.name, flow, layout)
+    check_operands(decoded, translator, problems)
+    names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
+    undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
+    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined)
+
+
+def check_operands(decoded: list[Decoded], translator: Translator, problems: dict[str, list[int]]) -> None:
+    """Try every distinct operand form, so that unsupported ones show at load."""
+    from .emitter import Emitter
+
+    seen: set[tuple[object, ...]] = set()
+    for item in decoded:
+        if item.spec.emit is None:
+            continue
+        shape = (item.instruction.opcode, *(describe(operand) for operand in item.instruction.operands))
+        if shape in seen:
+            continue
+        seen.add(shape)
+        try:
+            item.spec.emit(Emitter(translator.layout, translator.constants, False), item.instruction, item.match)
+        except Unsupported as error:
+            problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
+        except (IndexError, TypeError, ValueError, AssertionError) as error:
+            problems.setdefault(f"{item.instruction.opcode}: operands not understood ({error})", []).append(item.instruction.line)
+
+
+def describe(operand: object) -> object:
+    """The form of an operand, without its particular registers."""
+    bank = getattr(operand, "bank", None)
+    if bank is not None:
+        return bank
+    items = getattr(operand, "items", None)
+    if items is not None:
+        return tuple(describe(item) for item in items)
+    if hasattr(operand, "value") or hasattr(operand, "name"):
+        return repr(operand)
+    if hasattr(operand, "base"):
+        return (describe(operand.base), operand.offset != 0, describe(operand.coords))
+    return type(operand).__name__
