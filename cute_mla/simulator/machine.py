@@ -13,6 +13,7 @@ from . import deadlock, tma
 from ..spec.tensor_map import TensorMap
 from .async_units import PendingCopy
 from .barriers import ClusterBarrier, Mbarrier
+from .blas import single_threaded
 from .blocks import Block
 from .cta import Cta, Cluster, Origin
 from .findings import Fault, Finding, Report
@@ -135,7 +136,7 @@ class Machine:
     def run(self) -> Report:
         """Run to the end, or to the first finding that makes going on pointless."""
         began = time.perf_counter()
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), single_threaded():
             try:
                 self.start_cluster()
                 while True:

@@ -1,0 +1,45 @@
+"""Keeps NumPy's matrix products on the calling thread: the tiles are small, and helper threads only wait for each other."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+_PREFIXES = ("scipy_openblas_", "openblas_")
+_SUFFIXES = ("64_", "")
+
+
+@cache
+def _controls() -> tuple[Callable[[int], object], Callable[[], int]] | None:
+    """OpenBLAS's setter and getter of its thread count, or None where NumPy has another BLAS."""
+    try:
+        from numpy._core import _multiarray_umath
+
+        library = ctypes.CDLL(_multiarray_umath.__file__)
+    except (ImportError, OSError):
+        return None
+    for prefix in _PREFIXES:
+        for suffix in _SUFFIXES:
+            setter = getattr(library, f"{prefix}set_num_threads{suffix}", None)
+            getter = getattr(library, f"{prefix}get_num_threads{suffix}", None)
+            if setter is not None and getter is not None:
+                return setter, getter
+    return None
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """Within this context NumPy multiplies on one thread, where that can be controlled."""
+    controls = _controls()
+    if controls is None:
+        yield
+        return
+    setter, getter = controls
+    before = int(getter())
+    setter(1)
+    try:
+        yield
+    finally:
+        setter(before)
