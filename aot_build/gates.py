@@ -5,7 +5,7 @@ The PTX is what the simulator executes and the cubin is what a GPU executes, so 
 two cubins must be equal, but for the note in which each assembler signs its work. The instruction counts stand beside it for
 machines without that program.
 
-How ptxas 13.4 translates what is counted, found on 25 PTX files of NVIDIA's Hopper examples and of this project:
+How ptxas 13.4 translates what is counted, found on 26 PTX files of NVIDIA's Hopper examples and of this project:
 - one to one: wgmma.mma_async -> *GMMA, tensor copies to and from shared memory -> UTMALDG, UTMASTG, bulk copies -> UBLKCP,
   mbarrier.init -> SYNCS.EXCH, setmaxnreg -> USETMAXREG, cluster barriers -> UCGABAR_ARV and UCGABAR_WAIT;
 - at least one: mbarrier.arrive -> SYNCS.ARRIVE, mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR: code that holds one is
