@@ -171,9 +171,11 @@ def test_nan_lse_reaches_the_output(split: int) -> None:
     assert not problem.out[0, 0, 0].isnan().any()
 
 
-def test_weights_that_underflow() -> None:
-    problem = Problem([5])
-    problem.lse_accum[3] = 500.0
+@pytest.mark.parametrize(("splits", "largest"), [(5, 3), (70, 0), (70, 33), (70, 69)])
+def test_weights_that_underflow(splits: int, largest: int) -> None:
+    """One lse far above the others, wherever it is: no weight overflows, and a row of weight 0 may hold infinities."""
+    problem = Problem([splits])
+    problem.lse_accum[largest] = 500.0
     problem.lse_accum[1] = -500.0
     problem.accum[1] = math.inf
     run_both(problem)
