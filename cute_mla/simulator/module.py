@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .blocks import Flow, accumulator_groups, build_flow, desugar
-from .emitter import Unsupported
+from .emitter import Constants, Emitter, Unsupported
 from .findings import UnsupportedInstruction
 from .isa.table import Decoded, decode
 from .layout import Layout, make_layout
@@ -62,21 +62,20 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
             problems.setdefault(instruction.opcode, []).append(instruction.line)
         else:
             decoded.append(item)
+    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
+    constants = Constants()
+    check_operands(decoded, layout, constants, problems)
     if problems:
         return None
-    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
     flow = build_flow(decoded, labels, layout)
-    translator = Translator(text.name, flow, layout)
-    check_operands(decoded, translator, problems)
+    translator = Translator(text.name, flow, layout, constants)
     names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined)
 
 
-def check_operands(decoded: list[Decoded], translator: Translator, problems: dict[str, list[int]]) -> None:
+def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
     """Try every distinct operand form, so that unsupported ones show at load."""
-    from .emitter import Emitter
-
     seen: set[tuple[object, ...]] = set()
     for item in decoded:
         if item.spec.emit is None:
@@ -86,7 +85,7 @@ def check_operands(decoded: list[Decoded], translator: Translator, problems: dic
             continue
         seen.add(shape)
         try:
-            item.spec.emit(Emitter(translator.layout, translator.constants, False), item.instruction, item.match)
+            item.spec.emit(Emitter(layout, constants, False), item.instruction, item.match)
         except Unsupported as error:
             problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
         except (IndexError, TypeError, ValueError, AssertionError) as error:

@@ -49,11 +49,11 @@ _BASE.update(Split=Split, EXIT=EXIT, BLOCKED=BLOCKED, bool=np.dtype(bool))
 class Translator:
     """Compiles the blocks of one entry."""
 
-    def __init__(self, name: str, flow: Flow, layout: Layout) -> None:
+    def __init__(self, name: str, flow: Flow, layout: Layout, constants: Constants) -> None:
         self.name = name
         self.flow = flow
         self.layout = layout
-        self.constants = Constants()
+        self.constants = constants
         self.serial = 0
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:

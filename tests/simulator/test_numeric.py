@@ -159,6 +159,8 @@ def test_approximations_are_rounded_once() -> None:
     assert np.isinf(numeric.rcp_f32(tiny, True)[0])
     assert numeric.div_f32(tiny, np.ones(1, np.float32)).tolist() == [2.0**-127]
     assert numeric.div_f32(tiny, np.ones(1, np.float32), True).tolist() == [0.0]
+    assert numeric.div_f32(tiny, np.float32([2.0**-20])).tolist() == [2.0**-107]
+    assert numeric.div_f32(tiny, np.float32([2.0**-20]), True).tolist() == [0.0]  # the input is flushed too
 
 
 def test_all_16_bit_codes_widen_and_return() -> None:
@@ -311,7 +313,7 @@ def test_integer_to_float() -> None:
     assert numeric.integer_to_f32(x, "rz").tolist() == [2.0**24, 2.0**24 + 2, -(2.0**24), 2.0**31 - 128]
     assert numeric.integer_to_f32(x, "rm").tolist() == [2.0**24, 2.0**24 + 2, -(2.0**24) - 2, 2.0**31 - 128]
     assert numeric.integer_to_f32(x.view(np.uint32)[:1], "rp").tolist() == [2.0**24 + 2]
-    large = [2**62 + 2**38 + 1, -(2**62) - 2**38 - 1, 2**63 - 1, 5, -(2**63)]
+    large = [2**62 + 1, -(2**62) - 1, 2**62 + 2**38 + 1, -(2**62) - 2**38 - 1, 2**63 - 1, 5, -(2**63)]
     for rounding in ("rn", "rz", "rm", "rp"):
         actual = numeric.integer_to_f32(np.array(large, np.int64), rounding)
         same(actual, [exact_round(Fraction(v), "f32", rounding) for v in large])

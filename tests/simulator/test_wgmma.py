@@ -164,8 +164,8 @@ def test_ranges_outside_shared_memory() -> None:
 
 
 def test_descriptor_fields() -> None:
-    raw = 0x4000_0040_0001_0000 | 0x2ABC
-    assert wgmma.decode_descriptor(raw) == (0x2ABC0, 16, 1024, Swizzle.B128)
+    raw = 0x4000_2040_3001_2ABC
+    assert wgmma.decode_descriptor(raw) == (0x2ABC0, 0x30010, 0x20400, Swizzle.B128)
     for bit in (14, 15, 30, 46, 49, 51, 52, 61):
         with pytest.raises(ValueError, match="base offset and reserved bits"):
             wgmma.decode_descriptor(raw | 1 << bit)
@@ -269,6 +269,12 @@ def test_integer_products() -> None:
     form = wgmma.parse_opcode("wgmma.mma_async.sync.aligned.m64n16k32.satfinite.s32.u8.s8")
     clamped = wgmma.multiply_accumulate(form, a.astype(np.float32), b.astype(np.float32), c)
     assert np.array_equal(clamped, np.clip(exact, -(2**31), 2**31 - 1))
+
+
+def test_long_runs_of_integers_are_exact() -> None:
+    a, b = np.full((64, 543), 255.0, np.float32), np.full((8, 543), 255.0, np.float32)
+    result = wgmma.multiply_accumulate(opcode(8, 32, "s32.u8.u8"), a, b, None)
+    assert (result == 543 * 255 * 255).all()  # odd and above 2**24: float32 cannot hold it
 
 
 def test_opcodes() -> None:

@@ -1,0 +1,348 @@
+"""Every rule, with a kernel that keeps it and one that breaks it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_mla.simulator import Names, Policy, Report, UnsupportedInstruction, load_module
+from cute_mla.spec.tensor_map import TensorMap
+from tests.simulator.small_kernels import HEADER, LAZY, Kernel, aligned, kinds, lines_of
+
+ALL = [Policy.named("round_robin"), LAZY, *(Policy.named("random", seed) for seed in range(3)), Policy.named("adversarial")]
+NAMES = Names(barriers=(("ready", 0, 2), ("done", 16, 1)), named_barriers=(("exchange", 3),), roles=(("producer", 0, 1), ("consumer", 1, 3)))
+
+INIT = """
+    mov.b32 %r100, smem;
+    setp.ne.u32 %p20, %r0, 0;
+    @%p20 bra INITIALISED;
+    mbarrier.init.shared.b64 [%r100], %count;
+INITIALISED:
+    bar.sync 0;
+"""
+WAIT = """
+WAITING:
+    mbarrier.try_wait.parity.shared.b64 %p21, [%r100], 0, 10000000;
+    @!%p21 bra WAITING;
+"""
+
+
+def init(count: int) -> str:
+    """Thread 0 makes the barrier ready[0]."""
+    return INIT.replace("%count", str(count))
+
+
+def only(report: Report, kind: str) -> None:
+    """The report names exactly this kind."""
+    assert kinds(report) == {kind}, [str(finding) for finding in report.findings]
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_unknown_instructions_are_all_listed() -> None:
+    body = "{ .reg .b32 a, b; add.foo.s32 a, a, b; min.relu.u32 a, a, b; frobnicate.sync b; ret; }"
+    with pytest.raises(UnsupportedInstruction) as caught:
+        load_module(f"{HEADER}.visible .entry k() {body}")
+    for name in ("add.foo.s32", "min.relu.u32", "frobnicate.sync"):
+        assert name in str(caught.value)
+
+
+def test_operand_forms_are_checked_at_load() -> None:
+    with pytest.raises(UnsupportedInstruction, match="member mask"):
+        load_module(f"{HEADER}.visible .entry k() {{ .reg .b32 a; shfl.sync.idx.b32 a, a, 0, 31, 15; ret; }}")
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_global_out_of_bounds() -> None:
+    out = np.zeros(32, np.uint32)
+    report = Kernel("st.global.u32 [%rd2+4], %r0;").run(out)
+    only(report, "out_of_bounds")
+    assert report.findings[0].ptx_line == lines_of("st.global.u32 [%rd2+4], %r0;", "st.global")[0]
+    assert "array0" in str(report.findings[0])
+
+
+def test_shared_out_of_bounds() -> None:
+    body = "mov.b32 %r1, smem;\nshl.b32 %r2, %r0, 2;\nadd.u32 %r1, %r1, %r2;\nst.shared.u32 [%r1], %r0;"
+    assert Kernel(body, smem=128).run(np.zeros(1, np.uint32)).ok
+    only(Kernel(body, smem=124).run(np.zeros(1, np.uint32)), "out_of_bounds")
+
+
+def test_misaligned() -> None:
+    only(Kernel("st.global.u32 [%rd0+2], %r0;").run(np.zeros(32, np.uint32)), "misaligned")
+    only(Kernel("mov.b32 %r1, smem;\nst.shared.v4.u32 [%r1+8], {%r0, %r0, %r0, %r0};", smem=64).run(np.zeros(1, np.uint32)), "misaligned")
+
+
+def test_read_only_buffer() -> None:
+    only(Kernel("st.global.u32 [%rd2], %r0;").run(np.zeros(32, np.uint32), readonly=(0,)), "read_only")
+
+
+# ---------------------------------------------------------------- poison
+
+LOAD_UNWRITTEN = "mov.b32 %r1, smem;\nshl.b32 %r2, %r0, 2;\nadd.u32 %r2, %r1, %r2;\nld.shared.u32 %r3, [%r2];\n"
+
+
+def test_poison_may_be_loaded_and_moved() -> None:
+    assert Kernel(f"{LOAD_UNWRITTEN}add.u32 %r4, %r3, 1;\nst.shared.u32 [%r2], %r4;", smem=128).run(np.zeros(32, np.uint32)).ok
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "st.global.u32 [%rd2], %r3;",
+        "add.u32 %r4, %r3, 1;\nshfl.sync.bfly.b32 %r5, %r4, 1, 31, -1;\nst.global.u32 [%rd2], %r5;",
+        "setp.eq.u32 %p1, %r3, 5;\n@%p1 bra OUT;\nmov.u32 %r4, 1;\nOUT:",
+        "and.b32 %r4, %r3, 4;\nadd.u32 %r4, %r4, %r1;\nld.shared.u32 %r5, [%r4];",
+        "setp.eq.u32 %p1, %r3, 5;\n@%p1 st.global.u32 [%rd2], %r0;",
+        "st.shared.u32 [%r2], %r3;\nld.shared.u32 %r5, [%r2];\nst.global.u32 [%rd2], %r5;",
+        "mov.b64 %rd5, {%r0, %r3};\nst.global.u64 [%rd0], %rd5;",
+    ],
+)
+@pytest.mark.parametrize("threads", [32, 96])
+def test_poison_that_decides(use: str, threads: int) -> None:
+    out = np.zeros(threads, np.uint32)
+    only(Kernel(LOAD_UNWRITTEN + use, smem=4 * threads, threads=threads).run(out), "poison")
+    written = LOAD_UNWRITTEN.replace("ld.shared", "st.shared.u32 [%r2], %r0;\nld.shared", 1)
+    assert Kernel(written + use, smem=4 * threads, threads=threads).run(out).ok
+
+
+def test_poison_of_one_lane_stays_in_that_lane() -> None:
+    body = LOAD_UNWRITTEN.replace("ld.shared", "setp.ne.u32 %p2, %r0, 3;\n@%p2 st.shared.u32 [%r2], %r0;\nld.shared", 1)
+    clean = f"{body}setp.eq.u32 %p1, %r0, 3;\nselp.b32 %r4, 7, %r3, %p1;\nst.global.u32 [%rd2], %r4;"
+    out = np.zeros(32, np.uint32)
+    assert Kernel(clean, smem=128).run(out).ok
+    assert out.tolist() == [7 if lane == 3 else lane for lane in range(32)]
+    only(Kernel(f"{body}st.global.u32 [%rd2], %r3;", smem=128).run(out), "poison")
+
+
+def test_uninitialised_global_buffer() -> None:
+    body = "ld.param.u64 %rd3, [p1];\nadd.s64 %rd3, %rd3, %rd1;\nld.global.u32 %r1, [%rd3];\nst.global.u32 [%rd2], %r1;"
+    out, scratch = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+    assert Kernel(body).run(out, scratch).ok
+    only(Kernel(body).run(out, scratch, undefined=(1,)), "poison")
+    first = body.replace("ld.global", "st.global.u32 [%rd3], %r0;\nld.global")
+    assert Kernel(first).run(out, scratch, undefined=(1,)).ok
+
+
+def test_register_read_before_it_is_written() -> None:
+    body = "setp.lt.u32 %p1, %r0, 40;\n@%p1 bra SET;\nbra USE;\nSET: mov.u32 %r4, 1;\nUSE: st.global.u32 [%rd2], %r4;"
+    assert Kernel(body).run(np.zeros(32, np.uint32)).ok  # every thread takes the path that writes
+    only(Kernel(body, threads=64).run(np.zeros(64, np.uint32)), "poison")
+
+
+def test_tma_store_of_unwritten_shared_memory() -> None:
+    out = aligned(1024, np.float32)
+    tensor_map = TensorMap("fp32", out.ctypes.data, (32, 32), (128,), (32, 8))
+    body = """
+        mov.b32 %r1, smem;
+        shl.b32 %r2, %r0, 5;
+        add.u32 %r2, %r1, %r2;
+        %fill
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra OUT;
+        mov.b64 %rd3, p1;
+        cvta.param.u64 %rd4, %rd3;
+        mov.u32 %r5, 0;
+        cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd4, {%r5, %r5}], [%r1];
+        cp.async.bulk.commit_group;
+        cp.async.bulk.wait_group.read 0;
+    OUT:
+    """
+    store = "st.shared.v4.u32 [%r2], {%r0, %r0, %r0, %r0};\n"
+    full = body.replace("%fill", store + "st.shared.v4.u32 [%r2+16], {%r0, %r0, %r0, %r0};")
+    assert Kernel(full, smem=1024).run(np.zeros(32, np.uint32), tensor_map, out).ok
+    assert out.view(np.uint32)[:256].tolist() == [index // 8 for index in range(256)]
+    only(Kernel(body.replace("%fill", store), smem=1024).run(np.zeros(32, np.uint32), tensor_map, out), "poison")
+    unwaited = full.replace("cp.async.bulk.wait_group.read 0;", "")
+    only(Kernel(unwaited, smem=1024).run(np.zeros(32, np.uint32), tensor_map, out, policy=LAZY), "unfinished")
+
+
+# ---------------------------------------------------------------- mbarriers
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_arrivals(policy: Policy) -> None:
+    body = "mbarrier.arrive.shared.b64 %rd9, [%r100];\n" + WAIT
+    assert Kernel(init(64) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy).ok
+    only(Kernel(init(65) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy), "deadlock")
+    too_many = Kernel(init(63) + "mbarrier.arrive.shared.b64 %rd9, [%r100], 2;\n" + WAIT, threads=64, smem=64)
+    assert "barrier_arrivals" in kinds(too_many.run(np.zeros(1, np.uint32), policy=policy))
+
+
+def test_deadlock_names_roles_and_barriers() -> None:
+    body = init(1) + "setp.lt.u32 %p1, %r0, 32;\n@%p1 bra OUT;\n" + WAIT + "OUT:\n"
+    report = Kernel(body, threads=128, smem=64, names=NAMES).run(np.zeros(1, np.uint32))
+    only(report, "deadlock")
+    text = str(report.findings[0])
+    assert "consumer" in text
+    assert "ready[0]" in text
+    assert "1 of 1 arrivals missing" in text
+
+
+def tma_kernel(nbytes: int, more: str = "") -> str:
+    """Thread 0 loads 1024 bytes by TMA with an expectation of nbytes; everybody waits, and reads."""
+    return (
+        init(1)
+        + f"""
+        @%p20 bra LOADED;
+        mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], {nbytes};
+        mov.b64 %rd3, p1;
+        cvta.param.u64 %rd4, %rd3;
+        mov.u32 %r5, 0;
+        cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r100+1024], [%rd4, {{%r5, %r5}}], [%r100];
+    LOADED:
+        {more}
+    """
+        + WAIT
+        + """
+        shl.b32 %r6, %r0, 2;
+        add.u32 %r6, %r6, %r100;
+        ld.shared.u32 %r7, [%r6+1024];
+        st.global.u32 [%rd2], %r7;
+    """
+    )
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_tma_transaction_bytes(policy: Policy) -> None:
+    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
+    source[:] = np.arange(1024)
+    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
+
+    def run(body: str) -> Report:
+        return Kernel(body, threads=64, smem=2048).run(out, tensor_map, source, policy=policy)  # source: registers the tensor
+
+    assert run(tma_kernel(1024)).ok
+    assert out.view(np.float32).tolist() == list(range(64))
+    only(run(tma_kernel(1028)), "deadlock")
+    assert not run(tma_kernel(1020)).ok
+    if policy.async_mode == "lazy":  # without the wait the bytes have not come
+        assert "poison" in kinds(run(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n")))
+
+
+def test_unregistered_tensor() -> None:
+    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
+    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
+    only(Kernel(tma_kernel(1024), threads=64, smem=2048).run(out, tensor_map), "out_of_bounds")
+
+
+def test_use_before_init_and_double_init() -> None:
+    arrive = "mov.b32 %r100, smem;\nmbarrier.arrive.shared.b64 %rd9, [%r100];"
+    only(Kernel(arrive, smem=64).run(np.zeros(1, np.uint32)), "barrier_uninitialised")
+    twice = init(1) + "@!%p20 mbarrier.init.shared.b64 [%r100], 1;"
+    only(Kernel(twice, smem=64).run(np.zeros(1, np.uint32)), "barrier_reinit")
+
+
+def test_lapped_waiter() -> None:
+    """Warp 1 waits for phase 0 while warp 0 completes phases 0 and 1."""
+    body = (
+        init(1)
+        + """
+        setp.ge.u32 %p1, %r0, 32;
+        @%p1 bra CONSUMER;
+        bar.sync 1, 64;
+        @%p20 bra OUT;
+        mbarrier.arrive.shared.b64 %rd9, [%r100];
+        mbarrier.arrive.shared.b64 %rd9, [%r100];
+        bra OUT;
+    CONSUMER:
+        bar.arrive 1, 64;
+    """
+        + WAIT
+        + "OUT:\n"
+    )
+    report = Kernel(body, threads=64, smem=64, names=NAMES).run(np.zeros(1, np.uint32))
+    assert "barrier_lapped" in kinds(report) or "deadlock" in kinds(report)
+
+
+def test_exit_with_bytes_missing() -> None:
+    body = init(1) + "@!%p20 mbarrier.expect_tx.relaxed.cta.shared.b64 [%r100], 64;"
+    only(Kernel(body, smem=64).run(np.zeros(1, np.uint32)), "unfinished")
+
+
+# ---------------------------------------------------------------- named and cluster barriers
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_named_barriers(policy: Policy) -> None:
+    body = """
+        setp.ge.u32 %p1, %r0, 32;
+        @%p1 bra SECOND;
+        bar.sync 3, 64;
+        bra OUT;
+    SECOND:
+        bar.arrive 3, %n;
+    OUT:
+    """
+    assert Kernel(body.replace("%n", "64"), threads=64).run(np.zeros(1, np.uint32), policy=policy).ok
+    only(Kernel(body.replace("%n", "96"), threads=64).run(np.zeros(1, np.uint32), policy=policy), "barrier_count")
+    alone = body.replace("bar.arrive 3, %n;", "")
+    report = Kernel(alone, threads=64, names=NAMES).run(np.zeros(1, np.uint32), policy=policy)
+    only(report, "deadlock")
+    assert "exchange" in str(report.findings[0])
+    nobody_waits = body.replace("bar.sync 3, 64;", "").replace("%n", "64")
+    only(Kernel(nobody_waits, threads=64).run(np.zeros(1, np.uint32), policy=policy), "unfinished")
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_barrier_number_per_warpgroup(policy: Policy) -> None:
+    body = "shr.u32 %r1, %r0, 6;\nadd.u32 %r1, %r1, 1;\nbar.sync %r1, 64;\nst.global.u32 [%rd2], %r1;"
+    out = np.zeros(128, np.uint32)
+    assert Kernel(body, threads=128).run(out, policy=policy).ok
+    assert out.tolist() == [1] * 64 + [2] * 64
+
+
+def test_bar_red() -> None:
+    body = "setp.lt.u32 %p1, %r0, 37;\nbar.red.popc.u32 %r1, 0, %p1;\nst.global.u32 [%rd2], %r1;"
+    for policy in ALL:
+        out = np.zeros(64, np.uint32)
+        assert Kernel(body, threads=64).run(out, policy=policy).ok
+        assert out.tolist() == [37] * 64
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_cluster_barrier_and_remote_memory(policy: Policy) -> None:
+    """Each CTA writes its rank into the other's memory, and reads its own after the barrier."""
+    body = """
+        mov.b32 %r1, smem;
+        mov.u32 %r2, %cluster_ctarank;
+        xor.b32 %r3, %r2, 1;
+        mapa.shared::cluster.u32 %r4, %r1, %r3;
+        st.shared::cluster.u32 [%r4], %r2;
+        barrier.cluster.arrive;
+        barrier.cluster.wait;
+        ld.shared.u32 %r5, [%r1];
+        mul.wide.u32 %rd3, %r2, 4;
+        add.s64 %rd3, %rd0, %rd3;
+        st.global.u32 [%rd3], %r5;
+    """
+    out = np.zeros(2, np.uint32)
+    kernel = Kernel(body, smem=16, grid=2, cluster=2)
+    assert kernel.run(out, policy=policy).ok
+    assert out.tolist() == [1, 0]
+    early = body.replace("barrier.cluster.arrive;", "").replace("barrier.cluster.wait;", "")
+    assert not Kernel(early, smem=16, grid=2, cluster=2).run(out, policy=policy).ok
+
+
+def test_shared_memory_of_an_exited_cta() -> None:
+    body = """
+        mov.u32 %r2, %cluster_ctarank;
+        setp.eq.u32 %p1, %r2, 1;
+        @%p1 bra OUT;
+        nanosleep.u32 100;
+        mov.b32 %r1, smem;
+        mapa.shared::cluster.u32 %r4, %r1, 1;
+        st.shared::cluster.u32 [%r4], %r2;
+    OUT:
+    """
+    late = Policy("adversarial", seed=0)
+    report = Kernel(body.replace("nanosleep.u32 100;", "bar.sync 0;"), smem=16, grid=2, cluster=2, threads=64).run(
+        np.zeros(1, np.uint32), policy=late
+    )
+    assert report.ok or kinds(report) == {"exited_cta"}
+    missing = body.replace("%r1, 1;", "%r1, 5;")
+    only(Kernel(missing, smem=16, grid=2, cluster=2).run(np.zeros(1, np.uint32)), "out_of_bounds")
