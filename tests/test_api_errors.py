@@ -193,7 +193,7 @@ def test_workspace_size(op: str, options: dict[str, Any], said: str) -> None:
 SIMULATE: list[tuple[str, dict[str, Any], str]] = [
     ("arch", {"arch": "sm80"}, f"arch is 'sm80'; supported: {', '.join(ARCHS)}"),
     ("sm_count", {"sm_count": 0}, "sm_count is 0; supported: 1 or more"),
-    ("schedule", {"schedule": "lucky"}, "schedule is 'lucky'; supported: round_robin, lazy, random, adversarial"),
+    ("schedule", {"schedule": "lucky"}, "schedule 'lucky': supported are round_robin, lazy, random, adversarial"),
     ("on_finding", {"on_finding": "ignore"}, "on_finding is 'ignore'; supported: raise, collect"),
 ]  # fmt: skip
 

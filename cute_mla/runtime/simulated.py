@@ -15,6 +15,7 @@ from ..spec.abi import Param, ParamKind
 from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span
+from .errors import ArtifactError
 from .library import Artifacts, load_artifacts
 from .tensor_map import extent_bytes
 from .undefined import UndefinedMemory
@@ -75,20 +76,7 @@ class SimulatedDevice:
         regions = list(_regions(kernel.params, args))
         for name, start, stop in regions:
             self._undefined.register(memory, name, start, stop)
-        launch = simulator.Launch(
-            module=self._module(kernel),
-            entry=kernel.entry,
-            grid=grid,
-            block=kernel.block,
-            cluster=kernel.cluster,
-            smem_bytes=kernel.smem_bytes,
-            args=[_raw(param, arg) for param, arg in zip(kernel.params, args, strict=True)],
-            names=simulator.Names(
-                barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.barriers),
-                named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.named_barriers),
-                roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.roles),
-            ),
-        )
+        launch = self._simulator_launch(kernel, grid, args)
         report = simulator.run(launch, memory, self._policy)
         for _, start, stop in regions:
             self._undefined.update(memory, start, stop)
@@ -104,6 +92,26 @@ class SimulatedDevice:
         """Forgets what was written to the tensors: whoever uses their contents before a kernel wrote them is found out."""
         for tensor in tensors:
             self._undefined.declare(tensor)
+
+    def _simulator_launch(self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Argument]) -> simulator.Launch:
+        names = simulator.Names(
+            barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.barriers),
+            named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.named_barriers),
+            roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.roles),
+        )
+        try:
+            return simulator.Launch(
+                module=self._module(kernel),
+                entry=kernel.entry,
+                grid=grid,
+                block=kernel.block,
+                cluster=kernel.cluster,
+                smem_bytes=kernel.smem_bytes,
+                args=[_raw(param, arg) for param, arg in zip(kernel.params, args, strict=True)],
+                names=names,
+            )
+        except ValueError as error:  # the PTX does not have what the manifest says of it
+            raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error
 
     def _module(self, kernel: KernelEntry) -> Module:
         with _modules_lock:

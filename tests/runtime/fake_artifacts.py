@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry, Manifest, kernel_name
 from cute_mla.spec import combine, dense_decode, split_plan
 from cute_mla.spec.abi import Param
-
-SM_100 = 100
 
 
 def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
@@ -67,19 +64,16 @@ def dense_entries(cubin: bytes) -> list[KernelEntry]:
     return [*decode, *merge, entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000)]
 
 
-def write_artifacts(folder: Path, cubin: bytes | None = None, entries: list[KernelEntry] | None = None) -> Manifest:
+def write_artifacts(
+    folder: Path, cubin: bytes | None = None, entries: list[KernelEntry] | None = None, ptx: str = "// not PTX\n"
+) -> Manifest:
     """Writes manifest, cubins and PTX files; returns the manifest."""
     cubin = fake_cubin() if cubin is None else cubin
     entries = dense_entries(cubin) if entries is None else entries
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in entries:
         (folder / kernel.cubin).write_bytes(cubin)
-        (folder / kernel.ptx).write_text("// not PTX\n")
+        (folder / kernel.ptx).write_text(ptx)
     manifest = Manifest({kernel.name: kernel for kernel in entries})
     manifest.save(folder)
     return manifest
-
-
-def with_cluster(kernel: KernelEntry, x: int) -> KernelEntry:
-    """The same kernel for another cluster size."""
-    return replace(kernel, cluster=(x, 1, 1))
