@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +86,19 @@ def test_a_set_that_the_graph_does_not_write_is_found(monkeypatch: pytest.Monkey
         subject.call(operands)
     outcome = subject.check(subject.sets, [subject.sets[0], subject.sets[-1]])
     assert outcome.reason == "out or lse has NaN, or was not written everywhere"
+
+
+def test_results_left_over_from_before_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the last replay on this kernel does nothing: what earlier calls wrote would still be right."""
+
+    class Lazy(FakeKernel):
+        def flash_mla_with_kvcache(self, *args: Any, **kwargs: Any) -> None:
+            if self.calls < 4:
+                super().flash_mla_with_kvcache(*args, **kwargs)
+
+    install(monkeypatch, Lazy())
+    record = measure_case(small_case(), bench())
+    assert (record["status"], record["reason"][:22]) == (WRONG, "in the timed graph: ou")
 
 
 def test_operands_are_nasty_shuffled_and_repeatable() -> None:
