@@ -45,7 +45,7 @@ from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import Ring, arrive, arrive_cluster
 from ..parts.example_arguments import example_arguments
-from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_pair, pack_pair, store_pair
+from ..parts.fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
 from ..parts.softmax import OnlineSoftmax, mask_keys
 from ..parts.tma import load_box, multicast_box
 from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece
@@ -436,11 +436,11 @@ class DenseDecodeSm90:
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
                 target = operands.out_accum + operands.accum_row(piece, row) * D_LATENT
-                target = target + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4))
+                target = aligned(target + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4)), 8)
                 for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                     rPair[0], rPair[1] = gemm.pair(eight, row_half, inverses[row_half])
-                    cute.autovec_copy(rPair, cute.make_tensor((target + 8 * eight).align(8), cute.make_layout(2)))
+                    cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.fragments import flat, half, packed, tile_writer
+from ..parts.fragments import aligned, flat, half, packed, tile_writer
 from .sm90_geometry import (
     BOX_COLUMNS,
     K_STEP,
@@ -206,4 +206,4 @@ def clear_rows(sKv: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32):
             row = step * rows_per_pass + thread // chunks_per_row
             if row >= first_row:
                 offset = (box * TILE_KEYS + row) * BOX_COLUMNS + thread % chunks_per_row * chunk_elements
-                cute.autovec_copy(zeros, cute.make_tensor((base + offset).align(16), cute.make_layout(chunk_elements)))
+                cute.autovec_copy(zeros, cute.make_tensor(aligned(base + offset, 16), cute.make_layout(chunk_elements)))

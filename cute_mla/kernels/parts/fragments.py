@@ -41,6 +41,11 @@ def packed(fragment: cute.Tensor) -> cute.Tensor:
     return cute.recast_tensor(flat(fragment), Int32)
 
 
+def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
+    """The same address as a pointer known to be a multiple of nbytes, for vector accesses."""
+    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=nbytes)
+
+
 def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Two fp32 values rounded to a pair of 16-bit elements."""
     pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
