@@ -225,13 +225,22 @@ def place_box(plan: tma.BoxPlan, position: tuple[int, ...], offset: int) -> tma.
 
 @runtime
 def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], source: np.ndarray, add: bool) -> None:
-    """cp.async.bulk.tensor to global memory."""
+    """cp.async.bulk.tensor to global memory.
+
+    Lanes that store the same box share one copy, since the hardware issues it once per warp; additions count once per lane.
+    """
     cta = w.cta
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
+    copies: dict[tuple[object, ...], GroupedCopy] = {}
     for lane, (target, where) in enumerate(zip(lane_values(w, tensor_map), lane_values(w, source), strict=True)):
+        key = (w.lanes[lane] // WARP, target, where, positions[lane], lane if add else None)
+        owner = int(w.lanes[lane])
+        if key in copies:
+            cta.bulk.setdefault(owner, CopyGroups()).open.append(copies[key])
+            continue
         box = place_box(cta.tensor_map(target), positions[lane], where & 0xFFFFFF)
-        copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
-        add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
+        copies[key] = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
+        add_grouped(cta, cta.bulk, owner, copies[key])
 
 
 def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
