@@ -14,6 +14,7 @@ from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
 from .findings import Fault
 from .groups import Group
 from .isa.conversions import PARAM_WINDOW, WINDOW_MASK
+from .lanesets import LaneSets
 from .launch import RANK_SHIFT
 from .memory import SharedMemory
 from .ptx import Instruction
@@ -47,13 +48,24 @@ class Cluster:
         return all(not cta.groups for cta in self.ctas)
 
 
+class Home:
+    """What successive CTAs of a launch use in turn: registers, shared memory, lane sets."""
+
+    def __init__(self, block: tuple[int, int, int], sizes: dict[str, int], shared_bytes: int) -> None:
+        self.slot = CtaSlot(block, sizes)
+        self.smem = SharedMemory(shared_bytes)
+        self.lane_sets = LaneSets(self.slot)
+
+
 class Cta:
     """State of one CTA: memory, barriers, groups of lanes, asynchronous work."""
 
-    def __init__(self, machine: Machine, slot: CtaSlot, smem: SharedMemory, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+    def __init__(self, machine: Machine, home: Home, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
         self.machine = machine
-        self.slot = slot
-        self.smem = smem
+        self.home = home
+        self.slot = slot = home.slot
+        self.smem = home.smem
+        lane_sets = home.lane_sets
         self.cluster = cluster
         self.rank = rank
         self.index = index
@@ -62,9 +74,8 @@ class Cta:
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.groups: list[Group] = []
-        self.live = np.full(-(-slot.threads // WARP), WARP)
-        if slot.threads % WARP:
-            self.live[-1] = slot.threads % WARP
+        self.live = [min(WARP, slot.threads - start) for start in range(0, slot.threads, WARP)]
+        self.lane_sets = lane_sets
         self.live_threads = slot.threads
         self.cluster_arrived = np.full(slot.threads, -1, np.int64)
         self.pipes: dict[int, Pipe] = {}
@@ -154,7 +165,8 @@ class Cta:
 
     def live_lanes(self, warps: Iterable[int]) -> int:
         """Live lanes of some warps together."""
-        return int(self.live[list(warps)].sum())
+        live = self.live
+        return sum(live[warp] for warp in warps)
 
     # ------------------------------------------------------------ tensor core
 

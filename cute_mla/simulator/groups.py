@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
-from .registers import WARP, Window
+from .lanesets import LaneSet
 
 if TYPE_CHECKING:
     from .cta import Cta
@@ -22,7 +20,7 @@ class Group:
     for. waited: phase of each mbarrier when the group began to wait for it.
     """
 
-    def __init__(self, cta: Cta, lanes: np.ndarray, pc: int, tainted: bool) -> None:
+    def __init__(self, cta: Cta, lane_set: LaneSet, pc: int, tainted: bool) -> None:
         self.cta = cta
         self.pc = pc
         self.tainted = tainted
@@ -33,17 +31,19 @@ class Group:
         self.timed_out = False
         self.yielded = False
         self.apart_at = -1  # program counter at which this group must not merge
-        self.set_lanes(lanes)
+        self.set_lanes(lane_set)
 
-    def set_lanes(self, lanes: np.ndarray) -> None:
+    def set_lanes(self, lane_set: LaneSet) -> None:
         """Change which lanes belong to the group."""
-        self.lanes = lanes
-        self.window: Window | None = self.cta.slot.window(lanes)
-        if self.window is not None:
-            self.warps = self.window.warps
-        else:
-            self.warps = tuple(int(warp) for warp in np.unique(lanes // WARP))
-        self.partial = self.cta.live_lanes(self.warps) != len(lanes)
+        self.lane_set = lane_set
+        self.lanes = lane_set.lanes
+        self.window = lane_set.window
+        self.warps = lane_set.warps
+        self.refresh_partial()
+
+    def refresh_partial(self) -> None:
+        """Recompute whether lanes of these warps are elsewhere."""
+        self.partial = not self.lane_set.whole and self.cta.live_lanes(self.warps) != self.lane_set.count
 
     def block(self, barriers: list[Mbarrier]) -> None:
         """Wait for any of these mbarriers."""

@@ -15,16 +15,16 @@ from .async_units import PendingCopy
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
 from .blocks import Block
-from .cta import Cta, Cluster, Origin
+from .cta import Cluster, Cta, Home, Origin
 from .findings import Fault, Finding, Report
 from .groups import BLOCKED as GROUP_BLOCKED
 from .groups import DEAD, GATHERING, READY, Group
 from .launch import Launch
-from .memory import GlobalMemory, SharedMemory
+from .memory import GlobalMemory
 from .observers import Observer
 from .policy import Policy
 from .ptx import Instruction
-from .registers import WARP, CtaSlot, Window
+from .registers import WARP, Window
 from .schedulers import make_scheduler
 from .translate import BLOCKED, EXIT, LINES, PREFIX, Split
 
@@ -56,7 +56,7 @@ class Machine:
         self.pending: list[PendingCopy] = []
         self.clusters: list[Cluster] = []
         self.waiting_clusters = self._cluster_indices()
-        self.slots: list[tuple[CtaSlot, SharedMemory]] = []
+        self.homes: list[Home] = []
         self.params = self._pack_params()
         self.maps: dict[int, tma.BoxPlan] = {}
         self.running: Group = None  # type: ignore[assignment]
@@ -107,11 +107,12 @@ class Machine:
         poisoned = any(undefined.values())
         for rank in range(size):
             place = (index[0] * cx + rank % cx, index[1] * cy + rank // cx % cy, index[2] * cz + rank // (cx * cy))
-            slot, smem = self._take_slot()
+            home = self._take_home()
+            slot = home.slot
             slot.reset(self.entry.flow.accumulators)
             slot.reset(undefined)
-            smem.reset()
-            cta = Cta(self, slot, smem, cluster, rank, place)
+            home.smem.reset()
+            cta = Cta(self, home, cluster, rank, place)
             cluster.ctas.append(cta)
             lanes = np.arange(self.launch.threads)
             if poisoned:
@@ -119,17 +120,17 @@ class Machine:
                 for bank, rows in undefined.items():
                     slot.taints[bank][rows] = True
             parts = [lanes[start : start + WARP] for start in range(0, len(lanes), WARP)] if self.policy.splits_convoys else [lanes]
-            cta.groups = [Group(cta, part, 0, poisoned) for part in parts]
+            cta.groups = [Group(cta, home.lane_sets.get(part), 0, poisoned) for part in parts]
             for group in cta.groups:
                 self.scheduler.add(group)
         self.clusters.append(cluster)
         return True
 
-    def _take_slot(self) -> tuple[CtaSlot, SharedMemory]:
-        if self.slots:
-            return self.slots.pop()
+    def _take_home(self) -> Home:
+        if self.homes:
+            return self.homes.pop()
         layout = self.entry.layout
-        return CtaSlot(self.launch.block, layout.sizes), SharedMemory(layout.dynamic_base + self.launch.smem_bytes)
+        return Home(self.launch.block, layout.sizes, layout.dynamic_base + self.launch.smem_bytes)
 
     # ------------------------------------------------------------ the run
 
@@ -230,7 +231,7 @@ class Machine:
         for other in list(cta.groups):
             if other is group or other.state in (GROUP_BLOCKED, DEAD):
                 continue
-            shares = group.partial and not set(group.warps).isdisjoint(other.warps)
+            shares = group.partial and not group.lane_set.warp_set.isdisjoint(other.warps)
             if other.pc == group.pc and (shares or merging or (other.state == GATHERING and same_warpgroup(group, other))):
                 if other.apart_at != group.pc and group.apart_at != group.pc:
                     self.merge(group, other)
@@ -249,12 +250,12 @@ class Machine:
         if group.tainted != other.tainted:
             cta.clear_taint(other.lanes if group.tainted else group.lanes)
             group.tainted = True
-        group.set_lanes(np.sort(np.concatenate([group.lanes, other.lanes])))
+        group.set_lanes(cta.lane_sets.union(group.lane_set, other.lane_set))
 
     def split(self, group: Group, result: Split) -> None:
         """Part the lanes of a group; it goes on with the part that is behind."""
         cta = group.cta
-        taken, fallen = group.lanes[result.mask], group.lanes[~result.mask]
+        taken, fallen = cta.lane_sets.part(group.lane_set, result.mask)
         first, second = ((taken, result.taken), (fallen, result.fallen))
         if result.fallen < result.taken:
             first, second = second, first
@@ -271,19 +272,19 @@ class Machine:
         cta = group.cta
         warp = group.lanes // WARP
         for number in group.warps[1:]:
-            other = Group(cta, group.lanes[warp == number], group.pc, group.tainted)
+            other = Group(cta, cta.lane_sets.get(group.lanes[warp == number]), group.pc, group.tainted)
             cta.groups.append(other)
             self.scheduler.add(other)
-        group.set_lanes(group.lanes[warp == group.warps[0]])
+        group.set_lanes(cta.lane_sets.get(group.lanes[warp == group.warps[0]]))
 
     def must_separate(self, w: Window, number: np.ndarray) -> bool:
         """Part a convoy whose warps name different barriers; True when that happened (the instruction runs again)."""
         if number.ndim == 0 or bool((number == number[0]).all()):
             return False
         group = self.running
-        mine = number == number[0]
-        other = Group(group.cta, group.lanes[~mine], group.pc, group.tainted)
-        group.set_lanes(group.lanes[mine])
+        mine, rest = group.cta.lane_sets.part(group.lane_set, number == number[0])
+        other = Group(group.cta, rest, group.pc, group.tainted)
+        group.set_lanes(mine)
         group.apart_at = other.apart_at = group.pc
         group.cta.groups.append(other)
         self.scheduler.add(other)
@@ -292,14 +293,12 @@ class Machine:
 
     def gathered(self, group: Group, block: Block) -> bool:
         """Whether all threads that a collective operation needs are here; otherwise the group waits for them."""
-        whole = group.window is not None and group.window.whole
-        if not whole and group.partial:
+        if group.partial:
             return self._gather(group)
         if block.needs == "warpgroup":
-            warps = group.warps
-            if len(warps) % 4 or any(warps[start] % 4 or warps[start + 3] != warps[start] + 3 for start in range(0, len(warps), 4)):
+            if not group.lane_set.warpgroups:
                 return self._gather(group)
-            if not whole:
+            if not group.lane_set.whole:
                 raise Fault("divergence", "a warpgroup operation after some of its threads have exited")
         return True
 
@@ -328,13 +327,14 @@ class Machine:
     def exit(self, group: Group) -> None:
         """The lanes of a group leave."""
         cta = group.cta
-        warp, count = np.unique(group.lanes // WARP, return_counts=True)
-        cta.live[warp] -= count
+        warps, counts = np.unique(group.lanes // WARP, return_counts=True)
+        for warp, count in zip(warps, counts, strict=True):
+            cta.live[warp] -= int(count)
         cta.live_threads -= len(group.lanes)
         group.state = DEAD
         cta.groups.remove(group)
         for other in cta.groups:
-            other.partial = cta.live_lanes(other.warps) != len(other.lanes)
+            other.refresh_partial()
             if other.state == GATHERING:
                 other.state = READY
                 self.scheduler.add(other)
@@ -369,7 +369,7 @@ class Machine:
                 if named.arrived:
                     self._add(Finding("unfinished", f"the CTA exits where {named.state()}", barrier=named.name, cta=cta.index))
             cta.slot.cta = None
-            self.slots.append((cta.slot, cta.smem))
+            self.homes.append(cta.home)
         late = [copy for copy in self.pending if any(copy.origin.cta == cta.index for cta in cluster.ctas)]
         for copy in late:
             self.report_at(copy.origin, "unfinished", "the CTA exits before an asynchronous copy has completed")
