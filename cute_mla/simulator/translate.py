@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .batches import emit_batch, schedule
 from .blocks import Block, Flow
 from .emitter import UNSIGNED, Constants, Emitter
 from .isa import NAMESPACE
@@ -85,9 +86,15 @@ class BlockWriter:
     def write(self) -> tuple[str, list[Instruction | None]]:
         """The source text and the instruction of each of its lines."""
         e = self.emitter()
-        for position, item in enumerate(self.block.instructions):
-            e.position = position
-            self.instruction(e, item, position)
+        positions = {id(item): position for position, item in enumerate(self.block.instructions)}
+        steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)
+        for step in steps:
+            if isinstance(step, list):
+                e.position = positions[id(step[0])]
+                emit_batch(e, step)
+            else:
+                e.position = positions[id(step)]
+                self.instruction(e, step, e.position)
         last = self.block.instructions[-1]
         e.position = len(self.block.instructions) - 1
         if not last.spec.control:

@@ -288,7 +288,7 @@ def truth_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.n
     return result
 
 
-@op(r"prmt.b32")
+@op(r"prmt.b32", batch=True)
 def permute(e: Emitter, ins: Instruction, m: Match) -> None:
     """Pick four bytes out of b:a."""
     a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
@@ -325,7 +325,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndar
     return result.astype(np.uint32)
 
 
-@op(r"selp.(?P<t>[busf](16|32|64))", taint="own")
+@op(r"selp.(?P<t>[busf](16|32|64))", taint="own", batch=True)
 def select(e: Emitter, ins: Instruction, m: Match) -> None:
     """d = p ? a : b. Poison of the operand that is not selected is dropped."""
     kind = m["t"]

@@ -71,7 +71,7 @@ def saturate_integer(value: np.ndarray, low: int, high: int) -> np.ndarray:
     return np.clip(value, max(low, int(limits.min)), min(high, int(limits.max)))
 
 
-@op(r"cvt.(?P<r>rn|rz|rm|rp).(?P<d>f32|f64).(?P<s>[us](8|16|32|64))")
+@op(r"cvt.(?P<r>rn|rz|rm|rp).(?P<d>f32|f64).(?P<s>[us](8|16|32|64))", batch=True)
 def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
     """Integers to floats."""
     value = integer_source(e, ins, m["s"])
@@ -83,7 +83,7 @@ def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
         raise Unsupported("directed rounding to f64")
 
 
-@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](8|16|32|64)).(?P<s>f32|f64)")
+@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](8|16|32|64)).(?P<s>f32|f64)", batch=True)
 def float_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
     """Floats to integers, saturating."""
     dtype = e.constants.thing(np.dtype(f"{'i' if m['d'][0] == 's' else 'u'}{int(m['d'][1:]) // 8}"))
@@ -112,7 +112,7 @@ def between_floats(e: Emitter, ins: Instruction, m: Match) -> None:
         e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = round_to_f32({e.src(ins.operands[1], 'f64')}, {rounding!r})")
 
 
-@op(r"cvt.(?P<r>rn|rz|rm|rp)(?P<u>.relu)?.(?P<d>f16|bf16).f32", r"cvt(?P<z>.ftz)?.f32.(?P<s>f16|bf16)")
+@op(r"cvt.(?P<r>rn|rz|rm|rp)(?P<u>.relu)?.(?P<d>f16|bf16).f32", r"cvt(?P<z>.ftz)?.f32.(?P<s>f16|bf16)", batch=True)
 def half_conversions(e: Emitter, ins: Instruction, m: Match) -> None:
     """f32 and one 16-bit float."""
     groups = m.groupdict()
@@ -132,7 +132,7 @@ def relu_f32(value: np.ndarray) -> np.ndarray:
     return np.where(value < 0, np.float32(0), value)
 
 
-@op(r"cvt.(?P<r>rn|rz)(?P<u>.relu)?.(?P<d>f16x2|bf16x2).f32")
+@op(r"cvt.(?P<r>rn|rz)(?P<u>.relu)?.(?P<d>f16x2|bf16x2).f32", batch=True)
 def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
     """Two f32 to a packed pair; the first source is the upper half."""
     upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
@@ -141,7 +141,7 @@ def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
 
 
-@op(r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32", r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)", r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)")
+@op(r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32", r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)", r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)", batch=True)
 def fp8(e: Emitter, ins: Instruction, m: Match) -> None:
     """Pairs of 8-bit floats."""
     groups = m.groupdict()

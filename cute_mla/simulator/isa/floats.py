@@ -64,7 +64,7 @@ def basic64(e: Emitter, ins: Instruction, m: Match) -> None:
     binary(e, ins, FUNCTIONS[m["f"]], "f64")
 
 
-@op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?(?P<s>.sat)?.f32")
+@op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?(?P<s>.sat)?.f32", batch=True)
 def fma32(e: Emitter, ins: Instruction, m: Match) -> None:
     """a * b + c with one rounding."""
     a, b, c = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:4]))
@@ -78,7 +78,7 @@ def fma64(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = multiply({a}, {b}, dtype=longdouble) + {c}")
 
 
-@op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32")
+@op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32", batch=True)
 def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
     """Minimum and maximum; without .NaN a NaN operand loses."""
     if len(ins.operands) != 3:
@@ -97,7 +97,7 @@ def sign(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
 
 
-@op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32")
+@op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32", batch=True)
 def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
     """Division, rounded correctly in all forms."""
     a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
@@ -116,7 +116,7 @@ APPROXIMATIONS = {
 }  # fmt: skip
 
 
-@op(r"(?P<f>ex2|lg2|rsqrt|sin|cos|tanh).approx(?P<z>.ftz)?.f32", r"(?P<f>rcp|sqrt).(approx|rn)(?P<z>.ftz)?.f32")
+@op(r"(?P<f>ex2|lg2|rsqrt|sin|cos|tanh).approx(?P<z>.ftz)?.f32", r"(?P<f>rcp|sqrt).(approx|rn)(?P<z>.ftz)?.f32", batch=True)
 def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
     """Transcendental functions and reciprocals, more exact than the hardware's."""
     function = e.constants.thing(APPROXIMATIONS[m["f"]])
@@ -131,6 +131,7 @@ def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
     r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.(?P<t>bf16x2|f16x2|bf16|f16)",
     r"(?P<f>fma).rn(?P<z>.ftz)?(?P<s>.sat)?(?P<u>.relu)?.(?P<t>bf16x2|f16x2|bf16|f16)",
     r"(?P<f>ex2|tanh).approx(?P<z>.ftz)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    batch=True,
 )
 def half(e: Emitter, ins: Instruction, m: Match) -> None:
     """16-bit floats, single or packed in pairs, rounded once."""
@@ -166,7 +167,7 @@ def half_sign(e: Emitter, ins: Instruction, m: Match) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.(?P<t>f32|f64)")
+@op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.(?P<t>f32|f64)", batch=True)
 def compare_float(e: Emitter, ins: Instruction, m: Match) -> None:
     """Ordered comparisons are false, unordered ones true, when an operand is NaN."""
     kind = m["t"]

@@ -43,6 +43,7 @@ class Spec:
     loads: bool = False
     reason: str = ""
     control: str = ""
+    batch: bool = False  # element-wise and costly: worth doing for several registers at once
     asynchronous: bool = False  # destinations are an accumulator that is read later (wgmma)
 
 
