@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,13 @@ def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file
         raise click.UsageError(str(error)) from error
     try:
         if _is_timed(device, archs):
-            document = report.cuda_document(archs, ops, cases, budget, lambda name: click.echo(f"timing {name}", err=True))
+            document = report.cuda_document(archs, ops, cases, budget, partial(_show_progress, json_file))
         else:
             document = report.model_document(archs, ops, cases)
     except (ArtifactError, DeviceError) as error:
         _write(json_file, json.dumps({"format": report.FORMAT, "device": device, "error": str(error), "rows": []}) + "\n")
         raise
-    _write(json_file, json.dumps(report.plain(document), indent=1, allow_nan=False) + "\n")
+    _write_document(json_file, document)
     if plot_file is not None:
         _write(plot_file, report.plot(document))
     _show(document)
@@ -84,6 +85,18 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
         click.echo(f"{mismatch}: static report and rooflines only", err=True)
         return False
     return True
+
+
+def _show_progress(json_file: Path | None, name: str, so_far: dict[str, Any]) -> None:
+    """Names the row about to be timed, and keeps what was found so far: a kernel that hangs takes the process with it."""
+    click.echo(f"timing {name}", err=True)
+    _write_document(json_file, so_far)
+
+
+def _write_document(json_file: Path | None, document: dict[str, Any]) -> None:
+    from cute_mla.profiles.report import plain
+
+    _write(json_file, json.dumps(plain(document), indent=1, allow_nan=False) + "\n")
 
 
 def _write(path: Path | None, text: str) -> None:

@@ -17,6 +17,8 @@ from .roofline import GPUS, Work, roof
 from .rows import Case, by_priority
 from .timing import Call, Ceilings, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
 
+Progress = Callable[[str, list[dict[str, Any]]], None]
+
 TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not_run"
 _ESTIMATE_LAUNCHES = 3
 _CEILING_LAUNCHES = 3
@@ -37,7 +39,7 @@ class Bench:
     l2_bytes: int
     state: Callable[[], dict[str, Any]]
     kernel_times: Callable[[Recording], dict[str, Any]]
-    load_us: float = 300_000.0  # of work queued while clocks and power are read
+    load_us: float = 800_000.0  # of work queued while clocks and power are read
 
 
 def shape_record(case: Case) -> dict[str, Any]:
@@ -167,11 +169,12 @@ def run_rows(
     cases: Iterable[Case],
     bench: Bench,
     budget_s: float,
-    progress: Callable[[str], None],
+    progress: Progress,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
     """Measures cases by priority until the budget would be exceeded, judging by the slowest so far; the rest are named.
 
+    progress: called before each row with its name and the records so far, so that a run that hangs has left both.
     Kernel times come in a second pass over the timed rows, since the profiler that they need may disturb what follows it.
     """
     begin, slowest = clock(), 0.0
@@ -183,7 +186,7 @@ def run_rows(
         if started - begin + slowest > budget_s:
             records.append(not_run(case, f"the budget of {budget_s:g} s was used up"))
             continue
-        progress(case.name)
+        progress(case.name, records)
         record = _guarded(case, bench)
         record["seconds"] = clock() - started
         slowest = max(slowest, record["seconds"])
@@ -194,20 +197,20 @@ def run_rows(
         if clock() - begin + slowest > budget_s:
             record["kernel_us"] = {"unavailable": f"the budget of {budget_s:g} s was used up"}
             continue
-        progress(f"{case.name} kernels")
+        progress(f"{case.name} kernels", records)
         _release(bench.device)
         try:
             record["kernel_us"] = measure_kernels(case, bench)
-        except RuntimeError as error:
-            record["kernel_us"] = {"unavailable": str(error)}
+        except Exception as error:  # as in _guarded
+            record["kernel_us"] = {"unavailable": f"{type(error).__name__}: {error}"}
     return records
 
 
 def _guarded(case: Case, bench: Bench) -> dict[str, Any]:
-    """A row's failure is that row's outcome, not the end of the run."""
+    """A row's failure, whatever it is, is that row's outcome and not the end of a run that cannot be repeated at will."""
     try:
         return measure_case(case, bench)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         return {**shape_record(case), "status": FAILED, "reason": f"{type(error).__name__}: {error}"}
 
 

@@ -76,30 +76,35 @@ def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Ca
 
 
 def cuda_document(
-    archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], budget_s: float, progress: Callable[[str], None]
+    archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], budget_s: float, progress: Callable[[str, dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """With a GPU: the static report and the timed rows. GpuMismatch without a matching GPU, ArtifactError without kernels."""
+    """With a GPU: the static report and the timed rows. GpuMismatch without a matching GPU, ArtifactError without kernels.
+
+    progress: called before each row with its name and the document so far, which names that row as `running`.
+    """
     from .cuda_bench import cuda_bench, environment, matching_arch
     from .measure import not_run, run_rows
 
     begin = time.monotonic()
     arch = matching_arch(archs)
     bench = cuda_bench(arch)
-    timeable = [case for case in cases if case.op == "dense_decode"]
-    record = environment(arch)
-    rows = run_rows(timeable, bench, budget_s - (time.monotonic() - begin), progress)
-    rows += [not_run(case, _UNTIMED) for case in cases if case.op != "dense_decode"]
-    return {
+    fixed = {
         "format": FORMAT,
         "device": CUDA,
         "archs": [arch.name],
-        "environment": record,
-        **static_section([arch], ops),
-        "rows": rows,
-        "not_run": [row["name"] for row in rows if row["status"] == "not_run"],
+        "environment": environment(arch),
         "budget_s": budget_s,
-        "seconds": time.monotonic() - begin,
+        **static_section([arch], ops),
     }
+
+    def document(rows: list[dict[str, Any]], running: str | None) -> dict[str, Any]:
+        left = [row["name"] for row in rows if row["status"] == "not_run"]
+        return {**fixed, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
+
+    timeable = [case for case in cases if case.op == "dense_decode"]
+    remaining = budget_s - (time.monotonic() - begin)
+    rows = run_rows(timeable, bench, remaining, lambda name, so_far: progress(name, document(so_far, name)))
+    return document([*rows, *(not_run(case, _UNTIMED) for case in cases if case.op != "dense_decode")], None)
 
 
 def plot(document: dict[str, Any]) -> str:

@@ -149,7 +149,7 @@ class Clock:
 def test_a_budget_ends_a_run_by_priority_and_names_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
     cases = [small_case("A.x", priority=3), small_case("B.x", priority=1), small_case("C.x", priority=2)]
-    records = run_rows(cases, bench(), budget_s=4.5, progress=lambda name: None, clock=Clock(1.0))
+    records = run_rows(cases, bench(), budget_s=4.5, progress=lambda name, records: None, clock=Clock(1.0))
     assert [(record["name"], record["status"]) for record in records] == [("B.x", TIMED), ("C.x", TIMED), ("A.x", NOT_RUN)]
     assert records[2]["reason"] == "the budget of 4.5 s was used up"
     assert "unavailable" in records[0]["kernel_us"]
@@ -157,18 +157,20 @@ def test_a_budget_ends_a_run_by_priority_and_names_what_was_left(monkeypatch: py
 
 def test_without_a_tight_budget_every_row_gets_its_kernel_times(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
-    names: list[str] = []
-    records = run_rows([small_case("A.x"), small_case("B.x")], bench(), 1000.0, names.append, Clock(1.0))
-    assert names == ["A.x", "B.x", "A.x kernels", "B.x kernels"]
+    steps: list[tuple[str, int]] = []
+    progress = lambda name, records: steps.append((name, len(records)))  # noqa: E731
+    records = run_rows([small_case("A.x"), small_case("B.x")], bench(), 1000.0, progress, Clock(1.0))
+    assert steps == [("A.x", 0), ("B.x", 1), ("A.x kernels", 2), ("B.x kernels", 2)]
     assert all(record["kernel_us"] == {"dense_decode": 90.0} for record in records)
 
 
-def test_a_failing_row_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("an illegal memory access was encountered"), AssertionError("never")])
+def test_a_failing_row_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def spoil(call: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         if out.shape[0] == 1:
-            raise RuntimeError("an illegal memory access was encountered")
+            raise error
 
     install(monkeypatch, FakeKernel(spoil=spoil))
-    records = run_rows([small_case("A.x", lengths=(5,)), small_case("B.x")], bench(), 1000.0, lambda name: None)
+    records = run_rows([small_case("A.x", lengths=(5,)), small_case("B.x")], bench(), 1000.0, lambda name, records: None)
     assert [(record["name"], record["status"]) for record in records] == [("A.x", FAILED), ("B.x", TIMED)]
-    assert records[0]["reason"] == "RuntimeError: an illegal memory access was encountered"
+    assert records[0]["reason"] == f"{type(error).__name__}: {error}"

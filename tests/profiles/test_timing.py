@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from cute_mla.profiles.timing import (
     LEAST_ROTATION_BYTES,
     Call,
+    CudaStopwatch,
     Recording,
     Spread,
     graph_launches,
@@ -68,6 +74,55 @@ def test_rounds_interleave_in_random_order_and_divide_by_launches() -> None:
     again = Scripted()
     interleave(again, recordings, rounds=8, seed=3)
     assert again.asked == stopwatch.asked
+
+
+class FakeCuda:
+    """Enough of torch.cuda for a stopwatch: notes in `log` what happens, in order. Events hold the length of the log."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        log = self.log
+
+        class Graph:
+            def replay(self) -> None:
+                log.append("replay")
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.place = len(log)
+
+            def synchronize(self) -> None:
+                log.append("synchronize")
+
+            def elapsed_time(self, end: Event) -> float:
+                return float(end.place - self.place)
+
+        @contextmanager
+        def within(what: object) -> Iterator[None]:
+            log.append("begin capture" if isinstance(what, Graph) else "begin warm-up")
+            yield
+            log.append("end")
+
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name, value in {
+            "Stream": lambda: stream, "current_stream": lambda: stream, "stream": within, "synchronize": lambda: log.append("synchronize"),
+            "CUDAGraph": Graph, "graph": within, "Event": Event,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_the_cuda_stopwatch_captures_after_a_warm_up_and_times_the_second_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    stopwatch = CudaStopwatch()
+    recording = stopwatch.record("two", [lambda: fake.log.append("a"), lambda: fake.log.append("b")])
+    assert fake.log == ["begin warm-up", "a", "b", "end", "synchronize", "begin capture", "a", "b", "end"]
+    assert recording.launches == 2
+    fake.log.clear()
+    assert stopwatch.elapsed_us(recording) == 1000.0  # one of the two replays, in the milliseconds of an event
+    assert fake.log == ["replay", "replay", "synchronize"]
 
 
 def test_spread_is_median_and_outer_tenths() -> None:

@@ -1,0 +1,89 @@
+"""The document of `profile`: rows chosen, plotted, and kept while a run is under way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benching import FakeKernel, bench, install, small_case
+
+from cute_mla.profiles import cuda_bench, report
+from cute_mla.profiles.plot import Point
+from cute_mla.profiles.rows import load
+from cute_mla.spec.arch import SM90
+
+PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "dense_decode_roofline.svg"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
+    """The points that a plot is asked to draw."""
+    points: list[Point] = []
+    monkeypatch.setattr(report, "roofline_svg", lambda gpu, given, title: points.extend(given) or f"{gpu.name}: {title}")
+    return points
+
+
+def test_the_model_is_plotted_on_its_roof(drawn: list[Point]) -> None:
+    document = report.model_document([SM90], ["dense_decode"], report.cases_for(["dense_decode"], ["D1.fixed", "D8.s1"]))
+    assert report.plot(document).startswith("H200: ")
+    assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D1", 790, False), ("D8", 129, False)]
+
+
+def test_a_measurement_is_plotted_where_it_was(drawn: list[Point]) -> None:
+    rows = [
+        {"row": "D1", "status": "timed", "intensity": 228.0, "tflops": 640.0},
+        {"row": "D2", "status": "wrong", "intensity": 432.0},
+    ]
+    assert report.plot({"device": "cuda", "environment": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": rows}).startswith("H100: ")
+    assert drawn == [Point("D1", 228.0, 640.0, True)]
+
+
+def test_the_plot_of_the_readme_is_the_one_that_the_command_draws() -> None:
+    document = report.model_document([SM90], ["dense_decode"], load("dense_decode"))
+    assert PLOT.read_text() == report.plot(document)
+
+
+@pytest.mark.parametrize(
+    ("ops", "names", "found"),
+    [
+        (["combine"], [], ["C1.two", "C1.many"]),
+        (["split_plan"], [], []),
+        (["combine", "dense_decode"], ["D5", "C1.two"], ["D5.fixed", "C1.two"]),
+    ],
+)
+def test_cases_are_of_the_ops_asked_for(ops: list[str], names: list[str], found: list[str]) -> None:
+    assert [case.name for case in report.cases_for(ops, names)] == found
+
+
+def test_a_run_that_is_cut_short_has_left_its_rows_and_the_name_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeKernel())
+    monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: SM90)
+    monkeypatch.setattr(cuda_bench, "cuda_bench", lambda arch: bench())
+    monkeypatch.setattr(cuda_bench, "environment", lambda arch: {"gpu": "NVIDIA H200"})
+    left: list[dict[str, Any]] = []
+    cases = [small_case("A.x"), small_case("B.x"), *report.cases_for(["combine"], ["C1.two"])]
+    ops = ["dense_decode", "combine"]
+    document = report.cuda_document([SM90], ops, cases, 1000.0, lambda name, so_far: left.append(report.plain(so_far)))
+    assert [(so_far["running"], [row["name"] for row in so_far["rows"]]) for so_far in left[:2]] == [("A.x", []), ("B.x", ["A.x"])]
+    assert document["running"] is None
+    assert [(row["name"], row["status"]) for row in document["rows"]] == [("A.x", "timed"), ("B.x", "timed"), ("C1.two", "not_run")]
+    assert document["not_run"] == ["C1.two"]
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "message"),
+    [
+        (False, (9, 0), "no CUDA GPU is available to torch"),
+        (True, (10, 0), r"NVIDIA B200 has compute capability 10\.0; wanted is sm90 \(9\.0\)"),
+    ],
+)
+def test_a_gpu_that_does_not_match_is_named(
+    monkeypatch: pytest.MonkeyPatch, available: bool, capability: tuple[int, int], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    with pytest.raises(cuda_bench.GpuMismatch, match=message):
+        cuda_bench.matching_arch([SM90])
