@@ -1,8 +1,8 @@
 """A PTX simulator: runs the text of a kernel on host memory and reports what is wrong with it.
 
-    module = load_module(ptx)
-    memory = GlobalMemory(); memory.add("x", address, nbytes)
-    report = run(Launch(module, "kernel", grid, block, cluster, smem_bytes, args, names), memory, Policy())
+module = load_module(ptx)
+memory = GlobalMemory(); memory.add("x", address, nbytes)
+report = run(Launch(module, "kernel", grid, block, cluster, smem_bytes, args, names), memory, Policy())
 """
 
 from __future__ import annotations

@@ -289,17 +289,18 @@ def spread_poison(cta: Cta, threads: slice, chain: Chain, rows: np.ndarray | Non
     if rows is None and columns is None and not tainted:
         return
     where_row, where_column = wgmma.accumulator_map(chain.form.n, chain.form.d)
-    bad = np.zeros(where_row.shape, bool)
+    bad: np.ndarray = np.zeros(where_row.shape, bool)
     if rows is not None:
         bad |= rows[where_row]
     if columns is not None:
         bad |= columns[where_column]
     if bad.ndim == 3:
         bad = bad.any(axis=2)
-    if bad.any():
+    if np.count_nonzero(bad):
         cta.taint_warps(range(threads.start // WARP, threads.stop // WARP))
         tainted = True
     if tainted:
         shadow = cta.slot.taints["r"]
-        before = shadow[chain.rows, threads] if chain.read_accumulator else False
-        shadow[chain.rows, threads] = bad | before
+        if chain.read_accumulator:
+            bad |= shadow[chain.rows, threads]
+        shadow[chain.rows, threads] = bad

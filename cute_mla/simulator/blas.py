@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,9 +16,8 @@ _SUFFIXES = ("64_", "")
 def _controls() -> tuple[Callable[[int], object], Callable[[], int]] | None:
     """OpenBLAS's setter and getter of its thread count, or None where NumPy has another BLAS."""
     try:
-        from numpy._core import _multiarray_umath
-
-        library = ctypes.CDLL(_multiarray_umath.__file__)
+        core = importlib.import_module("numpy._core._multiarray_umath")
+        library = ctypes.CDLL(str(core.__file__))
     except (ImportError, OSError):
         return None
     for prefix in _PREFIXES:

@@ -28,7 +28,7 @@ def stuck(machine: Machine, group: Group) -> Finding:
     names = machine.launch.names
     barrier = None
     if group.state == GATHERING:
-        reason = f"waits for the other threads of its warp{'group' if machine.blocks[group.pc].needs == 'warpgroup' else ''} at {instruction.opcode}"
+        reason = f"waits for the other threads of its {machine.blocks[group.pc].needs} at {instruction.opcode}"
     else:
         parts = []
         for item in group.blocked_on:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import numpy as np
 
-from . import deadlock, tma
 from ..spec.tensor_map import TensorMap
+from . import deadlock, tma
 from .async_units import PendingCopy
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
@@ -203,6 +203,7 @@ class Machine:
                     assert result == BLOCKED
                     return
             else:
+                assert isinstance(result, Split)
                 self.split(group, result)
             work = block.count * len(group.warps)
             self.instructions += work
@@ -532,12 +533,12 @@ def same_warpgroup(group: Group, other: Group) -> bool:
 
 def instruction_of_caller() -> Instruction | None:
     """The PTX instruction whose generated code is on the Python stack."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code.co_filename
         if code.startswith(PREFIX):
             return LINES[code][frame.f_lineno - 1]
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

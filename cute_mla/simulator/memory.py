@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from .findings import Fault
 
-_UNSIGNED = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
 
 
 @dataclass
@@ -49,7 +50,7 @@ class GlobalMemory:
         for other in neighbours:
             if address < other.address + other.nbytes and other.address < address + nbytes:
                 raise ValueError(f"buffer {name!r} at {address:#x} ({nbytes} bytes) overlaps {other.name!r}")
-        data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
         valid = None if initialised else np.zeros(nbytes, np.uint8)
         self.buffers.insert(index, Buffer(name, address, nbytes, writable, data, valid))
         self._starts.insert(index, address)

@@ -9,7 +9,7 @@ from .emitter import Constants, Emitter, Unsupported
 from .findings import UnsupportedInstruction
 from .isa.table import Decoded, decode
 from .layout import Layout, make_layout
-from .ptx import EntryText, ParamDecl, parse_ptx
+from .ptx import EntryText, Imm, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from .translate import Translator
 
 SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
@@ -92,16 +92,14 @@ def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants,
             problems.setdefault(f"{item.instruction.opcode}: operands not understood ({error})", []).append(item.instruction.line)
 
 
-def describe(operand: object) -> object:
+def describe(operand: Operand | None) -> object:
     """The form of an operand, without its particular registers."""
-    bank = getattr(operand, "bank", None)
-    if bank is not None:
-        return bank
-    items = getattr(operand, "items", None)
-    if items is not None:
-        return tuple(describe(item) for item in items)
-    if hasattr(operand, "value") or hasattr(operand, "name"):
+    if isinstance(operand, Reg):
+        return operand.bank
+    if isinstance(operand, Vec):
+        return tuple(describe(item) for item in operand.items)
+    if isinstance(operand, Mem):
+        return describe(operand.base), operand.offset != 0, describe(operand.coords)
+    if isinstance(operand, Imm | Special | Symbol):
         return repr(operand)
-    if hasattr(operand, "base"):
-        return (describe(operand.base), operand.offset != 0, describe(operand.coords))
     return type(operand).__name__

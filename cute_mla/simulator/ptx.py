@@ -271,7 +271,8 @@ class Parser:
         for name, values in re.findall(r"\.(\w+)([^.]*)", text):
             if name == "reqntid":
                 dims = [int(part) for part in values.split(",")]
-                entry.reqntid = (dims[0], *(dims[1:] + [1, 1])[:2])  # type: ignore[assignment]
+                x, y, z = [*dims, 1, 1][:3]
+                entry.reqntid = (x, y, z)
             elif name not in ("maxntid", "minnctapersm", "maxnreg", "reqnctapercluster", "explicitcluster", "maxclusterrank",
                               "blocksareclusters"):  # fmt: skip
                 raise self.fail(f"unsupported entry directive .{name}")

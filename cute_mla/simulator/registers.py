@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .cta import Cta
 
 BANK_DTYPES = {"p": np.dtype(bool), "h": np.dtype(np.uint16), "r": np.dtype(np.uint32), "d": np.dtype(np.uint64)}
+NAN_BITS = {"p": 1, "h": 0xFFFF, "r": 0xFFFFFFFF, "d": 0xFFFFFFFFFFFFFFFF}  # what an undefined register holds
 WARP = 32
 
 # attribute of a window -> (bank, dtype of the rows)
@@ -169,7 +170,7 @@ class CtaSlot:
         """Fill registers that may be read before they are written with NaN patterns."""
         for bank, slots in undefined.items():
             if slots:
-                self.banks[bank][slots] = ~np.zeros((), self.banks[bank].dtype)
+                self.banks[bank][slots] = NAN_BITS[bank]
 
     def window(self, lanes: np.ndarray) -> Window | None:
         """The cached window of lanes that form an arithmetic progression; None for other lanes."""

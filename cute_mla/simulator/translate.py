@@ -181,7 +181,8 @@ def emit_plain(e: Emitter, item: Decoded) -> None:
 
 def emit_selected(e: Emitter, item: Decoded) -> None:
     """A guarded instruction without effects: computed for all lanes, stored where the guard holds."""
-    assert item.spec.emit is not None and item.instruction.guard is not None
+    assert item.spec.emit is not None
+    assert item.instruction.guard is not None
     guard, negated = item.instruction.guard
     condition = e.temp()
     row = e.row(guard, "pred")

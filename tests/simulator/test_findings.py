@@ -10,7 +10,9 @@ from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import HEADER, LAZY, Kernel, aligned, kinds, lines_of
 
 ALL = [Policy.named("round_robin"), LAZY, *(Policy.named("random", seed) for seed in range(3)), Policy.named("adversarial")]
-NAMES = Names(barriers=(("ready", 0, 2), ("done", 16, 1)), named_barriers=(("exchange", 3),), roles=(("producer", 0, 1), ("consumer", 1, 3)))
+NAMES = Names(
+    barriers=(("ready", 0, 2), ("done", 16, 1)), named_barriers=(("exchange", 3),), roles=(("producer", 0, 1), ("consumer", 1, 3))
+)
 
 INIT = """
     mov.b32 %r100, smem;

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from . import arithmetic, async_copies, barrier_ops, control, conversions, floats, lanes, memory_ops, wgmma_ops
+from . import arithmetic as arithmetic
+from . import async_copies as async_copies
+from . import barrier_ops as barrier_ops
+from . import control as control
+from . import conversions as conversions
+from . import floats as floats
+from . import lanes as lanes
+from . import memory_ops as memory_ops
+from . import wgmma_ops as wgmma_ops
 from .table import NAMESPACE, Spec, decode
 
 __all__ = ["NAMESPACE", "Spec", "decode"]
-
-FAMILIES = (arithmetic, floats, conversions, lanes, memory_ops, control, barrier_ops, async_copies, wgmma_ops)

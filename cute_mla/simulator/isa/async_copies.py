@@ -121,7 +121,7 @@ def copy_async(e: Emitter, ins: Instruction, m: Match) -> None:
     """4, 8 or 16 bytes per thread; bytes beyond src-size are zeros."""
     check_all(e, ins)
     size = ins.operands[2]
-    operands = [operand for operand in ins.operands[3:]]
+    operands = ins.operands[3:]
     if not isinstance(size, Imm) or (".L2::cache_hint" in ins.opcode and len(operands) > 1):
         raise Unsupported("cp.async operands")
     given = operands[0] if operands and ".L2::cache_hint" not in ins.opcode else None
@@ -267,7 +267,11 @@ def bulk_to_shared(
         offset = where & 0xFFFFFF
 
         def effect(
-            start: int = start, nbytes: int = nbytes, offset: int = offset, targets: list[Cta] = targets, barriers: list[object] = barriers  # type: ignore[assignment]
+            start: int = start,
+            nbytes: int = nbytes,
+            offset: int = offset,
+            targets: list[Cta] = targets,
+            barriers: list[object] = barriers,  # type: ignore[assignment]
         ) -> None:
             data, valid = read_bulk(cta, start, nbytes, peer)
             for target in targets:

@@ -285,7 +285,12 @@ def named(w: Window, number: np.ndarray, count: np.ndarray | None) -> tuple[Name
 
 @runtime
 def named_sync(
-    w: Window, number: np.ndarray, count: np.ndarray | None, function: str = "", source: np.ndarray | None = None, out: np.ndarray | None = None
+    w: Window,
+    number: np.ndarray,
+    count: np.ndarray | None,
+    function: str = "",
+    source: np.ndarray | None = None,
+    out: np.ndarray | None = None,
 ) -> bool:
     """bar.sync and bar.red: True for the convoy that completes the round; the others are moved on by it."""
     cta = w.cta

@@ -141,7 +141,12 @@ def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
 
 
-@op(r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32", r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)", r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)", batch=True)
+@op(
+    r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32",
+    r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)",
+    r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)",
+    batch=True,
+)
 def fp8(e: Emitter, ins: Instruction, m: Match) -> None:
     """Pairs of 8-bit floats."""
     groups = m.groupdict()

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 Match = re.Match[str]
 
-CACHE = r"(.L1::(evict_normal|evict_unchanged|evict_first|evict_last|no_allocate))?(.L2::(evict_normal|evict_last|evict_first))?(.L2::cache_hint)?(.L2::(64|128|256)B)?"
+CACHE = (
+    r"(.L1::(evict_normal|evict_unchanged|evict_first|evict_last|no_allocate))?"
+    r"(.L2::(evict_normal|evict_last|evict_first))?(.L2::cache_hint)?(.L2::(64|128|256)B)?"
+)
 ORDER = r"(.(weak|volatile|((relaxed|acquire|release)(.(cta|cluster|gpu|sys)))))?"
 SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster|param))?"
 TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[busf](8|16|32|64))"
@@ -429,8 +432,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     old = np.zeros((1, w.n), unsigned)
     for lane in range(w.n):
         where = address[lane : lane + 1]
-        one = w if w.n == 1 else w
-        current = load_one(one, where, dtype.itemsize, space).view(dtype)
+        current = load_one(w, where, dtype.itemsize, space).view(dtype)
         old[0, lane] = current.view(unsigned)[0]
         before = current[0].item()
         if name == "cas":
@@ -442,7 +444,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
             new = np.array([after], unsigned)
         else:
             new = np.array([after], dtype).view(unsigned)
-        store_one(one, where, new, space)
+        store_one(w, where, new, space)
     w.cta.poison = None
     w.cta.machine.progress += 1
     return old
