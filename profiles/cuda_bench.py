@@ -87,7 +87,7 @@ def environment(arch: Arch) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "commit": commit(Path(__file__).resolve().parent),
+        "commit": commit(Path(__file__).resolve().parents[1]),
         "manifest_sha256": manifest_hash(artifacts_folder()),
         "gpu": None,
     }

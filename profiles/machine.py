@@ -55,8 +55,11 @@ def _number(text: str) -> float | str:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of the tree that holds this code, with "+" when it has local changes; None outside a checkout."""
+    """The commit checked out in a folder, with "+" when it has local changes. None unless the folder is the top of a checkout:
+    installed into somebody's project, this code is not of that project's commit."""
     try:
+        if Path(_run(["git", "-C", str(folder), "rev-parse", "--show-toplevel"]).strip()) != folder.resolve():
+            return None
         head = _run(["git", "-C", str(folder), "rev-parse", "HEAD"]).strip()
         changed = _run(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]).strip()
     except (OSError, subprocess.SubprocessError):

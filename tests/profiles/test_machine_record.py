@@ -53,6 +53,8 @@ def test_commit_is_marked_when_the_tree_has_changes(tmp_path: Path) -> None:
     assert len(clean) == 40
     (tmp_path / "file").write_text("two")
     assert machine.commit(tmp_path) == clean + "+"
+    (tmp_path / "site-packages").mkdir()
+    assert machine.commit(tmp_path / "site-packages") is None
 
 
 def test_manifest_hash_is_of_the_file(tmp_path: Path) -> None:
