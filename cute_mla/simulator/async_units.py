@@ -219,6 +219,13 @@ class Pipe:
             for chain in self.groups.pop(0):
                 multiply(cta, self.first_thread, chain)
 
+    def finish_open(self, cta: Cta) -> None:
+        """Compute everything issued so far, committed or not."""
+        self.flush(cta, 0)
+        for chain in self.open:
+            multiply(cta, self.first_thread, chain)
+        self.open = []
+
     def wait(self, cta: Cta, remaining: int) -> None:
         """wgmma.wait_group: results and sources of all but the newest `remaining` groups are free."""
         self.flush(cta, remaining)
@@ -295,7 +302,7 @@ def spread_poison(cta: Cta, threads: slice, chain: Chain, rows: np.ndarray | Non
     if columns is not None:
         bad |= columns[where_column]
     if bad.ndim == 3:
-        bad = bad.any(axis=2)
+        bad = np.asarray(bad.any(axis=2))
     if np.count_nonzero(bad):
         cta.taint_warps(range(threads.start // WARP, threads.stop // WARP))
         tainted = True

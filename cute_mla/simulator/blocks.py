@@ -4,17 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .isa.table import Decoded, decode, registers_of
+from .isa.table import Decoded, lookup, registers_of
 from .layout import Layout
 from .ptx import EntryText, Instruction, LabelRef, Reg
 from .registers import BANK_DTYPES
 
 MAX_BLOCK = 600
 _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
+
+
+class LiveRows:
+    """Registers that are read later: rows per bank, made when asked for."""
+
+    def __init__(self, mask: int, places: list[tuple[str, int]]) -> None:
+        self.mask = mask
+        self.places = places
+
+    @cached_property
+    def rows(self) -> dict[str, np.ndarray]:
+        """Rows by bank."""
+        rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
+        for number, (bank, slot) in enumerate(self.places):
+            if self.mask >> number & 1:
+                rows[bank].append(slot)
+        return {bank: np.array(sorted(slots), np.int64) for bank, slots in rows.items()}
 
 
 @dataclass
@@ -31,7 +49,7 @@ class Block:
     touches: int = 0
     writes: int = 0
     used: dict[str, np.ndarray] = field(default_factory=dict)
-    live_in: dict[str, np.ndarray] = field(default_factory=dict)
+    live: LiveRows | None = None
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
@@ -59,10 +77,9 @@ def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
     labels: dict[str, int] = {}
     for instruction in entry.instructions:
         moved.append(len(instructions))
-        decoded = decode(instruction)
-        guarded = instruction.guard is not None and decoded is not None
-        collective = decoded is not None and bool(decoded.spec.starts or decoded.spec.needs or decoded.spec.control == "exit")
-        if guarded and collective and instruction.guard is not None:
+        found = lookup(instruction.opcode) if instruction.guard is not None else None
+        collective = found is not None and bool(found[0].starts or found[0].needs or found[0].control == "exit")
+        if collective and instruction.guard is not None:
             register, negated = instruction.guard
             name = f"$skip{len(instructions)}"
             branch = Instruction("bra", [LabelRef(name)], (register, not negated), instruction.line, instruction.source)
@@ -226,7 +243,7 @@ def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[
 
 
 def _liveness(blocks: list[Block], layout: Layout) -> None:
-    """Fill live_in of every block: rows per bank."""
+    """Fill `live` of every block."""
     numbers: dict[str, int] = {}
     summaries = _summaries(blocks, numbers)
     live = [0] * (len(blocks) + 1)
@@ -242,11 +259,12 @@ def _liveness(blocks: list[Block], layout: Layout) -> None:
             if value != live[block.index]:
                 live[block.index] = value
                 changed = True
-    banks = {register.name: register.bank for block in blocks for item in block.instructions
-             for register in (*item.reads, *item.writes, *item.accumulators)}  # fmt: skip
+    places = {
+        register.name: (register.bank, layout.slot(register))
+        for block in blocks
+        for item in block.instructions
+        for register in (*item.reads, *item.writes, *item.accumulators)
+    }
+    ordered = [places[name] for name in numbers]
     for block in blocks:
-        rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
-        for name, number in numbers.items():
-            if live[block.index] >> number & 1:
-                rows[banks[name]].append(layout.slots[name])
-        block.live_in = {bank: np.array(sorted(slots), np.int64) for bank, slots in rows.items()}
+        block.live = LiveRows(live[block.index], ordered)

@@ -461,7 +461,8 @@ class Machine:
     def _refresh_taint(self, group: Group, block: Block) -> None:
         """Back to plain code when no live register is poisoned any more."""
         shadow = group.cta.slot.taints
-        for bank, rows in block.live_in.items():
+        assert block.live is not None
+        for bank, rows in block.live.rows.items():
             if len(rows) and shadow[bank][rows[:, None], group.lanes].any():
                 return
         group.tainted = False
@@ -480,6 +481,8 @@ class Machine:
                 if busy and not item.spec.asynchronous:
                     origin = Origin(cta.index, group.warps[0], item.instruction)
                     self.report_at(origin, "missing_wait", "a register of an unfinished wgmma is used before wgmma.wait_group")
+                    if self.policy.async_mode == "eager":
+                        pipe.finish_open(cta)  # as ptxas does, which then serialises such code
                     return
 
     # ------------------------------------------------------------ findings

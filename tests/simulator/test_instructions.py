@@ -184,6 +184,7 @@ FLOAT = {
     "max.f32 %f4, %f1, %f2;": lambda a, b, c: np.fmax(a, b),
     "min.NaN.f32 %f4, %f1, %f2;": lambda a, b, c: np.minimum(a, b),
     "neg.f32 %f4, %f1;": lambda a, b, c: -a,
+    "copysign.f32 %f4, %f1, %f2;": lambda a, b, c: np.copysign(b, a),
     "ex2.approx.ftz.f32 %f4, %f1;": lambda a, b, c: flushed(np.exp2(flushed(a).astype(np.float64)).astype(np.float32)),
     "lg2.approx.f32 %f4, %f1;": lambda a, b, c: np.log2(a.astype(np.float64)).astype(np.float32),
     "rcp.approx.ftz.f32 %f4, %f1;": lambda a, b, c: flushed((1 / flushed(a).astype(np.float64)).astype(np.float32)),

@@ -97,6 +97,13 @@ def sign(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
 
 
+@op(r"copysign.(?P<t>f32|f64)")
+def copy_sign(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The magnitude of b with the sign of a."""
+    a, b = e.src(ins.operands[1], m["t"]), e.src(ins.operands[2], m["t"])
+    e.line(f"{e.constants.thing(np.copysign)}({b}, {a}, {e.dst(ins.operands[0], m['t'])})")
+
+
 @op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32", batch=True)
 def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
     """Division, rounded correctly in all forms."""

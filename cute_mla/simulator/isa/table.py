@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
@@ -93,24 +94,30 @@ class Decoded:
     accumulators: tuple[Reg, ...] = field(default=())
 
 
+@cache
+def lookup(opcode: str) -> tuple[Spec, re.Match[str]] | None:
+    """The table entry of a spelling, with its match; None when there is none."""
+    for spec in _TABLE.get(opcode.split(".", 1)[0], ()):
+        match = spec.pattern.fullmatch(opcode)
+        if match is not None:
+            return spec, match
+    return None
+
+
 def decode(instruction: Instruction) -> Decoded | None:
     """The table entry of an instruction; None when there is none."""
-    for spec in _TABLE.get(instruction.opcode.split(".", 1)[0], ()):
-        match = spec.pattern.fullmatch(instruction.opcode)
-        if match is None:
-            continue
-        reads: list[Reg] = []
-        writes: list[Reg] = []
-        for index, operand in enumerate(instruction.operands):
-            (writes if index in spec.writes else reads).extend(registers_of(operand))
-        for index in spec.writes:  # an address is never written
-            if index < len(instruction.operands) and isinstance(instruction.operands[index], Mem):
-                raise AssertionError(f"{instruction.opcode}: destination {index} is an address")
-        if instruction.guard is not None:
-            reads.append(instruction.guard[0])
-        accumulators = tuple(writes) if spec.asynchronous else ()
-        return Decoded(instruction, spec, match, tuple(reads), () if spec.asynchronous else tuple(writes), accumulators)
-    return None
+    found = lookup(instruction.opcode)
+    if found is None:
+        return None
+    spec, match = found
+    reads: list[Reg] = []
+    writes: list[Reg] = []
+    for index, operand in enumerate(instruction.operands):
+        (writes if index in spec.writes else reads).extend(registers_of(operand))
+    if instruction.guard is not None:
+        reads.append(instruction.guard[0])
+    accumulators = tuple(writes) if spec.asynchronous else ()
+    return Decoded(instruction, spec, match, tuple(reads), () if spec.asynchronous else tuple(writes), accumulators)
 
 
 def registers_of(operand: Operand | None) -> list[Reg]:
