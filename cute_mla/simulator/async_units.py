@@ -43,12 +43,16 @@ class PendingCopy:
 
 @dataclass
 class GroupedCopy:
-    """Work that a thread waits for by group. read: takes its source; write: stores it. Steps run once, in this order."""
+    """Work that a thread waits for by group. read: takes its source; write: stores it. Steps run once, in this order.
+
+    waited: a thread has waited for the source, whenever it was really read.
+    """
 
     read: Callable[[], None]
     write: Callable[[], None]
     origin: Origin
     stage: int = 0
+    waited: bool = False
 
     def advance(self, stage: int) -> None:
         """Go through the steps up to stage (1: source read, 2: all done)."""
@@ -77,13 +81,14 @@ class CopyGroups:
         stop = len(self.committed) - remaining
         for group in self.committed[: max(stop, 0)]:
             for copy in group:
+                copy.waited = True
                 copy.advance(stage)
         if stage == 2 and stop > 0:
             del self.committed[:stop]
 
     def unfinished(self) -> list[GroupedCopy]:
-        """Copies whose source may still be read."""
-        return [copy for group in (*self.committed, self.open) for copy in group if copy.stage < 1]
+        """Copies whose source may still be read, as far as the thread knows."""
+        return [copy for group in (*self.committed, self.open) for copy in group if not copy.waited]
 
 
 # ---------------------------------------------------------------- boxes

@@ -350,7 +350,7 @@ class Machine:
         for lane in group.lanes:
             groups = cta.bulk.get(int(lane))
             unfinished = groups.unfinished() if groups is not None else []
-            if unfinished and self.policy.async_mode != "eager":
+            if unfinished:
                 self.report_at(unfinished[0].origin, "unfinished", "a thread exits while its bulk store may still read shared memory")
             if groups is not None:
                 for copies in (*groups.committed, groups.open):

@@ -63,7 +63,8 @@ def test_additions_count_for_every_lane() -> None:
     assert out.tolist() == [32 * value for value in range(1, 33)]
 
 
-def test_a_missing_wait_is_still_found() -> None:
-    """Sharing a copy does not hide that nobody waits for it."""
-    _, found = store(PLAIN, LAZY, "")
+@pytest.mark.parametrize("policy", [None, LAZY, Policy.named("random", 1), Policy.named("adversarial")])
+def test_a_missing_wait_is_found_in_every_schedule(policy: Policy | None) -> None:
+    """Neither a shared copy nor one that happens to complete early hides that nobody waits for it."""
+    _, found = store(PLAIN, policy, "")
     assert found == {"unfinished"}
