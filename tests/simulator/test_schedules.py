@@ -1,0 +1,125 @@
+"""Schedules: replayable, different from each other, and without effect on correct kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, load_module, run
+from tests.simulator.small_kernels import Kernel
+
+RACE = """
+    ld.param.u64 %rd3, [p1];
+    and.b32 %r1, %r0, 31;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra OUT;
+    atom.global.add.u32 %r2, [%rd3], 1;
+    mul.wide.u32 %rd4, %r2, 4;
+    add.s64 %rd4, %rd0, %rd4;
+    shr.u32 %r3, %r0, 5;
+    st.global.u32 [%rd4], %r3;
+OUT:
+"""
+
+
+def order(policy: Policy) -> list[int]:
+    """The order in which eight warps take a ticket."""
+    out, counter = np.zeros(8, np.uint32), np.zeros(1, np.uint32)
+    assert Kernel(RACE, threads=256).run(out, counter, policy=policy).ok
+    return [int(warp) for warp in out]
+
+
+def test_random_schedules_replay_and_differ() -> None:
+    orders = [order(Policy.named("random", seed)) for seed in range(6)]
+    assert orders == [order(Policy.named("random", seed)) for seed in range(6)]
+    assert len({tuple(item) for item in orders}) > 1
+    assert all(sorted(item) == list(range(8)) for item in orders)
+
+
+def test_adversarial_order_depends_on_the_seed() -> None:
+    assert order(Policy.named("adversarial", 0)) == list(range(8))
+    assert order(Policy.named("adversarial", 1)) != list(range(8))
+
+
+def test_names() -> None:
+    with pytest.raises(ValueError, match="round_robin, lazy, random, adversarial"):
+        Policy.named("fastest")
+    with pytest.raises(ValueError, match="supported"):
+        Policy(async_mode="never")
+
+
+SPIN = """
+    ld.param.u64 %rd3, [p1];
+    setp.ge.u32 %p1, %r0, 32;
+    @%p1 bra SETTER;
+POLL:
+    ld.acquire.gpu.global.u32 %r1, [%rd3];
+    setp.eq.u32 %p2, %r1, 0;
+    @%p2 bra POLL;
+    st.global.u32 [%rd2], %r1;
+    bra OUT;
+SETTER:
+    st.release.gpu.global.u32 [%rd3], 7;
+OUT:
+"""
+
+
+@pytest.mark.parametrize("name", ["round_robin", "lazy", "random", "adversarial"])
+def test_spinning_on_global_memory_makes_progress(name: str) -> None:
+    out, flag = np.zeros(64, np.uint32), np.zeros(1, np.uint32)
+    assert Kernel(SPIN, threads=64).run(out, flag, policy=Policy.named(name)).ok
+    assert out[:32].tolist() == [7] * 32
+
+
+class Recorder(Observer):
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, object]] = []
+
+    def shared_access(self, w, target, index, offsets, nbytes, write):  # type: ignore[no-untyped-def]
+        self.events.append(("store" if write else "load", len(offsets) * nbytes))
+
+    def global_access(self, w, addresses, nbytes, write):  # type: ignore[no-untyped-def]
+        self.events.append(("global store" if write else "global load", nbytes))
+
+    def barrier(self, w, barrier, action, number):  # type: ignore[no-untyped-def]
+        self.events.append((action, number))
+
+    def fence(self, w, opcode):  # type: ignore[no-untyped-def]
+        self.events.append(("fence", opcode))
+
+
+def test_observers_hear_everything() -> None:
+    body = """
+        mov.b32 %r1, smem;
+        st.shared.u32 [%r1], %r0;
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+        ld.shared.u32 %r2, [%r1];
+        st.global.u32 [%rd2], %r2;
+    """
+    out = np.zeros(32, np.uint32)
+    kernel = Kernel(body, smem=16)
+    memory = GlobalMemory()
+    memory.add("out", out.ctypes.data, out.nbytes)
+    args = [out.ctypes.data.to_bytes(8, "little")]
+    recorder = Recorder()
+    launch = Launch(load_module(kernel.text([out])), "k", (1, 1, 1), (32, 1, 1), (1, 1, 1), 16, args)
+    assert run(launch, memory, observer=recorder).ok
+    assert recorder.events == [("store", 128), ("fence", "fence.proxy.async.shared::cta"), ("sync", 32), ("load", 128), ("global store", 4)]
+
+
+def test_launch_arguments_are_checked() -> None:
+    module = load_module(Kernel("").text([0]))
+    shape = (1, 1, 1)
+    for change, message in (
+        ({"args": []}, "0 arguments"),
+        ({"args": [b"1234"]}, "4 bytes given, 8 expected"),
+        ({"block": (64, 1, 1)}, "requires"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "multiple"),
+        ({"entry": "q"}, "the module has k"),
+    ):
+        values = {"entry": "k", "grid": shape, "block": (32, 1, 1), "cluster": shape, "smem_bytes": 0, "args": [bytes(8)], **change}
+        with pytest.raises(ValueError, match=message):
+            Launch(module, **values)  # type: ignore[arg-type]
