@@ -30,6 +30,7 @@ from .translate import BLOCKED, EXIT, LINES, PREFIX, Split
 
 MAX_FINDINGS = 50
 MAX_CLUSTERS = 64  # resident at once, when clusters wait for each other
+MAX_HOMES = 8  # CTA homes that are kept from one launch to the next
 TAINT_CHECK = 8  # blocks between looks whether a group is still poisoned
 
 
@@ -56,7 +57,7 @@ class Machine:
         self.pending: list[PendingCopy] = []
         self.clusters: list[Cluster] = []
         self.waiting_clusters = self._cluster_indices()
-        self.homes: list[Home] = []
+        self.homes = self.entry.homes.setdefault((launch.block, launch.smem_bytes), [])
         self.params = self._pack_params()
         self.maps: dict[int, tma.BoxPlan] = {}
         self.running: Group = None  # type: ignore[assignment]
@@ -370,7 +371,8 @@ class Machine:
                 if named.arrived:
                     self._add(Finding("unfinished", f"the CTA exits where {named.state()}", barrier=named.name, cta=cta.index))
             cta.slot.cta = None
-            self.homes.append(cta.home)
+            if len(self.homes) < MAX_HOMES:
+                self.homes.append(cta.home)
         late = [copy for copy in self.pending if any(copy.origin.cta == cta.index for cta in cluster.ctas)]
         for copy in late:
             self.report_at(copy.origin, "unfinished", "the CTA exits before an asynchronous copy has completed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .blocks import Flow, accumulator_groups, build_flow, desugar
 from .emitter import Constants, Emitter, Unsupported
@@ -12,12 +13,18 @@ from .layout import Layout, make_layout
 from .ptx import EntryText, Imm, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from .translate import Translator
 
+if TYPE_CHECKING:
+    from .cta import Home
+
 SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
 
 
 @dataclass
 class Entry:
-    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned)."""
+    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
+
+    homes: registers and shared memory that earlier launches left, by block and dynamic shared memory.
+    """
 
     name: str
     params: tuple[ParamDecl, ...]
@@ -26,6 +33,7 @@ class Entry:
     layout: Layout
     translator: Translator
     undefined: tuple[str, ...] = ()
+    homes: dict[tuple[object, ...], list[Home]] = field(default_factory=dict)
 
 
 @dataclass
