@@ -1,13 +1,14 @@
 """Batches: independent instructions of one kind in a block, done as one operation on several registers at once.
 
-A block's instructions are reordered within their register dependences, so that the costly element-wise ones meet. All
-other instructions keep their order.
+A block's instructions are reordered within their register dependences, so that the costly element-wise ones meet. Instructions
+with effects keep their order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def dependences(items: list[Decoded]) -> tuple[list[set[int]], list[set[int]]]:
             if register.name in written:
                 before[index].add(written[register.name])
             before[index].update(readers[register.name])
-        if batch_key(item) is None:
+        if not item.spec.pure or item.instruction.guard is not None:
             if in_order >= 0:
                 before[index].add(in_order)
             in_order = index
@@ -89,8 +90,7 @@ def dependences(items: list[Decoded]) -> tuple[list[set[int]], list[set[int]]]:
 def schedule(items: list[Decoded]) -> list[Step]:
     """An order of the instructions of a block, with those done together in lists.
 
-    Instructions that are done one by one come in program order and as early as they can; a batch waits until nothing else can go on,
-    so that it grows.
+    Instructions that are done one by one come as early as they can; a batch waits until nothing else can go on, so that it grows.
     """
     keys = [batch_key(item) for item in items]
     counts: dict[tuple[object, ...], int] = defaultdict(int)
@@ -107,7 +107,7 @@ def schedule(items: list[Decoded]) -> list[Step]:
     def release(index: int) -> None:
         key = keys[index]
         if key is None:
-            single.append(index)
+            heappush(single, index)
         else:
             waiting[key].append(index)
 
@@ -117,7 +117,7 @@ def schedule(items: list[Decoded]) -> list[Step]:
     order: list[Step] = []
     while single or waiting:
         if single:
-            chosen = [single.pop(0)]
+            chosen = [heappop(single)]
             order.append(items[chosen[0]])
         else:
             key = max(waiting, key=lambda name: (len(waiting[name]), -waiting[name][0]))
