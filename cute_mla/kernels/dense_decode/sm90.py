@@ -48,7 +48,7 @@ from ..parts.example_arguments import example_arguments
 from ..parts.fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
 from ..parts.softmax import OnlineSoftmax, mask_keys
 from ..parts.tma import load_box, multicast_box
-from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece
+from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece, smaller
 from ..source import KernelSource
 from .sm90_gemm import OutputGemm, ScoreGemm, clear_rows
 from .sm90_geometry import (
@@ -78,7 +78,7 @@ from .sm90_geometry import (
     Pipes,
     Tiles,
 )
-from .sm90_operands import Operands, query_row
+from .sm90_operands import NO_PAGE, LaneBox, Operands, query_row
 
 LN2 = 0.6931471805599453
 
@@ -213,47 +213,52 @@ class DenseDecodeSm90:
         tile = Int32(0)
         while req <= last_request(schedule):
             extent = read_extent(schedule, req, begin_tile)
+            page = self.look_up(operands, req, begin_tile * TILE_KEYS, extent.keys)
             for t in cutlass.range(extent.tiles, unroll=1):
-                self.load_tile(operands, tiles, pipes, req, (begin_tile + t) * TILE_KEYS, tile + t)
+                key = (begin_tile + t) * TILE_KEYS
+                # asked for a tile ahead: the answer takes longer than a slot takes to come free
+                next_page = self.look_up(operands, req, key + TILE_KEYS, extent.keys - (t + 1) * TILE_KEYS)
+                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, key, page), tile + t)
+                page = next_page
             tile = tile + extent.tiles
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, first_key: Int32, tile: Int32):
-        """Loads the keys from first_key on as the tile-th of this CTA. Pages without a key in use are never looked up."""
-        lane = cute.arch.lane_idx()
-        box_keys = cutlass.select_(operands.page_size < TILE_KEYS, operands.page_size, Int32(TILE_KEYS))
-        key = first_key + lane * box_keys
-        active = (lane * box_keys < TILE_KEYS) & (key < (operands.schedule.cache_seqlens + req).load())
-        boxes = cute.arch.popc(cute.arch.vote_ballot_sync(active))
-        box_bytes = boxes * box_keys * (BOX_COLUMNS * 2)
-        page, row = Int32(0), Int32(0)
-        if active:
-            entry = key // operands.page_size
-            row = key - entry * operands.page_size
+    def look_up(self, operands: Operands, req: Int32, first_key: Int32, left: Int32) -> Int32:
+        """The page of this lane's box in the tile from first_key on, `left` keys before the end; NO_PAGE if the box holds no
+        key in use, whose entry is never read."""
+        offset = cute.arch.lane_idx() * operands.box_keys()
+        page = Int32(NO_PAGE)
+        if offset < smaller(left, Int32(TILE_KEYS)):
+            entry = (first_key + offset) // operands.page_size
             page = (operands.block_table + (Int64(req) * operands.table_stride + entry)).load()
-        where = (cute.arch.block_idx()[1], row, page)
-        offset = lane * box_keys * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
+        return page
 
+    @cute.jit
+    def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+        """Loads the tile-th tile of this CTA."""
+        lane = cute.arch.lane_idx()
+        where = (operands.kv_head(), box.row, box.page)
+        offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
         for i in cutlass.range_constexpr(SLOTS_PER_TILE):
             use = tile * SLOTS_PER_TILE + i
             ready = pipes.kv_ready.barrier(use)
             pipes.kv_free.wait_free(use)
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, 2 * box_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, 2 * box.tile_bytes)
             cute.arch.sync_warp()
-            if active:
+            if box.active:
                 target = tiles.sKv.iterator + (pipes.kv_ready.slot(use) * (TILE_KEYS * SLOT_COLUMNS) + offset)
                 self.load_slot(operands.kv_map, target, i * SLOT_COLUMNS, where, ready)
 
         ready = pipes.rope_ready.barrier(tile)
         pipes.rope_free.wait_free(tile)
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, box_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, box.tile_bytes)
         cute.arch.sync_warp()
-        if active:
+        if box.active:
             target = tiles.sRope.iterator + (pipes.rope_ready.slot(tile) * (TILE_KEYS * BOX_COLUMNS) + offset)
             if cutlass.const_expr(self.config.cluster == 1):
                 load_box(target, operands.kv_map, (D_LATENT, *where), ready)
@@ -296,7 +301,7 @@ class DenseDecodeSm90:
 
     @cute.jit
     def load_queries(self, operands: Operands, gemm: ScoreGemm, req: Int32, thread: Int32):
-        """Q of one piece, from any strides: six column tiles to registers, three through registers to smem.
+        """Q of one piece, from any strides: five column tiles to registers, four through registers to smem.
 
         Rows past the last one repeat it; their results go nowhere."""
         rows = []
@@ -312,6 +317,8 @@ class DenseDecodeSm90:
                     rQ[2 * eight + row_half] = load_pair(source, self.config.pairs)
             if cutlass.const_expr(tile >= Q_TILES_IN_REGISTERS):
                 gemm.store_query_tile(tile - Q_TILES_IN_REGISTERS)
+            if cutlass.const_expr(not self.config.pairs):
+                cute.arch.sync_warp()  # keeps ptxas from starting more loads than the registers hold halves
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 

@@ -31,9 +31,9 @@ WARPS_PER_GROUP = WARPGROUP // 32
 OUTPUT_GROUPS = 2
 OUTPUT_COLUMNS = D_LATENT // OUTPUT_GROUPS
 
-# 4 warpgroups share 512 registers a lane: 24 + 168 + 2 x 160
-LOAD_REGISTERS = 24
-SCORE_REGISTERS = 168
+# 4 warpgroups share 512 registers a lane: 32 + 3 x 160
+LOAD_REGISTERS = 32
+SCORE_REGISTERS = 160
 OUTPUT_REGISTERS = 160
 
 SCORE_BARRIER = 1  # bar.sync ids; 0 is the CTA's

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
+from ...spec.split_plan import TILE_KEYS
 from ..parts.fragments import fragment_row
-from ..parts.work import Piece, Schedule
+from ..parts.work import Piece, Schedule, smaller
+from .sm90_geometry import BOX_COLUMNS, ELEMENT_BYTES
+
+BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
+NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,10 @@ class Operands:
     def rows(self) -> Int32:
         """Query rows of one KV head."""
         return self.s_q * self.heads_per_kv
+
+    def box_keys(self) -> Int32:
+        """Keys of one TMA box: a page, or a tile if that is less."""
+        return smaller(self.page_size, Int32(TILE_KEYS))
 
     def kv_head(self) -> Int32:
         """The KV head of this CTA."""
@@ -80,6 +89,36 @@ class Operands:
         the end, or bottom-right causal."""
         token, _ = self.token_and_head(row)
         return left - cutlass.select_(self.causal != 0, self.s_q - 1 - token, Int32(0))
+
+
+@dataclass(frozen=True)
+class LaneBox:
+    """The box of keys that a lane of the load warp fetches of one tile: lane l has the keys from l boxes on.
+
+    active: the box holds a key in use. offset: its first key within the tile. row: its first key within the page.
+    tile_bytes: of one 64-column box of all active lanes together.
+    """
+
+    active: Boolean
+    offset: Int32
+    page: Int32
+    row: Int32
+    tile_bytes: Int32
+
+    @staticmethod
+    def of(operands: Operands, first_key: Int32, page: Int32) -> LaneBox:
+        """This lane's box of the tile from first_key on."""
+        box_keys = operands.box_keys()
+        offset = cute.arch.lane_idx() * box_keys
+        active = page != NO_PAGE
+        boxes = cute.arch.popc(cute.arch.vote_ballot_sync(active))
+        return LaneBox(
+            active=active,
+            offset=offset,
+            page=page,
+            row=(first_key + offset) % operands.page_size,
+            tile_bytes=boxes * box_keys * BOX_BYTES_PER_KEY,
+        )
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:
