@@ -71,8 +71,8 @@ SMOKE: tuple[Case, ...] = (
     Case("fp16", batch=2, s_q=3, s_k=140, h_q=128, h_kv=8, page_size=16, cache_layout="padded_rows", outputs="given"),
     # A request that a batch-invariant call cuts, beside one that it does not, on a device of another size.
     Case(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
-    # Requests and rows without keys, and lengths around a tile.
-    Case("fp16", batch=6, s_q=4, lengths=(1, 0, 3, 63, 64, 65), causal=True, empty_lse=float("-inf"), outputs="given"),
+    # Requests and rows without keys, and lengths around a tile; all of them walked by one CTA.
+    Case("fp16", batch=6, s_q=4, lengths=(1, 0, 3, 63, 64, 65), causal=True, empty_lse=float("-inf"), outputs="given", sm_count=1),
     Case(batch=0, h_q=64),
     # The running maximum moves in every tile of a long loop, never after the first, or by far at a few keys.
     Case(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
