@@ -6,7 +6,7 @@ and writing global memory; the wait of its thread forces one or both. Products o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,17 @@ if TYPE_CHECKING:
 
 WARPGROUP = 4 * WARP
 
+Writes = Sequence[tuple["Cta", int, int]]  # shared bytes: CTA, start, stop
+
 
 @dataclass
 class PendingCopy:
-    """Work that completes by itself at some time. barriers: the mbarriers it signals."""
+    """Work that completes by itself at some time. barriers: the mbarriers it signals. writes: shared bytes (CTA, start, stop)."""
 
     effect: Callable[[], None]
     origin: Origin
     barriers: list[Mbarrier]
+    writes: Writes = ()
     done: bool = False
 
     def complete(self) -> None:
@@ -45,12 +48,13 @@ class PendingCopy:
 class GroupedCopy:
     """Work that a thread waits for by group. read: takes its source; write: stores it. Steps run once, in this order.
 
-    waited: a thread has waited for the source, whenever it was really read.
+    source: shared bytes [start, stop) that it reads. waited: a thread has waited for that, whenever it really happened.
     """
 
     read: Callable[[], None]
     write: Callable[[], None]
     origin: Origin
+    source: tuple[int, int] = (0, 0)
     stage: int = 0
     waited: bool = False
 
@@ -144,7 +148,7 @@ def box_store(machine: Machine, cta: Cta, box: tma.Box, origin: Origin, add: boo
             tma.write_global(box, buffer.valid, buffer.address, marks)
         machine.progress += 1
 
-    return GroupedCopy(read, write, origin)
+    return GroupedCopy(read, write, origin, box.smem_range)
 
 
 # ---------------------------------------------------------------- wgmma
@@ -192,13 +196,18 @@ class Chain:
 
 @dataclass
 class Pipe:
-    """The tensor-core work of one warpgroup. busy, sources: bit masks of registers that are written / read by unfinished work."""
+    """The tensor-core work of one warpgroup.
+
+    busy, sources: bit masks of registers that are written / read by unfinished work. reading: chains of the open group and of
+    committed ones, kept until they are waited for even if they have been computed.
+    """
 
     first_thread: int
     open: list[Chain] = field(default_factory=list)
     groups: list[list[Chain]] = field(default_factory=list)
     waiting_masks: list[tuple[int, int]] = field(default_factory=list)  # of each committed group not yet waited for
     open_masks: tuple[int, int] = (0, 0)
+    reading: list[list[Chain]] = field(default_factory=lambda: [[]])
     busy: int = 0
     sources: int = 0
 
@@ -210,11 +219,13 @@ class Pipe:
             self.open[-1].append(chain)
         else:
             self.open.append(chain)
+            self.reading[-1].append(chain)
 
     def commit(self) -> None:
         """Close the open group."""
         self.groups.append(self.open)
         self.open = []
+        self.reading.append([])
         self.waiting_masks.append(self.open_masks)
         self.open_masks = (0, 0)
 
@@ -234,8 +245,14 @@ class Pipe:
     def wait(self, cta: Cta, remaining: int) -> None:
         """wgmma.wait_group: results and sources of all but the newest `remaining` groups are free."""
         self.flush(cta, remaining)
-        del self.waiting_masks[: max(len(self.waiting_masks) - remaining, 0)]
+        done = max(len(self.waiting_masks) - remaining, 0)
+        del self.waiting_masks[:done]
+        del self.reading[:done]
         self._masks()
+
+    def unwaited(self) -> Iterator[Chain]:
+        """Chains whose operands nobody knows to have been read."""
+        return (chain for group in self.reading for chain in group)
 
     def _masks(self) -> None:
         self.busy, self.sources = self.open_masks

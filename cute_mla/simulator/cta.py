@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import tma
-from .async_units import WARPGROUP, CopyGroups, Pipe
+from .async_units import WARPGROUP, CopyGroups, GroupedCopy, Pipe
 from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
 from .findings import Fault
 from .groups import Group
@@ -83,6 +83,7 @@ class Cta:
         self.sources = 0
         self.bulk: dict[int, CopyGroups] = {}
         self.copies: dict[int, CopyGroups] = {}
+        self.reading: list[GroupedCopy] = []
         self._specials = self._make_specials()
         slot.cta = self
 

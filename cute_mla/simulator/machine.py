@@ -11,7 +11,7 @@ import numpy as np
 
 from ..spec.tensor_map import TensorMap
 from . import deadlock, tma
-from .async_units import PendingCopy
+from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
 from .blocks import Block
@@ -428,13 +428,13 @@ class Machine:
         mode = self.policy.async_mode
         return 2 if mode == "eager" else int(self.rng.integers(3)) if mode == "random" else 0
 
-    def start(self, effect: Callable[[], None], w: Window, barriers: list[Mbarrier]) -> None:
-        """Issue work that completes by itself."""
+    def start(self, effect: Callable[[], None], w: Window, barriers: list[Mbarrier], writes: Writes = ()) -> None:
+        """Issue work that completes by itself and writes these shared bytes (CTA, start, stop)."""
         self.progress += 1
         if self.completes_now():
             effect()
         else:
-            self.pending.append(PendingCopy(effect, self.origin(w), barriers))
+            self.pending.append(PendingCopy(effect, self.origin(w), barriers, writes))
 
     def complete(self, copy: PendingCopy) -> None:
         """Let pending work take effect."""

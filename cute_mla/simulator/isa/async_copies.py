@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import tma
+from .. import in_use, tma
 from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -212,7 +212,8 @@ def tma_load(
             for item in barriers:
                 machine.complete_tx(item, box.nbytes)  # type: ignore[arg-type]
 
-        machine.start(effect, w, barriers)
+        in_use.check_copy(w, targets, *box.smem_range)
+        machine.start(effect, w, barriers, [(target, *box.smem_range) for target in targets])
 
 
 def place_box(plan: tma.BoxPlan, position: tuple[int, ...], offset: int) -> tma.Box:
@@ -241,6 +242,7 @@ def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...],
         box = place_box(cta.tensor_map(target), positions[lane], where & 0xFFFFFF)
         copies[key] = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
         add_grouped(cta, cta.bulk, owner, copies[key])
+        cta.reading.append(copies[key])
 
 
 def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
@@ -281,7 +283,8 @@ def bulk_to_shared(
             for item in barriers:
                 machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
-        machine.start(effect, w, barriers)
+        in_use.check_copy(w, targets, offset, offset + nbytes)
+        machine.start(effect, w, barriers, [(target, offset, offset + nbytes) for target in targets])
 
 
 def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
@@ -322,7 +325,10 @@ def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size:
                 buffer.valid[offset : offset + nbytes] = 1
             machine.progress += 1
 
-        add_grouped(cta, cta.bulk, int(w.lanes[lane]), GroupedCopy(read, write, origin))
+        offset = start & 0xFFFFFF
+        copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
+        add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
+        cta.reading.append(copy)
 
 
 @runtime
@@ -446,7 +452,9 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
             target.smem.store(np.array([where & 0xFFFFFF]), [value[lane : lane + 1] for value in lanes])
             machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
-        machine.start(effect, w, [item])
+        offset = where & 0xFFFFFF
+        in_use.check_copy(w, [target], offset, offset + nbytes)
+        machine.start(effect, w, [item], [(target, offset, offset + nbytes)])
 
 
 @op(r"mapa(.shared::cluster)?.(?P<t>u32|u64)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import matrix_fragments
+from .. import in_use, matrix_fragments
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
@@ -228,6 +228,8 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
+        if target.busy or target.reading:
+            in_use.check_store(w, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
             cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
 
@@ -353,6 +355,8 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     if poison is not None:
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
+    if cta.busy or cta.reading:
+        in_use.check_store(w, cta, offsets[:, : 8 * len(values)].ravel(), 16)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
 

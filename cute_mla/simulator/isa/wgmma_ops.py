@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import wgmma
+from .. import in_use, wgmma
 from ..async_units import WARPGROUP, Chain
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -133,6 +133,8 @@ def wgmma_issue(
         else:
             chain.a.append(int(one_value(a, start, stop, "a descriptor")))
         chain.b.append(int(one_value(b, start, stop, "a descriptor")))
+        if cta.machine.pending:
+            in_use.check_operands(w, chain)
         cta.pipe(int(w.lanes[start])).issue(chain, rows.mask, sources)
     cta.refresh_busy()
 

@@ -1,0 +1,75 @@
+"""Shared memory that asynchronous work still reads or writes, and what must not touch it yet.
+
+These checks look at the moment of access: as long as no thread has waited for the work, nothing can order the access after it. So a
+finding is never a false alarm, in any schedule; but an access that a lucky schedule puts after the wait is not found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import wgmma
+from .async_units import Chain
+from .registers import Window
+
+if TYPE_CHECKING:
+    from .cta import Cta, Origin
+
+
+def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
+    """The byte ranges of shared memory that a chain of wgmmas reads."""
+    yield from wgmma.operand(tuple(chain.b), chain.form.n, chain.b_major).ranges
+    if not chain.from_registers:
+        yield from wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major).ranges
+
+
+def readers(target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
+    """What still reads bytes of [low, high) in a CTA's shared memory: (what, where issued, start, stop)."""
+    for pipe in target.pipes.values():
+        for chain in pipe.unwaited():
+            for start, stop in operand_ranges(chain):
+                if start < high and low < stop:
+                    yield "a wgmma", chain.origin, start, stop
+    if target.reading:
+        target.reading = [copy for copy in target.reading if not copy.waited]
+        for copy in target.reading:
+            if copy.source[0] < high and low < copy.source[1]:
+                yield "a bulk store", copy.origin, *copy.source
+
+
+def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
+    """A finding when a copy is issued to shared memory that unfinished work reads."""
+    for target in targets:
+        if target.pipes or target.reading:
+            for what, origin, _, _ in readers(target, low, high):
+                report(w, "an asynchronous copy overwrites", what, origin)
+                return
+
+
+def check_store(w: Window, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
+    """A finding when lanes store nbytes each at offsets that unfinished work reads."""
+    low, high = int(offsets.min()), int(offsets.max()) + nbytes
+    for what, origin, start, stop in readers(target, low, high):
+        if np.count_nonzero((offsets < stop) & (offsets + nbytes > start)):
+            report(w, "a store overwrites", what, origin)
+            return
+
+
+def check_operands(w: Window, chain: Chain) -> None:
+    """A finding when a wgmma is issued whose operands a copy has not delivered."""
+    cta = w.cta
+    for copy in cta.machine.pending:
+        for target, low, high in copy.writes:
+            if target is cta and any(start < high and low < stop for start, stop in operand_ranges(chain)):
+                place = "" if copy.origin.instruction is None else f" (PTX line {copy.origin.instruction.line})"
+                cta.report(w, "missing_wait", f"a wgmma reads shared memory that an asynchronous copy{place} still writes")
+                return
+
+
+def report(w: Window, who: str, what: str, origin: Origin) -> None:
+    """The finding about an overwritten source."""
+    place = "" if origin.instruction is None else f" (PTX line {origin.instruction.line})"
+    w.cta.report(w, "missing_wait", f"{who} shared memory that {what}{place} reads and nobody has waited for")
