@@ -11,7 +11,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..parts.fragments import fragment_row
-from ..parts.work import Piece, Schedule, smaller
+from ..parts.work import Piece, Schedule, larger, smaller
 from .sm90_geometry import BOX_COLUMNS, ELEMENT_BYTES
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
@@ -86,9 +86,9 @@ class Operands:
 
     def key_limit(self, left: Int32, row: Int32) -> Int32:
         """First key that a query row does not see, counted from a tile with `left` keys from it to the end of the cache:
-        the end, or bottom-right causal."""
+        the end, or bottom-right causal. Rows past the last one see no key behind the end either."""
         token, _ = self.token_and_head(row)
-        return left - cutlass.select_(self.causal != 0, self.s_q - 1 - token, Int32(0))
+        return left - cutlass.select_(self.causal != 0, larger(self.s_q - 1 - token, Int32(0)), Int32(0))
 
 
 @dataclass(frozen=True)
