@@ -47,7 +47,7 @@ from ..parts.barriers import Ring, arrive, arrive_cluster
 from ..parts.example_arguments import example_arguments
 from ..parts.fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
 from ..parts.softmax import OnlineSoftmax, mask_keys
-from ..parts.tma import load_box, multicast_box
+from ..parts.tma import load_box, multicast_box, prefetch_map
 from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece, smaller
 from ..source import KernelSource
 from .sm90_gemm import OutputGemm, ScoreGemm, clear_rows
@@ -78,7 +78,7 @@ from .sm90_geometry import (
     Pipes,
     Tiles,
 )
-from .sm90_operands import NO_PAGE, LaneBox, Operands, query_row
+from .sm90_operands import NO_PAGE, LaneBox, Operands, count_boxes, query_row
 
 LN2 = 0.6931471805599453
 
@@ -149,7 +149,8 @@ class DenseDecodeSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-        self.sync_cluster()
+                prefetch_map(kv_map)
+        self.sync_start()
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
@@ -167,7 +168,8 @@ class DenseDecodeSm90:
             self.output(operands, tiles, pipes, thread, group - 2)
         # the peer's arrivals must not reach a CTA that is gone
         if cutlass.const_expr(self.config.cluster > 1):
-            self.sync_cluster()
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def carve_smem(self) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm90_geometry."""
@@ -195,10 +197,10 @@ class DenseDecodeSm90:
         pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
 
-    def sync_cluster(self) -> None:
-        """All threads that share barriers have come here."""
+    def sync_start(self) -> None:
+        """The barriers are there for all threads that share them; their fence has released them, so the arrival need not."""
         if self.config.cluster > 1:
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
@@ -214,12 +216,14 @@ class DenseDecodeSm90:
         while req <= last_request(schedule):
             extent = read_extent(schedule, req, begin_tile)
             page = self.look_up(operands, req, begin_tile * TILE_KEYS, extent.keys)
+            boxes = count_boxes(page)
             for t in cutlass.range(extent.tiles, unroll=1):
                 key = (begin_tile + t) * TILE_KEYS
                 # asked for a tile ahead: the answer takes longer than a slot takes to come free
                 next_page = self.look_up(operands, req, key + TILE_KEYS, extent.keys - (t + 1) * TILE_KEYS)
-                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, key, page), tile + t)
-                page = next_page
+                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, key, page, boxes), tile + t)
+                # counted here, after the loads: what uses a page at the top of the loop waits for the newest look-up too
+                page, boxes = next_page, count_boxes(next_page)
             tile = tile + extent.tiles
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile

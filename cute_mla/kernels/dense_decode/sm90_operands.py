@@ -106,19 +106,22 @@ class LaneBox:
     tile_bytes: Int32
 
     @staticmethod
-    def of(operands: Operands, first_key: Int32, page: Int32) -> LaneBox:
-        """This lane's box of the tile from first_key on."""
+    def of(operands: Operands, first_key: Int32, page: Int32, boxes: Int32) -> LaneBox:
+        """This lane's box of the tile from first_key on, of which `boxes` lanes have one."""
         box_keys = operands.box_keys()
         offset = cute.arch.lane_idx() * box_keys
-        active = page != NO_PAGE
-        boxes = cute.arch.popc(cute.arch.vote_ballot_sync(active))
         return LaneBox(
-            active=active,
+            active=page != NO_PAGE,
             offset=offset,
             page=page,
             row=(first_key + offset) % operands.page_size,
             tile_bytes=boxes * box_keys * BOX_BYTES_PER_KEY,
         )
+
+
+def count_boxes(page: Int32) -> Int32:
+    """Lanes of the load warp that have a page."""
+    return cute.arch.popc(cute.arch.vote_ballot_sync(page != NO_PAGE))
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cutlass import Int32, cute
-from cutlass._mlir.dialects.nvvm import MemScopeKind
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,13 @@ def arrive(barrier: cute.Pointer) -> None:
 
 
 def arrive_cluster(barrier: cute.Pointer, ranks: int) -> None:
-    """One arrival per warp on the same barrier of every CTA of the cluster."""
+    """One arrival per warp on the same barrier of every CTA of the cluster: what the warp was reading may be overwritten.
+
+    Nothing is handed to the peer but that, so the release is of CTA scope: one of cluster scope costs a MEMBAR.GPU each."""
     if ranks == 1:
         arrive(barrier)
         return
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         for rank in range(ranks):
-            cute.arch.mbarrier_arrive(barrier, rank, scope=MemScopeKind.CLUSTER)
+            cute.arch.mbarrier_arrive(barrier, rank)

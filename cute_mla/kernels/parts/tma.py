@@ -11,6 +11,11 @@ from cutlass.experimental import primitives
 BOTH_CTAS = 0b11
 
 
+def prefetch_map(tensor_map: Any) -> None:
+    """Brings the map to where the first copy looks for it. One thread; the map is a kernel parameter."""
+    primitives.prefetch_tensormap(tensor_map.get_ptr())
+
+
 def load_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
     """Starts the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
     primitives.cp_async_bulk_tensor_shared_cta_global(
