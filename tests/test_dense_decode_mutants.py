@@ -117,7 +117,7 @@ def test_a_wrong_count_of_arrivals(install: Break) -> None:
 
 
 def test_no_wait_for_matrix_products(install: Break) -> None:
-    assert survivors(install, WALK, r"wgmma\.wait_group\.sync\.aligned\s+0;", "") == []
+    assert survivors(install, WALK, r"wgmma\.wait_group\.sync\.aligned\s+\d;", "") == []
 
 
 def test_masking_that_does_nothing(install: Break) -> None:
@@ -133,10 +133,10 @@ def test_lse_in_base_2(install: Break) -> None:
     assert survivors(install, WALK, "0f3F317218", "0f3F800000") == []
 
 
-RACES = (r"fence\.proxy\.async[^;]*;", r"bar\.sync\s+(1|%r\d+), 128;", r"wgmma\.wait_group\.sync\.aligned\s+1;")
+RACES = (r"fence\.proxy\.async[^;]*;", r"bar\.sync\s+(1|%r\d+), 128;")
 
 
 @pytest.mark.xfail(strict=True, reason="shows only as a race, which the simulator does not look for yet")
-@pytest.mark.parametrize("pattern", RACES, ids=["proxy fences", "named barriers", "a product still reading its slot"])
+@pytest.mark.parametrize("pattern", RACES, ids=["proxy fences", "named barriers"])
 def test_missing_fences_and_barriers(pattern: str, install: Break) -> None:
     assert is_found(install, WALK, "", places(WALK, pattern))
