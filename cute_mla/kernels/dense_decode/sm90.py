@@ -215,28 +215,28 @@ class DenseDecodeSm90:
         tile = Int32(0)
         while req <= last_request(schedule):
             extent = read_extent(schedule, req, begin_tile)
-            page = self.look_up(operands, req, begin_tile * TILE_KEYS, extent.keys)
+            entry, row = operands.place_in_table(begin_tile * TILE_KEYS)
+            page = self.look_up(operands, req, entry, extent.keys)
             boxes = count_boxes(page)
             for t in cutlass.range(extent.tiles, unroll=1):
-                key = (begin_tile + t) * TILE_KEYS
                 # asked for a tile ahead: the answer takes longer than a slot takes to come free
-                next_page = self.look_up(operands, req, key + TILE_KEYS, extent.keys - (t + 1) * TILE_KEYS)
-                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, key, page, boxes), tile + t)
+                next_entry, next_row = operands.next_place(entry, row)
+                next_page = self.look_up(operands, req, next_entry, extent.keys - (t + 1) * TILE_KEYS)
+                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, page, row, boxes), tile + t)
                 # counted here, after the loads: what uses a page at the top of the loop waits for the newest look-up too
                 page, boxes = next_page, count_boxes(next_page)
+                entry, row = next_entry, next_row
             tile = tile + extent.tiles
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def look_up(self, operands: Operands, req: Int32, first_key: Int32, left: Int32) -> Int32:
-        """The page of this lane's box in the tile from first_key on, `left` keys before the end; NO_PAGE if the box holds no
-        key in use, whose entry is never read."""
-        offset = cute.arch.lane_idx() * operands.box_keys()
+    def look_up(self, operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
+        """The page of this lane's box in a tile `left` keys before the end; NO_PAGE if the box holds no key in use, whose
+        entry is never read."""
         page = Int32(NO_PAGE)
-        if offset < smaller(left, Int32(TILE_KEYS)):
-            entry = (first_key + offset) // operands.page_size
+        if cute.arch.lane_idx() * operands.box_keys() < smaller(left, Int32(TILE_KEYS)):
             page = (operands.block_table + (Int64(req) * operands.table_stride + entry)).load()
         return page
 

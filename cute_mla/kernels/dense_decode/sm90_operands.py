@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from ...spec.dense_decode import TILE_ROWS
+from ...spec.dense_decode import SMALL_PAGES, TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..parts.fragments import fragment_row
 from ..parts.work import Piece, Schedule, larger, smaller
@@ -49,6 +49,24 @@ class Operands:
     def box_keys(self) -> Int32:
         """Keys of one TMA box: a page, or a tile if that is less."""
         return smaller(self.page_size, Int32(TILE_KEYS))
+
+    def place_in_table(self, first_key: Int32) -> tuple[Int32, Int32]:
+        """Of this lane's box in the tile from first_key on: its entry in the block table, its first row in that page."""
+        key = first_key + cute.arch.lane_idx() * self.box_keys()
+        entry = key // self.page_size
+        return entry, key - entry * self.page_size
+
+    def next_place(self, entry: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """The same of the tile after it, without a division: a page is a tile or more, or one of two parts of it."""
+        first, second = SMALL_PAGES
+        small = cutlass.select_(self.page_size == first, Int32(TILE_KEYS // first), Int32(TILE_KEYS // second))
+        following = row + TILE_KEYS
+        wrapped = cutlass.select_(following < self.page_size, Int32(0), Int32(1))
+        is_small = self.page_size < TILE_KEYS
+        return (
+            entry + cutlass.select_(is_small, small, wrapped),
+            cutlass.select_(is_small, row, following - wrapped * self.page_size),
+        )
 
     def kv_head(self) -> Int32:
         """The KV head of this CTA."""
@@ -106,15 +124,15 @@ class LaneBox:
     tile_bytes: Int32
 
     @staticmethod
-    def of(operands: Operands, first_key: Int32, page: Int32, boxes: Int32) -> LaneBox:
-        """This lane's box of the tile from first_key on, of which `boxes` lanes have one."""
+    def of(operands: Operands, page: Int32, row: Int32, boxes: Int32) -> LaneBox:
+        """This lane's box, from `row` of a page on, in a tile of which `boxes` lanes have one."""
         box_keys = operands.box_keys()
         offset = cute.arch.lane_idx() * box_keys
         return LaneBox(
             active=page != NO_PAGE,
             offset=offset,
             page=page,
-            row=(first_key + offset) % operands.page_size,
+            row=row,
             tile_bytes=boxes * box_keys * BOX_BYTES_PER_KEY,
         )
 
