@@ -166,10 +166,6 @@ class DenseDecodeSm90:
         else:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             self.output(operands, tiles, pipes, thread, group - 2)
-        # the peer's arrivals must not reach a CTA that is gone
-        if cutlass.const_expr(self.config.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
 
     def carve_smem(self) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm90_geometry."""
@@ -230,6 +226,17 @@ class DenseDecodeSm90:
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.config.cluster > 1):
+            self.await_peer(pipes, tile)
+
+    @cute.jit
+    def await_peer(self, pipes: Pipes, tiles_done: Int32):
+        """Waits until every slot is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
+        which would make every warp wait for its stores."""
+        for i in cutlass.range(KV_SLOTS, unroll=1):
+            pipes.kv_free.wait_free(tiles_done * SLOTS_PER_TILE + i)
+        for i in cutlass.range(ROPE_SLOTS, unroll=1):
+            pipes.rope_free.wait_free(tiles_done + i)
 
     @cute.jit
     def look_up(self, operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
