@@ -13,7 +13,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -147,7 +149,7 @@ def run_all(jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None
         return
     simulated.sort(key=lambda index: -jobs[index][0].tiles)
     workers = min(workers or os.cpu_count() or 1, len(simulated))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
         futures = {pool.submit(run_case, *jobs[index]): index for index in simulated}
         try:
             for future in as_completed(futures):
@@ -158,6 +160,19 @@ def run_all(jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None
                 yield futures[future], records
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """One thread a process, which does not outlive the command: a killed parent leaves its pool's queue to its workers."""
+    torch.set_num_threads(1)
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
 
 
 def _lost(case: Case, target: Target, reduced: str, error: Exception) -> list[Record]:

@@ -5,11 +5,15 @@ The kernel is a stand-in here: the reference, with a fault. What runs cases on t
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,3 +249,32 @@ def test_schedules_repeat_with_other_seeds() -> None:
         *("round_robin@1", "lazy@1"),
     ]
     assert schedules(1, 9) == (Schedule("round_robin", 9),)
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """A pool's workers would otherwise go on with the queue of a command that is gone."""
+    program = tmp_path / "parent.py"
+    program.write_text(
+        "import os, signal\n"
+        "from concurrent.futures import ProcessPoolExecutor\n"
+        "from multiprocessing import get_context\n"
+        "from cute_mla.testing.runner import _start_worker\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPoolExecutor(1, mp_context=get_context('spawn'), initializer=_start_worker)\n"
+        "    print(pool.submit(os.getpid).result(), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    worker = int(parent.stdout)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and _is_running(worker):
+        time.sleep(0.05)
+    assert not _is_running(worker)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
