@@ -140,6 +140,7 @@ class Machine:
         began = time.perf_counter()
         with np.errstate(all="ignore"), single_threaded():
             try:
+                self._report_fences()
                 self.start_cluster()
                 while True:
                     group = self.scheduler.take()
@@ -155,6 +156,12 @@ class Machine:
         self.report.instructions = self.instructions
         self.report.seconds = time.perf_counter() - began
         return self.report
+
+    def _report_fences(self) -> None:
+        """What is known of wgmmas without a fence before anything runs."""
+        for instruction in self.entry.unfenced:
+            message = "no wgmma.fence on some path between writing a register and this wgmma, or before the first wgmma"
+            self._add(Finding("missing_fence", message, instruction.line, instruction.source))
 
     def turn(self, group: Group) -> None:
         """Let a group run until it blocks, exits or has used up its turn."""

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix and movmatrix: 8x8 matrices of 16-bit elements between shared memory and the registers of a warp.
+"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements between shared memory and the registers of a warp.
 
 Lanes 8i to 8i+7 give the shared offsets of rows 0 to 7 (16 bytes each) of matrix i, which is register i of every lane. Lane t holds
 elements (t/4, 2*(t%4)) and (t/4, 2*(t%4)+1) of a matrix, lower half first; with .trans it holds them of the transposed matrix.
@@ -7,8 +7,7 @@ Arrays have lanes last; dimensions before them (warps) are carried through.
 
 from __future__ import annotations
 
-import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,29 +17,6 @@ Array = npt.NDArray[Any]
 LANES = 32
 ROW_BYTES = 16
 _ROW = np.dtype("V16")
-
-
-class MatrixOp(NamedTuple):
-    """What an ldmatrix, stmatrix or movmatrix moves: matrices per warp (1, 2 or 4), and whether each is transposed."""
-
-    matrices: int
-    transposed: bool
-
-
-_LOAD_STORE = re.compile(r"(?:ldmatrix|stmatrix)\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
-_MOVE = "movmatrix.sync.aligned.m8n8.trans.b16"
-
-
-def parse_matrix_op(opcode: str) -> MatrixOp:
-    """The move of an opcode with all its modifiers. Raises ValueError for one that is not supported."""
-    if opcode == _MOVE:
-        return MatrixOp(1, True)
-    match = _LOAD_STORE.fullmatch(opcode)
-    if match is None:
-        raise ValueError(
-            f"{opcode} is not supported, only ldmatrix and stmatrix .sync.aligned.m8n8.x{{1,2,4}}{{.trans}}.shared{{::cta}}.b16 and {_MOVE}"
-        )
-    return MatrixOp(int(match[1]), match[2] is not None)
 
 
 def row_offsets(offsets: Array, count: int) -> Array:
@@ -85,9 +61,3 @@ def store_matrices(smem: Array, offsets: Array, registers: list[Array], transpos
     if transposed:
         elements = np.ascontiguousarray(elements.swapaxes(-1, -2))
     _chunks(smem)[rows >> 4] = elements.view(_ROW).reshape(rows.shape)
-
-
-def transpose_matrix(register: Array) -> Array:
-    """movmatrix: the register of the transposed 8x8 matrix, uint32 (..., 32)."""
-    elements = np.ascontiguousarray(register, dtype=np.uint32).view(np.uint16).reshape(*register.shape[:-1], 8, 8)
-    return np.ascontiguousarray(elements.swapaxes(-1, -2)).reshape(*register.shape[:-1], 64).view(np.uint32)

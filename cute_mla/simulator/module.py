@@ -10,8 +10,9 @@ from .emitter import Constants, Emitter, Unsupported
 from .findings import UnsupportedInstruction
 from .isa.table import Decoded, decode
 from .layout import Layout, make_layout
-from .ptx import EntryText, Imm, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
+from .ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from .translate import Translator
+from .wgmma_fences import unfenced
 
 if TYPE_CHECKING:
     from .cta import Home
@@ -22,6 +23,7 @@ SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on 
 @dataclass
 class Entry:
     """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
+    unfenced: wgmmas that lack a fence.
 
     homes: registers and shared memory that earlier launches left, by block and dynamic shared memory.
     """
@@ -33,6 +35,7 @@ class Entry:
     layout: Layout
     translator: Translator
     undefined: tuple[str, ...] = ()
+    unfenced: tuple[Instruction, ...] = ()
     homes: dict[tuple[object, ...], list[Home]] = field(default_factory=dict)
 
 
@@ -79,7 +82,7 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
     translator = Translator(text.name, flow, layout, constants)
     names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
-    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined)
+    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
 
 
 def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:

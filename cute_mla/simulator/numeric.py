@@ -2,10 +2,9 @@
 
 Every function is pure and works on arrays of any shape. The forms of values are
 
-    f32, f64       float32, float64 arrays
+    f32            float32 arrays
     f16, bf16      uint16 arrays of bit patterns; packed pairs are uint32 whose `.view(uint16)` holds the lower half first
     e4m3, e5m2     uint8 arrays of bit patterns; packed pairs are uint16, lower byte first
-    tf32           float32 arrays
     integers       arrays of the matching NumPy integer type
 
 Overflow and invalid operations are normal here: call under `numpy.errstate(all="ignore")`. Where PTX documents an approximation (ex2.approx
@@ -37,7 +36,6 @@ _HIGH_HALF = np.uint32(0xFFFF0000)
 _ROUND_BF16 = np.uint32(0x7FFF)
 _TIE_BF16 = np.uint16(0x8000)
 _ONE32 = np.uint32(1)
-_ONE64 = np.uint64(1)
 _BEYOND = np.float64(1 + 2.0**-52)  # factors that move a float64 value by one or two units
 _SHORT = np.float64(1 - 2.0**-52)
 
@@ -60,12 +58,6 @@ def canonical_nan(x: Array) -> Array:
     if nan.any():
         return np.where(nan, F32_NAN_BITS, x.view(np.uint32)).view(np.float32)
     return x
-
-
-def saturate(x: Array) -> Array:
-    """Clamp f32 or f64 values to [0, 1]; NaN becomes +0 (.sat)."""
-    clamped: Array = np.fmin(np.fmax(x, x.dtype.type(0)), x.dtype.type(1)) + x.dtype.type(0)
-    return clamped
 
 
 def round_to_f32(x: Array, rounding: str = "rn") -> Array:
@@ -190,8 +182,6 @@ rcp_f32 = _approximation(np.reciprocal)
 sqrt_f32 = _approximation(np.sqrt)
 rsqrt_f32 = _approximation(lambda x: 1.0 / np.sqrt(x))
 tanh_f32 = _approximation(np.tanh)
-sin_f32 = _approximation(np.sin)
-cos_f32 = _approximation(np.cos)
 
 
 def div_f32(a: Array, b: Array, ftz: bool = False) -> Array:
@@ -248,7 +238,7 @@ def f32_to_bf16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
 
 
 def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
-    """Round f32 (or f64) to f16 patterns with rn, rz, rm or rp; NaN becomes 0x7FFF."""
+    """Round f32 (or float64) to f16 patterns with rn, rz, rm or rp; NaN becomes 0x7FFF."""
     nearest = x.astype(np.float16)
     if rounding != "rn":
         back = nearest.astype(x.dtype)
@@ -276,18 +266,6 @@ def f32_to_f16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
     return pack_halves(f32_to_f16(upper, rounding), f32_to_f16(lower, rounding))
 
 
-def f32_to_tf32(x: Array, rounding: str = "rna") -> Array:
-    """Round f32 to 10 mantissa bits: rna (ties away from zero), rn (ties to even) or rz; NaN becomes 0x7FFFFFFF."""
-    bits = x.view(np.uint32)
-    if rounding == "rna":
-        bits = bits + np.uint32(0x1000)
-    elif rounding == "rn":
-        bits = bits + (((bits >> np.uint32(13)) & _ONE32) + np.uint32(0xFFF))
-    elif rounding != "rz":
-        raise ValueError(f"rounding {rounding!r} to tf32 is not supported, only rna, rn and rz")
-    return np.where(x != x, F32_NAN_BITS, bits & np.uint32(0xFFFFE000)).view(np.float32)
-
-
 def _narrow_odd(x: Array, kind: str) -> Array:
     """Round float64 values, exact or rounded to odd, to f16 or bf16 patterns (nearest even)."""
     if kind == "f16":
@@ -302,46 +280,23 @@ def _narrow_odd(x: Array, kind: str) -> Array:
     return f32_to_bf16((bits + step * adjust).astype(np.int32).view(np.float32))
 
 
-def _half_result(bits: Array, kind: str, ftz: bool, relu: bool, sat: bool) -> Array:
-    """Apply result modifiers to 16-bit patterns; relu keeps NaN, sat turns NaN into +0."""
-    infinity, smallest = (0x7C00, 0x0400) if kind == "f16" else (0x7F80, 0x0080)
-    magnitude = bits & np.uint16(0x7FFF)
-    if ftz:
-        bits = np.where(magnitude < smallest, bits & np.uint16(0x8000), bits)
-    if relu:
-        bits = np.where((bits > 0x7FFF) & (magnitude <= infinity), np.uint16(0), bits)
-    if sat:
-        one = np.uint16(0x3C00 if kind == "f16" else 0x3F80)
-        bits = np.where((bits > 0x7FFF) | (magnitude > infinity), np.uint16(0), np.minimum(bits, one))
-    return bits
+def half_arithmetic(operation: str, kind: str, nan: bool = False) -> Conversion:
+    """The function of uint16 pattern arrays for add, sub, mul, fma, min or max in f16 or bf16, rounded once (rn).
 
-
-def half_arithmetic(operation: str, kind: str, modifiers: frozenset[str] = frozenset()) -> Conversion:
-    """The function of uint16 pattern arrays for add, sub, mul, fma, min, max, ex2 or tanh in f16 or bf16, rounded once (rn).
-
-    Packed operands are passed as `.view(uint16)`. Modifiers: ftz, relu, sat, NaN (min and max).
-    Raises ValueError for an operation, format or modifier that is not known.
+    Packed operands are passed as `.view(uint16)`. nan: min and max give NaN when an operand is NaN.
+    Raises ValueError for an operation or format that is not known.
     """
-    unknown = modifiers - {"ftz", "relu", "sat", "NaN"}
-    if unknown or ("NaN" in modifiers and operation not in ("min", "max")):
-        raise ValueError(f"{operation} in {kind}: modifiers {sorted(modifiers)} are not supported")
-    if operation not in _HALF_OPERATIONS or kind not in ("f16", "bf16"):
-        raise ValueError(f"{operation} in {kind!r} is not supported, only {sorted(_HALF_OPERATIONS)} in f16 and bf16")
-    ftz, relu, sat = "ftz" in modifiers, "relu" in modifiers, "sat" in modifiers
-    nan = "NaN" in modifiers
+    if operation not in _HALF_OPERATIONS or kind not in ("f16", "bf16") or (nan and operation not in ("min", "max")):
+        raise ValueError(f"{operation} in {kind!r}, nan={nan} is not supported, only {sorted(_HALF_OPERATIONS)} in f16 and bf16")
     function = _HALF_OPERATIONS[operation]
 
     def evaluate(*operands: Array) -> Array:
-        if ftz:
-            operands = tuple(_half_result(bits, kind, True, False, False) for bits in operands)
         wide = [half_to_f32(bits, kind) for bits in operands]
         if operation in ("min", "max"):
-            result = f32_to_half(function(*wide, nan=nan), kind)
-        elif operation in ("add", "sub"):  # f32 has more than twice the digits of both formats: its rounding does no harm
-            result = f32_to_half(wide[0] + wide[1] if operation == "add" else wide[0] - wide[1], kind)
-        else:
-            result = _narrow_odd(function(*(value.astype(np.float64) for value in wide)), kind)
-        return _half_result(result, kind, ftz, relu, sat) if ftz or relu or sat else result
+            return f32_to_half(function(*wide, nan=nan), kind)
+        if operation in ("add", "sub"):  # f32 has more than twice the digits of both formats: its rounding does no harm
+            return f32_to_half(function(*wide), kind)
+        return _narrow_odd(function(*(value.astype(np.float64) for value in wide)), kind)
 
     return evaluate
 
@@ -362,8 +317,6 @@ _HALF_OPERATIONS: dict[str, Callable[..., Array]] = {
     "fma": lambda a, b, c: sum_to_odd(a * b, c),
     "min": min_f32,
     "max": max_f32,
-    "ex2": np.exp2,
-    "tanh": np.tanh,
 }
 
 
@@ -459,9 +412,9 @@ def round_to_integral(x: Array, rounding: str) -> Array:
 
 
 def float_to_integer(x: Array, dtype: npt.DTypeLike, rounding: str) -> Array:
-    """Round f32 or f64 values to an integer type, clamped to its range.
+    """Round f32 values to an integer type, clamped to its range.
 
-    NaN becomes 0, except that f64 sources and 64-bit results give the pattern with only the top bit set.
+    NaN becomes 0 in up to 32 bits, and the pattern with only the top bit set in 64.
     """
     target = np.dtype(dtype)
     limits = np.iinfo(target)
@@ -470,27 +423,12 @@ def float_to_integer(x: Array, dtype: npt.DTypeLike, rounding: str) -> Array:
     over, under, nan = exact >= top, exact < limits.min, exact != exact
     result = np.where(over | under | nan, 0.0, exact).astype(target)
     result = np.where(over, target.type(limits.max), np.where(under, target.type(limits.min), result))
-    if x.dtype == np.float64 or limits.bits == 64:
+    if limits.bits == 64:
         top_bit = target.type(limits.min if target.kind == "i" else 1 << (limits.bits - 1))
         result = np.where(nan, top_bit, result)
     return result
 
 
-def integer_to_f32(x: Array, rounding: str = "rn") -> Array:
-    """Round integers of any type to f32 once, with rn, rz, rm or rp."""
-    if rounding == "rn":
-        return x.astype(np.float32)
-    return round_to_f32(integer_to_f64(x), rounding)
-
-
-def integer_to_f64(x: Array) -> Array:
-    """Integers as float64: exact up to 32 bits, 64-bit ones rounded to odd (bits below the 53rd only say that the value is not exact)."""
-    if x.dtype.itemsize < 8:
-        return x.astype(np.float64)
-    negative = x < 0
-    magnitude = np.where(negative, (~x.view(np.uint64)) + _ONE64, x.view(np.uint64))
-    large = magnitude >= np.uint64(1 << 53)
-    sticky = ((magnitude & np.uint64(0x7FF)) != 0).astype(np.uint64) << np.uint64(11)
-    reduced = np.where(large, (magnitude & ~np.uint64(0x7FF)) | sticky, magnitude)
-    value = reduced.astype(np.float64)
-    return np.where(negative, -value, value)
+def integer_to_f32(x: Array) -> Array:
+    """Round integers of any type to f32 once, to nearest."""
+    return x.astype(np.float32)

@@ -71,7 +71,7 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
-def lines_of(body: str, needle: str) -> list[int]:
-    """The PTX lines (of a one-parameter kernel) that contain a text."""
-    text = Kernel(body).text([0])
+def lines_of(body: str, needle: str, params: int = 1) -> list[int]:
+    """The PTX lines (of a kernel with so many parameters) that contain a text."""
+    text = Kernel(body).text([0] * params)
     return [number for number, line in enumerate(text.splitlines(), 1) if needle in line]

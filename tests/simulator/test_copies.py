@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy
+from cute_mla.simulator import Policy, UnsupportedInstruction
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.simulator.small_kernels import LAZY, Kernel, aligned, kinds
 
@@ -229,3 +229,224 @@ def test_store_adds_to_global_memory() -> None:
         out[:] = 100
         assert Kernel(body, smem=1024).run(np.zeros(1, np.uint32), tensor_map, out, policy=policy).ok
         assert out.tolist() == [100.0 + lane for lane in range(32)]
+
+
+@pytest.mark.parametrize("trans", ["", ".trans"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("cta", ["", "::cta"])
+def test_matrix_moves_against_elements(trans: str, count: int, cta: str) -> None:
+    """Lane 8i+j has the address of row j of matrix i; lane t has elements (t/4, 2(t%4)) and the next, or of the transpose."""
+    names = [f"%r{20 + index}" for index in range(count)]
+    spread = "\n".join(f"mad.lo.u32 {name}, %r0, 0x20002, {0x10000 + 0x1000100 * index};" for index, name in enumerate(names))
+    body = f"""
+        mov.b32 %r1, smem;
+        shl.b32 %r2, %r0, 4;
+        add.u32 %r2, %r2, %r1;
+        st.shared.v4.u32 [%r2], {{%r0, %r0, %r0, %r0}};
+        bar.warp.sync -1;
+        {spread}
+        stmatrix.sync.aligned.m8n8.x{count}{trans}.shared{cta}.b16 [%r2], {{{", ".join(names)}}};
+        bar.warp.sync -1;
+        ld.shared.v4.u32 {{%r4, %r5, %r6, %r7}}, [%r2];
+        ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared{cta}.b16 {{{", ".join(names)}}}, [%r2];
+        mul.wide.u32 %rd3, %r0, 32;
+        add.s64 %rd3, %rd0, %rd3;
+        st.global.v4.b32 [%rd3], {{%r4, %r5, %r6, %r7}};
+    """
+    body += "\n".join(f"st.global.b32 [%rd3+{16 + 4 * index}], {name};" for index, name in enumerate(names))
+    out = aligned(32 * 8, np.uint32)
+    assert Kernel(body, smem=512).run(out).ok
+    stored = out.reshape(32, 8)[:, :4].copy().view(np.uint16)
+    for index in range(count):
+        for lane in range(32):
+            word = lane * 0x20002 + 0x10000 + 0x1000100 * index
+            assert out.reshape(32, 8)[lane, 4 + index] == word
+            for half in (0, 1):
+                row, column = lane // 4, 2 * (lane % 4) + half
+                row, column = (column, row) if trans else (row, column)
+                assert stored[8 * index + row, column] == word >> 16 * half & 0xFFFF
+    for lane in range(8 * count, 32):
+        assert (out.reshape(32, 8)[lane, :4] == lane).all()
+
+
+SIZES = """
+    mov.b32 %r1, smem;
+    mul.lo.u32 %r2, %r0, SIZE;
+    add.u32 %r1, %r1, %r2;
+    cvt.u64.u32 %rd4, %r2;
+    ld.param.u64 %rd3, [p1];
+    add.s64 %rd3, %rd3, %rd4;
+    COPY
+    cp.async.wait_all;
+    add.s64 %rd5, %rd0, %rd4;
+    ld.shared.u32 %r5, [%r1];
+    st.global.u32 [%rd5], %r5;
+    ld.shared.u32 %r5, [%r1+SIZE-4];
+    st.global.u32 [%rd5+SIZE-4], %r5;
+"""
+
+
+@each_policy
+def test_cp_async_sizes(policy: Policy) -> None:
+    for size, level, hint in ((4, "ca", ""), (8, "ca", ".L2::128B"), (16, "ca", ".L2::64B"), (16, "cg", ".L2::256B")):
+        source, out = aligned(32 * size // 4, np.uint32), aligned(32 * size // 4, np.uint32)
+        source[:] = np.arange(source.size) + 1
+        copy = f"cp.async.{level}.shared::cta.global{hint} [%r1], [%rd3], {size};"
+        body = SIZES.replace("COPY", copy).replace("SIZE-4", str(size - 4)).replace("SIZE", str(size))
+        assert Kernel(body, smem=512).run(out, source, policy=policy).ok
+        ends = np.arange(source.size).reshape(32, -1)[:, [0, -1]]
+        assert np.array_equal(out[ends], source[ends])
+
+
+def test_bad_cp_async() -> None:
+    source, out = aligned(128, np.uint32), aligned(128, np.uint32)
+    assert kinds(Kernel(CP_ASYNC.replace("%r3, 4;", "%r3, 20;").replace("%wait", ""), smem=512).run(out, source)) == {"out_of_bounds"}
+    with pytest.raises(UnsupportedInstruction, match="cg copies 16"):
+        Kernel(CP_ASYNC.replace("16, %r3", "8, %r3").replace("%wait", ""), smem=512).run(out, source)
+
+
+@each_policy
+def test_cp_async_arrival_that_is_not_counted(policy: Policy) -> None:
+    """Without .noinc the arrivals of cp.async are added to what the barrier waits for."""
+    arrive = "cp.async.mbarrier.arrive.shared::cta.b64 [%r100];\nbar.warp.sync -1;\n@!%p20 mbarrier.arrive.shared.b64 _, [%r100];" + WAIT
+    body = barrier(1) + CP_ASYNC.replace("mov.b32 %r1, smem;", "add.u32 %r1, %r100, 64;").replace("%wait", arrive)
+    source, out = aligned(128, np.uint32), aligned(128, np.uint32)
+    source[:] = np.arange(128) + 1
+    assert Kernel(body, smem=1024).run(out, source, policy=policy).ok
+    assert out[:13].tolist() == source[:13].tolist()
+
+
+@each_policy
+def test_bulk_store(policy: Policy) -> None:
+    body = """
+        mov.b32 %r100, smem;
+        shl.b32 %r1, %r0, 2;
+        add.u32 %r1, %r1, %r100;
+        st.shared.u32 [%r1], %r0;
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+        setp.ne.u32 %p1, %r0, 0;
+        @%p1 bra OUT;
+        mov.b64 %rd5, 0;
+        cp.async.bulk.global.shared::cta.bulk_group [%rd0], [%r100], 64;
+        cp.async.bulk.commit_group;
+        add.s64 %rd3, %rd0, 64;
+        cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%rd3], [%r100+64], 64, %rd5;
+        cp.async.bulk.commit_group;
+        WAIT
+    OUT:
+    """
+    out = aligned(32, np.uint32)
+    for wait in ("cp.async.bulk.wait_group 0;", "cp.async.bulk.wait_group.read 0;"):
+        out[:] = 99
+        assert Kernel(body.replace("WAIT", wait), smem=1024).run(out, policy=policy).ok
+        assert out.tolist() == list(range(32))
+    assert kinds(Kernel(body.replace("WAIT", "cp.async.bulk.wait_group 1;"), smem=1024).run(out, policy=policy)) == {"unfinished"}
+    odd = body.replace("[%rd0], [%r100], 64", "[%rd0], [%r100], 60").replace("WAIT", "")
+    assert kinds(Kernel(odd, smem=1024).run(out, policy=policy)) == {"misaligned"}
+
+
+BULK_MULTICAST = """
+    @%p20 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], 128;
+    shl.b32 %r1, %r101, 6;
+    add.u32 %r2, %r1, %r100;
+    cvt.u64.u32 %rd4, %r1;
+    ld.param.u64 %rd3, [p1];
+    add.s64 %rd3, %rd3, %rd4;
+    mov.b16 %h1, 3;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%r2+512], [%rd3], 64, [%r100], %h1;
+LOADED:
+    shl.b32 %r1, %r0, 2;
+    add.u32 %r1, %r1, %r100;
+"""
+
+
+@each_policy
+def test_bulk_multicast(policy: Policy) -> None:
+    """Each CTA brings half of 128 bytes to both."""
+    source, out = aligned(32, np.uint32), np.zeros(64, np.uint32)
+    source[:] = np.arange(32) + 5
+    kernel = Kernel(barrier(1) + BULK_MULTICAST + WAIT + READ, smem=1024, grid=2, cluster=2)
+    assert kernel.run(out, source, policy=policy).ok
+    assert out.tolist() == source.tolist() * 2
+    nobody = Kernel(kernel.body.replace("mov.b16 %h1, 3;", "mov.b16 %h1, 4;"), smem=1024, grid=2, cluster=2)
+    assert kinds(nobody.run(out, source, policy=policy)) == {"multicast"}
+
+
+@each_policy
+@pytest.mark.parametrize(("vector", "kind", "lanes"), [(".v2", "b32", 16), (".v4", "f32", 8), ("", "u64", 16), (".v2", "s64", 8)])
+def test_st_async_vectors(policy: Policy, vector: str, kind: str, lanes: int) -> None:
+    """The first lanes send 128 bytes together."""
+    names = [f"%rd{20 + index}" if kind.endswith("64") else f"%r{20 + index}" for index in range(int(vector[2:] or 1))]
+    value = names[0] if len(names) == 1 else f"{{{', '.join(names)}}}"
+    send = PEER[: PEER.index("    add.u32 %r5, %r4, 512;")]
+    send += f"""
+    SENT:
+        setp.ge.u32 %p5, %r0, {lanes};
+        @%p5 bra DONE;
+        mul.lo.u32 %r6, %r0, {128 // lanes};
+        add.u32 %r7, %r6, %r100;
+        add.u32 %r5, %r6, %r4;
+        ld.shared{vector}.{kind} {value}, [%r7+256];
+        st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.{kind} [%r5+512], {value}, [%r4];
+    DONE:
+    """
+    out = np.zeros(64, np.uint32)
+    assert Kernel(barrier(1) + send + WAIT + READ, smem=1024, grid=2, cluster=2).run(out, policy=policy).ok
+    assert out.tolist() == [1000 + lane for lane in range(32)] + list(range(32))
+
+
+@each_policy
+def test_a_copy_signals_the_cta_that_it_writes_to(policy: Policy) -> None:
+    elsewhere = PEER.replace("128, [%r4];", "128, [%r100];")
+    assert kinds(
+        Kernel(barrier(1) + elsewhere + WAIT + READ, smem=1024, grid=2, cluster=2).run(np.zeros(64, np.uint32), policy=policy)
+    ) == {"out_of_bounds"}
+
+
+BOX = """
+    shr.u32 %r102, %r0, 5;
+    @%p20 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], BYTES;
+    mov.b64 %rd3, p1;
+    cvta.param.u64 %rd4, %rd3;
+    mov.b64 %rd5, 0;
+    mov.u32 %r10, 4;
+    mov.u32 %r11, 1;
+    mov.u32 %r12, 2;
+    mov.u32 %r13, 1;
+    mov.u32 %r14, 1;
+    cp.async.bulk.tensor.RANKd.shared::cta.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint
+        [%r100+1024], [%rd4, {COORDS}], [%r100], %rd5;
+LOADED:
+"""
+STORE = """
+    bar.sync 0;
+    @%p20 bra STORED;
+    mov.b64 %rd3, p2;
+    cvta.param.u64 %rd4, %rd3;
+    cp.async.bulk.tensor.RANKd.global.shared::cta.tile.bulk_group.L2::cache_hint [%rd4, {COORDS}], [%r100+1024], %rd5;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+STORED:
+"""
+
+
+@each_policy
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])
+def test_boxes_of_all_ranks(policy: Policy, rank: int) -> None:
+    """A box at (4, 1, 2, 1, 1), innermost first, is copied to the same place of another tensor."""
+    shape, box, corner = (8, 3, 4, 3, 2)[:rank], (4, 2, 2, 2, 1)[:rank], (4, 1, 2, 1, 1)[:rank]
+    size = int(np.prod(shape))
+    source, target = aligned(size, np.float32), aligned(size, np.float32)
+    source[:] = np.arange(size) + 1
+    strides = tuple(4 * int(np.prod(shape[:axis])) for axis in range(1, rank))
+    maps = [TensorMap("fp32", array.ctypes.data, shape, strides, box, Swizzle.NONE) for array in (source, target)]
+    coords = ", ".join(f"%r{10 + axis}" for axis in range(rank))
+    text = (BOX + WAIT + STORE).replace("BYTES", str(4 * int(np.prod(box)))).replace("COORDS", coords).replace("RANK", str(rank))
+    assert Kernel(barrier(1) + text, smem=4096).run(np.zeros(1, np.uint32), *maps, source, target, policy=policy).ok
+    place = tuple(slice(start, start + length) for start, length in zip(reversed(corner), reversed(box), strict=True))
+    wanted = np.zeros(tuple(reversed(shape)), np.float32)
+    wanted[place] = source.reshape(wanted.shape)[place]
+    assert np.array_equal(target.reshape(wanted.shape), wanted)

@@ -348,3 +348,128 @@ def test_shared_memory_of_an_exited_cta() -> None:
     assert report.ok or kinds(report) == {"exited_cta"}
     missing = body.replace("%r1, 1;", "%r1, 5;")
     only(Kernel(missing, smem=16, grid=2, cluster=2).run(np.zeros(1, np.uint32)), "out_of_bounds")
+
+
+# ---------------------------------------------------------------- spellings of barriers
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_all_spellings_of_named_barriers(policy: Policy) -> None:
+    body = """
+        setp.ge.u32 %p1, %r0, 32;
+        mov.b32 %r1, smem;
+        @%p1 bra SECOND;
+        SYNC 3, 64;
+        ld.shared.u32 %r2, [%r1];
+        st.global.u32 [%rd2], %r2;
+        bra OUT;
+    SECOND:
+        st.shared.u32 [%r1], 7;
+        ARRIVE 3, 64;
+    OUT:
+    """
+    pairs = (
+        ("bar.cta.sync", "bar.cta.arrive"),
+        ("barrier.sync.aligned", "barrier.arrive.aligned"),
+        ("barrier.cta.sync.aligned", "bar.arrive"),
+    )
+    for sync, arrive in pairs:
+        out = np.zeros(64, np.uint32)
+        assert Kernel(body.replace("SYNC", sync).replace("ARRIVE", arrive), threads=64, smem=16).run(out, policy=policy).ok
+        assert out.tolist() == [7] * 32 + [0] * 32
+    for count in ("48", "0"):
+        only(Kernel(f"bar.sync 1, {count};", threads=64).run(np.zeros(1, np.uint32), policy=policy), "barrier_count")
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_bar_red_of_predicates(policy: Policy) -> None:
+    for red, limit, value in (("and", 64, 1), ("and", 63, 0), ("or", 1, 1), ("or", 0, 0)):
+        body = f"setp.lt.u32 %p1, %r0, {limit};\nbar.red.{red}.pred %p2, 1, 64, %p1;\nselp.b32 %r1, 1, 0, %p2;\nst.global.u32 [%rd2], %r1;"
+        out = np.full(64, 9, np.uint32)
+        assert Kernel(body, threads=64).run(out, policy=policy).ok
+        assert out.tolist() == [value] * 64
+        out[:] = 9
+        assert Kernel(body.replace("64, %p1", "64, !%p1"), threads=64).run(out, policy=policy).ok
+        assert out.tolist() == [{"and": int(limit == 0), "or": int(limit < 64)}[red]] * 64
+
+
+STATES = """
+    mov.b32 %r100, smem;
+    setp.ne.u32 %p20, %r0, 0;
+    @%p20 bra INITIALISED;
+    mbarrier.init.shared::cta.b64 [%r100], 16;
+    mbarrier.init.shared.b64 [%r100+8], 48;
+    mbarrier.arrive.shared.b64 _, [%r100], 16;
+INITIALISED:
+    bar.sync 0;
+    and.b32 %r1, %r0, 1;
+    shl.b32 %r1, %r1, 3;
+    add.u32 %r1, %r1, %r100;
+    mbarrier.arrive.release.cta.shared::cta.b64 %rd9, [%r1];
+    AGAIN
+WAITING:
+    mbarrier.WAIT %p21, [%r1], %rd9;
+    @!%p21 bra WAITING;
+"""
+
+
+@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("wait", ["try_wait.shared.b64", "test_wait.shared::cta.b64", "try_wait.acquire.cluster.shared::cta.b64"])
+def test_waiting_by_state(policy: Policy, wait: str) -> None:
+    """Even lanes arrive in phase 1 of one barrier, odd ones in phase 0 of another, which 32 more arrivals complete."""
+    body = STATES.replace("WAIT ", f"{wait} ")
+    full = body.replace("AGAIN", "@!%p20 mbarrier.arrive.shared.b64 %rd10, [%r100+8], 32;") + "st.global.u32 [%rd2], %r0;"
+    out = np.zeros(32, np.uint32)
+    assert Kernel(full, smem=64).run(out, policy=policy).ok
+    assert out.tolist() == list(range(32))
+    only(Kernel(body.replace("AGAIN", ""), smem=64).run(out, policy=policy), "deadlock")
+
+
+@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("hint", ["", ", 100"])
+def test_try_wait_and_test_wait_may_fail(policy: Policy, hint: str) -> None:
+    """Both answer false before the phase is complete, a hint or not, and true afterwards; a test_wait has no hint."""
+    body = init(33) + f"mbarrier.WAIT.parity.acquire.cta.shared::cta.b64 %p1, [%r100], 0{hint};\n@%p1 trap;\n"
+    body += "mbarrier.arrive.shared.b64 _, [%r100];\nbar.sync 0;\n@!%p20 mbarrier.arrive.shared.b64 _, [%r100];\n" + WAIT
+    body += "mbarrier.test_wait.parity.shared.b64 %p2, [%r100], 0;\n@!%p2 trap;\n"
+    body += "mbarrier.test_wait.parity.shared.b64 %p2, [%r100], 1;\n@%p2 trap;"
+    assert Kernel(body.replace("WAIT.parity.acq", "try_wait.parity.acq"), smem=64).run(np.zeros(1, np.uint32), policy=policy).ok
+    if hint:
+        with pytest.raises(UnsupportedInstruction, match="hint"):
+            Kernel(body.replace("WAIT.parity.acq", "test_wait.parity.acq"), smem=64).run(np.zeros(1, np.uint32), policy=policy)
+
+
+def test_inval_gives_the_memory_back() -> None:
+    body = init(1) + "@%p20 bra OUT;\nmbarrier.inval.shared.b64 [%r100];\n%more\nOUT:\n"
+    assert Kernel(body.replace("%more", "mbarrier.init.shared.b64 [%r100], 2;"), smem=64).run(np.zeros(1, np.uint32)).ok
+    only(
+        Kernel(body.replace("%more", "mbarrier.arrive.shared.b64 _, [%r100];"), smem=64).run(np.zeros(1, np.uint32)),
+        "barrier_uninitialised",
+    )
+
+
+@pytest.mark.parametrize("policy", ALL)
+@pytest.mark.parametrize("arrive", ["shared::cluster", "release.cluster.shared::cluster", "expect_tx.release.cluster.shared::cluster"])
+def test_remote_arrivals(policy: Policy, arrive: str) -> None:
+    """Every thread of each CTA arrives at the other's barrier."""
+    count, operands = (32, ", 0" if "expect_tx" in arrive else "")
+    body = f"""
+        mov.b32 %r100, smem;
+        setp.ne.u32 %p20, %r0, 0;
+        @!%p20 mbarrier.init.shared.b64 [%r100], {count};
+        fence.mbarrier_init.release.cluster;
+        barrier.cluster.arrive.relaxed.aligned;
+        barrier.cluster.wait.aligned;
+        mov.u32 %r2, %cluster_ctarank;
+        xor.b32 %r3, %r2, 1;
+        mapa.shared::cluster.u32 %r4, %r100, %r3;
+        mbarrier.arrive.{arrive}.b64 _, [%r4]{operands};
+        {WAIT}
+        barrier.cluster.arrive.release;
+        barrier.cluster.wait.acquire;
+    """
+    assert Kernel(body, smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32), policy=policy).ok
+    late = body.replace(f"[%r100], {count};", f"[%r100], {count + 1};")
+    only(Kernel(late, smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32), policy=policy), "deadlock")
+    with pytest.raises(UnsupportedInstruction, match="no state"):
+        Kernel(body.replace("b64 _, [%r4]", "b64 %rd9, [%r4]"), smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32))

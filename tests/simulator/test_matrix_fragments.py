@@ -66,14 +66,6 @@ def test_one_warp_without_a_warp_dimension() -> None:
         assert np.array_equal(alone, stacked[0])
 
 
-def test_transpose() -> None:
-    matrix = np.arange(64, dtype=np.uint16).reshape(8, 8)
-    register = matrix.reshape(-1).view(np.uint32)
-    moved = fragments.transpose_matrix(np.stack([register, register[::-1]]))
-    assert np.array_equal(moved[0].view(np.uint16).reshape(8, 8), matrix.T)
-    assert np.array_equal(fragments.transpose_matrix(moved)[1], register[::-1])
-
-
 def test_bad_rows() -> None:
     where = offsets(6, 1)[0]
     where[9] += 8
@@ -85,16 +77,3 @@ def test_bad_rows() -> None:
         fragments.load_matrices(memory(), where, 2, False)
     with pytest.raises(IndexError):
         fragments.store_matrices(memory(), where, [where, where], False)
-
-
-def test_opcodes() -> None:
-    assert fragments.parse_matrix_op("ldmatrix.sync.aligned.m8n8.x4.shared.b16") == (4, False)
-    assert fragments.parse_matrix_op("stmatrix.sync.aligned.m8n8.x2.trans.shared::cta.b16") == (2, True)
-    assert fragments.parse_matrix_op("movmatrix.sync.aligned.m8n8.trans.b16") == (1, True)
-    for bad in (
-        "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
-        "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8",
-        "ldmatrix.sync.aligned.m8n8.x4.b16",
-    ):
-        with pytest.raises(ValueError, match="not supported"):
-            fragments.parse_matrix_op(bad)

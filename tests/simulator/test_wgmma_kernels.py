@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, Report
-from tests.simulator.small_kernels import LAZY, Kernel, aligned, kinds
+from tests.simulator.small_kernels import LAZY, Kernel, aligned, kinds, lines_of
 
 ALL = [Policy.named("round_robin"), LAZY, *(Policy.named("random", seed) for seed in range(3)), Policy.named("adversarial")]
 A_BYTES, B_BYTES = 64 * 16 * 2, 8 * 16 * 2
@@ -122,3 +122,46 @@ def test_one_warp_missing() -> None:
     report, _, _ = run(BODY.replace("    wgmma.fence", skip, 1) + "OUT:\nbar.sync 1, 128;\n", ALL[0])
     assert kinds(report) == {"deadlock"}
     assert "warpgroup" in str(report.findings)
+
+
+# ---------------------------------------------------------------- wgmma.fence
+
+FENCE = "    wgmma.fence.sync.aligned;\n"
+AGAIN = (
+    "    add.f32 %r11, %r11, %r11;\n%fence"
+    + MMA.splitlines()[1]
+    + "\n    wgmma.commit_group.sync.aligned;\n    wgmma.wait_group.sync.aligned 0;\n"
+)
+FROM_REGISTERS = """    cvt.rn.f16x2.f32 %r30, %r10, %r11;
+%fence    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r10, %r11, %r12, %r13}, {%r30, %r30, %r30, %r30}, %rd12, 1, 1, 1, 0;
+    wgmma.commit_group.sync.aligned;
+    wgmma.wait_group.sync.aligned 0;
+"""
+
+
+def with_more(more: str, fence: str) -> str:
+    """BODY with another product behind its own."""
+    return BODY.replace("    mul.wide.u32 %rd3, %r0, 16;", more.replace("%fence", fence) + "    mul.wide.u32 %rd3, %r0, 16;")
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_missing_fence(policy: Policy) -> None:
+    report, d, expected = run(BODY.replace(FENCE, ""), policy)
+    assert kinds(report) == {"missing_fence"}
+    assert [finding.ptx_line for finding in report.findings] == lines_of(BODY.replace(FENCE, ""), "wgmma.mma_async", 2)
+    np.testing.assert_array_equal(d, expected)
+    for more in (AGAIN, FROM_REGISTERS):
+        assert run(with_more(more, FENCE), policy)[0].ok
+        assert kinds(run(with_more(more, ""), policy)[0]) == {"missing_fence"}
+
+
+def test_a_fence_on_one_path_only() -> None:
+    """The accumulator is doubled where nobody goes, but somebody could."""
+    doubled = "setp.gt.u32 %p5, %r0, 200;\n@!%p5 bra KEEP;\nadd.f32 %r11, %r11, %r11;\n%fenceKEEP:\n" + AGAIN.split("%fence")[1]
+    assert run(with_more(doubled, FENCE), LAZY)[0].ok
+    assert kinds(run(with_more(doubled, ""), LAZY)[0]) == {"missing_fence"}
+
+
+def test_reads_and_moves_need_no_fence() -> None:
+    copied = AGAIN.replace("add.f32 %r11, %r11, %r11;", "add.f32 %r31, %r11, %r11;\nmov.b32 %r11, %r12;")
+    assert run(with_more(copied, ""), LAZY)[0].ok

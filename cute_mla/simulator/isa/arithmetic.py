@@ -60,12 +60,10 @@ def negate(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
 
 
-@op(r"(?P<f>min|max)(?P<relu>.relu)?.(?P<t>[us](16|32|64))")
+@op(r"(?P<f>min|max)(?P<relu>).(?P<t>[us](16|32|64))", r"(?P<f>min|max)(?P<relu>.relu).(?P<t>s32)")
 def min_max(e: Emitter, ins: Instruction, m: Match) -> None:
     """Integer minimum and maximum, with an optional clamp at zero."""
     kind = m["t"]
-    if m["relu"] and kind != "s32":
-        raise Unsupported(f"relu on {kind}")
     function = "minimum" if m["f"] == "min" else "maximum"
     a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
     value = f"{function}({a}, {b})"
@@ -193,15 +191,10 @@ def funnel_shift(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: 
     return moved.astype(np.uint32)
 
 
-@op(r"(?P<f>popc|clz|brev|bfind).(?P<t>b32|b64|u32|s32)")
+@op(r"(?P<f>popc|clz).(?P<t>b32|b64)")
 def bit_count(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Population count, leading zeros, bit reversal, position of the highest set bit."""
-    kind, name = m["t"], m["f"]
-    if (name == "bfind") != (kind in ("u32", "s32")) or (name == "bfind" and kind == "s32"):
-        raise Unsupported(f"{name} on {kind}")
-    source = e.src(ins.operands[1], kind)
-    out = kind if name == "brev" else "u32"
-    e.line(f"{e.dst(ins.operands[0], out)}[...] = bits_{name}({source})")
+    """Population count and leading zeros."""
+    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = bits_{m['f']}({e.src(ins.operands[1], m['t'])})")
 
 
 @runtime
@@ -215,56 +208,6 @@ def bits_clz(a: np.ndarray) -> np.ndarray:
     """Leading zero bits."""
     width = a.dtype.itemsize * 8
     return np.array([width - int(x).bit_length() for x in np.atleast_1d(a)], np.uint32)
-
-
-@runtime
-def bits_bfind(a: np.ndarray) -> np.ndarray:
-    """Position of the highest set bit, all ones for zero."""
-    return np.array([(int(x).bit_length() - 1) & 0xFFFFFFFF for x in np.atleast_1d(a)], np.uint32)
-
-
-@runtime
-def bits_brev(a: np.ndarray) -> np.ndarray:
-    """Reversed bits."""
-    width = a.dtype.itemsize * 8
-    return np.array([int(f"{int(x):0{width}b}"[::-1], 2) for x in np.atleast_1d(a)], a.dtype)
-
-
-@op(r"bfe.(?P<t>u32|s32)")
-def bit_extract(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Bit field extract."""
-    a = e.src(ins.operands[1], "u32")
-    b, c = e.src(ins.operands[2], "u32"), e.src(ins.operands[3], "u32")
-    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = extract_field({a}, {b}, {c}, {m['t'] == 's32'})")
-
-
-@runtime
-def extract_field(a: np.ndarray, start: np.ndarray, length: np.ndarray, signed: bool) -> np.ndarray:
-    """Bits start .. start + length of a, sign-extended from its top bit (or bit 31) when signed."""
-    position = (start & 255).astype(np.int64)
-    count = (length & 255).astype(np.int64)
-    value = np.where(position > 31, 0, a.astype(np.int64) >> np.minimum(position, 63)) & ((1 << np.minimum(count, 32)) - 1)
-    if signed:
-        top = np.minimum(position + count - 1, 31)
-        sign = (a.astype(np.int64) >> top & 1).astype(bool) & (count > 0)
-        extent = np.minimum(count, np.maximum(32 - position, 0))
-        value = np.where(sign, value | (-1 << extent), value)
-    return value.astype(np.uint32)
-
-
-@op(r"bfi.b32")
-def bit_insert(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Bit field insert: a into b."""
-    a, b, c, d = (e.src(operand, "u32") for operand in ins.operands[1:5])
-    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = insert_field({a}, {b}, {c}, {d})")
-
-
-@runtime
-def insert_field(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """b with its bits start .. start + length replaced by the low bits of a."""
-    position = np.minimum(start & 255, 32).astype(np.int64)
-    mask = (1 << np.minimum(length & 255, 32).astype(np.int64)) - 1 << position & 0xFFFFFFFF
-    return ((a.astype(np.int64) << position & mask) | (b.astype(np.int64) & ~mask)).astype(np.uint32)
 
 
 @op(r"lop3.b32")
@@ -325,7 +268,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndar
     return result.astype(np.uint32)
 
 
-@op(r"selp.(?P<t>[busf](16|32|64))", taint="own", batch=True)
+@op(r"selp.(?P<t>[bus](16|32|64)|f32)", taint="own", batch=True)
 def select(e: Emitter, ins: Instruction, m: Match) -> None:
     """d = p ? a : b. Poison of the operand that is not selected is dropped."""
     kind = m["t"]
@@ -346,7 +289,8 @@ COMPARE = {
 
 
 @op(
-    r"setp.(?P<c>eq|ne|lt|le|gt|ge|lo|ls|hi|hs)(.(?P<b>and|or|xor))?.(?P<t>[us](16|32|64))",
+    r"setp.(?P<c>eq|ne|lt|le|gt|ge)(.(?P<b>and|or|xor))?.(?P<t>[us](16|32|64))",
+    r"setp.(?P<c>lo|ls|hi|hs)(.(?P<b>and|or|xor))?.(?P<t>u(16|32|64))",
     r"setp.(?P<c>eq|ne)(.(?P<b>and|or|xor))?.(?P<t>b(16|32|64))",
 )
 def compare(e: Emitter, ins: Instruction, m: Match) -> None:
@@ -395,7 +339,7 @@ def combine_comparison(e: Emitter, ins: Instruction, expression: str, combine: s
             e.line(f"{e.dst(register, 'pred')}[...] = {name}")
 
 
-@op(r"mov.(?P<t>[bus](16|32|64)|f32|f64|f16)")
+@op(r"mov.(?P<t>[bus](16|32|64)|f32)")
 def move(e: Emitter, ins: Instruction, m: Match) -> None:
     """Copies, packing {a, b} into a wider register, and unpacking."""
     d, a = ins.operands

@@ -11,9 +11,9 @@ from .. import in_use, tma
 from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
 from ..emitter import Unsupported
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Mem, Operand, Vec
+from ..ptx import Imm, Instruction, Mem, Operand
 from ..registers import WARP, Window
-from .memory_ops import lanes_of
+from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 Match = re.Match[str]
 
 HINT = r"(?P<hint>.L2::cache_hint)?"
+VECTOR = r"(.(?P<v>v2|v4))?.(?P<t>[bus](32|64)|f32)"
 TX = r".mbarrier::complete_tx::bytes"
-MULTICAST = r"(?P<multicast>.multicast::cluster)?"
+INTO_CTA = rf"shared::cta.global(.tile)?{TX}(?P<multicast>)"
+INTO_CLUSTER = rf"shared::(?P<cluster>cluster).global(.tile)?{TX}(?P<multicast>.multicast::cluster)?"
 
 
 def check_all(e: Emitter, ins: Instruction) -> None:
@@ -40,7 +42,7 @@ def coordinates(e: Emitter, mem: Operand | None) -> str:
 
 
 @op(
-    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.shared::(cta|cluster).global(.tile)?{TX}{MULTICAST}{HINT}",
+    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.{INTO_CTA}{HINT}", rf"cp.async.bulk.tensor.(?P<n>[1-5])d.{INTO_CLUSTER}{HINT}",
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
@@ -50,8 +52,13 @@ def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
     mask = e.src(ins.operands[3], "u16") if m["multicast"] else "None"
     e.line(
         f"tma_load(w, {e.memory_address(destination, 32)}, {e.memory_address(source, 64)}, {coordinates(e, source)}, "
-        f"{e.memory_address(barrier, 32)}, {mask})"
+        f"{e.memory_address(barrier, 32)}, {mask}, {reaches_cluster(m)})"
     )
+
+
+def reaches_cluster(m: Match) -> bool:
+    """Whether the destination may lie in another CTA."""
+    return bool(m.groupdict().get("cluster"))
 
 
 @op(
@@ -67,7 +74,7 @@ def tensor_store(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"tma_store(w, {e.memory_address(target, 64)}, {coordinates(e, target)}, {e.memory_address(source, 32)}, {add})")
 
 
-@op(rf"cp.async.bulk.shared::(cta|cluster).global{TX}{MULTICAST}{HINT}", writes=(), pure=False, taint="own")
+@op(rf"cp.async.bulk.{INTO_CTA}{HINT}", rf"cp.async.bulk.{INTO_CLUSTER}{HINT}", writes=(), pure=False, taint="own")
 def bulk_load(e: Emitter, ins: Instruction, m: Match) -> None:
     """Contiguous bytes from global to shared memory."""
     check_all(e, ins)
@@ -75,7 +82,7 @@ def bulk_load(e: Emitter, ins: Instruction, m: Match) -> None:
     mask = e.src(ins.operands[4], "u16") if m["multicast"] else "None"
     e.line(
         f"bulk_to_shared(w, {e.memory_address(d, 32)}, {e.memory_address(s, 64)}, {e.src(size, 'u32')}, "
-        f"{e.memory_address(barrier, 32)}, {mask}, False)"
+        f"{e.memory_address(barrier, 32)}, {mask}, False, {reaches_cluster(m)})"
     )
 
 
@@ -86,7 +93,7 @@ def bulk_peer(e: Emitter, ins: Instruction, m: Match) -> None:
     d, s, size, barrier = ins.operands[:4]
     e.line(
         f"bulk_to_shared(w, {e.memory_address(d, 32)}, {e.memory_address(s, 32)}, {e.src(size, 'u32')}, "
-        f"{e.memory_address(barrier, 32)}, None, True)"
+        f"{e.memory_address(barrier, 32)}, None, True, True)"
     )
 
 
@@ -113,18 +120,18 @@ def bulk_wait(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"bulk_wait_group(w, {int(count.value)}, {1 if m['r'] else 2})")
 
 
-ignored(r"cp.async.bulk.prefetch[\w:.]+", "a hint: no effect on results")
+ignored(r"cp.async.bulk.prefetch.L2.global(.L2::cache_hint)?", "a hint: no effect on results")
+ignored(r"cp.async.bulk.prefetch.tensor.[1-5]d.L2.global(.tile)?(.L2::cache_hint)?", "a hint: no effect on results")
 
 
-@op(r"cp.async.(ca|cg).shared(::cta)?.global(.L2::cache_hint)?(.L2::(64|128|256)B)?", writes=(), pure=False, taint="own")
+@op(r"cp.async.(?P<c>ca|cg).shared(::cta)?.global(.L2::(64|128|256)B)?", writes=(), pure=False, taint="own")
 def copy_async(e: Emitter, ins: Instruction, m: Match) -> None:
     """4, 8 or 16 bytes per thread; bytes beyond src-size are zeros."""
     check_all(e, ins)
     size = ins.operands[2]
-    operands = ins.operands[3:]
-    if not isinstance(size, Imm) or (".L2::cache_hint" in ins.opcode and len(operands) > 1):
-        raise Unsupported("cp.async operands")
-    given = operands[0] if operands and ".L2::cache_hint" not in ins.opcode else None
+    if not isinstance(size, Imm) or int(size.value) not in ((16,) if m["c"] == "cg" else (4, 8, 16)):
+        raise Unsupported("cp.async operands: cg copies 16 bytes, ca 4, 8 or 16")
+    given = ins.operands[3] if len(ins.operands) > 3 else None
     if given is not None and getattr(given, "bank", "r") == "p":
         raise Unsupported("cp.async with ignore-src")
     source_size = "None" if given is None else e.src(given, "u32")
@@ -157,13 +164,11 @@ def copy_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"cp_async_arrive(w, {e.memory_address(ins.operands[0], 32)}, {bool(m['n'])})")
 
 
-@op(rf"st.async(.weak)?.shared::cluster{TX}(.(?P<v>v2|v4))?.(?P<t>[busf](32|64))", writes=(), pure=False, taint="own")
+@op(rf"st.async(.weak)?.shared::cluster{TX}{VECTOR}", writes=(), pure=False, taint="own")
 def store_async(e: Emitter, ins: Instruction, m: Match) -> None:
     """Registers to a CTA of the cluster, with complete_tx."""
     check_all(e, ins)
-    source = ins.operands[1]
-    items = source.items if isinstance(source, Vec) else (source,)
-    values = ", ".join(e.src(item, f"u{m['t'][1:]}") for item in items)
+    values = ", ".join(e.src(item, f"u{m['t'][1:]}") for item in vector_items(ins.operands[1], m))
     e.line(f"st_async(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {e.memory_address(ins.operands[2], 32)})")
 
 
@@ -186,9 +191,23 @@ def targets_of(cta: Cta, address: int, mask: int | None) -> list[Cta]:
     return [cta.peer(rank) for rank in range(cta.cluster.size) if mask >> rank & 1]
 
 
+def check_reach(cta: Cta, where: int, signal: int, cluster: bool) -> None:
+    """Raises Fault for a destination in another CTA that the instruction may not reach, or a barrier elsewhere than the destination."""
+    if where >> 24 != cta.rank and not cluster:
+        raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster for a copy to .shared::cta memory")
+    if where >> 24 != signal >> 24:
+        raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster with an mbarrier in CTA {signal >> 24}")
+
+
 @runtime
 def tma_load(
-    w: Window, destination: np.ndarray, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], barrier: np.ndarray, mask: np.ndarray | None
+    w: Window,
+    destination: np.ndarray,
+    tensor_map: np.ndarray,
+    coords: tuple[np.ndarray, ...],
+    barrier: np.ndarray,
+    mask: np.ndarray | None,
+    cluster: bool,
 ) -> None:
     """cp.async.bulk.tensor to shared memory."""
     cta = w.cta
@@ -200,9 +219,9 @@ def tma_load(
     ):
         plan = cta.tensor_map(source)
         box = place_box(plan, positions[lane], where & 0xFFFFFF)
+        check_reach(cta, where, signal, cluster)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
-        signalled = targets if mask is not None else [cta.peer(signal >> 24)]
-        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in signalled]
+        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
 
         def effect(box: tma.Box = box, targets: list[Cta] = targets, barriers: list[object] = barriers) -> None:  # type: ignore[assignment]
             for target in targets:
@@ -253,7 +272,14 @@ def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: Group
 
 @runtime
 def bulk_to_shared(
-    w: Window, destination: np.ndarray, source: np.ndarray, size: np.ndarray, barrier: np.ndarray, mask: np.ndarray | None, peer: bool
+    w: Window,
+    destination: np.ndarray,
+    source: np.ndarray,
+    size: np.ndarray,
+    barrier: np.ndarray,
+    mask: np.ndarray | None,
+    peer: bool,
+    cluster: bool,
 ) -> None:
     """cp.async.bulk to shared memory, from global or shared memory."""
     cta = w.cta
@@ -263,9 +289,9 @@ def bulk_to_shared(
     for lane, (where, start, nbytes, signal) in enumerate(rows):
         if (where | start | nbytes) & 15:
             raise Fault("misaligned", f"bulk copy of {nbytes} bytes from {start:#x} to {where:#x}: all must be multiples of 16")
+        check_reach(cta, where, signal, cluster)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
-        signalled = targets if mask is not None else [cta.peer(signal >> 24)]
-        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in signalled]
+        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
         offset = where & 0xFFFFFF
 
         def effect(
@@ -370,6 +396,8 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     offsets = (lanes_of(w, destination) & np.uint32(0xFFFFFF)).astype(np.int64)
     addresses = lanes_of(w, source).copy()
     counts = np.full(w.n, size) if source_size is None else np.broadcast_to(source_size, (w.n,)).astype(np.int64)
+    if (counts > size).any():
+        raise Fault("out_of_bounds", f"cp.async of {size} bytes with a source size of {int(counts.max())}")
     if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
         raise Fault("misaligned", f"cp.async of {size} bytes")
     for warp, index in warps_of(w):
@@ -446,6 +474,7 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
     nbytes = values[0].dtype.itemsize * len(values)
     lanes = [np.broadcast_to(value, (w.n,)).copy() for value in values]
     for lane, (where, signal) in enumerate(zip(lane_values(w, address), lane_values(w, barrier), strict=True)):
+        check_reach(cta, where, signal, True)
         target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
 
         def effect(lane: int = lane, where: int = where, target: Cta = target, item: object = item) -> None:
@@ -457,7 +486,7 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
         machine.start(effect, w, [item], [(target, offset, offset + nbytes)])
 
 
-@op(r"mapa(.shared::cluster)?.(?P<t>u32|u64)")
+@op(r"mapa.shared::cluster.(?P<t>u32|u64)", r"mapa.(?P<t>u64)")
 def map_address(e: Emitter, ins: Instruction, m: Match) -> None:
     """The address of the same shared variable in another CTA of the cluster."""
     kind = m["t"]

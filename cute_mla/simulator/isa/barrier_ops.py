@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Match = re.Match[str]
 
 SEM = r"(.(release|relaxed))?(.(cta|cluster))?"
-SHARED = r"(.shared(::cta|::cluster)?)"
+OWN = r".shared(::cta)?"
+SHARED = r".shared(::cta|(?P<cluster>::cluster))?"
 
 
 def address_of(e: Emitter, ins: Instruction, index: int) -> str:
@@ -39,13 +40,13 @@ def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
     return e.src(operand, "u32")
 
 
-@op(rf"mbarrier.init{SHARED}.b64", writes=(), pure=False, taint="own")
+@op(rf"mbarrier.init{OWN}.b64", writes=(), pure=False, taint="own")
 def init(e: Emitter, ins: Instruction, m: Match) -> None:
     """Make a barrier of count arrivals."""
     e.line(f"mbarrier_init(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
 
 
-@op(rf"mbarrier.inval{SHARED}.b64", writes=(), pure=False, taint="own")
+@op(rf"mbarrier.inval{OWN}.b64", writes=(), pure=False, taint="own")
 def inval(e: Emitter, ins: Instruction, m: Match) -> None:
     """Give the memory of a barrier back."""
     e.line(f"mbarrier_inval(w, {address_of(e, ins, 0)})")
@@ -55,20 +56,22 @@ def inval(e: Emitter, ins: Instruction, m: Match) -> None:
 def arrive(e: Emitter, ins: Instruction, m: Match) -> None:
     """Each lane arrives count times (default 1)."""
     count = ins.operands[2] if len(ins.operands) > 2 else Imm(1)
-    emit_arrive(e, ins, f"mbarrier_arrive(w, {address_of(e, ins, 1)}, {value_of(e, count)}, None)")
+    emit_arrive(e, ins, m, value_of(e, count), "None")
 
 
 @op(rf"mbarrier.arrive.expect_tx{SEM}{SHARED}.b64", pure=False, taint="own")
 def arrive_expect(e: Emitter, ins: Instruction, m: Match) -> None:
     """Expect bytes, then arrive."""
-    emit_arrive(e, ins, f"mbarrier_arrive(w, {address_of(e, ins, 1)}, {e.src(Imm(1), 'u32')}, {value_of(e, ins.operands[2])})")
+    emit_arrive(e, ins, m, e.src(Imm(1), "u32"), value_of(e, ins.operands[2]))
 
 
-def emit_arrive(e: Emitter, ins: Instruction, call: str) -> None:
+def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str) -> None:
     """Run an arrival; the state it returns is the phase it counted in."""
     temp = e.temp()
-    e.line(f"{temp} = {call}")
+    e.line(f"{temp} = mbarrier_arrive(w, {address_of(e, ins, 1)}, {count}, {nbytes}, {bool(m['cluster'])})")
     if ins.operands[0] is not None:
+        if m["cluster"]:
+            raise Unsupported("an arrival on .shared::cluster returns no state")
         e.line(f"{e.dst(ins.operands[0], 'b64')}[...] = {temp}")
         if e.tainted:
             e.line(f"{e.taint(ins.operands[0])}.fill(False)")
@@ -77,16 +80,18 @@ def emit_arrive(e: Emitter, ins: Instruction, call: str) -> None:
 @op(rf"mbarrier.expect_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
 def expect(e: Emitter, ins: Instruction, m: Match) -> None:
     """Expect bytes without arriving."""
-    e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
+    e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
 
 
 @op(
-    rf"mbarrier.(?P<f>try_wait|test_wait)(?P<p>.parity)?(.(acquire|relaxed))?(.(cta|cluster))?{SHARED}.b64",
+    rf"mbarrier.(?P<f>try_wait|test_wait)(?P<p>.parity)?(.(acquire|relaxed))?(.(cta|cluster))?{OWN}.b64",
     pure=False, taint="own", starts=True,
 )  # fmt: skip
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
     """Test a phase; where it is not complete, block (try_wait with a time hint) or fail once and then block."""
     hint = len(ins.operands) > 3
+    if hint and m["f"] == "test_wait":
+        raise Unsupported("test_wait with a time hint")
     state = ins.operands[2]
     e.check_taint(registers_of(state), "a barrier phase")
     address = address_of(e, ins, 1)
@@ -100,10 +105,10 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 # ---------------------------------------------------------------- runtime
 
 
-def each_lane(w: Window, address: np.ndarray, *values: np.ndarray | None) -> list[tuple[Cta, int, int, list[int]]]:
+def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[tuple[Cta, int, int, list[int]]]:
     """Lanes with equal address and values, in order of first lane: (cta, offset, lanes, values)."""
     rows: dict[tuple[int, ...], list[object]] = {}
-    for target, index, offsets in place_shared(w, address):
+    for target, index, offsets in place_shared(w, address, cluster):
         lanes = range(w.n) if index is None else index
         if w.n > 1 and index is None and bool((offsets == offsets[0]).all()) and all(v is None or v.ndim == 0 for v in values):
             return [(target, int(offsets[0]), w.n, [0 if v is None else int(v) for v in values])]
@@ -118,7 +123,7 @@ def each_lane(w: Window, address: np.ndarray, *values: np.ndarray | None) -> lis
 @runtime
 def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
     """mbarrier.init"""
-    for cta, offset, _, (number,) in each_lane(w, address, count):
+    for cta, offset, _, (number,) in each_lane(w, address, False, count):
         if offset % 8:
             raise Fault("misaligned", f"mbarrier at {offset:#x}")
         if not 1 <= number <= MAX_COUNT:
@@ -138,19 +143,21 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
 @runtime
 def mbarrier_inval(w: Window, address: np.ndarray) -> None:
     """mbarrier.inval"""
-    for cta, offset, _, _ in each_lane(w, address):
+    for cta, offset, _, _ in each_lane(w, address, False):
         if cta.mbarrier(offset).waiters:
             raise Fault("barrier_reinit", "mbarrier.inval while somebody waits", cta.barrier_name(offset))
         del cta.mbarriers[offset]
 
 
 @runtime
-def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None) -> np.ndarray:
-    """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase arrived in."""
-    state = np.zeros((), np.uint64)
-    for cta, offset, lanes, (number, expected) in each_lane(w, address, count, nbytes):
+def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None, cluster: bool) -> np.ndarray:
+    """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase that each lane has arrived in."""
+    parts = each_lane(w, address, cluster, count, nbytes)
+    state = np.array(parts[0][0].mbarrier(parts[0][1]).phase, np.uint64)
+    if len(parts) > 1:
+        state = lane_phases(w, address, cluster)
+    for cta, offset, lanes, (number, expected) in parts:
         barrier = cta.mbarrier(offset)
-        state = np.array(barrier.phase, np.uint64)
         if w.cta.observer is not None:
             w.cta.observer.barrier(w, barrier, "arrive", number * lanes)
         if nbytes is not None:
@@ -163,10 +170,18 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
     return state
 
 
+def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
+    """The phase of each lane's barrier."""
+    phases = np.zeros(w.n, np.uint64)
+    for target, index, offsets in place_shared(w, address, cluster):
+        phases[slice(None) if index is None else index] = [target.mbarrier(int(offset)).phase for offset in offsets]
+    return phases
+
+
 @runtime
-def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray) -> None:
+def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
     """mbarrier.expect_tx"""
-    for cta, offset, lanes, (expected,) in each_lane(w, address, nbytes):
+    for cta, offset, lanes, (expected,) in each_lane(w, address, cluster, nbytes):
         cta.mbarrier(offset).expect(expected * lanes)
         w.cta.machine.progress += 1
 
@@ -178,7 +193,7 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     group = cta.machine.running
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
-    parts = place_shared(w, address)
+    parts = place_shared(w, address, False)
     if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
         target, _, offsets = parts[0]
         barrier = target.mbarrier(int(offsets[0]))
@@ -226,7 +241,7 @@ def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool)
 
 
 @op(
-    r"bar(.cta)?.sync", r"barrier(.cta)?.sync(.aligned)?",
+    r"bar(.cta)?.sync", r"barrier(.cta)?.sync.aligned",
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
@@ -234,7 +249,7 @@ def sync(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 
-@op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive(.aligned)?", writes=(), pure=False, taint="own", needs="warp")
+@op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive.aligned", writes=(), pure=False, taint="own", needs="warp")
 def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
     """Arrive without waiting."""
     if len(ins.operands) != 2:
@@ -243,7 +258,7 @@ def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 @op(
-    r"(bar|barrier)(.cta)?.red.(?P<f>popc)(.aligned)?.u32", r"(bar|barrier)(.cta)?.red.(?P<f>and|or)(.aligned)?.pred",
+    r"bar(.cta)?.red.(?P<f>popc).u32", r"bar(.cta)?.red.(?P<f>and|or).pred",
     pure=False, needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def reduce(e: Emitter, ins: Instruction, m: Match) -> None:

@@ -25,7 +25,7 @@ def leave(e: Emitter, ins: Instruction, m: Match) -> None:
     """Translated with its block."""
 
 
-@op(r"trap", r"brkpt", writes=(), pure=False)
+@op(r"trap", writes=(), pure=False)
 def trap(e: Emitter, ins: Instruction, m: Match) -> None:
     """The kernel gives up."""
     e.line("trapped()")
@@ -40,5 +40,3 @@ def trapped() -> None:
 ignored(r"setmaxnreg.(inc|dec).sync.aligned.u32", "moves registers between warps: no effect on values", needs="warp")
 ignored(r"nanosleep.u32", "only passes time")
 ignored(r"griddepcontrol.(wait|launch_dependents)", "launches run one after the other, so the grids before have finished")
-ignored(r"bar.warp.sync", "the lanes of a warp gather here before they go on", needs="warp")
-ignored(r"pmevent(.mask)?", "profiling only")

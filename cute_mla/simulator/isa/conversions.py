@@ -1,4 +1,4 @@
-"""cvt: between integers, f32/f64 and the narrow floats; cvta: between address spaces."""
+"""cvt: between integers, f32 and the narrow floats; cvta: between address spaces."""
 
 from __future__ import annotations
 
@@ -24,21 +24,15 @@ WINDOW_MASK = (1 << 56) - 1
 
 for _function in (
     numeric.f32_to_bf16x2, numeric.f32_to_f16x2, numeric.f32_to_fp8x2, numeric.fp8x2_to_f16x2, numeric.f16x2_to_fp8x2,
-    numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.integer_to_f64,
-    numeric.round_to_f32, numeric.round_to_integral, numeric.f32_to_tf32,
+    numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.round_to_integral,
 ):  # fmt: skip
     runtime(_function)
 
 
-@op(r"cvt(?P<sat>.sat)?.(?P<d>[us](8|16|32|64)).(?P<s>[us](8|16|32|64))")
+@op(r"cvt.(?P<d>[us](8|16|32|64)).(?P<s>[us](8|16|32|64))")
 def integer_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Truncation, zero and sign extension, optional saturation."""
-    destination, source = m["d"], m["s"]
-    value = integer_source(e, ins, source)
-    if m["sat"]:
-        limits = np.iinfo(np.dtype(f"{'i' if destination[0] == 's' else 'u'}{int(destination[1:]) // 8}"))
-        value = f"saturate_integer({value}, {limits.min}, {limits.max})"
-    store_integer(e, ins, destination, value)
+    """Truncation, zero and sign extension."""
+    store_integer(e, ins, m["d"], integer_source(e, ins, m["s"]))
 
 
 def integer_source(e: Emitter, ins: Instruction, kind: str) -> str:
@@ -64,80 +58,47 @@ def store_integer(e: Emitter, ins: Instruction, kind: str, value: str) -> None:
     e.line(f"{e.dst(register, kind[0] + str(width))}[...] = ({value}).astype({dtype})")
 
 
-@runtime
-def saturate_integer(value: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Clamp to a range of the destination type, within what the source type can hold."""
-    limits = np.iinfo(value.dtype)
-    return np.clip(value, max(low, int(limits.min)), min(high, int(limits.max)))
-
-
-@op(r"cvt.(?P<r>rn|rz|rm|rp).(?P<d>f32|f64).(?P<s>[us](8|16|32|64))", batch=True)
+@op(r"cvt.rn.f32.(?P<s>[us](8|16|32|64))", batch=True)
 def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Integers to floats."""
-    value = integer_source(e, ins, m["s"])
-    if m["d"] == "f32":
-        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({value}, {m['r']!r})")
-    elif m["r"] == "rn":
-        e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = {value}")
-    else:
-        raise Unsupported("directed rounding to f64")
+    """Integers to f32, to nearest."""
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({integer_source(e, ins, m['s'])})")
 
 
-@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](8|16|32|64)).(?P<s>f32|f64)", batch=True)
+@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](32|64)).f32", batch=True)
 def float_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Floats to integers, saturating."""
+    """f32 to integers, saturating."""
     dtype = e.constants.thing(np.dtype(f"{'i' if m['d'][0] == 's' else 'u'}{int(m['d'][1:]) // 8}"))
-    source = e.src(ins.operands[1], m["s"])
-    source = f"flush_f32({source})" if m["z"] else source
-    store_integer(e, ins, m["d"], f"float_to_integer({source}, {dtype}, {m['r']!r})")
+    store_integer(e, ins, m["d"], f"float_to_integer({flushed_source(e, ins, m)}, {dtype}, {m['r']!r})")
 
 
-@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>f32|f64).(?P<s>f32|f64)")
+@op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.f32.f32")
 def float_to_integral(e: Emitter, ins: Instruction, m: Match) -> None:
     """Rounding to integral floats."""
-    if m["d"] != m["s"]:
-        raise Unsupported("integral rounding between types")
-    source = e.src(ins.operands[1], m["s"])
-    source = f"flush_f32({source})" if m["z"] else source
-    e.line(f"{e.dst(ins.operands[0], m['d'])}[...] = round_to_integral({source}, {m['r']!r})")
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = round_to_integral({flushed_source(e, ins, m)}, {m['r']!r})")
 
 
-@op(r"cvt.f64.f32", r"cvt.(?P<r>rn|rz|rm|rp).f32.f64")
-def between_floats(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 and f64."""
-    rounding = m.groupdict().get("r")
-    if rounding is None:
-        e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = {e.src(ins.operands[1], 'f32')}")
-    else:
-        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = round_to_f32({e.src(ins.operands[1], 'f64')}, {rounding!r})")
+def flushed_source(e: Emitter, ins: Instruction, m: Match) -> str:
+    """The f32 source, flushed under .ftz."""
+    source = e.src(ins.operands[1], "f32")
+    return f"flush_f32({source})" if m["z"] else source
 
 
-@op(r"cvt.(?P<r>rn|rz|rm|rp)(?P<u>.relu)?.(?P<d>f16|bf16).f32", r"cvt(?P<z>.ftz)?.f32.(?P<s>f16|bf16)", batch=True)
-def half_conversions(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 and one 16-bit float."""
-    groups = m.groupdict()
-    if groups.get("s"):
-        e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
-        return
-    if m["d"] == "bf16" and m["r"] not in ("rn", "rz"):
-        raise Unsupported("rounding to bf16")
-    value = e.src(ins.operands[1], "f32")
-    value = f"relu_f32({value})" if m["u"] else value
-    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_half({value}, {m['d']!r}, {m['r']!r})")
+@op(r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", batch=True)
+def to_half(e: Emitter, ins: Instruction, m: Match) -> None:
+    """f32 to a 16-bit float."""
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_half({e.src(ins.operands[1], 'f32')}, {m['d']!r}, {m['r']!r})")
 
 
-@runtime
-def relu_f32(value: np.ndarray) -> np.ndarray:
-    """Negative values become 0; NaN stays."""
-    return np.where(value < 0, np.float32(0), value)
+@op(r"cvt.f32.(?P<s>f16|bf16)", batch=True)
+def from_half(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A 16-bit float to f32."""
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
 
 
-@op(r"cvt.(?P<r>rn|rz)(?P<u>.relu)?.(?P<d>f16x2|bf16x2).f32", batch=True)
+@op(r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", batch=True)
 def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
     """Two f32 to a packed pair; the first source is the upper half."""
     upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
-    if m["u"]:
-        upper, lower = f"relu_f32({upper})", f"relu_f32({lower})"
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
 
 
@@ -159,18 +120,10 @@ def fp8(e: Emitter, ins: Instruction, m: Match) -> None:
         e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d'][:4]!r})")
 
 
-@op(r"cvt.(?P<r>rna|rn|rz).tf32.f32")
-def tf32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 with 10 mantissa bits."""
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = f32_to_tf32({e.src(ins.operands[1], 'f32')}, {m['r']!r})")
-
-
-@op(r"cvta(?P<to>.to)?.(?P<space>global|shared|shared::cta|shared::cluster|param|const|local).(?P<t>u64)")
+@op(r"cvta(?P<to>.to)?.(?P<space>global|shared|shared::cta|shared::cluster|param).(?P<t>u64)")
 def convert_address(e: Emitter, ins: Instruction, m: Match) -> None:
     """Between generic and specific addresses."""
     space = m["space"].split("::")[0]
-    if space in ("const", "local"):
-        raise Unsupported(f"{space} memory")
     operand = ins.operands[1]
     source = e.address(operand, 64) if isinstance(operand, Symbol) else e.src(operand, "u64")
     destination = e.dst(ins.operands[0], "u64")

@@ -29,12 +29,9 @@ def flushed(ftz: str | None, *sources: str) -> list[str]:
     return [f"flush_f32({source})" if ftz else source for source in sources]
 
 
-def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None, sat: str | None) -> None:
-    """Apply result modifiers and store an f32."""
-    value = flushed(ftz, value)[0]
-    if sat:
-        value = f"{e.constants.thing(numeric.saturate)}({value})"
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
+def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None) -> None:
+    """Store an f32, flushed under .ftz."""
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {flushed(ftz, value)[0]}")
 
 
 @runtime
@@ -43,10 +40,10 @@ def subtract_f32(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
     return numeric.add_f32(a, np.negative(b), rounding)
 
 
-@op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?(?P<s>.sat)?.f32")
+@op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32")
 def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
     """f32 addition, subtraction, multiplication."""
-    if m["r"] in (None, "rn") and not m["z"] and not m["s"]:
+    if m["r"] in (None, "rn") and not m["z"]:
         binary(e, ins, FUNCTIONS[m["f"]], "f32")
         return
     a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
@@ -55,27 +52,14 @@ def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
     else:
         function = {"add": numeric.add_f32, "sub": subtract_f32, "mul": numeric.mul_f32}[m["f"]]
         value = f"{e.constants.thing(function)}({a}, {b}, {m['r']!r})"
-    finish(e, ins, value, m["z"], m["s"])
+    finish(e, ins, value, m["z"])
 
 
-@op(r"(?P<f>add|sub|mul)(.rn)?.f64")
-def basic64(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f64 addition, subtraction, multiplication."""
-    binary(e, ins, FUNCTIONS[m["f"]], "f64")
-
-
-@op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?(?P<s>.sat)?.f32", batch=True)
+@op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32", batch=True)
 def fma32(e: Emitter, ins: Instruction, m: Match) -> None:
     """a * b + c with one rounding."""
     a, b, c = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:4]))
-    finish(e, ins, f"fma_f32({a}, {b}, {c}, {m['r']!r})", m["z"], m["s"])
-
-
-@op(r"fma.rn.f64")
-def fma64(e: Emitter, ins: Instruction, m: Match) -> None:
-    """a * b + c in extended precision."""
-    a, b, c = (e.src(operand, "f64") for operand in ins.operands[1:4])
-    e.line(f"{e.dst(ins.operands[0], 'f64')}[...] = multiply({a}, {b}, dtype=longdouble) + {c}")
+    finish(e, ins, f"fma_f32({a}, {b}, {c}, {m['r']!r})", m["z"])
 
 
 @op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32", batch=True)
@@ -88,20 +72,18 @@ def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({a}, {b}, {bool(m['n'])})")
 
 
-@op(r"(?P<f>neg|abs)(?P<z>.ftz)?.f32", r"(?P<f>neg|abs).(?P<d>f64)")
+@op(r"(?P<f>neg|abs)(?P<z>.ftz)?.f32")
 def sign(e: Emitter, ins: Instruction, m: Match) -> None:
     """Sign changes."""
-    kind = "f64" if "d" in m.groupdict() else "f32"
     function = "negative" if m["f"] == "neg" else "absolute"
-    (value,) = flushed(m.groupdict().get("z"), f"{function}({e.src(ins.operands[1], kind)})")
-    e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
+    finish(e, ins, f"{function}({e.src(ins.operands[1], 'f32')})", m["z"])
 
 
-@op(r"copysign.(?P<t>f32|f64)")
+@op(r"copysign.f32")
 def copy_sign(e: Emitter, ins: Instruction, m: Match) -> None:
     """The magnitude of b with the sign of a."""
-    a, b = e.src(ins.operands[1], m["t"]), e.src(ins.operands[2], m["t"])
-    e.line(f"{e.constants.thing(np.copysign)}({b}, {a}, {e.dst(ins.operands[0], m['t'])})")
+    a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+    e.line(f"{e.constants.thing(np.copysign)}({b}, {a}, {e.dst(ins.operands[0], 'f32')})")
 
 
 @op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32", batch=True)
@@ -111,19 +93,16 @@ def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {e.constants.thing(numeric.div_f32)}({a}, {b}, {bool(m['z'])})")
 
 
-@op(r"div.rn.f64")
-def divide64(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f64 division."""
-    binary(e, ins, "divide", "f64")
-
-
 APPROXIMATIONS = {
     "ex2": numeric.ex2_f32, "lg2": numeric.lg2_f32, "rcp": numeric.rcp_f32, "sqrt": numeric.sqrt_f32,
-    "rsqrt": numeric.rsqrt_f32, "tanh": numeric.tanh_f32, "sin": numeric.sin_f32, "cos": numeric.cos_f32,
+    "rsqrt": numeric.rsqrt_f32, "tanh": numeric.tanh_f32,
 }  # fmt: skip
 
 
-@op(r"(?P<f>ex2|lg2|rsqrt|sin|cos|tanh).approx(?P<z>.ftz)?.f32", r"(?P<f>rcp|sqrt).(approx|rn)(?P<z>.ftz)?.f32", batch=True)
+@op(
+    r"(?P<f>ex2|lg2|rsqrt).approx(?P<z>.ftz)?.f32", r"(?P<f>tanh).approx(?P<z>).f32", r"(?P<f>rcp|sqrt).(approx|rn)(?P<z>.ftz)?.f32",
+    batch=True,
+)  # fmt: skip
 def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
     """Transcendental functions and reciprocals, more exact than the hardware's."""
     function = e.constants.thing(APPROXIMATIONS[m["f"]])
@@ -134,19 +113,15 @@ def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 @op(
-    r"(?P<f>add|sub|mul)(.rn)?(?P<z>.ftz)?(?P<s>.sat)?.(?P<t>bf16x2|f16x2|bf16|f16)",
-    r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.(?P<t>bf16x2|f16x2|bf16|f16)",
-    r"(?P<f>fma).rn(?P<z>.ftz)?(?P<s>.sat)?(?P<u>.relu)?.(?P<t>bf16x2|f16x2|bf16|f16)",
-    r"(?P<f>ex2|tanh).approx(?P<z>.ftz)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>add|sub|mul)(.rn)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>min|max)(?P<n>.NaN)?.(?P<t>bf16x2|f16x2|bf16|f16)",
+    r"(?P<f>fma).rn.(?P<t>bf16x2|f16x2|bf16|f16)",
     batch=True,
 )
 def half(e: Emitter, ins: Instruction, m: Match) -> None:
     """16-bit floats, single or packed in pairs, rounded once."""
-    groups = m.groupdict()
-    modifiers = {"z": "ftz", "s": "sat", "n": "NaN", "u": "relu"}
-    chosen = frozenset(name for key, name in modifiers.items() if groups.get(key))
     kind = "b32" if m["t"].endswith("x2") else "b16"
-    function = numeric.half_arithmetic(m["f"], m["t"].removesuffix("x2"), chosen)
+    function = numeric.half_arithmetic(m["f"], m["t"].removesuffix("x2"), nan=bool(m.groupdict().get("n")))
     sources = ", ".join(e.src(operand, kind) for operand in ins.operands[1:])
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = on_halves({e.constants.thing(function)}, {sources})")
 
@@ -174,11 +149,10 @@ def half_sign(e: Emitter, ins: Instruction, m: Match) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.(?P<t>f32|f64)", batch=True)
+@op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.f32", batch=True)
 def compare_float(e: Emitter, ins: Instruction, m: Match) -> None:
     """Ordered comparisons are false, unordered ones true, when an operand is NaN."""
-    kind = m["t"]
-    a, b = flushed(m["z"], e.src(ins.operands[1], kind), e.src(ins.operands[2], kind))
+    a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
     name = m["c"]
     if name in ("num", "nan"):
         expression = f"logical_or(isnan({a}), isnan({b}))"

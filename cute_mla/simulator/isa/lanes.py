@@ -103,11 +103,13 @@ def shuffle_take(value: np.ndarray, source: np.ndarray, w: Window) -> np.ndarray
     return value.take(source) if value.ndim else np.broadcast_to(value, (w.n,))
 
 
-@op(r"vote.sync.(?P<m>any|all|uni).pred", r"vote.sync.(?P<m>ballot).b32", needs="warp", pure=False)
+@op(r"vote.sync.(?P<m>any|all|uni).pred", r"vote.sync.(?P<m>ballot).b32", needs="warp", taint="own", pure=False)
 def vote(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Votes over the live lanes of a warp."""
+    """Votes over the live lanes of a warp. The vote of an undefined predicate poisons the result of all."""
     member_mask(ins, 2)
     source = e.src(ins.operands[1], "pred")
+    if e.tainted and ins.operands[0] is not None:
+        e.line(f"{e.taint(ins.operands[0])}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
     e.line(f"{e.dst(ins.operands[0], 'b32' if m['m'] == 'ballot' else 'pred')}[...] = vote_{m['m']}(w, {source})")
 
 
@@ -153,33 +155,6 @@ def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
     return result
 
 
-@op(r"activemask.b32", pure=False)
-def active_mask(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The lanes that are here now."""
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = vote_ballot(w, ones(w.n, bool))")
-
-
-@op(r"redux.sync.(?P<m>add|min|max).(?P<t>u32|s32)", r"redux.sync.(?P<m>and|or|xor).(?P<t>b32)", needs="warp", taint="own", pure=False)
-def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Reduction over the live lanes of a warp."""
-    member_mask(ins, 2)
-    function = {"add": "add", "min": "minimum", "max": "maximum", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}[m["m"]]
-    source = e.src(ins.operands[1], m["t"])
-    d, _ = pair_items(ins.operands[0])
-    if e.tainted and d is not None:
-        e.line(f"{e.taint(d)}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
-    e.line(f"{e.dst(d, m['t'])}[...] = reduce_warps(w, {source}, {function})")
-
-
-@runtime
-def reduce_warps(w: Window, value: np.ndarray, function: np.ufunc) -> np.ndarray:
-    """The reduction of each warp in all of its lanes."""
-    result = np.empty(w.n, value.dtype)
-    for index, values in per_warp(w, value):
-        result[index] = function.reduce(values, dtype=value.dtype)
-    return result
-
-
 @op(r"elect.sync", needs="warp", pure=False)
 def elect(e: Emitter, ins: Instruction, m: Match) -> None:
     """p is true in the lowest live lane of each warp; d is its number."""
@@ -206,19 +181,7 @@ def elected(w: Window) -> tuple[np.ndarray, np.ndarray]:
     return cached  # type: ignore[return-value]
 
 
-@op(r"match.any.sync.b32", needs="warp", pure=False)
-def match_any(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The lanes of the warp that hold the same value."""
-    member_mask(ins, 2)
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = match_lanes(w, {e.src(ins.operands[1], 'b32')})")
-
-
-@runtime
-def match_lanes(w: Window, value: np.ndarray) -> np.ndarray:
-    """For each lane, the bits of the lanes with its value."""
-    result = np.zeros(w.n, np.uint32)
-    lane = w.lane_in_warp
-    for index, values in per_warp(w, value):
-        bits = np.where(values[:, None] == values[None, :], (1 << lane[index])[None, :], 0)
-        result[index] = np.bitwise_or.reduce(bits, axis=1)
-    return result
+@op(r"bar.warp.sync", writes=(), pure=False, needs="warp")
+def warp_sync(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The lanes of a warp gather here before they go on: that is all it does."""
+    member_mask(ins, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,9 +25,9 @@ CACHE = (
     r"(.L1::(evict_normal|evict_unchanged|evict_first|evict_last|no_allocate))?"
     r"(.L2::(evict_normal|evict_last|evict_first))?(.L2::cache_hint)?(.L2::(64|128|256)B)?"
 )
-ORDER = r"(.(weak|volatile|((relaxed|acquire|release)(.(cta|cluster|gpu|sys)))))?"
-SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster|param))?"
-TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[busf](8|16|32|64))"
+SCOPE = r".(cta|cluster|gpu|sys)"
+SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster))?"
+TYPE = r"(.(?P<v>v2|v4))?.(?P<t>[bus](8|16|32|64)|f32)"
 
 
 def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None, ...]:
@@ -37,6 +36,8 @@ def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None,
     items = operand.items if isinstance(operand, Vec) else (operand,)
     if len(items) != count:
         raise Unsupported(f"{len(items)} registers for {count} elements")
+    if count * width_of(match["t"]) > 16:
+        raise Unsupported("a vector of more than 16 bytes")
     return items
 
 
@@ -45,7 +46,10 @@ def width_of(kind: str) -> int:
     return int(kind[1:]) // 8
 
 
-@op(rf"ld{ORDER}{SPACE}(.(cg|ca|cs|lu|cv|nc))*{CACHE}{TYPE}", pure=False, taint="own", loads=True)
+@op(
+    rf"ld(.(weak|volatile|(relaxed|acquire){SCOPE}))?{SPACE}(.(ca|cg|cs|lu|cv))?(.nc)?{CACHE}{TYPE}", rf"ld.(?P<space>param){TYPE}",
+    pure=False, taint="own", loads=True,
+)  # fmt: skip
 def load(e: Emitter, ins: Instruction, m: Match) -> None:
     """Load into one or several registers; narrow elements are extended to the register."""
     items = vector_items(ins.operands[0], m)
@@ -64,8 +68,9 @@ def load_call(e: Emitter, mem: Operand | None, space: str | None, rest: str) -> 
     """The call that loads from an address space."""
     shared = space is not None and space.startswith("shared")
     address = e.memory_address(mem, 32 if shared else 64)
-    name = "load_shared" if shared else "load_global" if space == "global" else "load_generic"
-    return f"{name}(w, {address}, {rest})"
+    if shared:
+        return f"load_shared(w, {address}, {rest}, {space == 'shared::cluster'})"
+    return f"{'load_global' if space == 'global' else 'load_generic'}(w, {address}, {rest})"
 
 
 def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind: str) -> None:
@@ -110,14 +115,12 @@ def load_param(e: Emitter, items: tuple[Operand | None, ...], mem: Operand | Non
                 e.line(f"{e.taint(item)}.fill(False)")
 
 
-@op(rf"st{ORDER}{SPACE}(.(wb|cg|cs|wt))*{CACHE}{TYPE}", writes=(), pure=False, taint="own")
+@op(rf"st(.(weak|volatile|(relaxed|release){SCOPE}))?{SPACE}(.(wb|cg|cs|wt))?{CACHE}{TYPE}", writes=(), pure=False, taint="own")
 def store(e: Emitter, ins: Instruction, m: Match) -> None:
     """Store one or several registers."""
     mem = ins.operands[0]
     items = vector_items(ins.operands[1], m)
     size = width_of(m["t"])
-    if m["space"] == "param":
-        raise Unsupported("st.param")
     shared = m["space"] is not None and m["space"].startswith("shared")
     e.check_taint(registers_of(mem), "an address")
     kind = f"u{size * 8}"
@@ -127,7 +130,8 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
     poison = "None"
     if e.tainted:
         poison = f"[{', '.join(str(e.taint(item)) for item in items)}]"
-    e.line(f"{name}(w, {address}, [{values}], {poison})")
+    reach = f", {m['space'] == 'shared::cluster'}" if shared else ""
+    e.line(f"{name}(w, {address}, [{values}], {poison}{reach})")
 
 
 def byte_source(e: Emitter, item: Operand | None) -> str:
@@ -144,13 +148,19 @@ def lanes_of(w: Window, address: np.ndarray) -> np.ndarray:
     return address if address.ndim else np.broadcast_to(address, (w.n,))
 
 
-def place_shared(w: Window, address: np.ndarray) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
-    """Which CTA's memory each lane means: (cta, positions or None for all lanes, offsets)."""
+def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
+    """Which CTA's memory each lane means: (cta, positions or None for all lanes, offsets).
+
+    cluster: the instruction may reach other CTAs (.shared::cluster). Raises Fault where one that may not does.
+    """
     cta = w.cta
     address = lanes_of(w, address)
     ranks = address >> np.uint32(24)
     offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
     rank = int(ranks[0])
+    if not cluster and bool((ranks != cta.rank).any()):
+        other = int(ranks[ranks != cta.rank][0])
+        raise Fault("out_of_bounds", f"an address of CTA {other} of the cluster in an instruction on .shared::cta memory")
     if bool((ranks == rank).all()):
         return [(cta.peer(rank), None, offsets)]
     parts: list[tuple[Cta, np.ndarray | None, np.ndarray]] = []
@@ -161,10 +171,10 @@ def place_shared(w: Window, address: np.ndarray) -> list[tuple[Cta, np.ndarray |
 
 
 @runtime
-def load_shared(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
+def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: bool) -> np.ndarray:
     """ld.shared; poison is left in the CTA for the code that stores the registers."""
     cta = w.cta
-    parts = place_shared(w, address)
+    parts = place_shared(w, address, cluster)
     if len(parts) == 1:
         target, _, offsets = parts[0]
         values, poison = target.smem.load(offsets, size, count)
@@ -198,7 +208,7 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
 @runtime
 def load_generic(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
     """ld from a generic address (all lanes in one space)."""
-    return load_shared(w, shared_part(address), size, count) if in_shared(address) else load_global(w, address, size, count)
+    return load_shared(w, shared_part(address), size, count, True) if in_shared(address) else load_global(w, address, size, count)
 
 
 def in_shared(address: np.ndarray) -> bool:
@@ -218,10 +228,10 @@ def shared_part(address: np.ndarray) -> np.ndarray:
 
 
 @runtime
-def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
+def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None, cluster: bool) -> None:
     """st.shared."""
     cta = w.cta
-    for target, index, offsets in place_shared(w, address):
+    for target, index, offsets in place_shared(w, address, cluster):
         if index is None:
             target.smem.store(offsets, values, poison)
         else:
@@ -254,7 +264,7 @@ def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
 def store_generic(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
     """st to a generic address."""
     if in_shared(address):
-        store_shared(w, shared_part(address), values, poison)
+        store_shared(w, shared_part(address), values, poison, True)
     else:
         store_global(w, address, values, poison)
 
@@ -361,50 +371,20 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
         cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
 
 
-@op(r"movmatrix.sync.aligned.m8n8.trans.b16", needs="warp", pure=False)
-def move_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Transpose of an 8x8 matrix held by a warp."""
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = transpose_warps(w, {e.src(ins.operands[1], 'b32')})")
-
-
-@runtime
-def transpose_warps(w: Window, value: np.ndarray) -> np.ndarray:
-    """movmatrix."""
-    if not w.whole:
-        raise Fault("divergence", "movmatrix needs all 32 lanes of its warps")
-    return matrix_fragments.transpose_matrix(np.broadcast_to(value, (w.n,)).reshape(-1, WARP)).reshape(-1)
-
-
 # ---------------------------------------------------------------- atomics
 
-_ATOMIC = r"(.(relaxed|acquire|release|acq_rel))?(.(cta|cluster|gpu|sys))?(.(?P<space>global|shared|shared::cta|shared::cluster))?"
-_FUNCTIONS: dict[str, Callable[[int | float, int | float], int | float]] = {
-    "add": lambda a, b: a + b,
-    "min": min,
-    "max": max,
-    "and": lambda a, b: int(a) & int(b),
-    "or": lambda a, b: int(a) | int(b),
-    "xor": lambda a, b: int(a) ^ int(b),
-    "exch": lambda a, b: b,
-    "inc": lambda a, b: 0 if a >= b else a + 1,
-    "dec": lambda a, b: b if a == 0 or a > b else a - 1,
-}
+_ATOMIC = rf"(.(relaxed|acquire|release|acq_rel))?({SCOPE})?{SPACE}"
 
 
-@op(
-    rf"(?P<k>atom){_ATOMIC}.(?P<f>add|min|max|and|or|xor|exch|inc|dec|cas){CACHE}.(?P<t>[busf](32|64))",
-    pure=False, taint="own", loads=True,
-)  # fmt: skip
+@op(rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas).(?P<t>b(32|64))", pure=False, taint="own", loads=True)
 def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
     """Read-modify-write that returns the old value; lanes act in order."""
     emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
 
 
-@op(rf"(?P<k>red)(.async)?{_ATOMIC}.(?P<f>add|min|max|and|or|xor|inc|dec){CACHE}.(?P<t>[busf](32|64))", writes=(), pure=False, taint="own")
+@op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", writes=(), pure=False, taint="own")
 def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
     """Read-modify-write without a result."""
-    if ".async" in ins.opcode:
-        raise Unsupported("red.async")
     emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
 
 
@@ -416,7 +396,7 @@ def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: 
         e.check_taint(registers_of(operand), "an atomic operation")
     kind = m["t"].replace("b", "u")
     values = ", ".join(e.src(operand, kind) for operand in rest)
-    space = "shared" if shared else m["space"] or "generic"
+    space = m["space"] or "generic"
     value = e.temp()
     e.line(f"{value} = atomic_lanes(w, {e.memory_address(mem, 32 if shared else 64)}, {m['f']!r}, {space!r}, [{values}])")
     if d is not None:
@@ -426,29 +406,25 @@ def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: 
 @runtime
 def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: list[np.ndarray]) -> np.ndarray:
     """Do an atomic lane by lane; returns the old bits (1, lanes)."""
-    dtype = values[0].dtype
-    unsigned = np.dtype(f"u{dtype.itemsize}")
     if space == "generic":
-        space = "shared" if in_shared(address) else "global"
-        address = shared_part(address) if space == "shared" else address
+        space = "shared::cluster" if in_shared(address) else "global"
+        address = address if space == "global" else shared_part(address)
+    if space in ("shared", "shared::cta"):
+        place_shared(w, address, False)
     address = lanes_of(w, address)
     operands = [np.broadcast_to(value, (w.n,)) for value in values]
-    old = np.zeros((1, w.n), unsigned)
+    size = values[0].dtype.itemsize
+    old = np.zeros((1, w.n), f"u{size}")
     for lane in range(w.n):
         where = address[lane : lane + 1]
-        current = load_one(w, where, dtype.itemsize, space).view(dtype)
-        old[0, lane] = current.view(unsigned)[0]
-        before = current[0].item()
-        if name == "cas":
-            after = operands[1][lane].item() if before == operands[0][lane].item() else before
-        else:
-            after = _FUNCTIONS[name](before, operands[0][lane].item())
-        if dtype.kind != "f":
-            after = int(after) & ((1 << dtype.itemsize * 8) - 1)
-            new = np.array([after], unsigned)
-        else:
-            new = np.array([after], dtype).view(unsigned)
-        store_one(w, where, new, space)
+        before = load_one(w, where, size, space)
+        after = operands[-1][lane : lane + 1].view(before.dtype)
+        if name == "add":
+            after = before + after
+        elif name == "cas" and before[0] != operands[0][lane]:
+            after = before
+        old[0, lane] = before[0]
+        store_one(w, where, after, space)
     w.cta.poison = None
     w.cta.machine.progress += 1
     return old
@@ -457,7 +433,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
 def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarray:
     """One element for an atomic; poison in memory is a finding."""
     cta = w.cta
-    if space == "shared":
+    if space != "global":
         target = cta.peer(int(address[0]) >> 24)
         values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
     else:
@@ -470,7 +446,7 @@ def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarra
 def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> None:
     """Write back one element of an atomic."""
     cta = w.cta
-    if space == "shared":
+    if space != "global":
         cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
     else:
         cta.machine.memory.store(address, [value])
@@ -480,9 +456,8 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
 
 
 @op(
-    r"fence.proxy.(async|alias)(.(global|shared::cta|shared::cluster))?",
-    r"fence.proxy.tensormap::generic.(acquire|release).(cta|cluster|gpu|sys)",
-    r"fence(.(sc|acq_rel|acquire|release))?.(cta|cluster|gpu|sys)",
+    r"fence.proxy.async(.(global|shared::cta|shared::cluster))?",
+    rf"fence(.(sc|acq_rel))?{SCOPE}",
     r"fence.mbarrier_init.release.cluster",
     r"membar.(cta|gl|sys)",
     writes=(), pure=False,
@@ -493,13 +468,10 @@ def fence(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 ignored(r"prefetch.(tensormap|param.tensormap|const.tensormap)", "a hint: no effect on results")
-ignored(r"prefetch.global.(L1|L2)(::(evict_last|evict_normal))?", "a hint: no effect on results")
-ignored(r"prefetchu.L1", "a hint: no effect on results")
-ignored(r"applypriority.global.L2::evict_normal", "a hint: no effect on results")
-ignored(r"discard.global.L2", "a hint: no effect on results")
+ignored(r"prefetch.global.(L1|L2|L2::evict_last|L2::evict_normal)", "a hint: no effect on results")
 
 
-@op(r"createpolicy.fractional.L2::[\w:.]+")
+@op(r"createpolicy.fractional.L2::(evict_last|evict_normal|evict_first|evict_unchanged)(.L2::(evict_first|evict_unchanged))?.b64")
 def create_policy(e: Emitter, ins: Instruction, m: Match) -> None:
     """Cache policies have no effect on results: any value will do."""
     e.line(f"{e.dst(ins.operands[0], 'b64')}.fill(0)")
