@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,7 @@ def test_votes_of_the_lanes_that_are_left(schedule: str) -> None:
         "setp.ge.u32 %p1, %r0, 0;\nvote.sync.ballot.b32 %r4, %p1, -1;": (1 << 32) - 1 - 1 - (1 << 9),
         "setp.ne.u32 %p1, %r0, 0;\nvote.sync.all.pred %p2, %p1, -1;\nselp.b32 %r4, 5, 6, %p2;": 5,
         "setp.eq.u32 %p1, %r0, 9;\nvote.sync.any.pred %p2, %p1, -1;\nselp.b32 %r4, 5, 6, %p2;": 6,
+        "setp.eq.u32 %p1, %r0, 20;\nvote.sync.any.pred %p2, %p1, -1;\nselp.b32 %r4, 5, 6, %p2;": 5,
         "elect.sync %r4|%p1, -1;": 1,
     }
     for code, value in cases.items():
@@ -75,8 +78,8 @@ def reference_shuffle(mode: str, lane: int, b: int, c: int) -> tuple[int, bool]:
 def test_shuffle_segments(mode: str) -> None:
     """All segment widths, literal and in registers, with the predicate."""
     for width in (32, 16, 8, 4, 2):
-        clamp = (32 - width) << 8 | (0 if mode == "up" else width - 1)
-        for b in (0, 1, 3, 15, 31, 34):
+        whole = (32 - width) << 8 | (0 if mode == "up" else width - 1)
+        for b, clamp in itertools.product((0, 1, 3, 15, 31, 34), (whole, whole | 31, whole ^ 1)):
             wanted = [
                 1000 * (lane + 100) + lane_valid for lane in range(32) for lane, lane_valid in [reference_shuffle(mode, lane, b, clamp)]
             ]
