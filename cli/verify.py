@@ -123,7 +123,10 @@ def _run(jobs: list[Job], json_file: Path | None) -> list[list[Record]]:
         [runner.skipped(planned.case, target, planned.reason)] if planned.fate == "skipped" else [] for planned, target in jobs
     ]
     running = [index for index, (planned, _) in enumerate(jobs) if planned.fate != "skipped"]
-    results = runner.run_all([(jobs[i][0].case, jobs[i][1], jobs[i][0].reason) for i in running])
+    results = runner.run_all(
+        [(jobs[i][0].case, jobs[i][1], jobs[i][0].reason) for i in running],
+        on_start=lambda case: click.echo(f"running {case.id}", err=True),
+    )
     written = time.monotonic()
     try:
         with _progress(len(running), plain=json_file is not None or not is_terminal()) as show:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -135,15 +135,18 @@ def run_case(case: Case, target: Target, reduced: str = "") -> list[Record]:
     return records
 
 
-def run_all(jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None) -> Iterator[tuple[int, list[Record]]]:
+def run_all(
+    jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None, on_start: Callable[[Case], None] = lambda case: None
+) -> Iterator[tuple[int, list[Record]]]:
     """Runs jobs (case, target, what was reduced) and yields the index and records of each as it ends.
 
     Jobs on the simulated device are spread over processes (default: one per CPU), large ones first; a GPU runs its jobs in
-    this process, in order.
+    this process, in order, and each is told to on_start before: a kernel that hangs a GPU leaves its name.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
     for index in on_gpu:
+        on_start(jobs[index][0])
         yield index, run_case(*jobs[index])
     if not simulated:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,10 @@ class StandIn:
         self.failing: dict[str, dict[str, Any]] = {}
         self.jobs: list[Job] = []
 
-    def run_all(self, jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
+    def run_all(self, jobs: Sequence[Job], on_start: Callable[[Case], None]) -> Iterator[tuple[int, list[Record]]]:
         self.jobs = list(jobs)
+        for case, _, _ in jobs[:1]:
+            on_start(case)
         for index in reversed(range(len(jobs))):
             case, target, reduced = jobs[index]
             fields = {"status": "reduced", "reason": reduced} if reduced else {}
@@ -83,6 +85,7 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
+    assert f"running {stand_in.jobs[0][0].id}" in result.stderr.splitlines()
     assert lines[-1] == "2 passed, 0 failed"
     assert lines[-2] == "sm90 on sim: 2 cases in 4 runs; of these 1 reduced; 1 not run"
     assert "1 not run: large: not today" in lines
@@ -166,8 +169,8 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
 
 
 def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
-        yield next(stand_in.run_all(jobs))
+    def interrupted(jobs: Sequence[Job], on_start: Callable[[Case], None]) -> Iterator[tuple[int, list[Record]]]:
+        yield next(stand_in.run_all(jobs, on_start))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run_all", interrupted)
@@ -177,7 +180,7 @@ def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.Mo
 
 
 def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Record]]]:
+    def missing(jobs: Sequence[Job], on_start: object) -> Iterator[tuple[int, list[Record]]]:
         raise ArtifactError("no manifest.json: build the kernels with `cute-mla build`")
         yield
 

@@ -201,6 +201,15 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
     assert (record.device, record.schedule, record.sm_count, record.passed) == ("cuda", None, 114, True)
 
 
+def test_a_gpu_job_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a kernel that never returns is known by name."""
+    seen: list[str] = []
+    monkeypatch.setattr(runner, "run_case", lambda case, target, reduced: seen.append(f"ran {case.h_q}") or [])
+    jobs = [(Case(h_q=h_q), Target("sm90", "cuda", schedules(1, 0)), "") for h_q in (1, 2)]
+    list(runner.run_all(jobs, on_start=lambda case: seen.append(f"start {case.h_q}")))
+    assert seen == ["start 1", "ran 1", "start 2", "ran 2"]
+
+
 def test_a_process_that_dies_fails_its_case_and_not_the_run(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     class DeadPool(ThreadPoolExecutor):
         def __init__(self, workers: int, **options: Any) -> None:
