@@ -56,13 +56,14 @@ def dense_decode(
     """
     batch, s_q, h_q, _ = q.shape
     h_kv = k_cache.shape[2]
+    group = h_q // h_kv  # query heads of one KV head; they are rows over the same keys, which need not be repeated for them
     out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
     lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
     for request, length in enumerate(cache_seqlens.tolist()):
         k = gather_pages(k_cache, block_table[request], length).transpose(0, 1)  # [h_kv, length, 576]
-        k = k.repeat_interleave(h_q // h_kv, dim=0)
-        visible = visible_keys(s_q, length, causal and s_q > 1, q.device)
-        row_out, row_lse = attention(q[request].transpose(0, 1), k, k[..., :D_V], softmax_scale, visible, empty_lse)
-        out[request] = row_out.transpose(0, 1)
-        lse[request] = row_lse
+        rows = q[request].unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, 576]
+        visible = visible_keys(s_q, length, causal and s_q > 1, q.device).repeat_interleave(group, dim=0)
+        row_out, row_lse = attention(rows, k, k[..., :D_V], softmax_scale, visible, empty_lse)
+        out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)
+        lse[request] = row_lse.unflatten(1, (s_q, group)).transpose(1, 2).flatten(0, 1)
     return out, lse
