@@ -5,6 +5,7 @@ The kernel is a stand-in here: the reference, with a fault. What runs cases on t
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -273,7 +274,8 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
         "    print(pool.submit(os.getpid).result(), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    parent = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=120, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120, check=False)
     worker = int(parent.stdout)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and _is_running(worker):
