@@ -72,7 +72,7 @@ def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, see
     for each in archs:
         kind = _kind(each, device)
         if kind is None:
-            click.echo(f"{each.name}: no GPU of compute capability {_capability(each.compute_capability)} here, nothing is run", err=True)
+            click.echo(f"{each.name}: no GPU of compute capability {each.capabilities_text} here, nothing is run", err=True)
             continue
         target = runner.Target(each.name, kind, runner.schedules(schedules, seed))
         jobs += [(planned, target) for each_op in ops for planned in _suite(suite_name, each_op, kind, seed)]
@@ -91,13 +91,9 @@ def _kind(arch: Arch, device: str) -> Kind | None:
         return "sim"
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(0) == arch.compute_capability:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(0) in arch.compute_capabilities:
         return "cuda"
     return "sim" if device == "auto" else None
-
-
-def _capability(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
 
 
 def _suite(name: str, op: str, kind: Kind, seed: int) -> list[Planned]:

@@ -9,10 +9,11 @@ import torch
 
 from . import dense_decode_op as dense
 from .runtime.device import device_for
-from .schedule import GivenPlan, MlaSchedule
+from .schedule import GivenPlan, MlaSchedule, SplitRule
 from .schedule import plan as plan_splits
-from .spec.dense_decode import DenseDecodeProblem
+from .spec.dense_decode import num_parts
 from .spec.mla import D_QK, D_V
+from .spec.split_plan import invariant_splits
 from .support import OPS, PLANNED_OPS, heads_problem, is_supported
 from .tensors import TMA_ALIGNMENT, WORKSPACE_ALIGNMENT, check_address, check_contiguous, check_dtype, check_shape, spec_of
 
@@ -88,8 +89,9 @@ def get_mla_metadata(
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
     device = device_for(spec.device)
-    problem = _plan_problem(spec.shape[0], num_q_tokens_per_head_k, num_heads_k, batch_invariant, max_cache_seqlen)
-    return plan_splits(device, cache_seqlens, problem.num_parts(device.sm_count), dense.split_rule(problem))
+    rule = _split_rule(batch_invariant, max_cache_seqlen)
+    parts = num_parts(device.arch, num_q_tokens_per_head_k, num_heads_k, device.sm_count)
+    return plan_splits(device, cache_seqlens, parts, rule)
 
 
 def flash_mla_with_kvcache(
@@ -171,10 +173,10 @@ def flash_mla_with_kvcache(
         lse=None if lse is None else spec_of("lse", lse),
         causal=bool(causal),
         batch_invariant=bool(batch_invariant),
-        pair_addresses=all(tensor.data_ptr() % dense.PAIR_BYTES == 0 for tensor in (q, out) if tensor is not None),
+        address_alignment=dense.alignment(q.data_ptr(), 0 if out is None else out.data_ptr()),
     )
     device = device_for(call.q.device)
-    plan = dense.plan_call(call, device.sm_count)
+    plan = dense.plan_call(call, device.arch, device.sm_count)
     check_address("k_cache", k_cache.data_ptr(), TMA_ALIGNMENT)
     workspace = _workspace(workspace, plan.workspace_bytes, call.q.device)
     if out is None:
@@ -220,12 +222,13 @@ def workspace_size(
     problem_of_heads = heads_problem(h_q, h_kv)
     if problem_of_heads is not None:
         raise ValueError(problem_of_heads)
-    problem = _plan_problem(batch, s_q * (h_q // h_kv), h_kv, batch_invariant, max_cache_seqlen)
+    rule = _split_rule(batch_invariant, max_cache_seqlen)
     if num_sm_parts is None:
-        num_sm_parts = problem.num_parts(device_for(torch.device(device)).sm_count)
+        where = device_for(torch.device(device))
+        num_sm_parts = num_parts(where.arch, s_q * (h_q // h_kv), h_kv, where.sm_count)
     if batch == 0 or s_q == 0:
         return 0
-    return sum(dense.accumulator_bytes(batch, num_sm_parts, dense.split_rule(problem), s_q, h_q))
+    return sum(dense.accumulator_bytes(batch, num_sm_parts, rule, s_q, h_q))
 
 
 def _reject(**given: Any) -> None:
@@ -258,8 +261,8 @@ def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: in
         )
 
 
-def _plan_problem(batch: int, rows: int, h_kv: int, batch_invariant: bool, max_cache_seqlen: int | None) -> DenseDecodeProblem:
-    """A problem with this number of query rows per KV head, for what depends on no more than that."""
+def _split_rule(batch_invariant: bool, max_cache_seqlen: int | None) -> SplitRule:
+    """How requests of so many keys are cut. ValueError unless their bound is given where it is needed, and only there."""
     if batch_invariant != (max_cache_seqlen is not None):
         raise ValueError(
             f"batch_invariant is {batch_invariant} and max_cache_seqlen {max_cache_seqlen}; supported: "
@@ -267,16 +270,7 @@ def _plan_problem(batch: int, rows: int, h_kv: int, batch_invariant: bool, max_c
         )
     if max_cache_seqlen is not None and max_cache_seqlen < 0:
         raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported: 0 or more")
-    return DenseDecodeProblem(
-        dtype="bf16",
-        batch=batch,
-        s_q=max(rows, 1),
-        h_q=h_kv,
-        h_kv=h_kv,
-        page_size=1,
-        pages_per_request=max_cache_seqlen or 0,
-        batch_invariant=batch_invariant,
-    )
+    return SplitRule(batch_invariant, invariant_splits(max_cache_seqlen or 0))
 
 
 def _read_schedule(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> MlaSchedule | GivenPlan:

@@ -13,9 +13,10 @@ from .cache import DenseCache, dense_cache, dense_tensor_map
 from .runtime.arguments import NULL, Argument, Span
 from .runtime.device import Device
 from .schedule import PlanSpecs, ScheduleKey, SplitRule, check_plan
+from .spec.arch import Arch
 from .spec.combine import CombineConfig
 from .spec.combine import grid as combine_grid
-from .spec.dense_decode import DenseDecodeProblem
+from .spec.dense_decode import MAX_ROW_ALIGNMENT, DenseDecodeProblem
 from .spec.mla import D_QK, D_V
 from .spec.split_plan import accumulator_rows
 from .support import MAX_QUERY_TOKENS, heads_problem
@@ -31,13 +32,13 @@ from .tensors import (
 )
 
 _FLOAT_BYTES = 4
-PAIR_BYTES = 4  # two 16-bit elements, what the faster variants load and store at a time
 
 
 class DenseDecodeCall(NamedTuple):
     """Everything about a call but values and addresses. given_plan: None if a schedule object plans.
 
-    pair_addresses: q and out begin at multiples of PAIR_BYTES."""
+    address_alignment: what row_alignment says, of the addresses of q and out (the caller's, if given) alone.
+    """
 
     q: TensorSpec
     k_cache: TensorSpec
@@ -48,14 +49,14 @@ class DenseDecodeCall(NamedTuple):
     lse: TensorSpec | None
     causal: bool
     batch_invariant: bool
-    pair_addresses: bool
+    address_alignment: int
 
 
 @dataclass(frozen=True)
 class DenseDecodePlan:
     """What a call needs.
 
-    kernel, grid: variant of dense_decode, and its CTAs along (row tile, KV head, part). box_keys: keys of a box of its tensor map.
+    kernel, grid: variant of dense_decode, and its CTAs along (query rows, KV head, part). box_keys: keys of a box of its tensor map.
     combine_kernel, combine_grid: the same of combine; no grid if no request can be split.
     int64s, int32s, combine_int64s, combine_int32s: scalar arguments in the order of the kernels' parameters.
     """
@@ -114,9 +115,9 @@ def split_rule(problem: DenseDecodeProblem) -> SplitRule:
 
 
 @lru_cache(maxsize=4096)
-def plan_call(call: DenseDecodeCall, sm_count: int) -> DenseDecodePlan:
+def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePlan:
     """Checks a call and works out what it needs on a device with sm_count SMs. ValueError on anything not supported."""
-    problem, cache = _check_inputs(call)
+    problem, cache = _check_inputs(call, arch)
     out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
     lse_shape = (problem.batch, problem.h_q, problem.s_q)
     _check_outputs(call, out_shape, lse_shape)
@@ -133,7 +134,7 @@ def plan_call(call: DenseDecodeCall, sm_count: int) -> DenseDecodePlan:
         box_keys=problem.box_keys,
         schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, rule, call.q.device),
         kernel=problem.config.name,
-        grid=(problem.row_tiles, problem.h_kv, num_parts),
+        grid=(problem.row_ctas, problem.h_kv, num_parts),
         combine_kernel=CombineConfig(problem.dtype).name,
         combine_grid=combine_grid(problem.batch, problem.s_q, problem.h_q, sm_count) if lse_bytes else None,
         out_shape=out_shape,
@@ -197,7 +198,7 @@ def _accumulators(plan: DenseDecodePlan, workspace: torch.Tensor | None) -> tupl
     return Span(workspace, 0, plan.out_accum_bytes), Span(workspace, plan.out_accum_bytes, plan.lse_accum_bytes)
 
 
-def _check_inputs(call: DenseDecodeCall) -> tuple[DenseDecodeProblem, DenseCache]:
+def _check_inputs(call: DenseDecodeCall, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache]:
     q = call.q
     check_shape("q", q, ("batch", "s_q", "h_q", D_QK))
     check_dtype("q", q, torch.bfloat16, torch.float16)
@@ -219,6 +220,7 @@ def _check_inputs(call: DenseDecodeCall) -> tuple[DenseDecodeProblem, DenseCache
     check_device("k_cache", call.k_cache, q.device)
     return (
         DenseDecodeProblem(
+            arch=arch,
             dtype=DTYPE_NAMES[q.dtype],
             batch=batch,
             s_q=s_q,
@@ -227,15 +229,24 @@ def _check_inputs(call: DenseDecodeCall) -> tuple[DenseDecodeProblem, DenseCache
             page_size=cache.page_size,
             pages_per_request=call.block_table.shape[1],
             batch_invariant=call.batch_invariant,
-            pairs=call.pair_addresses and _rows_are_pairs(q) and (call.out is None or _rows_are_pairs(call.out)),
+            row_alignment=alignment(call.address_alignment, *_row_strides(q), *(() if call.out is None else _row_strides(call.out))),
         ),
         cache,
     )
 
 
-def _rows_are_pairs(spec: TensorSpec) -> bool:
-    """Whether every row is an even number of elements away from the first."""
-    return all(stride % 2 == 0 for size, stride in zip(spec.shape[:-1], spec.stride[:-1], strict=True) if size > 1)
+def alignment(*distances: int) -> int:
+    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides all of these numbers of bytes."""
+    bits = MAX_ROW_ALIGNMENT
+    for distance in distances:
+        bits |= distance
+    return bits & -bits
+
+
+def _row_strides(spec: TensorSpec) -> list[int]:
+    """Bytes between neighbouring rows, along each dimension that has more than one."""
+    pairs = zip(spec.shape[:-1], spec.stride[:-1], strict=True)
+    return [stride * spec.dtype.itemsize for size, stride in pairs if size > 1]
 
 
 def _check_outputs(call: DenseDecodeCall, out_shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from .spec.abi import Param, ParamKind
 from .spec.arch import ARCHS
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class ManifestError(ValueError):
@@ -55,6 +55,7 @@ class KernelEntry:
     name: "<op>_<arch>_<config name>", the key of the manifest and the stem of both files.
     cubin, ptx: file names beside the manifest; *_sha256: hex digests of their bytes.
     block, cluster: threads and CTAs along x, y, z. smem_bytes: dynamic shared memory of one CTA.
+    tmem_columns: of tensor memory that one CTA allocates, 0 where there is none.
     stack_bytes: per-thread local memory, 0 in everything that ships.
     config: the variant's fields, for show. instructions: counts of the SASS mnemonics that matter, for show and gates.
     fingerprint: sha256 over sources, tool versions and options: equal means up to date.
@@ -76,6 +77,7 @@ class KernelEntry:
     registers: int
     stack_bytes: int
     fingerprint: str
+    tmem_columns: int = 0
     barriers: tuple[Barrier, ...] = ()
     named_barriers: tuple[NamedBarrier, ...] = ()
     roles: tuple[Role, ...] = ()
@@ -243,6 +245,7 @@ _ENTRY = _record(
     registers=_integer(1),
     stack_bytes=_integer(0),
     fingerprint=_SHA256,
+    tmem_columns=_integer(0),
     barriers=_sequence(_record(Barrier, name=_string, offset=_integer(0), count=_integer(1))),
     named_barriers=_sequence(_record(NamedBarrier, name=_string, barrier_id=_integer(0))),
     roles=_sequence(_record(Role, name=_string, first_warp=_integer(0), warps=_integer(1))),

@@ -12,7 +12,7 @@ import torch
 from ..manifest import KernelEntry
 from ..runtime.errors import DeviceError
 from ..runtime.library import artifacts_folder, load_artifacts
-from ..spec.arch import Arch
+from ..spec.arch import Arch, arch_for
 from .machine import commit, gpu_state, manifest_hash, now
 from .measure import Bench
 from .timing import CudaStopwatch, Recording, cuda_ceilings
@@ -27,15 +27,11 @@ def matching_arch(archs: Sequence[Arch]) -> Arch:
     if not torch.cuda.is_available():
         raise GpuMismatch("no CUDA GPU is available to torch")
     found = torch.cuda.get_device_capability()
-    for arch in archs:
-        if arch.compute_capability == found:
-            return arch
-    wanted = ", ".join(f"{arch.name} ({_dotted(arch.compute_capability)})" for arch in archs)
-    raise GpuMismatch(f"{torch.cuda.get_device_name()} has compute capability {_dotted(found)}; wanted is {wanted}")
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
+    arch = arch_for(found)
+    if arch is not None and arch in archs:
+        return arch
+    wanted = ", ".join(f"{arch.name} ({arch.capabilities_text})" for arch in archs)
+    raise GpuMismatch(f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; wanted is {wanted}")
 
 
 def cuda_bench(arch: Arch) -> Bench:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
 from cute_mla.api import MlaSchedule
+from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
@@ -262,28 +263,35 @@ def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> Non
 
 
 @pytest.mark.parametrize(
-    ("operand", "stride", "offset", "pairs"),
+    ("operand", "stride", "offset", "alignment"),
     [
-        ("q", 576, 0, True),
-        ("q", 577, 0, False),
-        ("q", 578, 1, False),
-        ("out", 513, 0, False),
-        ("out", 514, 1, False),
-        ("out", 514, 2, True),
+        ("q", 576, 0, 16),
+        ("q", 577, 0, 2),
+        ("q", 578, 1, 2),
+        ("q", 578, 0, 4),
+        ("q", 580, 8, 8),
+        ("q", 584, 8, 16),
+        ("q", 584, 4, 8),
+        ("out", 513, 0, 2),
+        ("out", 514, 1, 2),
+        ("out", 514, 2, 4),
+        ("out", 520, 8, 16),
+        ("out", 520, 4, 8),
     ],
 )
-def test_odd_rows_take_the_variant_for_single_elements(
-    device: RecordingDevice, operand: str, stride: int, offset: int, pairs: bool
+@pytest.mark.parametrize(("arch", "wide", "fast", "slow"), [(SM90, 4, "cluster2", "cluster1"), (SM100, 16, "cluster2", "cluster2")])
+def test_rows_that_are_not_aligned_take_the_variant_for_single_elements(
+    operand: str, stride: int, offset: int, alignment: int, arch: Arch, wide: int, fast: str, slow: str
 ) -> None:
     call = Call(batch=1, h_q=128)
     columns = {"q": 576, "out": 512}[operand]
     strided = torch.zeros(128 * stride + offset, dtype=torch.bfloat16).as_strided((1, 1, 128, columns), (7, 7, stride, 1), offset)
     if operand == "q":
         call.q = strided
-        call.run()
-    else:
-        call.run(out=strided)
-    assert device.launches[1].kernel == "dense_decode_sm90_bf16_" + ("cluster2" if pairs else "cluster1_elements")
+    with RecordingDevice(arch).active() as device:
+        call.run(**({"out": strided} if operand == "out" else {}))
+    expected = fast if alignment >= wide else f"{slow}_elements"
+    assert device.launches[1].kernel == f"dense_decode_{arch.name}_bf16_{expected}"
 
 
 def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) -> None:

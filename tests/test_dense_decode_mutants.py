@@ -19,6 +19,7 @@ import pytest
 
 from cute_mla.manifest import Manifest
 from cute_mla.runtime.library import FOLDER_VARIABLE, artifacts_folder
+from cute_mla.spec.arch import SM90
 from cute_mla.testing.cases import Case
 from cute_mla.testing.runner import Target, run_case, schedules
 
@@ -41,7 +42,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
 
     def install(case: Case, ptx: str) -> None:
         manifest = Manifest.load(source)
-        entry = manifest.find(case.op, "sm90", case.problem.config.name)
+        entry = manifest.find(case.op, "sm90", case.problem(SM90).config.name)
         folder = tmp_path / hashlib.sha256(ptx.encode()).hexdigest()[:16]
         shutil.copytree(source, folder)
         (folder / entry.ptx).write_text(ptx)
@@ -54,7 +55,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Break:
 
 def shipped_ptx(case: Case) -> str:
     folder = artifacts_folder()
-    return (folder / Manifest.load(folder).find(case.op, "sm90", case.problem.config.name).ptx).read_text()
+    return (folder / Manifest.load(folder).find(case.op, "sm90", case.problem(SM90).config.name).ptx).read_text()
 
 
 def places(case: Case, pattern: str) -> list[re.Match[str]]:

@@ -68,7 +68,7 @@ def test_find_returns_the_variant_and_names_what_there_is(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
-        (("format",), 99, "format: found 99, expected 1"),
+        (("format",), 99, "format: found 99, expected 2"),
         (("extra",), 1, r"the file: found \['extra', 'format', 'kernels'\], expected exactly"),
         (("kernels",), [], r"kernels: found \[\], expected an object"),
         (("kernels", NAME, "cubin_sha256"), "xyz", f"kernels.{NAME}.cubin_sha256: found 'xyz', expected 64 hexadecimal digits"),

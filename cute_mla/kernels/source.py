@@ -25,6 +25,7 @@ class KernelSource:
     host: a cute.jit function that launches one kernel; args: example arguments for cute.compile, which fix its types.
     params: what the launched kernel takes, in order.
     block, cluster: threads and CTAs along x, y, z. smem_bytes: dynamic shared memory of one CTA.
+    tmem_columns: of tensor memory that one CTA allocates.
     expected: instruction counts derived from the tile shapes, by SASS mnemonic (such as HGMMA or UTMALDG) or PTX opcode
         (such as wgmma.mma_async); a build in which the compiler emitted another number of them fails.
     """
@@ -41,3 +42,4 @@ class KernelSource:
     named_barriers: tuple[NamedBarrier, ...] = ()
     roles: tuple[Role, ...] = ()
     expected: dict[str, int] = field(default_factory=dict)
+    tmem_columns: int = 0

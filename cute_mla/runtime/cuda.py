@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..manifest import KernelEntry
-from ..spec.arch import ARCHS, Arch
+from ..spec.arch import ARCHS, Arch, arch_for
 from . import driver
 from .arguments import Argument, ArgumentBlock
 from .errors import DeviceError
@@ -132,10 +132,10 @@ def current_stream(index: int) -> int:
 
 def _arch_of(index: int) -> Arch:
     capability = driver.compute_capability(index)
-    for arch in ARCHS.values():
-        if arch.compute_capability == capability:
-            return arch
-    supported = ", ".join(f"{arch.compute_capability[0]}.{arch.compute_capability[1]} ({arch.name})" for arch in ARCHS.values())
+    arch = arch_for(capability)
+    if arch is not None:
+        return arch
+    supported = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS.values())
     raise DeviceError(
         f"cuda:{index} ({driver.device_name(index)}) has compute capability {capability[0]}.{capability[1]}; supported: {supported}"
     )

@@ -77,7 +77,8 @@ def simulate(
 ) -> Iterator[SimulatedDevice]:
     """Makes CPU tensors run on a simulated device, in this thread or task only.
 
-    arch: "sm90", or the Arch. sm_count: streaming multiprocessors of the device; default those of the usual board (132).
+    arch: "sm90" or "sm100", or the Arch. sm_count: streaming multiprocessors of the device; default those of the usual
+    board (132 on sm90, 148 on sm100).
     schedule: the order in which warps advance and asynchronous work completes: "round_robin", "lazy", "random" or
     "adversarial". seed: of the random ones; a run is repeatable.
     on_finding: "raise" gives a SimulationError at the launch that did something wrong, "collect" fills device.findings.

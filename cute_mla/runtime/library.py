@@ -47,7 +47,7 @@ class Artifacts:
         """The kernel's machine code. ArtifactError if it is damaged or for another architecture."""
         cubin = self._read(entry.cubin, entry.cubin_sha256)
         built_for = cubin_sm(cubin)
-        major, minor = ARCHS[entry.arch].compute_capability
+        major, minor = ARCHS[entry.arch].compute_capabilities[0]  # the first of the family is in the file
         if built_for != major * 10 + minor:
             raise ArtifactError(
                 f"{self.folder / entry.cubin} is {'not a cubin' if built_for is None else f'a cubin for sm_{built_for}'}; "

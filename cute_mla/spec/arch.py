@@ -11,27 +11,50 @@ class Arch:
 
     name: the name used everywhere in this project ("sm90").
     gpu_arch: the name that the compiler takes ("sm_90a").
-    compute_capability: what the driver reports for a device that can run the cubins.
+    compute_capabilities: what the driver may report for a device that can run the cubins.
     smem_per_block: bytes of dynamic shared memory one thread block may opt in to.
     registers_per_block: 32-bit registers of one streaming multiprocessor, all usable by one block.
     sm_count: streaming multiprocessors of the usual board (H200, B200); the default of the simulated device.
+    tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 where there is none.
     """
 
     name: str
     gpu_arch: str
-    compute_capability: tuple[int, int]
+    compute_capabilities: tuple[tuple[int, int], ...]
     smem_per_block: int
     registers_per_block: int
     sm_count: int
+    tmem_columns: int
+
+    @property
+    def capabilities_text(self) -> str:
+        """Like "10.0 or 10.3"."""
+        return " or ".join(f"{major}.{minor}" for major, minor in self.compute_capabilities)
 
 
 SM90 = Arch(
     name="sm90",
     gpu_arch="sm_90a",
-    compute_capability=(9, 0),
+    compute_capabilities=((9, 0),),
     smem_per_block=232_448,
     registers_per_block=65_536,
     sm_count=132,
+    tmem_columns=0,
 )
 
-ARCHS: dict[str, Arch] = {SM90.name: SM90}
+SM100 = Arch(
+    name="sm100",
+    gpu_arch="sm_100f",  # of the family: one cubin for B200 and B300
+    compute_capabilities=((10, 0), (10, 3)),
+    smem_per_block=232_448,
+    registers_per_block=65_536,
+    sm_count=148,
+    tmem_columns=512,
+)
+
+ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100)}
+
+
+def arch_for(capability: tuple[int, int]) -> Arch | None:
+    """The architecture whose cubins a device of this compute capability runs, or None if there is none."""
+    return next((arch for arch in ARCHS.values() if capability in arch.compute_capabilities), None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
-from .arch import Arch
-from .mla import D_V, DTYPES, ceil_div
-from .split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT, TILE_KEYS, accumulator_rows
+from .arch import SM90, SM100, Arch
+from .mla import D_V, DTYPES, ELEMENT_BYTES, ceil_div
+from .split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT, TILE_KEYS, accumulator_rows, invariant_splits
 
-TILE_ROWS = 64  # query rows (query token x head) of one CTA: the M of a WGMMA
+TILE_ROWS = 64  # query rows (query token x head) of one CTA
+MAX_ROW_ALIGNMENT = 16  # bytes, the most that one instruction of a thread accesses
 SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multiple of TILE_KEYS
 
 PARAMS: tuple[Param, ...] = (
@@ -55,32 +56,49 @@ PARAMS: tuple[Param, ...] = (
 
 
 @dataclass(frozen=True)
+class _Tiling:
+    """How an architecture's kernel takes up query rows.
+
+    wide_bytes: what its faster variants load and store at a time; the others take one element.
+    paired: CTAs come in pairs that share every key tile, whatever the number of rows. Else two CTAs share where the rows
+        give an even number of them and the accesses are wide.
+    """
+
+    wide_bytes: int
+    paired: bool
+
+
+_TILINGS = {SM90.name: _Tiling(wide_bytes=4, paired=False), SM100.name: _Tiling(wide_bytes=16, paired=True)}
+
+
+@dataclass(frozen=True)
 class DenseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of q, cache and out ("bf16" or "fp16").
-    cluster: CTAs that share each KV tile by multicast (1 or 2); 2 needs an even number of row tiles.
-    pairs: every row of q and out begins at a multiple of 4 bytes, so that the kernel may access two elements at a time.
+    cluster: CTAs along the rows that share each key tile (1 or 2).
+    access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time.
     """
 
     dtype: str
     cluster: int
-    pairs: bool = True
+    access_bytes: int
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_cluster{self.cluster}" + ("" if self.pairs else "_elements")
+        return f"{self.dtype}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
 
 
 @dataclass(frozen=True)
 class DenseDecodeProblem:
-    """The shapes of one call, which alone decide variant, grid and workspace.
+    """The shapes of one call, which with the architecture decide variant, grid and workspace.
 
     pages_per_request: columns of the block table, the bound on a request's length.
-    pairs: as in DenseDecodeConfig; false only for a base address or stride that is an odd number of elements.
+    row_alignment: the greatest power of two, at most 16, that divides the address of every row of q and out.
     """
 
+    arch: Arch
     dtype: str
     batch: int
     s_q: int
@@ -89,7 +107,7 @@ class DenseDecodeProblem:
     page_size: int
     pages_per_request: int
     batch_invariant: bool = False
-    pairs: bool = True
+    row_alignment: int = MAX_ROW_ALIGNMENT
 
     @property
     def rows(self) -> int:
@@ -97,14 +115,17 @@ class DenseDecodeProblem:
         return self.s_q * (self.h_q // self.h_kv)
 
     @property
-    def row_tiles(self) -> int:
-        """CTAs needed for the query rows of one KV head."""
-        return ceil_div(self.rows, TILE_ROWS)
+    def row_ctas(self) -> int:
+        """CTAs along the query rows of one KV head."""
+        return row_ctas(self.arch, self.rows)
 
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        return DenseDecodeConfig(self.dtype, cluster=2 if self.pairs and self.row_tiles % 2 == 0 else 1, pairs=self.pairs)
+        tiling = _TILINGS[self.arch.name]
+        wide = self.row_alignment % tiling.wide_bytes == 0
+        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
+        return DenseDecodeConfig(self.dtype, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
 
     @property
     def box_keys(self) -> int:
@@ -119,18 +140,15 @@ class DenseDecodeProblem:
     @property
     def max_splits(self) -> int:
         """Accumulator rows kept per request: 0 in a free plan, which shares them."""
-        if not self.batch_invariant:
-            return 0
-        splits = ceil_div(ceil_div(self.pages_per_request * self.page_size, TILE_KEYS), INVARIANT_SPLIT_TILES)
-        return splits if splits > 1 else 0
+        return invariant_splits(self.pages_per_request * self.page_size) if self.batch_invariant else 0
 
     def num_parts(self, sm_count: int) -> int:
         """Parts of the plan: as many as keep every SM busy with one CTA."""
-        return max(sm_count // (self.h_kv * max(self.row_tiles, 1)), 1)
+        return num_parts(self.arch, self.rows, self.h_kv, sm_count)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """CTAs along (row tiles, KV heads, parts)."""
-        return self.row_tiles, self.h_kv, self.num_parts(sm_count)
+        """CTAs along (query rows, KV heads, parts)."""
+        return self.row_ctas, self.h_kv, self.num_parts(sm_count)
 
     def accumulator_rows(self, sm_count: int) -> int:
         """Rows of out_accum and lse_accum."""
@@ -143,8 +161,20 @@ class DenseDecodeProblem:
         return self.accumulator_rows(sm_count) * self.s_q * self.h_q * (D_V + 1) * 4
 
 
+def row_ctas(arch: Arch, rows: int) -> int:
+    """CTAs along the query rows of one KV head, TILE_ROWS of them each."""
+    tiles = ceil_div(rows, TILE_ROWS)
+    return 2 * ceil_div(tiles, 2) if _TILINGS[arch.name].paired else tiles
+
+
+def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
+    """Parts of a plan for so many query rows per KV head: as many as keep every SM busy with one CTA."""
+    return max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1)
+
+
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
-    del arch
-    shapes = ((1, True), (2, True), (1, False))
-    return tuple(DenseDecodeConfig(dtype, cluster, pairs) for dtype in DTYPES for cluster, pairs in shapes)
+    tiling = _TILINGS[arch.name]
+    clusters = (2,) if tiling.paired else (1, 2)
+    wide = [(cluster, tiling.wide_bytes) for cluster in clusters]
+    return tuple(DenseDecodeConfig(dtype, *shape) for dtype in DTYPES for shape in (*wide, (clusters[0], ELEMENT_BYTES)))

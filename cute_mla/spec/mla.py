@@ -10,6 +10,7 @@ D_V = D_LATENT
 MAX_HEADS = 128
 
 DTYPES = ("bf16", "fp16")
+ELEMENT_BYTES = 2  # of either
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

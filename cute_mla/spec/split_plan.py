@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .abi import Param, int32s, pointers
+from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
 
@@ -62,3 +63,9 @@ def accumulator_rows(batch: int, num_parts: int) -> int:
     """Rows of the split accumulators that a free plan can need at most: each of the num_parts - 1 boundaries cuts one
     request, and a request cut k times has k + 1 <= 2 k splits."""
     return min(2 * (num_parts - 1), batch + num_parts - 1)
+
+
+def invariant_splits(max_keys: int) -> int:
+    """Accumulator rows that a batch-invariant plan keeps for a request of at most so many keys: none if it is never cut."""
+    splits = ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES)
+    return splits if splits > 1 else 0

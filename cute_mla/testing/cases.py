@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..spec.dense_decode import DenseDecodeProblem
+from ..spec.arch import Arch
+from ..spec.dense_decode import MAX_ROW_ALIGNMENT, TILE_ROWS, DenseDecodeProblem
 from ..spec.mla import D_QK, D_ROPE, D_V, ceil_div
 from ..spec.split_plan import TILE_KEYS
 
@@ -30,10 +31,12 @@ _CPU_ELEMENTS = 1 << 25  # tensors up to this size are made on the CPU, so that 
 _STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope part of k; scores span +-43 at the usual scale
 
 Values = Literal["normal", "rising", "falling", "peaks"]
-QLayout = Literal["packed", "sliced", "odd", "heads_first"]
+QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
 Outputs = Literal["allocated", "given", "strided", "odd"]
 Metadata = Literal["tensors", "object"]
+
+_ROW_ALIGNMENTS = {"odd": 2, "even": 4}  # bytes, of q or out in that layout; the others have the most there is
 
 
 # How each field that is not part of the shape appears in a case's id, when it is not at its default.
@@ -62,13 +65,14 @@ class Case:
     values: "normal": N(0, 1)/10 clamped to +-1; "rising" and "falling": scores ramp along the keys, so that the running
         maximum moves in every tile, or never again; "peaks": a few keys per request outweigh all others.
     q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows of 577 elements, aligned to nothing but
-        the element; "heads_first": a transposed [h_q, b, s_q, 576], as engines' absorption matmuls leave it.
+        the element; "even": rows of 578 elements, aligned to two of them; "heads_first": a transposed [h_q, b, s_q, 576], as
+        engines' absorption matmuls leave it.
     cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
     outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being 16-byte aligned slices;
         "odd": so, rows of out being 513 elements apart.
     metadata: "tensors": form A of get_mla_metadata; "object": form B.
-    sm_count: streaming multiprocessors of the simulated device; a GPU has its own.
+    sm_count: streaming multiprocessors of the simulated device, None for those of the usual board; a GPU has its own.
     """
 
     dtype: str = "bf16"
@@ -90,7 +94,7 @@ class Case:
     softmax_scale: float | None = None
     batch_invariant: bool = False
     empty_lse: float | None = None
-    sm_count: int = 132
+    sm_count: int | None = None
     seed: int = 0
     op: str = "dense_decode"
 
@@ -129,25 +133,30 @@ class Case:
         return tuple(ceil_div(length, self.page_size) for length in self.key_lengths)
 
     @property
-    def problem(self) -> DenseDecodeProblem:
+    def pages_per_request(self) -> int:
+        """Columns of the block table."""
+        return max(self.pages, default=0) + TABLE_SLACK
+
+    def problem(self, arch: Arch) -> DenseDecodeProblem:
         """The shapes of the call."""
         return DenseDecodeProblem(
+            arch=arch,
             dtype=self.dtype,
             batch=self.batch,
             s_q=self.s_q,
             h_q=self.h_q,
             h_kv=self.h_kv,
             page_size=self.page_size,
-            pages_per_request=max(self.pages, default=0) + TABLE_SLACK,
+            pages_per_request=self.pages_per_request,
             batch_invariant=self.batch_invariant,
-            pairs="odd" not in (self.q_layout, self.outputs),
+            row_alignment=min(_ROW_ALIGNMENTS.get(layout, MAX_ROW_ALIGNMENT) for layout in (self.q_layout, self.outputs)),
         )
 
     @property
     def tiles(self) -> int:
         """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; an empty request counts as one key tile."""
         key_tiles = sum(max(ceil_div(length, TILE_KEYS), 1) for length in self.key_lengths)
-        return key_tiles * self.problem.row_tiles * self.h_kv
+        return key_tiles * ceil_div(self.s_q * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
 
     @property
     def has_masked_rows(self) -> bool:
@@ -217,6 +226,8 @@ def _q_storage(case: Case, device: torch.device) -> Tensor:
             return _nan((batch, s_q, h_q + 2, D_QK + 64), dtype, device)[:, :, 1:-1, 32:-32]
         case "odd":
             return _nan((batch, s_q, h_q, D_QK + 1), dtype, device)[..., 1:]
+        case "even":
+            return _nan((batch, s_q, h_q, D_QK + 2), dtype, device)[..., 2:]
         case "heads_first":
             return _nan((h_q, batch, s_q, D_QK), dtype, device).permute(1, 2, 0, 3)
 
@@ -248,7 +259,7 @@ def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     generator.manual_seed(case.seed + 1)
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
     shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # the last page, which may lie far away, is used first
-    table = torch.full((case.batch, case.problem.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
+    table = torch.full((case.batch, case.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
     first = 0
     for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
         own = torch.tensor(shuffled[first : first + count], dtype=torch.int64)

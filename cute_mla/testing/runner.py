@@ -26,6 +26,7 @@ from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..runtime.device import simulate
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
+from ..spec.arch import ARCHS
 from ..spec.mla import D_QK, D_V
 from .cases import Case, Tensors, make_tensors
 from .compare import DENSE_DECODE_OUT, LSE, compare, same_bits
@@ -220,13 +221,14 @@ def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
 
 def _invariant_limit(case: Case) -> int | None:
     """Keys that the block table has room for, where batch-invariant calls ask for them."""
-    return case.problem.pages_per_request * case.page_size if case.batch_invariant else None
+    return case.pages_per_request * case.page_size if case.batch_invariant else None
 
 
 def _identity(case: Case, target: Target) -> dict[str, Any]:
     """The fields that say which case ran on what."""
-    config = case.problem.config.name
-    sm_count = torch.cuda.get_device_properties(0).multi_processor_count if target.kind == "cuda" else case.sm_count
+    arch = ARCHS[target.arch]
+    config = case.problem(arch).config.name
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count if target.kind == "cuda" else case.sm_count or arch.sm_count
     return {
         "op": case.op,
         "arch": target.arch,

@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from cute_mla.spec.arch import SM90
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing import cases, suites
@@ -58,7 +59,7 @@ EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
     ),
     "a request cut into many splits": lambda case: max(case.key_lengths, default=0) >= 32 * TILE_KEYS and case.sm_count > 64,
     "a request walked by one CTA": lambda case: case.sm_count <= case.batch and max(case.key_lengths) > 8 * TILE_KEYS,
-    "clusters of two CTAs": lambda case: case.problem.config.cluster == 2 and case.tiles > 0,
+    "clusters of two CTAs": lambda case: case.problem(SM90).config.cluster == 2 and case.tiles > 0,
     "another number of SMs": lambda case: case.sm_count not in (132, 1),
 }
 
