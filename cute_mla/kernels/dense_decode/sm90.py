@@ -31,30 +31,31 @@ computes the softmax of the next. README.md has the clocks.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.experimental import cuda as tensor_maps
 
-from ...manifest import Barrier, NamedBarrier, Role, kernel_name
+from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.dense_decode import PARAMS, TILE_ROWS, DenseDecodeConfig
-from ...spec.mla import D_LATENT, D_QK
+from ...spec.dense_decode import TILE_ROWS, DenseDecodeConfig
+from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Ring, arrive, arrive_cluster
-from ..parts.example_arguments import example_arguments
+from ..parts.barriers import Ring, arrive, arrive_cluster, barrier_table
 from ..parts.fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
 from ..parts.softmax import OnlineSoftmax, mask_keys
 from ..parts.tma import load_box, multicast_box, prefetch_map
-from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece, smaller
+from ..parts.work import Extent, Piece, first_piece, last_request, read_extent, read_piece
 from ..source import KernelSource
+from .entry import DenseDecode
+from .operands import BOX_COLUMNS, ELEMENT_BYTES, LaneBox, Operands, first_query_row
+from .page_walk import load_pieces
 from .sm90_gemm import OutputGemm, ScoreGemm, clear_rows
 from .sm90_geometry import (
     BARRIER_OFFSET,
     BARRIERS,
-    BOX_COLUMNS,
     KV_SLOTS,
     LOAD_REGISTERS,
     OUTPUT_BARRIER,
@@ -78,18 +79,19 @@ from .sm90_geometry import (
     Pipes,
     Tiles,
 )
-from .sm90_operands import NO_PAGE, LaneBox, Operands, count_boxes, query_row
 
 LN2 = 0.6931471805599453
 
 
-class DenseDecodeSm90:
+class DenseDecodeSm90(DenseDecode):
     """One variant of the kernel."""
 
-    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
-        self.config = config
-        self.name = kernel_name("dense_decode", arch.name, config.name)
-        self.dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    threads = THREADS
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows may be accessed two elements at a time."""
+        return self.config.access_bytes == 2 * ELEMENT_BYTES
 
     def tile_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
         """64 rows x columns x slots in boxes of 64 columns, each 64 rows of 128 bytes, 128-byte swizzle."""
@@ -97,59 +99,13 @@ class DenseDecodeSm90:
         return cute.tile_to_shape(atom, (TILE_KEYS, columns, slots), (0, 1, 2))
 
     @cute.jit
-    def host(
-        self,
-        kv_map: cute.Pointer, q: cute.Pointer, block_table: cute.Pointer, cache_seqlens: cute.Pointer,
-        plan: cute.Pointer, num_splits: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        out_accum: cute.Pointer, lse_accum: cute.Pointer,
-        q_stride_batch: Int64, q_stride_token: Int64, q_stride_head: Int64,
-        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
-        lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
-        scale_log2: Float32, empty_lse: Float32,
-        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
-        typed_map = tensor_maps.create_tensor_map_tiled(
-            global_address=kv_map.toint(),
-            dtype=self.dtype,
-            global_dims=[D_QK, TILE_KEYS],
-            global_strides=[D_QK // 8],
-            box_dims=[BOX_COLUMNS, TILE_KEYS],
-            swizzle=tensor_maps.TensorMapSwizzle.s128b,
-        )
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            typed_map, q, block_table, cache_seqlens, plan, num_splits, out, lse, out_accum, lse_accum,
-            q_stride_batch, q_stride_token, q_stride_head, out_stride_batch, out_stride_token, out_stride_head,
-            lse_stride_batch, lse_stride_head, lse_stride_token, table_stride, scale_log2, empty_lse,
-            s_q, h_q, heads_per_kv, page_size, causal, batch, split_tiles,
-        ).launch(grid=(self.config.cluster, 1, 1), block=(THREADS, 1, 1), cluster=(self.config.cluster, 1, 1))  # fmt: skip
-
-    @cute.kernel
-    def kernel(
-        self,
-        kv_map: cutlass.GridConstant[tensor_maps.TensorMap], q: cute.Pointer, block_table: cute.Pointer,
-        cache_seqlens: cute.Pointer, plan: cute.Pointer, num_splits: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        out_accum: cute.Pointer, lse_accum: cute.Pointer,
-        q_stride_batch: Int64, q_stride_token: Int64, q_stride_head: Int64,
-        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
-        lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
-        scale_log2: Float32, empty_lse: Float32,
-        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
-    ):  # fmt: skip
-        operands = Operands(
-            kv_map, q, block_table, out, lse, out_accum, lse_accum,
-            (q_stride_batch, q_stride_token, q_stride_head), (out_stride_batch, out_stride_token, out_stride_head),
-            (lse_stride_batch, lse_stride_token, lse_stride_head), table_stride, scale_log2, empty_lse,
-            s_q, h_q, heads_per_kv, page_size, causal,
-            Schedule(plan, num_splits, cache_seqlens, batch, split_tiles),
-        )  # fmt: skip
+    def run(self, operands: Operands):
         tiles, pipes = self.carve_smem()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                prefetch_map(kv_map)
+                prefetch_map(operands.kv_map)
         self.sync_start()
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
@@ -205,29 +161,11 @@ class DenseDecodeSm90:
 
     @cute.jit
     def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits kv_free, rope_free. Signals kv_ready, rope_ready. Lane l loads the box of keys that begins at l boxes."""
-        schedule = operands.schedule
-        req, begin_tile = first_piece(schedule)
-        tile = Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
-            entry, row = operands.place_in_table(begin_tile * TILE_KEYS)
-            page = self.look_up(operands, req, entry, extent.keys)
-            boxes = count_boxes(page)
-            for t in cutlass.range(extent.tiles, unroll=1):
-                # asked for a tile ahead: the answer takes longer than a slot takes to come free
-                next_entry, next_row = operands.next_place(entry, row)
-                next_page = self.look_up(operands, req, next_entry, extent.keys - (t + 1) * TILE_KEYS)
-                self.load_tile(operands, tiles, pipes, LaneBox.of(operands, page, row, boxes), tile + t)
-                # counted here, after the loads: what uses a page at the top of the loop waits for the newest look-up too
-                page, boxes = next_page, count_boxes(next_page)
-                entry, row = next_entry, next_row
-            tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
-            req, begin_tile = piece.next_req, piece.next_tile
+        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1):
-            self.await_peer(pipes, tile)
+            self.await_peer(pipes, tiles_done)
 
     @cute.jit
     def await_peer(self, pipes: Pipes, tiles_done: Int32):
@@ -237,15 +175,6 @@ class DenseDecodeSm90:
             pipes.kv_free.wait_free(tiles_done * SLOTS_PER_TILE + i)
         for i in cutlass.range(ROPE_SLOTS, unroll=1):
             pipes.rope_free.wait_free(tiles_done + i)
-
-    @cute.jit
-    def look_up(self, operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
-        """The page of this lane's box in a tile `left` keys before the end; NO_PAGE if the box holds no key in use, whose
-        entry is never read."""
-        page = Int32(NO_PAGE)
-        if cute.arch.lane_idx() * operands.box_keys() < smaller(left, Int32(TILE_KEYS)):
-            page = (operands.block_table + (Int64(req) * operands.table_stride + entry)).load()
-        return page
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
@@ -325,10 +254,10 @@ class DenseDecodeSm90:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
                     source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
-                    rQ[2 * eight + row_half] = load_pair(source, self.config.pairs)
+                    rQ[2 * eight + row_half] = load_pair(source, self.pairs)
             if cutlass.const_expr(tile >= Q_TILES_IN_REGISTERS):
                 gemm.store_query_tile(tile - Q_TILES_IN_REGISTERS)
-            if cutlass.const_expr(not self.config.pairs):
+            if cutlass.const_expr(not self.pairs):
                 cute.arch.sync_warp()  # keeps ptxas from starting more loads than the registers hold halves
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
@@ -445,7 +374,7 @@ class DenseDecodeSm90:
                 target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4))
                 for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
                     low, high = gemm.pair(eight, row_half, inverses[row_half])
-                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.config.pairs)
+                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
     def store_accum(self, operands: Operands, gemm: OutputGemm, inverses: list[Float32], piece: Piece, side: Int32):
@@ -461,24 +390,17 @@ class DenseDecodeSm90:
                     cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
 
 
+def query_row(thread: Int32, row_half: int) -> Int32:
+    """Row of the KV head, among all its row tiles, that one of the thread's fragment rows is."""
+    return first_query_row() + fragment_row(thread, row_half)
+
+
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
     kernel = DenseDecodeSm90(config, arch)
-    barriers, offset = [], BARRIER_OFFSET
-    for name, slots in BARRIERS:
-        barriers.append(Barrier(name, offset, slots))
-        offset += 8 * slots
-    elements = {"q": kernel.dtype, "out": kernel.dtype, "lse": Float32, "out_accum": Float32, "lse_accum": Float32}
-    return KernelSource(
-        op="dense_decode",
-        config=config,
-        host=kernel.host,
-        args=example_arguments(PARAMS, elements),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(config.cluster, 1, 1),
+    return kernel.source(
         smem_bytes=SMEM_USED,
-        barriers=tuple(barriers),
+        barriers=barrier_table(BARRIER_OFFSET, BARRIERS),
         named_barriers=(
             NamedBarrier("score", SCORE_BARRIER),
             NamedBarrier("output_left", OUTPUT_BARRIER),

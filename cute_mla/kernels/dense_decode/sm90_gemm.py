@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
 from ..parts.fragments import aligned, flat, half, packed, tile_writer
+from .operands import BOX_COLUMNS
 from .sm90_geometry import (
-    BOX_COLUMNS,
     K_STEP,
     KV_SLOTS,
     OUTPUT_COLUMNS,

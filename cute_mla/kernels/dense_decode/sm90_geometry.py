@@ -10,8 +10,8 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import Ring
+from .operands import BOX_COLUMNS, ELEMENT_BYTES
 
-BOX_COLUMNS = 64  # 16-bit columns of a 128-byte swizzled box
 SLOT_COLUMNS = 2 * BOX_COLUMNS
 SLOTS_PER_TILE = D_LATENT // SLOT_COLUMNS
 KV_SLOTS = 10
@@ -50,7 +50,6 @@ BARRIERS = (
     ("stats_ready", 1),
     ("stats_free", 1),
 )
-ELEMENT_BYTES = 2
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 KV_BYTES = KV_SLOTS * TILE_KEYS * SLOT_COLUMNS * ELEMENT_BYTES
 ROPE_BYTES = ROPE_SLOTS * TILE_KEYS * BOX_COLUMNS * ELEMENT_BYTES

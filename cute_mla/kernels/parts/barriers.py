@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute
 
+from ...manifest import Barrier
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -40,11 +42,30 @@ class Ring:
         cute.arch.mbarrier_wait(self.barrier(use), self.parity(use) ^ 1)
 
 
+def barrier_table(offset: int, rings: tuple[tuple[str, int], ...]) -> tuple[Barrier, ...]:
+    """What the manifest records of rings (name, slots) that lie one behind the other from a byte of shared memory on."""
+    barriers = []
+    for name, slots in rings:
+        barriers.append(Barrier(name, offset, slots))
+        offset += 8 * slots
+    return tuple(barriers)
+
+
 def arrive(barrier: cute.Pointer) -> None:
     """One arrival per warp, after all its lanes are done."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
+
+
+def arrive_at(barrier: cute.Pointer, rank: int) -> None:
+    """One arrival per warp on the same barrier of one CTA of the cluster, after all its lanes are done.
+
+    What it hands over lies in this CTA and is read by this SM's tensor core, or not at all by the peer's threads, so the
+    release is of CTA scope: one of cluster scope costs a MEMBAR.GPU each. NVIDIA's two-CTA kernels do the same."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier, rank)
 
 
 def arrive_cluster(barrier: cute.Pointer, ranks: int) -> None:

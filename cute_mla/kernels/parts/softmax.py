@@ -1,4 +1,4 @@
-"""Online softmax over score fragments, two rows per thread, in base 2, with conditional rescale.
+"""Online softmax in base 2, with conditional rescale: over score fragments of two rows per thread.
 
 Scores are exponentiated against a reference that follows the row maximum only when that has moved up by more than
 RESCALE_LOG2: until then probabilities may reach 2^8, which bf16, fp16 and the fp32 sums hold as precisely as 1, and the
@@ -15,6 +15,15 @@ from cutlass import Float32, Int32, cute
 from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
 
 RESCALE_LOG2 = 8.0
+
+
+def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32, Float32]:
+    """(the reference, the factor for what was accumulated under the old one, what to subtract from scaled scores), from the
+    old reference and the scaled maximum of a tile."""
+    moved = candidate > old + RESCALE_LOG2
+    new = cutlass.select_(moved, candidate, old)
+    alpha = cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
+    return new, alpha, cutlass.select_(new == -Float32.inf, Float32(0), new)  # -inf - -inf would be NaN
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,7 @@ class OnlineSoftmax:
             row_max = rS[registers[0]]
             for i in registers[1:]:
                 row_max = cute.arch.fmax(row_max, rS[i])
-            candidate = quad_max(row_max) * self.scale_log2
-            old = self.rMax[row]
-            moved = candidate > old + RESCALE_LOG2
-            new = cutlass.select_(moved, candidate, old)
-            alpha = cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
-            reference = cutlass.select_(new == -Float32.inf, Float32(0), new)  # -inf - -inf would be NaN
+            new, alpha, reference = follow_maximum(self.rMax[row], quad_max(row_max) * self.scale_log2)
             total = self.rSum[row] * alpha
             for i in registers:
                 rS[i] = cute.math.exp2(rS[i] * self.scale_log2 - reference, fastmath=True)

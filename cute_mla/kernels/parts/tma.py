@@ -33,3 +33,26 @@ def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any,
         [],
         multicast_mask=cutlass.Int16(BOTH_CTAS),
     )
+
+
+class _BarrierAddress:
+    """What the two-CTA copy takes for a barrier: it clears the rank bit of the address itself."""
+
+    def __init__(self, barrier: cute.Pointer) -> None:
+        self.pointer = barrier.raw_ptr()
+        self.space = cutlass.AddressSpace.smem
+
+    def data_ptr(self) -> Any:
+        return self.pointer
+
+
+def pair_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
+    """As load_box, but the bytes count on the barrier of the pair's even CTA. Blackwell."""
+    primitives.cp_async_bulk_tensor_shared_cluster_global(
+        target.raw_ptr(),
+        tensor_map.get_ptr(),
+        coordinates,
+        _BarrierAddress(barrier),
+        [],
+        group=primitives.CTAGroup.CTA_2,
+    )

@@ -1,4 +1,4 @@
-"""The operands of the SM90 dense decode kernel, and where a query row lies in each of them."""
+"""The operands of the dense decode kernels, and where a query row lies in each of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import SMALL_PAGES, TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..parts.fragments import fragment_row
 from ..parts.work import Piece, Schedule, larger, smaller
-from .sm90_geometry import BOX_COLUMNS, ELEMENT_BYTES
 
+ELEMENT_BYTES = 2
+BOX_COLUMNS = 64  # 16-bit columns of a 128-byte swizzled box
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
 
@@ -142,6 +142,6 @@ def count_boxes(page: Int32) -> Int32:
     return cute.arch.popc(cute.arch.vote_ballot_sync(page != NO_PAGE))
 
 
-def query_row(thread: Int32, row_half: int) -> Int32:
-    """Row of the KV head, among all its row tiles, that one of the thread's fragment rows is."""
-    return cute.arch.block_idx()[0] * TILE_ROWS + fragment_row(thread, row_half)
+def first_query_row() -> Int32:
+    """The first row of this CTA, among all rows of the KV head."""
+    return cute.arch.block_idx()[0] * TILE_ROWS

@@ -1,0 +1,111 @@
+"""The entry of the dense decode kernels: the parameters of the ABI, in order, handed on by meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.experimental import cuda as tensor_maps
+
+from ...manifest import Barrier, NamedBarrier, Role, kernel_name
+from ...spec.arch import Arch
+from ...spec.dense_decode import PARAMS, DenseDecodeConfig
+from ...spec.mla import D_QK
+from ...spec.split_plan import TILE_KEYS
+from ..parts.example_arguments import example_arguments
+from ..parts.work import Schedule
+from ..source import KernelSource
+from .operands import BOX_COLUMNS, Operands
+
+
+class DenseDecode:
+    """One variant of a kernel. An architecture's kernel is a subclass that has `threads` and `run`."""
+
+    threads: int
+
+    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
+        self.config = config
+        self.name = kernel_name("dense_decode", arch.name, config.name)
+        self.dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+
+    def run(self, operands: Operands) -> None:
+        """The body of the kernel."""
+        raise NotImplementedError
+
+    @cute.jit
+    def host(
+        self,
+        kv_map: cute.Pointer, q: cute.Pointer, block_table: cute.Pointer, cache_seqlens: cute.Pointer,
+        plan: cute.Pointer, num_splits: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        out_accum: cute.Pointer, lse_accum: cute.Pointer,
+        q_stride_batch: Int64, q_stride_token: Int64, q_stride_head: Int64,
+        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
+        lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
+        scale_log2: Float32, empty_lse: Float32,
+        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
+    ):  # fmt: skip
+        """Compiled for its types, never run: the runtime launches the kernel itself."""
+        typed_map = tensor_maps.create_tensor_map_tiled(
+            global_address=kv_map.toint(),
+            dtype=self.dtype,
+            global_dims=[D_QK, TILE_KEYS],
+            global_strides=[D_QK // 8],
+            box_dims=[BOX_COLUMNS, TILE_KEYS],
+            swizzle=tensor_maps.TensorMapSwizzle.s128b,
+        )
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            typed_map, q, block_table, cache_seqlens, plan, num_splits, out, lse, out_accum, lse_accum,
+            q_stride_batch, q_stride_token, q_stride_head, out_stride_batch, out_stride_token, out_stride_head,
+            lse_stride_batch, lse_stride_head, lse_stride_token, table_stride, scale_log2, empty_lse,
+            s_q, h_q, heads_per_kv, page_size, causal, batch, split_tiles,
+        ).launch(grid=(self.config.cluster, 1, 1), block=(self.threads, 1, 1), cluster=(self.config.cluster, 1, 1))  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        kv_map: cutlass.GridConstant[tensor_maps.TensorMap], q: cute.Pointer, block_table: cute.Pointer,
+        cache_seqlens: cute.Pointer, plan: cute.Pointer, num_splits: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        out_accum: cute.Pointer, lse_accum: cute.Pointer,
+        q_stride_batch: Int64, q_stride_token: Int64, q_stride_head: Int64,
+        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
+        lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
+        scale_log2: Float32, empty_lse: Float32,
+        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
+    ):  # fmt: skip
+        operands = Operands(
+            kv_map, q, block_table, out, lse, out_accum, lse_accum,
+            (q_stride_batch, q_stride_token, q_stride_head), (out_stride_batch, out_stride_token, out_stride_head),
+            (lse_stride_batch, lse_stride_token, lse_stride_head), table_stride, scale_log2, empty_lse,
+            s_q, h_q, heads_per_kv, page_size, causal,
+            Schedule(plan, num_splits, cache_seqlens, batch, split_tiles),
+        )  # fmt: skip
+        self.run(operands)
+
+    def source(
+        self,
+        smem_bytes: int,
+        barriers: tuple[Barrier, ...],
+        named_barriers: tuple[NamedBarrier, ...],
+        roles: tuple[Role, ...],
+        expected: dict[str, int],
+        tmem_columns: int = 0,
+    ) -> KernelSource:
+        """The variant, ready to compile."""
+        elements: dict[str, Any] = {"q": self.dtype, "out": self.dtype, "lse": Float32, "out_accum": Float32, "lse_accum": Float32}
+        return KernelSource(
+            op="dense_decode",
+            config=self.config,
+            host=self.host,
+            args=example_arguments(PARAMS, elements),
+            params=PARAMS,
+            block=(self.threads, 1, 1),
+            cluster=(self.config.cluster, 1, 1),
+            smem_bytes=smem_bytes,
+            barriers=barriers,
+            named_barriers=named_barriers,
+            roles=roles,
+            expected=expected,
+            tmem_columns=tmem_columns,
+        )

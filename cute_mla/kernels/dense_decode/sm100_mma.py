@@ -1,0 +1,74 @@
+"""The two matrix products of the SM100 dense decode kernel, as the even CTA of a pair issues them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Int32
+
+from ...spec.split_plan import TILE_KEYS
+from ..parts import tcgen05
+from .sm100_geometry import (
+    BOX_BYTES,
+    CHUNK_COLUMNS,
+    KEY_STEPS,
+    LATENT_BOXES,
+    LATENT_STEPS,
+    OUTPUT_CHUNKS,
+    OUTPUT_COLUMN,
+    PAIR,
+    PAIR_ROWS,
+    PROBS_OFFSET,
+    QUERY_COLUMN,
+    ROPE_STEPS,
+    SCORE_COLUMN,
+    STEPS_PER_BOX,
+    Tiles,
+)
+
+K_MAJOR_STEP = 32  # bytes of 16 elements
+MN_MAJOR_STEP = 16 * 128  # bytes of 16 rows
+TMEM_STEP = 8  # columns of 16 elements
+
+
+@dataclass(frozen=True)
+class PairGemm:
+    """One thread's view of the operands in both CTAs, which lie at the same addresses in each."""
+
+    dtype: type[cutlass.Numeric]
+    tiles: Tiles
+    tmem: Int32
+
+    def scores(self, slot: Int32) -> None:
+        """S = Q K^T over the columns that each CTA holds: the lanes 0..63 and 64..127 get the two partial sums, since the
+        even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
+        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
+        keys = tcgen05.k_major(self.tiles.slot(slot))
+        for step in range(LATENT_STEPS + ROPE_STEPS):
+            # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
+            box, step_in_box = divmod(step, STEPS_PER_BOX)
+            assert box < LATENT_BOXES or step_in_box < ROPE_STEPS
+            tcgen05.multiply(
+                self.tmem + SCORE_COLUMN,
+                tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * TMEM_STEP)),
+                keys.advance_start_address(box * BOX_BYTES + step_in_box * K_MAJOR_STEP),
+                shape,
+                accumulate=step > 0,
+            )
+
+    def output(self, slot: Int32, accumulate: Boolean) -> None:
+        """O += P V, or O = P V, for the 256 value columns of each CTA."""
+        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
+        base = self.tiles.slot(slot)
+        probs, values = tcgen05.k_major(base + PROBS_OFFSET), tcgen05.mn_major(base, BOX_BYTES)
+        for chunk in range(OUTPUT_CHUNKS):
+            first_box = chunk * (LATENT_BOXES // OUTPUT_CHUNKS) * BOX_BYTES
+            for step in range(KEY_STEPS):
+                tcgen05.multiply(
+                    self.tmem + (OUTPUT_COLUMN + chunk * CHUNK_COLUMNS),
+                    probs.advance_start_address(step * K_MAJOR_STEP),
+                    values.advance_start_address(first_box + step * MN_MAJOR_STEP),
+                    shape,
+                    accumulate=accumulate if step == 0 else True,
+                )

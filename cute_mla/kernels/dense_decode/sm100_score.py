@@ -1,0 +1,146 @@
+"""The score role's view of a tile on SM100: half a row of scores per thread.
+
+Thread t of the score warps has query row t % 64 and keys 32 (t / 64) .. + 31 of every tile. The tensor cores leave the
+partial sums of a row over two halves of the columns in lanes t % 64 and 64 + t % 64, so the two threads of a row swap
+half of what they read: each sends the partial scores of the other's keys. The row maximum takes a second swap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.dense_decode import TILE_ROWS
+from ..parts import tcgen05
+from ..parts.fragments import aligned, pack_pair
+from ..parts.softmax import follow_maximum
+from .operands import ELEMENT_BYTES
+from .sm100_geometry import (
+    GROUP_WARPS,
+    HALF_KEYS,
+    PROBS_OFFSET,
+    SCORE_BARRIER,
+    SCORE_COLUMN,
+    VECTOR,
+    Tiles,
+)
+
+VECTORS = HALF_KEYS // VECTOR
+ROW_BYTES = 128
+KEYS_PER_CHUNK = 16 // ELEMENT_BYTES  # of a 16-byte piece of a row of P
+
+
+@dataclass(frozen=True)
+class ScoreRows:
+    """One thread's scores and running softmax state.
+
+    tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rMax: the reference, log2 units.
+    rSum: this thread's share of the row sum.
+    """
+
+    dtype: type[cutlass.Numeric]
+    tiles: Tiles
+    tmem: Int32
+    half: Int32
+    row: Int32
+    scale_log2: Float32
+    rS: cute.Tensor
+    rMax: cute.Tensor
+    rSum: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> ScoreRows:
+        """State of a row that has seen nothing."""
+        rS = cute.make_rmem_tensor(cute.make_layout(HALF_KEYS), Float32)
+        rMax, rSum = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(2))
+        return ScoreRows(dtype, tiles, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, rMax, rSum)
+
+    def reset(self) -> None:
+        """Forgets all keys."""
+        self.rMax[0] = -Float32.inf
+        self.rSum[0] = Float32(0)
+
+    def sync_halves(self) -> None:
+        """Waits for the warp that has the other half of this warp's rows."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cute.arch.barrier(barrier_id=SCORE_BARRIER + warp % (GROUP_WARPS // 2), number_of_threads=64)
+
+    def take_partial_sums(self) -> None:
+        """Partial scores from tensor memory: of this thread's keys to registers, of the other's to shared memory. The
+        scores may be overwritten when this returns."""
+        own = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + self.half * HALF_KEYS), HALF_KEYS)
+        others = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + (1 - self.half) * HALF_KEYS), HALF_KEYS)
+        tcgen05.await_loads()
+        tcgen05.fence_before_signal()
+        for i in range(HALF_KEYS):
+            self.rS[i] = own[i]
+        for vector in range(VECTORS):
+            rOut = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+            for i in range(VECTOR):
+                rOut[i] = others[vector * VECTOR + i]
+            cute.autovec_copy(rOut, self._exchanged(self.half, vector))
+
+    def add_partial_sums(self) -> None:
+        """Completes the scores with what the other thread of the row has sent."""
+        self.sync_halves()
+        for vector in range(VECTORS):
+            rIn = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+            cute.autovec_copy(self._exchanged(1 - self.half, vector), rIn)
+            for i in range(0, VECTOR, 2):
+                k = vector * VECTOR + i
+                self.rS[k], self.rS[k + 1] = cute.arch.add_packed_f32x2((self.rS[k], self.rS[k + 1]), (rIn[i], rIn[i + 1]))
+
+    def _exchanged(self, sender: Int32, vector: int) -> cute.Tensor:
+        offset = ((sender * VECTORS + vector) * TILE_ROWS + self.row) * VECTOR
+        return cute.make_tensor(aligned(self.tiles.sExchange + offset, 16), cute.make_layout(VECTOR))
+
+    def mask(self, limit: Int32) -> None:
+        """Sets the scores of keys from `limit` on, counted within the tile, to -inf. Selects, so that NaN vanishes."""
+        own_limit = limit - self.half * HALF_KEYS
+        for i in range(HALF_KEYS):
+            self.rS[i] = cutlass.select_(own_limit <= i, -Float32.inf, self.rS[i])
+
+    def swap(self, value: Float32) -> Float32:
+        """The value that the other thread of the row gives. Two calls need a sync_halves between them."""
+        (self.tiles.sRowValue + (self.half * TILE_ROWS + self.row)).store(value)
+        self.sync_halves()
+        return (self.tiles.sRowValue + ((1 - self.half) * TILE_ROWS + self.row)).load()
+
+    def advance(self) -> tuple[Float32, Float32]:
+        """Moves the reference to this tile if need be. Returns (the factor for everything accumulated before, what to
+        subtract from scaled scores)."""
+        best = self.rS[0]
+        for i in range(1, HALF_KEYS):
+            best = cute.arch.fmax(best, self.rS[i])
+        best = cute.arch.fmax(best, self.swap(best))
+        self.rMax[0], alpha, reference = follow_maximum(self.rMax[0], best * self.scale_log2)
+        return alpha, reference
+
+    def exponentiate(self, alpha: Float32, reference: Float32) -> None:
+        """Replaces the scores by unnormalised probabilities and adds them to the row sum."""
+        sums = [self.rSum[0] * alpha, Float32(0)]
+        scale, shift = (self.scale_log2, self.scale_log2), (-reference, -reference)
+        for i in range(0, HALF_KEYS, 2):
+            exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
+            self.rS[i], self.rS[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+            sums = cute.arch.add_packed_f32x2(tuple(sums), (self.rS[i], self.rS[i + 1]))
+        self.rSum[0] = sums[0] + sums[1]
+
+    def store_probs(self, slot: Int32) -> None:
+        """The probabilities, packed to 16 bits, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
+        line = self.tiles.slot(slot) + (PROBS_OFFSET + self.row * ROW_BYTES)
+        for chunk in range(HALF_KEYS // KEYS_PER_CHUNK):
+            rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
+            for i in range(VECTOR):
+                k = chunk * KEYS_PER_CHUNK + 2 * i
+                rWords[i] = pack_pair(self.rS[k], self.rS[k + 1], self.dtype)
+            place = (self.half * (HALF_KEYS // KEYS_PER_CHUNK) + chunk) ^ (self.row % 8)
+            target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
+            cute.autovec_copy(rWords, cute.make_tensor(target, cute.make_layout(VECTOR)))
+
+    def row_sum(self) -> Float32:
+        """Sum over all keys seen, 0 iff the row attends to nothing."""
+        self.sync_halves()
+        return self.rSum[0] + self.swap(self.rSum[0])

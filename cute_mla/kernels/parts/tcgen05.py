@@ -1,0 +1,103 @@
+"""Matrix products of a pair of Blackwell SMs, and tensor memory.
+
+Every tcgen05 instruction here is of cta_group 2. An address of tensor memory is lane << 16 | column.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int8, Int16, Int32, cute
+from cutlass.experimental import primitives
+
+PAIR_GROUP = primitives.CTAGroup.CTA_2
+BOTH_CTAS = 0b11
+SWIZZLE_128B = 2
+
+F32_ACCUMULATOR = 1 << 4
+A_FORMAT, B_FORMAT, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 16, 17, 24  # bit positions in an instruction descriptor
+FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1}
+
+
+def allocate(cell: cute.Pointer, columns: int) -> None:
+    """Takes columns of tensor memory in both CTAs and writes their address to `cell`. One whole warp of each CTA."""
+    primitives.tcgen05_alloc(cell.raw_ptr(), columns, group=PAIR_GROUP)
+    primitives.tcgen05_relinquish_alloc_permit(group=PAIR_GROUP)
+
+
+def free(address: Int32, columns: int) -> None:
+    """Gives them back. The warps that allocated, when nobody uses tensor memory any more."""
+    primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=PAIR_GROUP)
+
+
+def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> int:
+    """Descriptor of rows x columns x 16 with fp32 accumulators; rows and columns of both CTAs together."""
+    a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_b) << B_MN_MAJOR
+    return F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD
+
+
+def k_major(tile: cute.Pointer) -> Any:
+    """Operand of rows of 128 swizzled bytes along the contraction. A step of 16 elements is 32 bytes further."""
+    return _operand(tile, leading=16)
+
+
+def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
+    """The same bytes as operand with the contraction across the rows; `box_bytes` further lie the next 64 columns. A step
+    of 16 rows is 2,048 bytes further."""
+    return _operand(tile, leading=box_bytes)
+
+
+def _operand(tile: cute.Pointer, leading: int) -> Any:
+    eight_rows = 8 * 128
+    return primitives.Tcgen05SmemDesc.build(
+        start_address=tile.toint(), leading_byte_offset=leading, stride_byte_offset=eight_rows, layout=SWIZZLE_128B
+    )
+
+
+def multiply(accumulator: Int32, a: Any, b: Any, shape: int, accumulate: bool | Boolean) -> None:
+    """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread of
+    the even CTA."""
+    target = primitives.make_tmem_ptr(accumulator, Int8)
+    primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, PAIR_GROUP, target, a, b, shape, accumulate)
+
+
+def a_in_tmem(address: Int32) -> Any:
+    """A operand in tensor memory: a row is a lane, two elements a column, so a step of 16 elements is 8 columns further."""
+    return primitives.make_tmem_ptr(address, Int8)
+
+
+def commit(barrier: cute.Pointer) -> None:
+    """One arrival on the barrier of both CTAs when everything this thread has issued is done."""
+    primitives.tcgen05_commit(barrier.raw_ptr(), multicast_mask=Int16(BOTH_CTAS), group=PAIR_GROUP)
+
+
+def load_columns(address: Int32, count: int, dtype: type[cutlass.Numeric] = Float32) -> Any:
+    """`count` columns of this thread's lane, to be used after await_loads. A whole warp, `address` at its first lane."""
+    return primitives.tcgen05_ld("32x32b", primitives.make_tmem_ptr(address, dtype), num=count)
+
+
+def store_columns(address: Int32, words: list[Any], dtype: type[cutlass.Numeric] = Int32) -> None:
+    """Columns of this thread's lane, visible to others after await_stores. A whole warp, `address` at its first lane."""
+    vector = cutlass.Vector.from_elements(words, dtype=dtype)
+    primitives.tcgen05_st("32x32b", primitives.make_tmem_ptr(address, dtype), vector)
+
+
+def await_loads() -> None:
+    """Waits until the registers of this warp's loads are filled."""
+    primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
+
+
+def await_stores() -> None:
+    """Waits until this warp's stores are done."""
+    primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
+
+
+def fence_before_signal() -> None:
+    """Orders this thread's tensor memory accesses before the signal that follows."""
+    primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
+
+
+def fence_after_wait() -> None:
+    """Orders this thread's tensor memory accesses after the signal it has just received."""
+    primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)
