@@ -6,13 +6,19 @@ two cubins must be equal, but for the note in which each assembler signs its wor
 machines without that program.
 
 How ptxas 13.4 translates what is counted, found on 26 PTX files of NVIDIA's Hopper examples and of this project:
-- one to one: wgmma.mma_async -> *GMMA, tensor copies to and from shared memory -> UTMALDG, UTMASTG, bulk copies -> UBLKCP,
+- one to one: wgmma.mma_async -> *GMMA, tensor copies to shared memory -> UTMALDG, bulk copies -> UBLKCP,
   mbarrier.init -> SYNCS.EXCH, setmaxnreg -> USETMAXREG, cluster barriers -> UCGABAR_ARV and UCGABAR_WAIT;
-- at least one: mbarrier.arrive -> SYNCS.ARRIVE, mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR: code that holds one is
-  sometimes duplicated (a first try before the loop, for a wait), and a cluster barrier brings a BAR of its own; likewise
-  fence.proxy.async -> FENCE;
+- at least one: tensor copies from shared memory -> UTMASTG, whose loops are unrolled; mbarrier.arrive -> SYNCS.ARRIVE, mbarrier
+  waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR: code that holds one is sometimes duplicated (a first try before the loop, for a
+  wait), and a cluster barrier brings a BAR of its own; likewise fence.proxy.async -> FENCE;
 - wgmma.wait_group -> WARPGROUP.DEPBAR. Where ptxas cannot prove that the accumulators stay untouched it serialises: a DEPBAR
   after every MMA (44 where the PTX has 2 waits), at a heavy cost in speed.
+
+For Blackwell, found on 18 PTX files of NVIDIA's examples: tcgen05.mma -> UTC*MMA and tcgen05.commit -> UTCBAR one to one,
+each with .2CTA for a pair of CTAs (as have UTMALDG); at least one, since loops are unrolled: tcgen05.ld -> LDTM, tcgen05.st ->
+STTM, tcgen05.cp -> UTCCP, tcgen05.alloc -> UTCATOMSWS (two of them, and a loop that waits for its turn), tcgen05.dealloc ->
+UTCATOMSWS.AND, tcgen05.wait::st -> FENCE.VIEW.ASYNC.T. tcgen05.wait::ld and the tcgen05 fences leave no instruction of their own:
+they order what ptxas may move, and become scoreboards.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from .inspect import TOOL_NOTE, CubinInfo, KernelParam, PtxInfo, count_matching
 class Evidence:
     """All that the gates look at.
 
-    params, block, smem_bytes, expected: what the kernel's source declares. ptx, cubin, sass: what the compiler made.
+    params, block, smem_bytes, tmem_columns, expected: what the kernel's source declares. ptx, cubin, sass: what the compiler made.
     reassembled: the cubin that the ptxas program makes of the PTX, or None where that program is not at hand.
     """
 
@@ -45,6 +51,7 @@ class Evidence:
     cubin: CubinInfo
     sass: Counter[str]
     reassembled: CubinInfo | None
+    tmem_columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,20 @@ def shared_memory(evidence: Evidence) -> Iterator[Finding]:
     """Dynamic shared memory within the architecture's limit."""
     if evidence.smem_bytes > evidence.arch.smem_per_block:
         yield f"{evidence.smem_bytes} bytes of dynamic shared memory", f"{evidence.arch.smem_per_block} bytes on {evidence.arch.name}"
+
+
+def tensor_memory(evidence: Evidence) -> Iterator[Finding]:
+    """What the PTX allocates of tensor memory is what is declared, is given back, and is there."""
+    asked = evidence.ptx.tmem_columns
+    if None in asked:
+        yield "a tcgen05.alloc of a number of columns that is computed", "an immediate"
+    elif sum(filter(None, asked)) != evidence.tmem_columns:
+        yield f"{' + '.join(map(str, asked)) or 0} columns of tensor memory allocated in the PTX", f"the {evidence.tmem_columns} declared"
+    if evidence.tmem_columns > evidence.arch.tmem_columns:
+        yield f"{evidence.tmem_columns} columns of tensor memory", f"{evidence.arch.tmem_columns} on {evidence.arch.name}"
+    freed = evidence.ptx.count(r"tcgen05\.dealloc\b")
+    if freed < len(asked):
+        yield f"{freed} tcgen05.dealloc", f"at least the {len(asked)} allocations"
 
 
 def entry_name(evidence: Evidence) -> Iterator[Finding]:
@@ -151,9 +172,21 @@ class Relation:
 
 
 RELATIONS = (
-    Relation("tensor-core operations", (r"wgmma\.mma_async",), (r"[HQIB]GMMA\b",), exact=True),
+    Relation("tensor-core operations", (r"wgmma\.mma_async", r"tcgen05\.mma\b"), (r"[HQIB]GMMA\b", r"UTC[HQIO]MMA\b"), exact=True),
+    Relation("tensor-core operations of pairs", (r"tcgen05\.mma\..*cta_group::2",), (r"UTC[HQIO]MMA\..*2CTA",), exact=True),
+    Relation("tensor-core commits", (r"tcgen05\.commit\b",), (r"UTCBAR\b",), exact=True),
+    Relation("tensor-core commits of pairs", (r"tcgen05\.commit\..*cta_group::2",), (r"UTCBAR\..*2CTA",), exact=True),
+    Relation("tensor-core commits to several CTAs", (r"tcgen05\.commit\..*multicast",), (r"UTCBAR\..*MULTICAST",), exact=True),
+    Relation("tensor-memory loads", (r"tcgen05\.ld\b",), (r"LDTM\b",), exact=False),
+    Relation("tensor-memory stores", (r"tcgen05\.st\b",), (r"STTM\b",), exact=False),
+    Relation("tensor-memory copies", (r"tcgen05\.cp\b",), (r"UTCCP\b",), exact=False),
+    Relation("waits for tensor-memory stores", (r"tcgen05\.wait::st\b",), (r"FENCE\.VIEW\.ASYNC\.T\b",), exact=False),
+    Relation("tensor-memory allocations", (r"tcgen05\.alloc\b",), (r"UTCATOMSWS\..*FIND_AND_SET",), exact=False),
+    Relation("tensor-memory deallocations", (r"tcgen05\.dealloc\b",), (r"UTCATOMSWS\.AND\b",), exact=False),
     Relation("TMA loads", (r"cp\.async\.bulk\.tensor\.\dd\.shared",), (r"UTMALDG\b",), exact=True),
-    Relation("TMA stores", (r"cp\.async\.bulk\.tensor\.\dd\.global",), (r"UTMASTG\b",), exact=True),
+    Relation("TMA loads of pairs", (r"cp\.async\.bulk\.tensor\.\dd\.shared.*cta_group::2",), (r"UTMALDG\..*2CTA",), exact=True),
+    Relation("TMA loads to several CTAs", (r"cp\.async\.bulk\.tensor\.\dd\.shared.*multicast",), (r"UTMALDG\..*MULTICAST",), exact=True),
+    Relation("TMA stores", (r"cp\.async\.bulk\.tensor\.\dd\.global",), (r"UTMASTG\b",), exact=False),
     Relation("bulk copies", (r"cp\.async\.bulk\.(shared|global)",), (r"UBLKCP\b",), exact=True),
     Relation("mbarrier initialisations", (r"mbarrier\.init\b",), (r"SYNCS\.EXCH\b",), exact=True),
     Relation("mbarrier arrivals", (r"mbarrier\.arrive\b",), (r"SYNCS\.ARRIVE\b",), exact=False),
@@ -161,7 +194,7 @@ RELATIONS = (
     Relation("block barriers", (r"(bar|barrier)\.(cta\.)?(sync|red|arrive)\b",), (r"BAR\b",), exact=False),
     Relation("cluster arrivals", (r"barrier\.cluster\.arrive\b",), (r"UCGABAR_ARV\b",), exact=True),
     Relation("cluster waits", (r"barrier\.cluster\.wait\b",), (r"UCGABAR_WAIT\b",), exact=True),
-    Relation("proxy fences", (r"fence\.proxy\.async\b",), (r"FENCE\b",), exact=False),
+    Relation("proxy fences", (r"fence\.proxy\.async\b",), (r"FENCE\b(?!.*\.T\b)",), exact=False),
     Relation("waits for the grid before", (r"griddepcontrol\.wait\b",), (r"ACQBULK\b",), exact=False),
     Relation("register reallocations", (r"setmaxnreg\b",), (r"USETMAXREG\b",), exact=True),
 )
@@ -217,6 +250,7 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     stack,
     registers,
     shared_memory,
+    tensor_memory,
     entry_name,
     block_size,
     parameters,

@@ -37,12 +37,16 @@ class KernelParam:
 
 @dataclass(frozen=True)
 class PtxInfo:
-    """block: the .reqntid of the kernel, or None. opcodes: how often each opcode, with all its modifiers, is written."""
+    """block: the .reqntid of the kernel, or None. opcodes: how often each opcode, with all its modifiers, is written.
+
+    tmem_columns: what each tcgen05.alloc asks for, None where that is not an immediate (or a register that is only ever one).
+    """
 
     entries: tuple[str, ...]
     params: tuple[KernelParam, ...]
     block: tuple[int, int, int] | None
     opcodes: Counter[str]
+    tmem_columns: tuple[int | None, ...] = ()
 
     def count(self, *patterns: str) -> int:
         """Instructions whose opcode begins with one of the patterns."""
@@ -80,6 +84,8 @@ _PARAM = re.compile(
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", re.DOTALL)
 _OPCODE = re.compile(r"\s*(?:\$?\w+:\s*)*(?:@!?%?\w+\s+)?([a-z]\w*(?:(?:\.|::)\w+)*)(?=\s|$)")
 
+_TMEM_ALLOC = re.compile(r"\btcgen05\.alloc[\w.:]*\s+\[[^\]]*\]\s*,\s*([%\w$]+)\s*;")
+
 
 def read_ptx(text: str) -> PtxInfo:
     """Entry points, parameters of the last of them, block size and opcode counts."""
@@ -97,7 +103,15 @@ def read_ptx(text: str) -> PtxInfo:
         found = _OPCODE.match(statement)
         if found:
             opcodes[found[1]] += 1
-    return PtxInfo(tuple(entries), params, block, opcodes)
+    return PtxInfo(tuple(entries), params, block, opcodes, tuple(_tmem_columns(text)))
+
+
+def _tmem_columns(text: str) -> Iterator[int | None]:
+    """The operand of each tcgen05.alloc."""
+    for operand in _TMEM_ALLOC.findall(text):
+        values = [operand] if operand.isdecimal() else re.findall(rf"\bmov\.[a-z]\d+\s+{re.escape(operand)}\s*,\s*(\w+)\s*;", text)
+        writes = 1 if operand.isdecimal() else len(re.findall(rf"\s{re.escape(operand)}\s*,", text))
+        yield int(values[0]) if len(values) == writes == 1 and values[0].isdecimal() else None
 
 
 def _read_param(line: str) -> KernelParam:
@@ -194,12 +208,22 @@ def _tool_note(note: bytes) -> tuple[str, str]:
 
 # ---------------------------------------------------------------- SASS
 
-_SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+_SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
+_SASS_FUNCTION = re.compile(r"^([\w$.]+):$")
+_HELPER = "$__internal_"  # begins the name of what ptxas adds of its own, such as traps for wrong uses of tensor memory
 
 
 def read_sass(text: str) -> Counter[str]:
-    """How often each instruction, with its modifiers, occurs in nvdisasm's output."""
-    return Counter(_SASS_LINE.findall(text))
+    """How often each instruction, with its modifiers, occurs in nvdisasm's output, helpers of ptxas's own left out."""
+    counts: Counter[str] = Counter()
+    in_helper = False
+    for line in text.splitlines():
+        label = _SASS_FUNCTION.match(line)
+        if label is not None and not label[1].startswith(".L_"):
+            in_helper = label[1].startswith(_HELPER)
+        elif not in_helper:
+            counts.update(_SASS_LINE.findall(line))
+    return counts
 
 
 def by_mnemonic(sass: Counter[str]) -> dict[str, int]:

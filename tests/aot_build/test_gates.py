@@ -116,6 +116,18 @@ def test_parameters_of_a_cubin_that_is_not_of_this_ptx(evidence: Evidence) -> No
 
 WRITTEN = {
     "tensor-core operations": "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+    "tensor-core operations of pairs": "tcgen05.mma.cta_group::2.kind::f16",
+    "tensor-core commits": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64",
+    "tensor-core commits of pairs": "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.b64",
+    "tensor-core commits to several CTAs": "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64",
+    "tensor-memory loads": "tcgen05.ld.sync.aligned.32x32b.x32.b32",
+    "tensor-memory stores": "tcgen05.st.sync.aligned.32x32b.x32.b32",
+    "tensor-memory copies": "tcgen05.cp.cta_group::1.128x256b",
+    "waits for tensor-memory stores": "tcgen05.wait::st.sync.aligned",
+    "tensor-memory allocations": "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32",
+    "tensor-memory deallocations": "tcgen05.dealloc.cta_group::1.sync.aligned.b32",
+    "TMA loads of pairs": "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2",
+    "TMA loads to several CTAs": "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster",
     "TMA loads": "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes",
     "TMA stores": "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group",
     "bulk copies": "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes",
@@ -138,15 +150,25 @@ def test_translation_finds_an_instruction_lost_in_the_sass(evidence: Evidence, m
 
 
 @pytest.mark.parametrize(
-    "opcode", ["HGMMA.64x64x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D", "UBLKCP.S.G", "SYNCS.EXCH.64", "USETMAXREG.DEALLOC"]
-)
+    "opcode",
+    [
+        "HGMMA.64x64x16.F32.BF16", "UTCHMMA", "UTCHMMA.2CTA", "UTCQMMA", "UTCBAR", "UTCBAR.2CTA.MULTICAST", "UTMALDG.2D", "UTMALDG.4D.2CTA",
+        "UBLKCP.S.G", "SYNCS.EXCH.64", "USETMAXREG.DEALLOC",
+    ],
+)  # fmt: skip
 def test_translation_finds_an_instruction_that_the_ptx_does_not_have(evidence: Evidence, opcode: str) -> None:
     fails(replace(evidence, sass=evidence.sass + Counter({opcode: 1})), "gate translation: ")
 
 
-@pytest.mark.parametrize("opcode", ["BAR.SYNC", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.ARRIVE.TRANS64", "FENCE.VIEW.ASYNC"])
+@pytest.mark.parametrize("opcode", ["BAR.SYNC", "SYNCS.PHASECHK.TRANS64.TRYWAIT", "SYNCS.ARRIVE.TRANS64", "FENCE.VIEW.ASYNC", "LDTM.x32"])
 def test_translation_allows_what_ptxas_duplicates(evidence: Evidence, opcode: str) -> None:
     check(replace(evidence, sass=evidence.sass + Counter({opcode: 1})))
+
+
+def test_a_fence_of_tensor_memory_is_no_proxy_fence(evidence: Evidence) -> None:
+    more = replace(evidence, ptx=replace(evidence.ptx, opcodes=evidence.ptx.opcodes + Counter({"fence.proxy.async.shared::cta": 50})))
+    check(replace(more, sass=evidence.sass + Counter({"FENCE.VIEW.ASYNC.S": 50})))
+    fails(replace(more, sass=evidence.sass + Counter({"FENCE.VIEW.ASYNC.T": 50})), "gate translation: \\d+ proxy fences in the SASS")
 
 
 def test_serialised_mmas(evidence: Evidence) -> None:

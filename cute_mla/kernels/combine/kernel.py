@@ -283,5 +283,5 @@ def build(config: CombineConfig, arch: Arch) -> KernelSource:
         named_barriers=(),
         roles=(Role("merge", 0, ROWS_PER_BLOCK),),
         # Two code paths, each sums two buffers, and fills three times: before the loop and twice in it.
-        expected={"FFMA": 2 * 2 * BUFFER, "ld.global.v4.b32": 2 * 3 * BUFFER // VECTOR},
+        expected={"FFMA": 2 * 2 * BUFFER, "LDG.E.128": 2 * 3 * BUFFER // VECTOR},
     )
