@@ -84,6 +84,7 @@ class Cta:
         self.bulk: dict[int, CopyGroups] = {}
         self.copies: dict[int, CopyGroups] = {}
         self.reading: list[GroupedCopy] = []
+        self.saw_failed_cancel = False
         self._specials = self._make_specials()
         slot.cta = self
 

@@ -127,6 +127,19 @@ class Machine:
         self.clusters.append(cluster)
         return True
 
+    def cancel_cluster(self) -> tuple[int, int, int, int] | None:
+        """Take the next cluster that has not started, which never will: its first CTA, and 1. None when all have started.
+
+        Random schedules let a cluster start in between, as the hardware may.
+        """
+        if self.policy.async_mode == "random" and len(self.clusters) < MAX_CLUSTERS and self.rng.random() < 0.3:
+            self.start_cluster()
+        index = next(self.waiting_clusters, None)
+        if index is None:
+            return None
+        x, y, z = (place * extent for place, extent in zip(index, self.launch.cluster, strict=True))
+        return x, y, z, 1
+
     def _take_home(self) -> Home:
         if self.homes:
             return self.homes.pop()

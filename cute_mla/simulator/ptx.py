@@ -136,6 +136,7 @@ _BANKS = {
     "b32": "r", "u32": "r", "s32": "r", "f32": "r", "f16x2": "r", "bf16x2": "r",
     "b64": "d", "u64": "d", "s64": "d", "f64": "d",
 }  # fmt: skip
+_PAIRED = "b128"  # a register of this type is a pair of 64-bit ones, lower half first
 _SIZES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _SPACE = re.compile(r"[\s;]+")
 _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
@@ -155,7 +156,8 @@ class _Scope:
     def __init__(self, serial: int) -> None:
         self.serial = serial
         self.registers: dict[str, Reg] = {}
-        self.families: dict[str, tuple[str, int]] = {}  # prefix -> (bank, count) of .reg .b32 %r<100>
+        self.families: dict[str, tuple[str, int]] = {}  # prefix -> (bank, count) of .reg .b32 %r<100>; bank "q": pairs
+        self.pairs: dict[str, Vec] = {}
         self.labels: dict[str, str] = {}
         self.pending: list[tuple[Instruction, int]] = []  # (instruction, operand index) of label references
 
@@ -341,7 +343,7 @@ class _Body:
     def declare(self, text: str) -> None:
         """.reg .b32 %r<100>, x;"""
         match = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
-        bank = _BANKS.get(match.group(1)) if match else None
+        bank = {**_BANKS, _PAIRED: "q"}.get(match.group(1)) if match else None
         if match is None or bank is None:
             raise self.parser.fail(f"unsupported register declaration {text.strip()!r}")
         scope = self.scopes[-1]
@@ -349,8 +351,28 @@ class _Body:
             ranged = re.fullmatch(r"\s*([%\w$]+)<(\d+)>\s*", part)
             if ranged:
                 scope.families[ranged.group(1)] = (bank, int(ranged.group(2)))
+            elif bank == "q":
+                self.new_pair(scope, part.strip())
             else:
                 self.new_register(scope, part.strip(), bank)
+
+    def new_pair(self, scope: _Scope, name: str) -> Vec:
+        """Declare a 128-bit register: two of 64 bits."""
+        halves = tuple(self.new_register(scope, f"{name}$half{half}", "d") for half in (0, 1))
+        scope.pairs[name] = Vec(halves)
+        return scope.pairs[name]
+
+    def find_pair(self, name: str) -> Vec | None:
+        """The halves of a 128-bit register, or None when the name is not one."""
+        for scope in reversed(self.scopes):
+            if name in scope.pairs:
+                return scope.pairs[name]
+            if name in scope.registers:
+                return None
+            family = scope.families.get(name.rstrip("0123456789"))
+            if family and family[0] == "q" and name[-1].isdigit() and int(re.findall(r"\d+$", name)[0]) < family[1]:
+                return self.new_pair(scope, name)
+        return None
 
     def new_register(self, scope: _Scope, name: str, bank: str) -> Reg:
         """Declare one register in a scope under a unique name."""
@@ -366,7 +388,7 @@ class _Body:
                 return scope.registers[name]
             prefix = name.rstrip("0123456789")
             family = scope.families.get(prefix)
-            if family and len(prefix) < len(name) and int(name[len(prefix) :]) < family[1]:
+            if family and family[0] != "q" and len(prefix) < len(name) and int(name[len(prefix) :]) < family[1]:
                 return self.new_register(scope, name, family[0])
         return None
 
@@ -427,6 +449,9 @@ class _Body:
         register = self.find_register(text)
         if register is not None:
             return register
+        pair = self.find_pair(text)
+        if pair is not None:
+            return pair
         if _INT.match(text):
             return Imm(parse_integer(text))
         if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):

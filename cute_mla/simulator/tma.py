@@ -156,6 +156,11 @@ class Box(NamedTuple):
         return starts, shape[-1] * self.layout.unit
 
 
+def _check_alignment(smem_offset: int) -> None:
+    if smem_offset % DESTINATION_ALIGNMENT:
+        raise ValueError(f"TMA: shared offset {smem_offset:#x} is not a multiple of {DESTINATION_ALIGNMENT}")
+
+
 class BoxPlan:
     """Places the boxes of one tensor map."""
 
@@ -174,12 +179,25 @@ class BoxPlan:
 
         Raises ValueError for a wrong number of coordinates or a misaligned offset.
         """
+        if len(coordinates) != len(self.tensor_map.box):
+            raise ValueError(f"TMA: coordinates {coordinates} for a tensor map of rank {len(self.tensor_map.box)}")
+        _check_alignment(smem_offset)
+        return self._place(coordinates, smem_offset)
+
+    def place_rows(self, column: int, rows: tuple[int, ...], smem_offset: int) -> tuple[Box, ...]:
+        """The rows (any, in any order, may be outside) that tile::gather4 and tile::scatter4 move as one box of four rows.
+
+        Raises ValueError for a map that is not of rank 2 with boxes of one row, or a misaligned offset.
+        """
+        tensor_map = self.tensor_map
+        if len(tensor_map.box) != 2 or tensor_map.box[1] != 1:
+            raise ValueError(f"TMA: gather4 and scatter4 need a tensor map of rank 2 with boxes of one row, not boxes of {tensor_map.box}")
+        _check_alignment(smem_offset)
+        return tuple(self._place((column, row), smem_offset + place * self.nbytes) for place, row in enumerate(rows))
+
+    def _place(self, coordinates: tuple[int, ...], smem_offset: int) -> Box:
         tensor_map = self.tensor_map
         extents = tensor_map.box
-        if len(coordinates) != len(extents):
-            raise ValueError(f"TMA: coordinates {coordinates} for a tensor map of rank {len(extents)}")
-        if smem_offset % DESTINATION_ALIGNMENT:
-            raise ValueError(f"TMA: shared offset {smem_offset:#x} is not a multiple of {DESTINATION_ALIGNMENT}")
         low, high = self._origin, extents
         offset = 0
         for start, extent, size, stride in zip(coordinates, extents, tensor_map.dims, self._strides, strict=True):

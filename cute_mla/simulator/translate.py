@@ -30,7 +30,7 @@ PREFIX = "<ptx "
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
     "absolute minimum maximum fmin fmax left_shift right_shift equal not_equal less less_equal greater greater_equal isnan where empty "
-    "zeros ones float32 float64 longdouble copyto count_nonzero"
+    "zeros ones array float32 float64 longdouble copyto count_nonzero"
 )
 
 

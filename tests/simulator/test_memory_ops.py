@@ -196,9 +196,41 @@ def test_parameters() -> None:
     assert out.tolist()[:6] == [0x55667788, 0x11223344, 0x11223344, 0xFFFFFF88, 0x00550066, 0x1122]
 
 
-def test_vectors_of_more_than_16_bytes_are_refused() -> None:
+@pytest.mark.parametrize(
+    "code",
+    [
+        "ld.shared.v4.u64 {%rd3, %rd4, %rd5, %rd6}, [%r0];",
+        "st.shared.v8.b32 [%r0], {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8};",
+        "ld.global.v8.u16 {%h1, %h2, %h3, %h4, %h5, %h6, %h7, %h8}, [%rd0];",
+        "ld.global.v8.b64 {%rd1, %rd2, %rd3, %rd4, %rd5, %rd6, %rd7, %rd8}, [%rd0];",
+        "ld.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%rd0];",
+    ],
+)
+def test_vectors_that_are_too_long_are_refused(code: str) -> None:
     with pytest.raises(UnsupportedInstruction, match="16 bytes"):
-        Kernel("ld.global.v4.u64 {%rd3, %rd4, %rd5, %rd6}, [%rd0];").run(aligned(8, np.uint64))
+        Kernel(code).run(aligned(8, np.uint64))
+
+
+def test_32_bytes_at_once() -> None:
+    """256-bit accesses of global memory, which must be aligned; an undefined element poisons its register only."""
+    body = """
+        mul.wide.u32 %rd3, %r0, 32;
+        add.s64 %rd4, %rd0, %rd3;
+        ld.param.u64 %rd5, [p1];
+        add.s64 %rd5, %rd5, %rd3;
+        ld.global.nc.L1::no_allocate.L2::evict_first.L2::256B.v8.b32 {%r1, %r2, %r3, %r4, %r5, %r6, %r7, %r8}, [%rd5];
+        st.global.v8.b32 [%rd4], {%r8, %r7, %r6, %r5, %r4, %r3, %r2, %r1};
+        ld.global.v4.b64 {%rd10, %rd11, %rd12, %rd13}, [%rd5+MORE];
+        st.global.v4.b64 [%rd4+1024], {%rd13, %rd12, %rd11, %rd10};
+    """
+    source, out = aligned(256, np.uint32), aligned(512, np.uint32)
+    source[:] = np.arange(256)
+    assert Kernel(body.replace("MORE", "0")).run(out, source).ok
+    assert np.array_equal(out[:256].reshape(32, 8), source.reshape(32, 8)[:, ::-1])
+    assert np.array_equal(out[256:].view(np.uint64).reshape(32, 4), source.view(np.uint64).reshape(32, 4)[:, ::-1])
+    assert kinds(Kernel(body.replace("MORE", "16")).run(out, source)) == {"misaligned"}
+    assert kinds(Kernel(body.replace("MORE", "32")).run(out, source)) == {"out_of_bounds"}
+    assert kinds(Kernel(body.replace("MORE", "0")).run(out, source, undefined=(1,))) == {"poison"}
 
 
 def test_an_address_of_another_cta_needs_shared_cluster() -> None:

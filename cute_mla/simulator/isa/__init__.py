@@ -9,7 +9,10 @@ from . import control as control
 from . import conversions as conversions
 from . import floats as floats
 from . import lanes as lanes
+from . import launch_control as launch_control
 from . import memory_ops as memory_ops
+from . import packed_floats as packed_floats
+from . import tensor_copies as tensor_copies
 from . import wgmma_ops as wgmma_ops
 from .table import NAMESPACE, Spec, decode
 

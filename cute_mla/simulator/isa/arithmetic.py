@@ -392,6 +392,25 @@ def pack(e: Emitter, d: object, a: Vec, kind: str) -> None:
     e.line(f"{e.dst(d, f'b{bits}')}[...] = {' | '.join(terms)}")
 
 
+@op(r"mov.b128", taint="own")
+def move_pair(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Between 128-bit registers and pairs of 64-bit ones, lower half first."""
+    d, a = ins.operands
+    if not isinstance(d, Vec) or not isinstance(a, Vec) or len(d.items) != 2 or len(a.items) != 2:
+        raise Unsupported("mov.b128 of something other than two 64-bit halves")
+    moves: list[tuple[str, str]] = []
+    for target, source in zip(d.items, a.items, strict=True):
+        if target is not None:
+            moves.append((e.dst(target, "b64"), e.src(source, "b64")))
+            if e.tainted:
+                moves.append((str(e.taint(target)), e.taint(source) or "False"))
+    names = [e.temp() for _ in moves]
+    for name, (_, value) in zip(names, moves, strict=True):  # all are read before any is written: d may overlap a
+        e.line(f"{name} = array({value})")
+    for name, (row, _) in zip(names, moves, strict=True):
+        e.line(f"{row}[...] = {name}")
+
+
 @op(r"mov.pred")
 def move_predicate(e: Emitter, ins: Instruction, m: Match) -> None:
     """Copy of a predicate or constant."""

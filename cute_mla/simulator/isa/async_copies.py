@@ -1,4 +1,4 @@
-"""Asynchronous copies: TMA boxes, bulk copies, cp.async, st.async."""
+"""Asynchronous copies without a tensor map: bulk copies, cp.async, st.async."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, tma
-from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
+from .. import in_use
+from ..async_units import CopyGroups, GroupedCopy
 from ..emitter import Unsupported
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Mem, Operand
+from ..ptx import Imm, Instruction
 from ..registers import WARP, Window
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
@@ -25,8 +25,8 @@ Match = re.Match[str]
 HINT = r"(?P<hint>.L2::cache_hint)?"
 VECTOR = r"(.(?P<v>v2|v4))?.(?P<t>[bus](32|64)|f32)"
 TX = r".mbarrier::complete_tx::bytes"
-INTO_CTA = rf"shared::cta.global(.tile)?{TX}(?P<multicast>)"
-INTO_CLUSTER = rf"shared::(?P<cluster>cluster).global(.tile)?{TX}(?P<multicast>.multicast::cluster)?"
+INTO_CTA = rf"shared::cta.global{TX}(?P<multicast>)"
+INTO_CLUSTER = rf"shared::(?P<cluster>cluster).global{TX}(?P<multicast>.multicast::cluster)?"
 
 
 def check_all(e: Emitter, ins: Instruction) -> None:
@@ -34,44 +34,9 @@ def check_all(e: Emitter, ins: Instruction) -> None:
     e.check_taint([register for operand in ins.operands for register in registers_of(operand)], "an asynchronous copy")
 
 
-def coordinates(e: Emitter, mem: Operand | None) -> str:
-    """The coordinates of a tensor operand."""
-    if not isinstance(mem, Mem) or mem.coords is None:
-        raise Unsupported("tensor operand without coordinates")
-    return f"({', '.join(e.src(item, 's32') for item in mem.coords.items)},)"
-
-
-@op(
-    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.{INTO_CTA}{HINT}", rf"cp.async.bulk.tensor.(?P<n>[1-5])d.{INTO_CLUSTER}{HINT}",
-    writes=(), pure=False, taint="own",
-)  # fmt: skip
-def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA load of a box, optionally to several CTAs."""
-    check_all(e, ins)
-    destination, source, barrier = ins.operands[:3]
-    mask = e.src(ins.operands[3], "u16") if m["multicast"] else "None"
-    e.line(
-        f"tma_load(w, {e.memory_address(destination, 32)}, {e.memory_address(source, 64)}, {coordinates(e, source)}, "
-        f"{e.memory_address(barrier, 32)}, {mask}, {reaches_cluster(m)})"
-    )
-
-
 def reaches_cluster(m: Match) -> bool:
     """Whether the destination may lie in another CTA."""
     return bool(m.groupdict().get("cluster"))
-
-
-@op(
-    rf"cp.async.bulk.tensor.(?P<n>[1-5])d.global.shared::cta(.tile)?.bulk_group{HINT}",
-    rf"cp.reduce.async.bulk.tensor.(?P<n>[1-5])d.global.shared::cta(?P<add>.add)(.tile)?.bulk_group{HINT}",
-    writes=(), pure=False, taint="own",
-)  # fmt: skip
-def tensor_store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA store of a box, or addition to global memory."""
-    check_all(e, ins)
-    target, source = ins.operands[:2]
-    add = "add" in m.groupdict()
-    e.line(f"tma_store(w, {e.memory_address(target, 64)}, {coordinates(e, target)}, {e.memory_address(source, 32)}, {add})")
 
 
 @op(rf"cp.async.bulk.{INTO_CTA}{HINT}", rf"cp.async.bulk.{INTO_CLUSTER}{HINT}", writes=(), pure=False, taint="own")
@@ -121,7 +86,6 @@ def bulk_wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 ignored(r"cp.async.bulk.prefetch.L2.global(.L2::cache_hint)?", "a hint: no effect on results")
-ignored(r"cp.async.bulk.prefetch.tensor.[1-5]d.L2.global(.tile)?(.L2::cache_hint)?", "a hint: no effect on results")
 
 
 @op(r"cp.async.(?P<c>ca|cg).shared(::cta)?.global(.L2::(64|128|256)B)?", writes=(), pure=False, taint="own")
@@ -191,77 +155,15 @@ def targets_of(cta: Cta, address: int, mask: int | None) -> list[Cta]:
     return [cta.peer(rank) for rank in range(cta.cluster.size) if mask >> rank & 1]
 
 
-def check_reach(cta: Cta, where: int, signal: int, cluster: bool) -> None:
-    """Raises Fault for a destination in another CTA that the instruction may not reach, or a barrier elsewhere than the destination."""
+def check_reach(cta: Cta, where: int, signal: int, cluster: bool, pair: bool = False) -> None:
+    """Raises Fault for a destination in another CTA that the instruction may not reach, or a barrier elsewhere than the destination.
+
+    pair: the barrier may also lie in the other CTA of the destination's pair (cta_group::2).
+    """
     if where >> 24 != cta.rank and not cluster:
         raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster for a copy to .shared::cta memory")
-    if where >> 24 != signal >> 24:
+    if where >> 24 != signal >> 24 and not (pair and where >> 25 == signal >> 25):
         raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster with an mbarrier in CTA {signal >> 24}")
-
-
-@runtime
-def tma_load(
-    w: Window,
-    destination: np.ndarray,
-    tensor_map: np.ndarray,
-    coords: tuple[np.ndarray, ...],
-    barrier: np.ndarray,
-    mask: np.ndarray | None,
-    cluster: bool,
-) -> None:
-    """cp.async.bulk.tensor to shared memory."""
-    cta = w.cta
-    machine = cta.machine
-    positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
-    masks = lane_values(w, mask)
-    for lane, (where, source, signal) in enumerate(
-        zip(lane_values(w, destination), lane_values(w, tensor_map), lane_values(w, barrier), strict=True)
-    ):
-        plan = cta.tensor_map(source)
-        box = place_box(plan, positions[lane], where & 0xFFFFFF)
-        check_reach(cta, where, signal, cluster)
-        targets = targets_of(cta, where, masks[lane] if mask is not None else None)
-        barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
-
-        def effect(box: tma.Box = box, targets: list[Cta] = targets, barriers: list[object] = barriers) -> None:  # type: ignore[assignment]
-            for target in targets:
-                load_box(machine, box, target.smem)
-                if machine.observer is not None:
-                    machine.observer.async_write(target, box)
-            for item in barriers:
-                machine.complete_tx(item, box.nbytes)  # type: ignore[arg-type]
-
-        in_use.check_copy(w, targets, *box.smem_range)
-        machine.start(effect, w, barriers, [(target, *box.smem_range) for target in targets])
-
-
-def place_box(plan: tma.BoxPlan, position: tuple[int, ...], offset: int) -> tma.Box:
-    """A box at coordinates. Raises Fault for what the tensor map does not allow."""
-    try:
-        return plan.place(position, offset)
-    except ValueError as error:
-        raise Fault("misaligned" if "multiple" in str(error) else "tensor_map", str(error)) from error
-
-
-@runtime
-def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], source: np.ndarray, add: bool) -> None:
-    """cp.async.bulk.tensor to global memory.
-
-    Lanes that store the same box share one copy, since the hardware issues it once per warp; additions count once per lane.
-    """
-    cta = w.cta
-    positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
-    copies: dict[tuple[object, ...], GroupedCopy] = {}
-    for lane, (target, where) in enumerate(zip(lane_values(w, tensor_map), lane_values(w, source), strict=True)):
-        key = (w.lanes[lane] // WARP, target, where, positions[lane], lane if add else None)
-        owner = int(w.lanes[lane])
-        if key in copies:
-            cta.bulk.setdefault(owner, CopyGroups()).open.append(copies[key])
-            continue
-        box = place_box(cta.tensor_map(target), positions[lane], where & 0xFFFFFF)
-        copies[key] = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
-        add_grouped(cta, cta.bulk, owner, copies[key])
-        cta.reading.append(copies[key])
 
 
 def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:

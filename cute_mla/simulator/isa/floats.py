@@ -64,12 +64,14 @@ def fma32(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32", batch=True)
 def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Minimum and maximum; without .NaN a NaN operand loses."""
-    if len(ins.operands) != 3:
-        raise Unsupported("three-operand min/max")
-    a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
+    """Minimum and maximum of two or three; without .NaN a NaN operand loses."""
+    if len(ins.operands) not in (3, 4):
+        raise Unsupported(f"min/max of {len(ins.operands) - 1} values")
+    value, *others = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:]))
     function = e.constants.thing(numeric.min_f32 if m["f"] == "min" else numeric.max_f32)
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({a}, {b}, {bool(m['n'])})")
+    for other in others:
+        value = f"{function}({value}, {other}, {bool(m['n'])})"
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
 
 
 @op(r"(?P<f>neg|abs)(?P<z>.ftz)?.f32")

@@ -27,18 +27,29 @@ CACHE = (
 )
 SCOPE = r".(cta|cluster|gpu|sys)"
 SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster))?"
-TYPE = r"(.(?P<v>v2|v4))?.(?P<t>[bus](8|16|32|64)|f32)"
+TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[bus](8|16|32|64)|f32|b128)"
 
 
 def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None, ...]:
-    """The registers of a scalar or vector access."""
+    """The registers of a scalar or vector access; of a 128-bit one its two halves."""
     count = int(match["v"][1:]) if match["v"] else 1
     items = operand.items if isinstance(operand, Vec) else (operand,)
+    kind = element_type(match)
+    if match["t"] == "b128":
+        if count != 1:
+            raise Unsupported("a vector of 128-bit elements")
+        count = 2
     if len(items) != count:
         raise Unsupported(f"{len(items)} registers for {count} elements")
-    if count * width_of(match["t"]) > 16:
-        raise Unsupported("a vector of more than 16 bytes")
+    nbytes = count * width_of(kind)
+    if (nbytes > 16 or count == 8) and not (nbytes == 32 and match.groupdict().get("space") == "global"):
+        raise Unsupported("a vector of more than 16 bytes (32 bytes in global memory)")
     return items
+
+
+def element_type(match: Match) -> str:
+    """The type of the registers: a 128-bit one is two of 64."""
+    return "b64" if match["t"] == "b128" else match["t"]
 
 
 def width_of(kind: str) -> int:
@@ -54,14 +65,14 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
     """Load into one or several registers; narrow elements are extended to the register."""
     items = vector_items(ins.operands[0], m)
     mem = ins.operands[1]
-    size = width_of(m["t"])
+    size = width_of(element_type(m))
     if m["space"] == "param":
-        load_param(e, items, mem, m["t"])
+        load_param(e, items, mem, element_type(m))
         return
     e.check_taint(registers_of(mem), "an address")
     value = e.temp()
     e.line(f"{value} = {load_call(e, mem, m['space'], f'{size}, {len(items)}')}")
-    store_loaded(e, items, value, m["t"])
+    store_loaded(e, items, value, element_type(m))
 
 
 def load_call(e: Emitter, mem: Operand | None, space: str | None, rest: str) -> str:
@@ -120,7 +131,7 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
     """Store one or several registers."""
     mem = ins.operands[0]
     items = vector_items(ins.operands[1], m)
-    size = width_of(m["t"])
+    size = width_of(element_type(m))
     shared = m["space"] is not None and m["space"].startswith("shared")
     e.check_taint(registers_of(mem), "an address")
     kind = f"u{size * 8}"
@@ -238,7 +249,7 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
-        if target.busy or target.reading:
+        if target.busy or target.reading or target.tensor is not None:
             in_use.check_store(w, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
             cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)

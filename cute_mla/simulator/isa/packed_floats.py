@@ -1,0 +1,63 @@
+"""Blackwell's arithmetic on pairs of f32, and on f32 with 16-bit operands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import numeric
+from ..ptx import Instruction
+from .floats import subtract_f32
+from .table import op, runtime
+
+if TYPE_CHECKING:
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+Function = Callable[..., np.ndarray]
+
+_ROUNDED: dict[str, Function] = {
+    "add": numeric.add_f32, "sub": subtract_f32, "mul": numeric.mul_f32, "fma": numeric.fma_f32,
+}  # fmt: skip
+
+
+@cache
+def arithmetic(name: str, rounding: str, ftz: bool) -> Function:
+    """The function of f32 arrays for an operation, its rounding and flushing."""
+    rounded = _ROUNDED[name]
+
+    def plain(*operands: np.ndarray) -> np.ndarray:
+        return rounded(*operands, rounding)
+
+    def flushing(*operands: np.ndarray) -> np.ndarray:
+        return numeric.flush_f32(rounded(*(numeric.flush_f32(operand) for operand in operands), rounding))
+
+    return flushing if ftz else plain
+
+
+@op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32x2", r"(?P<f>fma).(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32x2", batch=True)
+def pairs(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The operation on both f32 of 64-bit registers."""
+    function = arithmetic(m["f"], m["r"] or "rn", bool(m["z"]))
+    sources = ", ".join(e.src(operand, "b64") for operand in ins.operands[1:])
+    e.line(f"{e.dst(ins.operands[0], 'b64')}[...] = on_pairs({e.constants.thing(function)}, {sources})")
+
+
+@runtime
+def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
+    """Apply a function of f32 arrays to both halves of 64-bit words."""
+    shape = np.broadcast_shapes((1,), *(word.shape for word in words))
+    parts = [np.ascontiguousarray(word if word.shape == shape else np.broadcast_to(word, shape)).view(np.float32) for word in words]
+    return function(*parts).view(np.uint64)
+
+
+@op(r"(?P<f>add)(.(?P<r>rn|rz|rm|rp))?.f32.(?P<s>f16|bf16)", batch=True)
+def mixed(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A 16-bit float plus an f32, rounded once to f32."""
+    narrow = f"half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})"
+    function = e.constants.thing(arithmetic(m["f"], m["r"] or "rn", False))
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({narrow}, {e.src(ins.operands[2], 'f32')})")

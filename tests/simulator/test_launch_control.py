@@ -1,0 +1,123 @@
+"""Cluster launch control: a persistent kernel that asks for further clusters, under all schedules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cute_mla.simulator import Policy
+from tests.simulator.small_kernels import Kernel, aligned, kinds
+from tests.simulator.test_copies import barrier, each_policy
+
+# every CTA counts the work of its own cluster and of those it cancels: out[ctaid] += 1 + its rank
+LOOP = """
+    mov.u32 %r30, %ctaid.x;
+    mov.u32 %r31, 0;
+    setp.ne.u32 %p22, %r101, 0;
+AGAIN:
+    @%p20 bra WAITING;
+    mul.wide.u32 %rd3, %r30, 4;
+    add.s64 %rd3, %rd0, %rd3;
+    add.u32 %r32, %r101, 1;
+    atom.global.add.u32 %r33, [%rd3], %r32;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r100], 16;
+    ASK
+WAITING:
+    mbarrier.try_wait.parity.shared.b64 %p21, [%r100], %r31, 10000000;
+    @!%p21 bra WAITING;
+    xor.b32 %r31, %r31, 1;
+    ld.shared.v2.b64 {%rd20, %rd21}, [%r100+16];
+    SYNC
+    {
+    .reg .b128 %response;
+    mov.b128 %response, {%rd20, %rd21};
+    clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p23, %response;
+    QUERY
+    }
+    @%p23 bra AGAIN;
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+"""
+WAITING = "mbarrier.try_wait.parity.shared.b64 %p21, [%r100], %r31, 10000000;"
+TRY = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes"
+ASK = f"{TRY}.b128 [%r100+16], [%r100];"
+X = "clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %r30, %response;\nadd.u32 %r30, %r30, %r101;"
+ALL_AXES = """
+    clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r30, %r34, %r35, _}, %response;
+    @%p23 add.u32 %r30, %r30, %r34;
+    @%p23 add.u32 %r30, %r30, %r35;
+"""
+
+
+def kernel(ask: str = ASK, query: str = X, cluster: int = 1, grid: int = 12, sync: str = "bar.sync 0;") -> Kernel:
+    """The persistent kernel."""
+    body = LOOP.replace("ASK", ask).replace("QUERY", query).replace("SYNC", sync)
+    return Kernel(barrier(1) + body, smem=64, grid=grid, cluster=cluster, threads=64)
+
+
+CLUSTER_SYNC = "barrier.cluster.arrive;\nbarrier.cluster.wait;"
+
+
+@each_policy
+@pytest.mark.parametrize("query", [X, ALL_AXES])
+def test_all_work_is_done_once(policy: Policy, query: str) -> None:
+    out = aligned(12, np.uint32)
+    assert kernel(query=query).run(out, policy=policy).ok
+    assert out.tolist() == [1] * 12
+
+
+@each_policy
+def test_a_response_for_the_whole_cluster(policy: Policy) -> None:
+    """One CTA asks; the response and its 16 bytes reach both."""
+    out = aligned(12, np.uint32)
+    ask = f"@%p22 bra WAITING;\n{TRY}.multicast::cluster::all.b128 [%r100+16], [%r100];"
+    assert kernel(ask, cluster=2, sync=CLUSTER_SYNC).run(out, policy=policy).ok
+    assert out.tolist() == [1, 2] * 6
+    alone = ask.replace(".multicast::cluster::all", "")
+    assert "deadlock" in kinds(kernel(alone, cluster=2, sync=CLUSTER_SYNC).run(out, policy=policy))
+
+
+def test_random_schedules_start_other_clusters_too() -> None:
+    """Then some work is done by its own cluster: the number of cancelled ones differs from run to run."""
+    body = LOOP.replace("ASK", ASK).replace("QUERY", X + "\n@%p23 add.u32 %r36, %r36, 1;").replace("SYNC", "bar.sync 0;")
+    body = "mov.u32 %r36, 0;\n" + body + "@%p20 bra OUT;\nld.param.u64 %rd4, [p1];\natom.global.add.u32 %r33, [%rd4], %r36;\nOUT:"
+    counts = set()
+    for seed in range(8):
+        out, cancelled = aligned(12, np.uint32), aligned(1, np.uint32)
+        launch = Kernel(barrier(1) + body, smem=64, grid=12, threads=64)
+        assert launch.run(out, cancelled, policy=Policy.named("random", seed)).ok
+        assert out.tolist() == [1] * 12
+        counts.add(int(cancelled[0]))
+    assert len(counts) > 1
+
+
+@each_policy
+def test_no_try_after_a_failure_was_seen(policy: Policy) -> None:
+    endless = kernel(query=X, grid=2).body.replace("@%p23 bra AGAIN;", "bra.uni AGAIN;")
+    assert "undefined" in kinds(Kernel(endless, smem=64, grid=2, threads=64).run(aligned(16, np.uint32), policy=policy))
+
+
+@each_policy
+def test_the_first_cta_of_a_failed_response_is_undefined(policy: Policy) -> None:
+    """It may be moved, but not stored."""
+    body = kernel(grid=1).body + "st.global.u32 [%rd0], %r30;"
+    assert kinds(Kernel(body, smem=64, threads=64).run(aligned(16, np.uint32), policy=policy)) == {"poison"}
+
+
+@each_policy
+def test_a_response_must_be_waited_for(policy: Policy) -> None:
+    hasty = kernel().body.replace("@!%p21 bra WAITING;", "").replace(WAITING, "")
+    found = kinds(Kernel(hasty, smem=64, grid=12, threads=64).run(aligned(12, np.uint32), policy=policy))
+    if policy.async_mode == "lazy":
+        assert "poison" in found
+
+
+def test_misuse() -> None:
+    out = aligned(12, np.uint32)
+    assert kinds(kernel(ASK.replace("100+16", "100+24")).run(out)) == {"misaligned"}
+    assert kinds(kernel(ASK.replace("100+16", "100+64")).run(out)) == {"out_of_bounds"}
+    assert kinds(kernel(ASK.replace("[%r100];", "[%r100+8];")).run(out)) == {"barrier_uninitialised"}
+    peer = "mapa.shared::cluster.u32 %r37, %r100, 1;\n" + ASK.replace("[%r100+16]", "[%r37+16]")
+    assert kinds(kernel(peer, cluster=2, sync=CLUSTER_SYNC).run(out)) == {"out_of_bounds"}
+    short = kernel().body.replace("expect_tx.shared.b64 _, [%r100], 16", "expect_tx.shared.b64 _, [%r100], 32")
+    assert kinds(Kernel(short, smem=64, grid=12, threads=64).run(out)) == {"deadlock"}
