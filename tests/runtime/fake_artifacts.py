@@ -8,6 +8,7 @@ from pathlib import Path
 from cute_mla.manifest import KernelEntry, Manifest, kernel_name
 from cute_mla.spec import combine, dense_decode, split_plan
 from cute_mla.spec.abi import Param
+from cute_mla.spec.arch import ARCHS, SM90, Arch
 
 
 def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
@@ -29,13 +30,14 @@ def entry(
     block: tuple[int, int, int] = (256, 1, 1),
     cluster: tuple[int, int, int] = (1, 1, 1),
     smem_bytes: int = 1024,
+    arch: Arch = SM90,
 ) -> KernelEntry:
-    """A manifest entry for sm90."""
-    name = kernel_name(op, "sm90", config_name)
+    """A manifest entry."""
+    name = kernel_name(op, arch.name, config_name)
     return KernelEntry(
         name=name,
         op=op,
-        arch="sm90",
+        arch=arch.name,
         config={},
         entry=f"{name}_0",
         cubin=f"{name}.cubin",
@@ -52,27 +54,31 @@ def entry(
     )
 
 
-def dense_entries(cubin: bytes) -> list[KernelEntry]:
+def dense_entries(cubin: bytes, arch: Arch = SM90) -> list[KernelEntry]:
     """The kernels of dense decode."""
     ptx = "// not PTX\n"
     decode = [
-        entry("dense_decode", f"{dtype}_cluster{size}", dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (size, 1, 1), 230_000)
-        for dtype in ("bf16", "fp16")
-        for size in (1, 2)
+        entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (config.cluster, 1, 1), 230_000, arch)
+        for config in dense_decode.closed_variants(arch)
     ]
-    merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx) for dtype in ("bf16", "fp16")]
-    return [*decode, *merge, entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000)]
+    merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx, arch=arch) for dtype in ("bf16", "fp16")]
+    return [*decode, *merge, entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000, arch=arch)]
 
 
 def write_artifacts(
     folder: Path, cubin: bytes | None = None, entries: list[KernelEntry] | None = None, ptx: str = "// not PTX\n"
 ) -> Manifest:
-    """Writes manifest, cubins and PTX files; returns the manifest."""
-    cubin = fake_cubin() if cubin is None else cubin
-    entries = dense_entries(cubin) if entries is None else entries
+    """Writes manifest, cubins and PTX files; returns the manifest. cubin: of every kernel; default, one of its own architecture.
+
+    entries: default, the kernels of dense decode, for every architecture or with the given cubin for sm90.
+    """
+    cubins = {arch.name: fake_cubin(arch.compute_capabilities[0][0] * 10) if cubin is None else cubin for arch in ARCHS.values()}
+    if entries is None:
+        archs = ARCHS.values() if cubin is None else (SM90,)
+        entries = [each for arch in archs for each in dense_entries(cubins[arch.name], arch)]
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in entries:
-        (folder / kernel.cubin).write_bytes(cubin)
+        (folder / kernel.cubin).write_bytes(cubins[kernel.arch])
         (folder / kernel.ptx).write_text(ptx)
     manifest = Manifest({kernel.name: kernel for kernel in entries})
     manifest.save(folder)

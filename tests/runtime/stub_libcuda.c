@@ -36,6 +36,7 @@ struct {
     int encode_calls, encode_misaligned;
 } stub_record;
 
+int stub_capability[2] = {9, 0};
 int stub_arguments = 0; /* how many arguments to copy at a launch; the first one is a tensor map */
 
 CUresult cuInit(unsigned flags) { return 0; }
@@ -50,8 +51,8 @@ CUresult cuThreadExchangeStreamCaptureMode(int *mode) { *mode = 0; return 0; }
 
 CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device) {
     switch (attribute) {
-        case CAPABILITY_MAJOR: *value = 9; return 0;
-        case CAPABILITY_MINOR: *value = 0; return 0;
+        case CAPABILITY_MAJOR: *value = stub_capability[0]; return 0;
+        case CAPABILITY_MINOR: *value = stub_capability[1]; return 0;
         case SM_COUNT: *value = 132; return 0;
         default: return INVALID_VALUE;
     }

@@ -1,6 +1,7 @@
 """Run by test_stub_driver.py in a process whose libcuda is the stub: launches dense_decode twice and prints what the stub saw.
 
-With `--time` it also prints the microseconds of Python that one launch of dense_decode costs, in and around the driver call.
+Its arguments are the compute capability of the device, as in `10 3`. With `--time` it also prints the microseconds of Python
+that one launch of dense_decode costs, in and around the driver call.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main() -> None:
     cuda.current_stream = lambda index: 0x5757
     stub = ctypes.CDLL("libcuda.so.1")
     ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)
+    (ctypes.c_int * 2).in_dll(stub, "stub_capability")[:] = [int(sys.argv[1]), int(sys.argv[2])]
     device = cuda.CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
     workspace = torch.empty(8192, dtype=torch.uint8)
@@ -56,6 +58,7 @@ def main() -> None:
         device.launch(kernel, (2, 1, 66), args, pdl=True)
     record = Record.in_dll(stub, "stub_record")
     seen = {
+        "kernel": kernel.name,
         "launches": record.launches,
         "grid": list(record.grid),
         "block": list(record.block),

@@ -20,7 +20,7 @@ from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec import dense_decode, split_plan
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
@@ -45,11 +45,29 @@ def decode_args() -> tuple[Any, ...]:
     return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(7))
 
 
-def test_device_reports_arch_and_sm_count(fake: FakeDriver) -> None:
-    fake.sm_count = 114
+@pytest.mark.parametrize(
+    ("capability", "sm_count", "arch"), [((9, 0), 114, SM90), ((10, 0), 148, SM100), ((10, 3), 160, SM100)], ids=["H100", "B200", "B300"]
+)
+def test_device_reports_arch_and_sm_count(fake: FakeDriver, capability: tuple[int, int], sm_count: int, arch: Arch) -> None:
+    fake.capability, fake.sm_count = capability, sm_count
     device = CudaDevice(0)
-    assert device.arch is SM90
-    assert device.sm_count == 114
+    assert device.arch is arch
+    assert device.sm_count == sm_count
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
+def test_the_devices_of_a_family_load_one_cubin(fake: FakeDriver, artifacts: Path, capability: tuple[int, int]) -> None:
+    fake.capability = capability
+    device = CudaDevice(0)
+    kernel = device.kernel("dense_decode", "bf16_cluster2")
+    assert kernel.name == "dense_decode_sm100_bf16_cluster2"
+    device.launch(kernel, (2, 1, 74), decode_args(), pdl=True)
+    ((cubin, *_),) = fake.called("cuLibraryLoadData")
+    assert cubin == (artifacts / "dense_decode_sm100_bf16_cluster2.cubin").read_bytes() == fake_cubin(100)
+    assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
+    (launch,) = fake.launches
+    assert (launch.kernel, launch.grid, launch.smem_bytes) == (kernel.entry, (2, 1, 74), 230_000)
+    assert launch.attributes == {CLUSTER: struct.pack("<3I", 2, 1, 1), PDL: struct.pack("<i8x", 1)}
 
 
 def test_first_launch_loads_checks_and_prepares_the_kernel_once(fake: FakeDriver, artifacts: Path) -> None:
@@ -250,9 +268,12 @@ def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._bindings.cache_clear()
 
 
-def test_another_architecture(fake: FakeDriver) -> None:
-    fake.capability = (8, 0)
-    with pytest.raises(DeviceError, match=r"cuda:0 \(Fake Board\) has compute capability 8\.0; supported: 9\.0 \(sm90\)"):
+@pytest.mark.parametrize("capability", [(8, 0), (10, 1), (11, 0), (12, 0)])
+def test_another_architecture(fake: FakeDriver, capability: tuple[int, int]) -> None:
+    fake.capability = capability
+    found = f"{capability[0]}\\.{capability[1]}"
+    supported = r"9\.0 \(sm90\), 10\.0 or 10\.3 \(sm100\)"
+    with pytest.raises(DeviceError, match=rf"cuda:0 \(Fake Board\) has compute capability {found}; supported: {supported}"):
         CudaDevice(0)
 
 

@@ -13,7 +13,7 @@ from fake_driver import FakeDriver
 from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.device import device_for, simulate
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import SM90, SM100
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,8 @@ def test_simulate_has_the_usual_board_by_default(artifacts: Path) -> None:
     with simulate() as device:
         assert device_for(CPU) is device
         assert (device.arch, device.sm_count) == (SM90, 132)
+    with simulate("sm100") as device:
+        assert (device.arch, device.sm_count) == (SM100, 148)
     with simulate(SM90, sm_count=4) as device:
         assert device.sm_count == 4
 

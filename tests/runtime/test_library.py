@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from fake_artifacts import fake_cubin, write_artifacts
+from fake_artifacts import dense_entries, fake_cubin, write_artifacts
 
 from cute_mla.manifest import MANIFEST_NAME
 from cute_mla.runtime import library
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import cubin_sm, cubin_toolkit, load_artifacts
+from cute_mla.spec.arch import SM100
 
 NAME = "dense_decode_sm90_bf16_cluster1"
 
@@ -95,8 +96,21 @@ def test_cubin_of_another_architecture(artifacts: Path, cubin: bytes, said: str)
         loaded.cubin(loaded.entry("dense_decode", "sm90", "bf16_cluster1"))
 
 
+def test_each_architecture_has_its_own(artifacts: Path) -> None:
+    loaded = load_artifacts()
+    entries = {arch: loaded.entry("dense_decode", arch, "bf16_cluster2") for arch in ("sm90", "sm100")}
+    assert {arch: cubin_sm(loaded.cubin(entry)) for arch, entry in entries.items()} == {"sm90": 90, "sm100": 100}
+
+
+def test_a_cubin_for_sm90_in_the_place_of_one_for_sm100(artifacts: Path) -> None:
+    write_artifacts(artifacts, fake_cubin(90), dense_entries(fake_cubin(90), SM100))
+    loaded = load_artifacts()
+    with pytest.raises(ArtifactError, match="is a cubin for sm_90; the manifest says sm_100f"):
+        loaded.cubin(loaded.entry("combine", "sm100", "bf16"))
+
+
 def test_no_such_kernel(artifacts: Path) -> None:
-    with pytest.raises(ArtifactError, match="found no kernel dense_decode_sm90_fp8, expected one of: combine_sm90_bf16, "):
+    with pytest.raises(ArtifactError, match="found no kernel dense_decode_sm90_fp8, expected one of: combine_sm100_bf16, "):
         load_artifacts().entry("dense_decode", "sm90", "fp8")
 
 

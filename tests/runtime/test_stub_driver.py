@@ -33,19 +33,20 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def seen(stub: Path, artifacts: Path) -> dict[str, Any]:
-    """What the stub recorded of stub_session.py."""
+def run_session(stub: Path, artifacts: Path, *capability: int) -> subprocess.CompletedProcess[str]:
+    """Runs stub_session.py."""
     root = HERE.parents[1]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(root), "CUTE_MLA_ARTIFACTS": str(artifacts)}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "stub_session.py")], capture_output=True, text=True, check=False, env=environment, timeout=120
-    )
+    command = [sys.executable, str(HERE / "stub_session.py"), *map(str, capability)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm100")])
+def test_launch_through_the_real_bindings(stub: Path, artifacts: Path, capability: tuple[int, int], arch: str) -> None:
+    done = run_session(stub, artifacts, *capability)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_launch_through_the_real_bindings(seen: dict[str, Any]) -> None:
+    seen: dict[str, Any] = json.loads(done.stdout)
+    assert seen["kernel"] == f"dense_decode_{arch}_bf16_cluster2"
     assert seen["launches"] == 2
     assert (seen["grid"], seen["block"], seen["smem"], seen["smem_limit"]) == ([2, 1, 66], [384, 1, 1], 230_000, 230_000)
     assert seen["stream"] == 0x5757
@@ -57,3 +58,9 @@ def test_launch_through_the_real_bindings(seen: dict[str, Any]) -> None:
     assert (seen["encode_calls"], seen["encode_misaligned"]) == (1, 0)
     bf16 = 9
     assert seen["map_words"][:13] == [0x70000000, bf16, 4, 576, 1, 64, 100, 0, 1152, 1152, 73728, 0, 0]
+
+
+def test_a_device_without_kernels_is_refused(stub: Path, artifacts: Path) -> None:
+    done = run_session(stub, artifacts, 12, 0)
+    assert "cuda:0 (Stub) has compute capability 12.0; supported: 9.0 (sm90), 10.0 or 10.3 (sm100)" in done.stderr
+    assert done.returncode
