@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int8, Int16, Int32, cute
 from cutlass.experimental import primitives
 
 PAIR_GROUP = primitives.CTAGroup.CTA_2
+Keep = primitives.Tcgen05MMACollectorOp  # whether the tensor core keeps A for the product that follows
 BOTH_CTAS = 0b11
 SWIZZLE_128B = 2
 
@@ -55,11 +56,15 @@ def _operand(tile: cute.Pointer, leading: int) -> Any:
     )
 
 
-def multiply(accumulator: Int32, a: Any, b: Any, shape: int, accumulate: bool | Boolean) -> None:
+def multiply(
+    accumulator: Int32, a: Any, b: Any, shape: int, accumulate: bool | Boolean, keep_a: Keep = Keep.DISCARD
+) -> None:
     """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread of
     the even CTA."""
     target = primitives.make_tmem_ptr(accumulator, Int8)
-    primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, PAIR_GROUP, target, a, b, shape, accumulate)
+    primitives.tcgen05_mma(
+        primitives.Tcgen05MMAKind.F16, PAIR_GROUP, target, a, b, shape, accumulate, collector_op=keep_a
+    )
 
 
 def a_in_tmem(address: Int32) -> Any:
