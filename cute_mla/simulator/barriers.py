@@ -9,6 +9,7 @@ from .findings import Fault
 
 if TYPE_CHECKING:
     from .groups import Group
+    from .tensor_pipe import Work
 
 MAX_TX = (1 << 20) - 1
 MAX_COUNT = (1 << 20) - 1
@@ -27,6 +28,7 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     waiters: list[Group] = field(default_factory=list)
+    tracked: list[tuple[int, list[Work]]] = field(default_factory=list)  # work committed to it: (phase it arrived in, work)
 
     def __post_init__(self) -> None:
         self.pending = self.count

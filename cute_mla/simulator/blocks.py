@@ -97,8 +97,8 @@ def accumulator_groups(instructions: list[Instruction]) -> list[tuple[Reg, ...]]
     """Accumulator register lists, which should get consecutive rows; longest first."""
     groups: dict[tuple[str, ...], tuple[Reg, ...]] = {}
     for instruction in instructions:
-        if instruction.opcode.startswith("wgmma.mma_async"):
-            registers = tuple(registers_of(instruction.operands[0]))
+        if instruction.opcode.startswith(("wgmma.mma_async", "tcgen05.ld.", "tcgen05.st.")):
+            registers = tuple(registers_of(instruction.operands[instruction.opcode.startswith("tcgen05.st.")]))
             groups[tuple(register.name for register in registers)] = registers
     return sorted(groups.values(), key=len, reverse=True)
 

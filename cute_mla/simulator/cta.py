@@ -19,9 +19,12 @@ from .launch import RANK_SHIFT
 from .memory import SharedMemory
 from .ptx import Instruction
 from .registers import WARP, CtaSlot, Window
+from .tensor_memory import TensorMemory
+from .tensor_pipe import TensorPipe
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .tensor_in_use import Move
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Home:
         self.slot = CtaSlot(block, sizes)
         self.smem = SharedMemory(shared_bytes)
         self.lane_sets = LaneSets(self.slot)
+        self.tensor: TensorMemory | None = None  # made by the first tcgen05.alloc
 
 
 class Cta:
@@ -85,6 +89,9 @@ class Cta:
         self.copies: dict[int, CopyGroups] = {}
         self.reading: list[GroupedCopy] = []
         self.saw_failed_cancel = False
+        self.tensor: TensorMemory | None = None
+        self.tensor_pipe: TensorPipe | None = None
+        self.moves: list[Move] = []
         self._specials = self._make_specials()
         slot.cta = self
 
@@ -178,6 +185,21 @@ class Cta:
         if first not in self.pipes:
             self.pipes[first] = Pipe(first)
         return self.pipes[first]
+
+    def tensor_memory(self) -> TensorMemory:
+        """The tensor memory, made on first use."""
+        if self.tensor is None:
+            if self.home.tensor is None:
+                self.home.tensor = TensorMemory()
+            self.tensor = self.home.tensor
+            self.tensor.reset()
+        return self.tensor
+
+    def tensor_core(self) -> TensorPipe:
+        """The queue of tcgen05 work that this CTA issues."""
+        if self.tensor_pipe is None:
+            self.tensor_pipe = TensorPipe(self)
+        return self.tensor_pipe
 
     def refresh_busy(self) -> None:
         """Recompute the union of all pipes' masks."""

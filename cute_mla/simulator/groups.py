@@ -53,6 +53,12 @@ class Group:
             self.waited.setdefault(id(barrier), barrier.phase)
             barrier.waiters.append(self)
 
+    def block_for_memory(self, waiters: list[Group]) -> None:
+        """Wait for an allocation to be freed."""
+        self.state = BLOCKED
+        self.blocked_on = []
+        waiters.append(self)
+
     def block_at(self, barrier: NamedBarrier | ClusterBarrier) -> None:
         """Wait inside a barrier (the caller has entered the group there)."""
         self.state = BLOCKED

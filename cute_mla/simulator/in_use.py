@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import wgmma
+from . import tensor_in_use, wgmma
 from .async_units import Chain
 from .registers import Window
 
@@ -33,6 +33,7 @@ def readers(target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int
             for start, stop in operand_ranges(chain):
                 if start < high and low < stop:
                     yield "a wgmma", chain.origin, start, stop
+    yield from tensor_in_use.shared_readers(target, low, high)
     if target.reading:
         target.reading = [copy for copy in target.reading if not copy.waited]
         for copy in target.reading:
@@ -43,7 +44,7 @@ def readers(target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int
 def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
     """A finding when a copy is issued to shared memory that unfinished work reads."""
     for target in targets:
-        if target.pipes or target.reading:
+        if target.pipes or target.reading or target.tensor is not None:
             for what, origin, _, _ in readers(target, low, high):
                 report(w, "an asynchronous copy overwrites", what, origin)
                 return

@@ -26,6 +26,7 @@ from .policy import Policy
 from .ptx import Instruction
 from .registers import WARP, Window
 from .schedulers import make_scheduler
+from .tensor_pipe import unfinished_tensor_work
 from .translate import BLOCKED, EXIT, LINES, PREFIX, Split
 
 MAX_FINDINGS = 50
@@ -390,6 +391,8 @@ class Machine:
             for named in cta.named.values():
                 if named.arrived:
                     self._add(Finding("unfinished", f"the CTA exits where {named.state()}", barrier=named.name, cta=cta.index))
+            for message in unfinished_tensor_work(cta):
+                self._add(Finding("unfinished", message, cta=cta.index))
             cta.slot.cta = None
             if len(self.homes) < MAX_HOMES:
                 self.homes.append(cta.home)

@@ -195,7 +195,7 @@ def _tf32(raw: Array) -> Array:
     return (raw.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # the hardware ignores the low 13 bits
 
 
-_TO_F32: dict[str, Callable[[Array], Array]] = {
+TO_F32: dict[str, Callable[[Array], Array]] = {
     "f16": lambda raw: numeric.f16_to_f32(raw.view(np.uint16)),
     "bf16": lambda raw: numeric.bf16_to_f32(raw.view(np.uint16)),
     "tf32": _tf32,
@@ -208,7 +208,7 @@ _TO_F32: dict[str, Callable[[Array], Array]] = {
 
 def operand_values(where: Operand, smem: Array, dtype: str) -> Array:
     """The elements of an operand as float32 (extent, k), exactly. Raises ValueError if it is not all inside smem (uint8)."""
-    values = _TO_F32[dtype](where.read(smem))
+    values = TO_F32[dtype](where.read(smem))
     return values.T if where.mn_major else values
 
 
@@ -221,7 +221,7 @@ def a_from_registers(registers: Array, dtype: str) -> Array:
     Register j of a thread holds row 16*warp + lane/4 + 8*(j%2) and the 4/size elements from k = (lane%4 + 4*(j/2)) * 4/size on.
     """
     ordered = np.ascontiguousarray(registers, dtype=np.uint32).reshape(2, 2, 4, 8, 4).transpose(2, 1, 3, 0, 4)
-    return _TO_F32[dtype](np.ascontiguousarray(ordered).reshape(M, DEPTH_BYTES // 4))
+    return TO_F32[dtype](np.ascontiguousarray(ordered).reshape(M, DEPTH_BYTES // 4))
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,8 @@ from . import lanes as lanes
 from . import launch_control as launch_control
 from . import memory_ops as memory_ops
 from . import packed_floats as packed_floats
+from . import tcgen05_moves as tcgen05_moves
+from . import tcgen05_ops as tcgen05_ops
 from . import tensor_copies as tensor_copies
 from . import wgmma_ops as wgmma_ops
 from .table import NAMESPACE, Spec, decode

@@ -12,6 +12,7 @@ from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Imm, Instruction, Operand
 from ..registers import WARP, Window
+from ..tensor_pipe import observe
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
 
@@ -213,6 +214,9 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     if ready.any():
         group.waited = {}
         out[...] = ready
+        for barrier in blocked:
+            if barrier.tracked:
+                observe(barrier)
         if cta.observer is not None:
             for barrier in blocked:
                 cta.observer.barrier(w, barrier, "wait", 0)

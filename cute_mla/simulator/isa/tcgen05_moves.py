@@ -1,0 +1,166 @@
+"""tcgen05.ld, tcgen05.st and their waits: registers of a warp from and to its lanes of tensor memory."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import tensor_fragments, tensor_in_use
+from ..emitter import Unsupported
+from ..findings import Fault
+from ..ptx import Imm, Instruction, Operand, Reg, Vec
+from ..registers import WARP, Window
+from ..tensor_fragments import Fragment
+from ..tensor_in_use import Move
+from ..tensor_memory import COLUMNS, split_address
+from ..tensor_pipe import Cells
+from .table import op, registers_of, runtime
+
+if TYPE_CHECKING:
+    from ..cta import Cta
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+SHAPE = r"(?P<shape>32x32b|16x64b|16x128b|16x256b|16x32bx2).x(?P<count>1|2|4|8|16|32|64|128)"
+
+
+def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
+    """The shape of a move."""
+    half = 0
+    if m["shape"] == "16x32bx2":
+        if not isinstance(split, Imm):
+            raise Unsupported("16x32bx2 without a literal half split offset")
+        half = int(split.value)
+    try:
+        return tensor_fragments.fragment(m["shape"], int(m["count"]), packed, half)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+
+
+def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
+    """The registers of a move, as a constant that indexes bank "r"."""
+    items = operand.items if isinstance(operand, Vec) else (operand,)
+    if len(items) != where.registers or not all(isinstance(item, Reg) and item.bank == "r" for item in items):
+        raise Unsupported(f"{where.registers} 32-bit registers expected")
+    slots = tuple(e.layout.slot(item) for item in items if isinstance(item, Reg))
+    consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
+    return f"slice({slots[0]}, {slots[0] + len(slots)})" if consecutive else e.constants.thing(np.array(slots))
+
+
+@op(rf"tcgen05.ld.sync.aligned.{SHAPE}(?P<pack>.pack::16b)?.b32", needs="warp", pure=False, taint="own", loads=True)
+def load(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Tensor memory to registers."""
+    destination, address, *rest = ins.operands
+    where = fragment_of(m, rest[0] if rest else None, bool(m["pack"]))
+    rows = rows_of(e, destination, where)
+    e.check_taint(registers_of(address), "an address")
+    for register in registers_of(destination):
+        e.known.pop(register.name, None)
+    e.line(f"tensor_load(w, {e.constants.thing(where)}, {rows}, {e.memory_address(address, 32)}, {e.tainted})")
+
+
+@op(rf"tcgen05.st.sync.aligned.{SHAPE}(?P<unpack>.unpack::16b)?.b32", writes=(), needs="warp", pure=False, taint="own")
+def store(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Registers to tensor memory."""
+    address, *rest, source = ins.operands
+    where = fragment_of(m, rest[0] if rest else None, bool(m["unpack"]))
+    rows = rows_of(e, source, where)
+    e.check_taint(registers_of(address), "an address")
+    e.line(f"tensor_store(w, {e.constants.thing(where)}, {rows}, {e.memory_address(address, 32)}, {e.tainted})")
+
+
+@op(r"tcgen05.wait::(?P<what>ld|st).sync.aligned", writes=(), pure=False, needs="warp")
+def wait(e: Emitter, ins: Instruction, m: Match) -> None:
+    """All earlier loads (or stores) of the warp are done."""
+    e.line(f"tensor_wait(w, {m['what'] == 'st'})")
+
+
+# ---------------------------------------------------------------- runtime
+
+
+def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool) -> list[tuple[int, int, int]]:
+    """For each warp of the window: its number, lane and column. Raises Fault for what a warp may not access; checks what is in use."""
+    if not w.whole:
+        raise Fault("divergence", "a tensor memory load or store needs all 32 lanes of its warps")
+    cta = w.cta
+    memory = cta.tensor_memory()
+    verb = "tcgen05.st" if write else "tcgen05.ld"
+    if address.ndim and bool((address.reshape(-1, WARP) != address[::WARP, None]).any()):
+        raise Fault("divergence", f"the address of a {verb} differs between the lanes of a warp")
+    firsts = [int(address)] * len(w.warps) if address.ndim == 0 else [int(value) for value in address[::WARP]]
+    origin = None
+    places = []
+    for warp, first in zip(w.warps, firsts, strict=True):
+        lane, column = split_address(first)
+        own = WARP * (warp % 4)
+        if lane != own and (lane != own + 16 or where.rows == 32):
+            message = f"{verb} of {where.rows} lanes from lane {lane} by warp {warp}, which may access lanes {own} to {own + 31}"
+            raise Fault("tensor_memory", message)
+        for low, high in where.spans:
+            if column + high > COLUMNS:
+                raise Fault("tensor_memory", f"{verb} of columns {column + low} to {column + high - 1}: there are {COLUMNS}")
+            memory.require(column + low, column + high, verb)
+            blocks = (3 if where.rows == 32 else 1) << lane // 16
+            cells = Cells(cta, blocks, column + low, column + high)
+            tensor_in_use.check_move(w, warp, cells, write)
+            origin = origin or cta.machine.origin(w)
+            cta.moves.append(Move(warp, write, cells, origin))
+        places.append((warp, lane, column))
+    return places
+
+
+def together(places: list[tuple[int, int, int]]) -> bool:
+    """Whether the warps are one warpgroup at the same column."""
+    return len(places) == 4 and all(lane == 32 * i and column == places[0][2] for i, (_, lane, column) in enumerate(places))
+
+
+@runtime
+def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, tainted: bool) -> None:
+    """tcgen05.ld; the values are taken at once."""
+    cta = w.cta
+    memory = cta.tensor_memory()
+    places = warp_places(w, where, address, False)
+    bank = w.banks["r"]
+    known: np.ndarray
+    if where.shape == "32x32b" and not where.packed and together(places):
+        columns = slice(places[0][2], places[0][2] + where.count)
+        bank[rows] = memory.data[:, columns].T
+        known = memory.valid[:, columns].T
+    else:
+        known = np.empty((where.registers, w.n), bool)
+        for index, (_, lane, column) in enumerate(places):
+            part = slice(WARP * index, WARP * index + WARP)
+            bank[rows, part] = tensor_fragments.load(memory.data, where, lane, column)
+            known[:, part] = tensor_fragments.load_known(memory.valid, where, lane, column)
+    spread(w, rows, None if known.all() else ~known, tainted)
+
+
+def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, tainted: bool) -> None:
+    """The poison of a load goes to its registers."""
+    if poison is not None and not tainted:
+        w.cta.become_tainted(w)
+    if poison is not None or tainted:
+        w.taints["r"][rows] = False if poison is None else poison
+
+
+@runtime
+def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, tainted: bool) -> None:
+    """tcgen05.st; the values are written at once."""
+    memory = w.cta.tensor_memory()
+    values = w.banks["r"][rows]
+    poison = w.taints["r"][rows] if tainted else None
+    for index, (_, lane, column) in enumerate(warp_places(w, where, address, True)):
+        part = slice(WARP * index, WARP * index + WARP)
+        tensor_fragments.store(memory.data, values[:, part], where, lane, column)
+        tensor_fragments.store_known(memory.valid, None if poison is None else ~poison[:, part], where, lane, column)
+
+
+@runtime
+def tensor_wait(w: Window, write: bool) -> None:
+    """tcgen05.wait::ld and tcgen05.wait::st"""
+    cta: Cta = w.cta
+    if cta.moves:
+        cta.moves = [move for move in cta.moves if move.write != write or move.warp not in w.warps]

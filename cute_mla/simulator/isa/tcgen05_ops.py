@@ -1,0 +1,293 @@
+"""tcgen05: allocation, products, commits and fences. tensor_pipe.py does the work."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import in_use, tensor_in_use
+from .. import tcgen05_forms as forms
+from ..emitter import Unsupported
+from ..findings import Fault
+from ..ptx import Imm, Instruction, Mem, Operand, Reg, Vec
+from ..registers import Window
+from ..tensor_memory import split_address
+from ..tensor_pipe import Cells, Chain
+from .async_copies import lane_values, targets_of
+from .memory_ops import place_shared
+from .table import op, registers_of, runtime
+
+if TYPE_CHECKING:
+    from ..cta import Cta
+    from ..emitter import Emitter
+
+Match = re.Match[str]
+
+GROUP = r"cta_group::(?P<group>[12])"
+
+
+def checked(e: Emitter, ins: Instruction, what: str) -> None:
+    """No operand may be poisoned."""
+    e.check_taint([register for operand in ins.operands for register in registers_of(operand)], what)
+
+
+# ---------------------------------------------------------------- allocation
+
+
+@op(
+    rf"tcgen05.alloc.{GROUP}.sync.aligned(.shared(::cta)?)?.b32",
+    writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
+)  # fmt: skip
+def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Allocate columns and write their address to shared memory; blocks until there is room."""
+    checked(e, ins, "a tensor memory allocation")
+    if ".shared" not in ins.opcode:
+        raise Unsupported("tcgen05.alloc with a generic address")
+    e.line(
+        f"if not tensor_alloc(w, {e.memory_address(ins.operands[0], 32)}, {e.src(ins.operands[1], 'u32')}, {m['group']}): return BLOCKED"
+    )
+
+
+@op(rf"tcgen05.dealloc.{GROUP}.sync.aligned.b32", writes=(), pure=False, taint="own", needs="warp")
+def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Free an allocation."""
+    checked(e, ins, "a tensor memory deallocation")
+    e.line(f"tensor_dealloc(w, {e.src(ins.operands[0], 'u32')}, {e.src(ins.operands[1], 'u32')}, {m['group']})")
+
+
+@op(rf"tcgen05.relinquish_alloc_permit.{GROUP}.sync.aligned", writes=(), pure=False, needs="warp")
+def relinquish(e: Emitter, ins: Instruction, m: Match) -> None:
+    """No allocation after this."""
+    e.line(f"tensor_relinquish(w, {m['group']})")
+
+
+def one_warp(w: Window, what: str) -> None:
+    """Raises Fault when several warps of a convoy execute what a single warp should."""
+    if len(w.warps) != 1:
+        raise Fault("tensor_memory", f"{what} by {len(w.warps)} warps at once")
+
+
+def same(w: Window, value: np.ndarray, what: str) -> int:
+    """The value that all lanes agree on."""
+    first = int(value) if value.ndim == 0 else int(value[0])
+    if value.ndim and bool((value != value[0]).any()):
+        raise Fault("divergence", f"{what} differs between the lanes of a warp")
+    return first
+
+
+@runtime
+def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group: int) -> bool:
+    """tcgen05.alloc. False: blocked until something is freed."""
+    one_warp(w, "tcgen05.alloc")
+    cta = w.cta
+    memory = cta.tensor_memory()
+    memory.use_group(group)
+    count = same(w, columns, "the size of an allocation")
+    start = memory.allocate(count)
+    if start is None:
+        cta.machine.running.block_for_memory(memory.waiters)
+        return False
+    if group == 2:
+        memory.calls.append(("alloc", start, count))
+        check_pair(cta)
+    (target, _, offsets), *_ = place_shared(w, destination, False)
+    in_use.check_store(w, target, offsets[:1], 4)
+    target.smem.store(offsets[:1], [np.array([start], np.uint32)])
+    if cta.observer is not None:
+        cta.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
+    return True
+
+
+def check_pair(cta: Cta) -> None:
+    """Raises Fault where the two CTAs of a pair allocate or free differently."""
+    if cta.cluster.size % 2:
+        raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
+    other = cta.cluster.ctas[cta.rank ^ 1]
+    if other.tensor is None:
+        return
+    for mine, theirs in zip(cta.tensor_memory().calls, other.tensor.calls, strict=False):
+        if mine != theirs:
+            raise Fault(
+                "tensor_memory", f"with cta_group::2 this CTA does {mine[0]} of {mine[2]} columns at {mine[1]} "
+                f"where its peer does {theirs[0]} of {theirs[2]} at {theirs[1]}"
+            )  # fmt: skip
+
+
+def pair_of(cta: Cta) -> tuple[Cta, Cta]:
+    """The pair of a CTA, the even one first. Raises Fault when there is none, or one has exited."""
+    if cta.cluster.size % 2:
+        raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
+    first = cta.rank & ~1
+    return cta.peer(first), cta.peer(first + 1)
+
+
+@runtime
+def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> None:
+    """tcgen05.dealloc"""
+    one_warp(w, "tcgen05.dealloc")
+    cta = w.cta
+    memory = cta.tensor_memory()
+    memory.use_group(group)
+    where, count = same(w, address, "a tensor memory address"), same(w, columns, "the size of an allocation")
+    _, column = split_address(where)
+    memory.release(where, count)
+    tensor_in_use.check_release(w, Cells(cta, 0xFF, column, column + count))
+    if group == 2:
+        memory.calls.append(("dealloc", column, count))
+        check_pair(cta)
+    cta.machine.wake(memory.waiters)
+
+
+@runtime
+def tensor_relinquish(w: Window, group: int) -> None:
+    """tcgen05.relinquish_alloc_permit"""
+    one_warp(w, "tcgen05.relinquish_alloc_permit")
+    memory = w.cta.tensor_memory()
+    memory.use_group(group)
+    memory.relinquished = True
+
+
+# ---------------------------------------------------------------- products
+
+
+@op(r"tcgen05.mma[\w:.]+", writes=(), pure=False, taint="own")
+def mma(e: Emitter, ins: Instruction, m: Match) -> None:
+    """D = A B (+ D) in tensor memory."""
+    try:
+        form = forms.parse_opcode(ins.opcode)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    checked(e, ins, "a matrix product")
+    d, a, b, descriptor, *rest = ins.operands
+    mask = "None"
+    if rest and isinstance(rest[0], Vec):
+        if form.ws or len(rest[0].items) != 4 * form.group:
+            raise Unsupported(f"disable-output-lane of {len(rest[0].items)} words")
+        mask = f"[{', '.join(e.src(item, 'u32') for item in rest[0].items)}]"
+        rest = rest[1:]
+    if not rest:
+        raise Unsupported("no enable-input-d")
+    enable, scale = predicate(e, rest[0]), 0
+    columns = "None"
+    if len(rest) > 1 and form.ws:
+        columns = e.src(rest[1], "u64")
+    elif len(rest) > 1:
+        if not isinstance(rest[1], Imm) or not 0 <= int(rest[1].value) <= 15 or form.kind not in ("f16", "tf32"):
+            raise Unsupported("scale-input-d: a literal from 0 to 15, for kind f16 and tf32")
+        scale = int(rest[1].value)
+    in_tensor = isinstance(a, Mem)
+    first = e.memory_address(a, 32) if in_tensor else e.src(a, "u64")
+    step = e.constants.thing(Step(form, in_tensor, scale))
+    operands = f"{e.memory_address(d, 32)}, {first}, {e.src(b, 'u64')}, {e.src(descriptor, 'u32')}"
+    e.line(f"tensor_mma(w, {step}, {operands}, {mask}, {enable}, {columns})")
+
+
+class Step:
+    """What is fixed about one tcgen05.mma instruction."""
+
+    def __init__(self, form: forms.MmaForm, in_tensor: bool, scale: int) -> None:
+        self.form = form
+        self.in_tensor = in_tensor
+        self.scale = scale
+
+
+def predicate(e: Emitter, operand: Operand | None) -> str:
+    """enable-input-d."""
+    if isinstance(operand, Imm):
+        return e.constants.array(np.dtype(bool), int(bool(operand.value)))
+    if isinstance(operand, Reg) and operand.bank == "p":
+        return e.row(operand, "pred")
+    raise Unsupported(f"enable-input-d {operand}")
+
+
+def lane_of(value: np.ndarray, lane: int) -> int:
+    """The value of one lane."""
+    return int(value) if value.ndim == 0 else int(value[lane])
+
+
+@runtime
+def tensor_mma(
+    w: Window, step: Step, d: np.ndarray, a: np.ndarray, b: np.ndarray, descriptor: np.ndarray, mask: list[np.ndarray] | None,
+    enable: np.ndarray, columns: np.ndarray | None,
+) -> None:  # fmt: skip
+    """Queue one product per lane."""
+    cta = w.cta
+    form = step.form
+    for lane in range(w.n):
+        if columns is not None and lane_of(columns, lane):
+            raise Fault("unsupported", "a zero-column mask of tcgen05.mma.ws")
+        ctas = pair_of(cta) if form.group == 2 else (cta,)
+        words = [0] * 4 * form.group if mask is None else [lane_of(word, lane) for word in mask]
+        lanes = tuple(sum(word << 32 * i for i, word in enumerate(words[start : start + 4])) for start in range(0, len(words), 4))
+        try:
+            product = forms.decode_instruction(form, lane_of(descriptor, lane))
+            chain = Chain(
+                form, product, ctas, lane_of(d, lane), bool(lane_of(enable, lane)), step.scale, lanes, step.in_tensor,
+                cta.machine.origin(w), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
+            )  # fmt: skip
+            check_chain(w, chain)
+        except ValueError as error:
+            raise Fault("descriptor", str(error)) from error
+        cta.tensor_core().issue(chain)
+
+
+def check_chain(w: Window, chain: Chain) -> None:
+    """What can be said about a product when it is issued. Raises Fault or ValueError for what cannot be done."""
+    form, product = chain.form, chain.product
+    lane, column = split_address(chain.d)
+    forms.slabs(form, product.m, product.n, lane)
+    chain.operand_b()
+    if not chain.from_tensor_memory:
+        chain.operand_a()
+    elif product.a_mn:
+        raise ValueError("A in tensor memory cannot be MN-major")
+    elif split_address(chain.a[0])[0] != lane:
+        raise ValueError(f"A begins at lane {split_address(chain.a[0])[0]}, D at lane {lane}")
+    for cta in chain.ctas:
+        memory = cta.tensor_memory()
+        memory.use_group(form.group)
+        memory.require(column, column + forms.footprint(form, product), "D")
+        if chain.from_tensor_memory:
+            first = split_address(chain.a[0])[1]
+            memory.require(first, first + forms.STEP_COLUMNS, "A")
+    moving = any(cta.moves for cta in chain.ctas)
+    if moving:
+        tensor_in_use.check_work(w, chain.read(), chain.written(), chain.what)
+    if w.cta.machine.pending:
+        tensor_in_use.check_sources(w, chain.sources(), chain.what)
+
+
+# ---------------------------------------------------------------- commits and fences
+
+
+@op(
+    rf"tcgen05.commit.{GROUP}(.sync.aligned)?.mbarrier::arrive::one(.shared::cluster)?(?P<multicast>.multicast::cluster)?.b64",
+    writes=(), pure=False, taint="own",
+)  # fmt: skip
+def commit(e: Emitter, ins: Instruction, m: Match) -> None:
+    """An arrival when all earlier work of the thread is done."""
+    if ".sync" in ins.opcode or "shared" not in ins.opcode:
+        raise Unsupported("tcgen05.commit only on .shared::cluster")
+    checked(e, ins, "a tensor core commit")
+    mask = e.src(ins.operands[1], "u16") if m["multicast"] else "None"
+    e.line(f"tensor_commit(w, {e.memory_address(ins.operands[0], 32)}, {mask}, {m['group']})")
+
+
+@runtime
+def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group: int) -> None:
+    """tcgen05.commit"""
+    cta = w.cta
+    masks = lane_values(w, mask)
+    for lane, where in enumerate(lane_values(w, address)):
+        cta.tensor_memory().use_group(group)
+        targets = targets_of(cta, where, masks[lane] if mask is not None else None)
+        barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
+        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers)
+
+
+@op(r"tcgen05.fence::(before|after)_thread_sync", writes=(), pure=False)
+def fence(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Fences only order; they are shown to observers."""
+    e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")

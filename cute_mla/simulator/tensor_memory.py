@@ -1,0 +1,94 @@
+"""Tensor memory of one CTA: 128 lanes x 512 columns of 32 bits, with a shadow that says which cells have ever been written.
+
+An address is lane << 16 | column. Columns are allocated in powers of two from 32 to 512; a warp may touch only the 32 lanes of its number
+in the warpgroup.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .findings import Fault
+
+if TYPE_CHECKING:
+    from .groups import Group
+
+LANES = 128
+COLUMNS = 512
+UNIT = 32  # columns; allocations are multiples of it
+NAN_WORD = 0xFFFFFFFF  # what a cell holds that was never written
+
+
+def split_address(address: int) -> tuple[int, int]:
+    """Lane and column of an address."""
+    return address >> 16, address & 0xFFFF
+
+
+@dataclass
+class TensorMemory:
+    """Cells and allocations. allocations: first column -> columns. waiters: groups blocked in tcgen05.alloc.
+
+    calls: how many allocations and deallocations with cta_group::2 this CTA has made; both CTAs of a pair must agree.
+    """
+
+    data: np.ndarray = field(default_factory=lambda: np.full((LANES, COLUMNS), NAN_WORD, np.uint32))
+    valid: np.ndarray = field(default_factory=lambda: np.zeros((LANES, COLUMNS), bool))
+    allocations: dict[int, int] = field(default_factory=dict)
+    relinquished: bool = False
+    group: int = 0
+    calls: list[tuple[str, int, int]] = field(default_factory=list)
+    waiters: list[Group] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget contents and allocations."""
+        self.data.fill(NAN_WORD)
+        self.valid.fill(False)
+        self.allocations = {}
+        self.relinquished = False
+        self.group = 0
+        self.calls = []
+        self.waiters = []
+
+    def use_group(self, group: int) -> None:
+        """All tcgen05 instructions of a kernel have the same cta_group. Raises Fault where they do not."""
+        if self.group not in (0, group):
+            raise Fault("tensor_memory", f"cta_group::{group} in a kernel that has used cta_group::{self.group} before")
+        self.group = group
+
+    def allocate(self, columns: int) -> int | None:
+        """The first column of a new allocation; None when there is no room now. Raises Fault for a size that is not allowed."""
+        if columns not in (32, 64, 128, 256, 512):
+            raise Fault("tensor_memory", f"allocation of {columns} columns: must be a power of two from 32 to 512")
+        if self.relinquished:
+            raise Fault("tensor_memory", "tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+        start = 0
+        for first in sorted(self.allocations):
+            if first - start >= columns:
+                break
+            start = first + self.allocations[first]
+        if start + columns > COLUMNS:
+            return None
+        self.allocations[start] = columns
+        self.valid[:, start : start + columns] = False
+        self.data[:, start : start + columns] = NAN_WORD
+        return start
+
+    def release(self, address: int, columns: int) -> None:
+        """Free an allocation. Raises Fault unless it is one, whole."""
+        lane, column = split_address(address)
+        if lane or self.allocations.get(column) != columns:
+            have = ", ".join(f"{count} columns at {first:#x}" for first, count in sorted(self.allocations.items())) or "nothing"
+            raise Fault("tensor_memory", f"tcgen05.dealloc of {columns} columns at {address:#x}; allocated is {have}")
+        del self.allocations[column]
+
+    def require(self, low: int, high: int, what: str) -> None:
+        """Raises Fault unless the columns [low, high) are allocated."""
+        column = low
+        while column < high:
+            first = next((start for start, count in self.allocations.items() if start <= column < start + count), None)
+            if first is None:
+                raise Fault("tensor_memory", f"{what} of tensor memory columns {low} to {high - 1}: column {column} is not allocated")
+            column = first + self.allocations[first]
