@@ -256,7 +256,7 @@ class Machine:
                 continue
             shares = group.partial and not group.lane_set.warp_set.isdisjoint(other.warps)
             if other.pc == group.pc and (shares or merging or (other.state == GATHERING and same_warpgroup(group, other))):
-                if other.apart_at != group.pc and group.apart_at != group.pc:
+                if shares or (other.apart_at != group.pc and group.apart_at != group.pc):
                     self.merge(group, other)
             elif shares and other.pc < group.pc and other.state == READY and not other.yielded:
                 self.scheduler.remove(other)

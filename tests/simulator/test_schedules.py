@@ -123,3 +123,30 @@ def test_launch_arguments_are_checked() -> None:
         values = {"entry": "k", "grid": shape, "block": (32, 1, 1), "cluster": shape, "smem_bytes": 0, "args": [bytes(8)], **change}
         with pytest.raises(ValueError, match=message):
             Launch(module, **values)  # type: ignore[arg-type]
+
+PAIRED_BARRIERS = """
+    shr.u32 %r1, %r0, 5;
+    and.b32 %r2, %r1, 1;
+    add.s32 %r2, %r2, 1;
+    and.b32 %r3, %r0, 31;
+    mov.u32 %r4, 0;
+AGAIN:
+    bar.sync %r2, 64;
+    setp.ne.u32 %p1, %r3, 0;
+    @%p1 bra JOIN;
+    add.s32 %r5, %r4, 7;
+JOIN:
+    bar.sync %r2, 64;
+    add.s32 %r4, %r4, 1;
+    setp.lt.u32 %p2, %r4, 3;
+    @%p2 bra AGAIN;
+    st.global.u32 [%rd2], %r4;
+"""
+
+
+@pytest.mark.parametrize("schedule", ["round_robin", "lazy", "random", "adversarial"])
+def test_parts_of_a_warp_meet_where_convoys_parted(schedule: str) -> None:
+    out = np.zeros(128, np.uint32)
+    report = Kernel(PAIRED_BARRIERS, threads=128).run(out, policy=Policy.named(schedule))
+    assert report.ok, report.findings
+    assert (out == 3).all()
