@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 import cute_mla
 from cute_mla import reference
+from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases import Case, Tensors, make_tensors
 from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE, compare, same_bits
 from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
@@ -18,18 +19,23 @@ Result = tuple[Tensor, Tensor]
 ROUND_ROBIN = Schedule("round_robin", 0)
 
 
-def judge(case: Case, *schedules: Schedule) -> list[Record]:
-    """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
-    records = run_case(case, Target("sm90", "sim", schedules or (ROUND_ROBIN,)))
-    for record in records:
-        assert record.passed, f"{record.case} under {record.schedule}: {record.reason}"
-    return records
+@dataclass(frozen=True)
+class Decoder:
+    """Dense decode on the simulated device of one architecture."""
 
+    arch: Arch
 
-def decode(case: Case, tensors: Tensors | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
-    """Makes a case's call, with other operands if given. A finding of the simulator raises."""
-    with cute_mla.simulate("sm90", case.sm_count, schedule=schedule.name, seed=schedule.seed):
-        return call(case, make_tensors(case) if tensors is None else tensors)
+    def judge(self, case: Case, *schedules: Schedule) -> list[Record]:
+        """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
+        records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
+        for record in records:
+            assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
+        return records
+
+    def decode(self, case: Case, tensors: Tensors | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
+        """Makes a case's call, with other operands if given. A finding of the simulator raises."""
+        with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
+            return call(case, make_tensors(case) if tensors is None else tensors)
 
 
 def expect(case: Case, tensors: Tensors, result: Result) -> None:

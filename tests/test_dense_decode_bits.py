@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding import decode, expect, identical, judge, request_of, with_lengths
+from decoding import Decoder, expect, identical, request_of, with_lengths
 from torch import Tensor
 
 import cute_mla
@@ -26,44 +26,45 @@ def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: boo
     )
 
 
-def test_the_same_inputs_give_the_same_bits() -> None:
+def test_the_same_inputs_give_the_same_bits(decoder: Decoder) -> None:
     tensors = make_tensors(MIXED)
-    assert identical(decode(MIXED, tensors), decode(MIXED, tensors))
+    assert identical(decoder.decode(MIXED, tensors), decoder.decode(MIXED, tensors))
 
 
-def test_every_schedule_gives_the_same_bits() -> None:
-    records = judge(MIXED, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
+def test_every_schedule_gives_the_same_bits(decoder: Decoder) -> None:
+    records = decoder.judge(MIXED, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
     assert len(records) == 6
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_schedule_gives_the_same_bits_in_clusters(dtype: str) -> None:
-    judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
+def test_every_schedule_gives_the_same_bits_in_clusters(decoder: Decoder, dtype: str) -> None:
+    decoder.judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
 
 
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count() -> None:
+def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(decoder: Decoder) -> None:
     case = replace(MIXED, batch_invariant=True)
     tensors = make_tensors(case)
-    together = decode(case, tensors)
+    together = decoder.decode(case, tensors)
     for sm_count in (1, 9, 132):
-        assert identical(decode(replace(case, sm_count=sm_count), tensors), together)
+        assert identical(decoder.decode(replace(case, sm_count=sm_count), tensors), together)
         for request in range(3):
-            alone = decode(replace(case, batch=1, lengths=(case.key_lengths[request],), sm_count=sm_count), request_of(tensors, request))
+            single = replace(case, batch=1, lengths=(case.key_lengths[request],), sm_count=sm_count)
+            alone = decoder.decode(single, request_of(tensors, request))
             assert identical(alone, tuple(part[request : request + 1] for part in together))  # type: ignore[arg-type]
 
 
-def test_invariant_bits_of_a_request_that_is_cut() -> None:
+def test_invariant_bits_of_a_request_that_is_cut(decoder: Decoder) -> None:
     case = Case(batch=3, lengths=(30, CUT + 70, 200), h_q=4, page_size=128, batch_invariant=True, sm_count=132)
     tensors = make_tensors(case)
-    together = decode(case, tensors)
-    alone = decode(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
+    together = decoder.decode(case, tensors)
+    alone = decoder.decode(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
     assert identical(alone, tuple(part[1:2] for part in together))  # type: ignore[arg-type]
     expect(case, tensors, together)
 
 
-def test_without_invariance_bits_do_depend_on_the_sm_count() -> None:
+def test_without_invariance_bits_do_depend_on_the_sm_count(decoder: Decoder) -> None:
     tensors = make_tensors(MIXED)
-    assert not identical(decode(replace(MIXED, sm_count=1), tensors), decode(replace(MIXED, sm_count=40), tensors))
+    assert not identical(decoder.decode(replace(MIXED, sm_count=1), tensors), decoder.decode(replace(MIXED, sm_count=40), tensors))
 
 
 OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [0, 0, 0], [1, 2, 3]]
@@ -75,9 +76,9 @@ def spacious() -> Tensors:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_plan_used_with_other_lengths_gives_the_right_answer(invariant: bool) -> None:
+def test_a_plan_used_with_other_lengths_gives_the_right_answer(decoder: Decoder, invariant: bool) -> None:
     tensors = spacious()
-    with cute_mla.simulate("sm90", 12):
+    with cute_mla.simulate(decoder.arch, 12):
         for planned_for in ([500, 70, 260], [0, 0, 0], [1, 512, 64]):
             plan = cute_mla.get_mla_metadata(
                 torch.tensor(planned_for, dtype=torch.int32),
@@ -90,9 +91,9 @@ def test_a_plan_used_with_other_lengths_gives_the_right_answer(invariant: bool) 
                 expect(MIXED, used, decode_planned(used, plan, batch_invariant=invariant))
 
 
-def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer() -> None:
+def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(decoder: Decoder) -> None:
     tensors = spacious()
-    with cute_mla.simulate("sm90", 12):
+    with cute_mla.simulate(decoder.arch, 12):
         schedule, none = cute_mla.get_mla_metadata()
         for lengths in OTHER_LENGTHS:
             used = with_lengths(tensors, lengths)
@@ -100,16 +101,16 @@ def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer() -> N
 
 
 @pytest.mark.parametrize("planned_for", [1, 3, 200])
-def test_a_plan_made_for_another_device_gives_the_right_answer(planned_for: int) -> None:
+def test_a_plan_made_for_another_device_gives_the_right_answer(decoder: Decoder, planned_for: int) -> None:
     tensors = make_tensors(MIXED)
-    with cute_mla.simulate("sm90", planned_for):
+    with cute_mla.simulate(decoder.arch, planned_for):
         plan = cute_mla.get_mla_metadata(tensors.cache_seqlens, 80, 1, 40)
-    with cute_mla.simulate("sm90", 12):
+    with cute_mla.simulate(decoder.arch, 12):
         expect(MIXED, tensors, decode_planned(tensors, plan))
 
 
-def test_layers_share_a_schedule_object() -> None:
-    with cute_mla.simulate("sm90", 12) as device:
+def test_layers_share_a_schedule_object(decoder: Decoder) -> None:
+    with cute_mla.simulate(decoder.arch, 12) as device:
         schedule, none = cute_mla.get_mla_metadata()
         for layer in range(3):
             tensors = make_tensors(replace(MIXED, seed=layer))
