@@ -4,7 +4,7 @@ Every function is pure and works on arrays of any shape. The forms of values are
 
     f32            float32 arrays
     f16, bf16      uint16 arrays of bit patterns; packed pairs are uint32 whose `.view(uint16)` holds the lower half first
-    e4m3, e5m2     uint8 arrays of bit patterns; packed pairs are uint16, lower byte first
+    e4m3, e5m2     uint8 arrays of bit patterns; packed pairs are uint16, lower byte first (and ue8m0)
     integers       arrays of the matching NumPy integer type
 
 Overflow and invalid operations are normal here: call under `numpy.errstate(all="ignore")`. Where PTX documents an approximation (ex2.approx
@@ -352,6 +352,7 @@ def _fp8_values(name: str) -> Array:
 FP8_TO_F32 = {name: _fp8_values(name) for name in FP8_FORMATS}
 with np.errstate(all="ignore"):
     FP8_TO_F16 = {name: f32_to_f16(values) for name, values in FP8_TO_F32.items()}
+    FP8_TO_BF16 = {name: f32_to_bf16(values) for name, values in FP8_TO_F32.items()}
 
 
 def fp8_to_f32(codes: Array, kind: str) -> Array:
@@ -361,8 +362,17 @@ def fp8_to_f32(codes: Array, kind: str) -> Array:
 
 def fp8x2_to_f16x2(pairs: Array, kind: str) -> Array:
     """cvt.rn.f16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of f16; exact, NaN becomes 0x7FFF."""
+    return _widen_pairs(pairs, _fp8_table(FP8_TO_F16, kind))
+
+
+def fp8x2_to_bf16x2(pairs: Array, kind: str) -> Array:
+    """cvt.rn.bf16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of bf16; exact, NaN becomes 0x7FFF."""
+    return _widen_pairs(pairs, _fp8_table(FP8_TO_BF16, kind))
+
+
+def _widen_pairs(pairs: Array, table: Array) -> Array:
     codes = np.ascontiguousarray(pairs, dtype=np.uint16).view(np.uint8)
-    halves: Array = _fp8_table(FP8_TO_F16, kind).take(codes)
+    halves: Array = table.take(codes)
     return halves.view(np.uint32)
 
 
@@ -397,6 +407,44 @@ def f16x2_to_fp8x2(pairs: Array, kind: str) -> Array:
     """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f16x2: uint32 pairs of f16 to uint16 pairs of codes."""
     halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
     return f32_to_fp8(f16_to_f32(halves), kind).view(np.uint16)
+
+
+def bf16x2_to_fp8x2(pairs: Array, kind: str) -> Array:
+    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.bf16x2: uint32 pairs of bf16 to uint16 pairs of codes."""
+    halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
+    return f32_to_fp8(bf16_to_f32(halves), kind).view(np.uint16)
+
+
+# ---- scales: ue8m0, powers of two from 2**-127 (code 0) to 2**127, NaN 0xFF ----------------------------------------------------------
+
+_UE8M0_NAN = 0xFF
+_UE8M0_TO_BF16 = np.array([0x0040, *(code << 7 for code in range(1, _UE8M0_NAN)), HALF_NAN], np.uint16)
+
+
+def ue8m0x2_to_bf16x2(pairs: Array) -> Array:
+    """cvt.rn.bf16x2.ue8m0x2: uint16 pairs of codes to uint32 pairs of bf16; exact."""
+    return _widen_pairs(pairs, _UE8M0_TO_BF16)
+
+
+def f32_to_ue8m0(x: Array, rounding: str, satfinite: bool) -> Array:
+    """cvt.{rz,rp}{.satfinite}: the power of two below or above |x|; the sign is dropped.
+
+    Infinity, and with rp what lies above 2**127, becomes NaN, or with satfinite 2**127.
+    """
+    if rounding not in ("rz", "rp"):
+        raise ValueError(f"rounding {rounding!r} to ue8m0 is not supported, only rz and rp")
+    bits = np.abs(x).view(np.uint32)
+    code = bits >> np.uint32(23)
+    if rounding == "rp":
+        code = code + ((bits & 0x7FFFFF != 0) & (bits > 0x400000) & (bits < 0x7F800000))
+    if satfinite:
+        code = np.where((code == _UE8M0_NAN) & (x == x), _UE8M0_NAN - 1, code)
+    return code.astype(np.uint8)
+
+
+def f32_to_ue8m0x2(upper: Array, lower: Array, rounding: str, satfinite: bool) -> Array:
+    """cvt.{rz,rp}{.satfinite}.ue8m0x2.f32 d, upper, lower as uint16."""
+    return (f32_to_ue8m0(upper, rounding, satfinite).astype(np.uint16) << np.uint16(8)) | f32_to_ue8m0(lower, rounding, satfinite)
 
 
 # ---- integers -----------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ WINDOW_MASK = (1 << 56) - 1
 
 for _function in (
     numeric.f32_to_bf16x2, numeric.f32_to_f16x2, numeric.f32_to_fp8x2, numeric.fp8x2_to_f16x2, numeric.f16x2_to_fp8x2,
+    numeric.fp8x2_to_bf16x2, numeric.bf16x2_to_fp8x2, numeric.ue8m0x2_to_bf16x2, numeric.f32_to_ue8m0x2,
     numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.round_to_integral,
 ):  # fmt: skip
     runtime(_function)
@@ -102,22 +103,36 @@ def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
 
 
-@op(
-    r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).f32",
-    r"cvt.rn.satfinite.(?P<d>e4m3x2|e5m2x2).(?P<h>f16x2)",
-    r"cvt.rn.f16x2.(?P<s>e4m3x2|e5m2x2)",
-    batch=True,
-)
-def fp8(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Pairs of 8-bit floats."""
-    groups = m.groupdict()
-    if groups.get("s"):
-        e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = fp8x2_to_f16x2({e.src(ins.operands[1], 'b16')}, {m['s'][:4]!r})")
-    elif groups.get("h"):
-        e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f16x2_to_fp8x2({e.src(ins.operands[1], 'b32')}, {m['d'][:4]!r})")
-    else:
-        upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
-        e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d'][:4]!r})")
+@op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", batch=True)
+def narrow_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Two f32 to a pair of 8-bit floats; the first source is the upper one."""
+    upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d']!r})")
+
+
+@op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", batch=True)
+def halves_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A pair of 16-bit floats to a pair of 8-bit floats."""
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = {m['s']}_to_fp8x2({e.src(ins.operands[1], 'b32')}, {m['d']!r})")
+
+
+@op(r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", batch=True)
+def fp8_to_halves(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A pair of 8-bit floats to a pair of 16-bit floats; exact, so .satfinite changes nothing."""
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = fp8x2_to_{m['d']}({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
+
+
+@op(r"cvt.rn.bf16x2.ue8m0x2", batch=True)
+def widen_scales(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A pair of powers of two to a pair of bf16."""
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = ue8m0x2_to_bf16x2({e.src(ins.operands[1], 'b16')})")
+
+
+@op(r"cvt.(?P<r>rz|rp)(?P<f>.satfinite)?.ue8m0x2.f32", batch=True)
+def narrow_scales(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Two f32 to a pair of powers of two; the first source is the upper one."""
+    upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_ue8m0x2({upper}, {lower}, {m['r']!r}, {bool(m['f'])})")
 
 
 @op(r"cvta(?P<to>.to)?.(?P<space>global|shared|shared::cta|shared::cluster|param).(?P<t>u64)")

@@ -55,9 +55,8 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
     return function(*parts).view(np.uint64)
 
 
-@op(r"(?P<f>add)(.(?P<r>rn|rz|rm|rp))?.f32.(?P<s>f16|bf16)", batch=True)
+@op(r"add(.rn)?.f32.(?P<s>f16|bf16)", batch=True)
 def mixed(e: Emitter, ins: Instruction, m: Match) -> None:
     """A 16-bit float plus an f32, rounded once to f32."""
     narrow = f"half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})"
-    function = e.constants.thing(arithmetic(m["f"], m["r"] or "rn", False))
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({narrow}, {e.src(ins.operands[2], 'f32')})")
+    e.line(f"add({narrow}, {e.src(ins.operands[2], 'f32')}, {e.dst(ins.operands[0], 'f32')})")
