@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,14 @@ from .layout import Layout
 from .ptx import EntryText, Instruction, LabelRef, Reg
 from .registers import BANK_DTYPES
 
+if TYPE_CHECKING:
+    from .tensor_in_use import Uses
+
 MAX_BLOCK = 600
+PUBLISHING = (
+    "mbarrier.arrive", "cp.async.mbarrier.arrive", "bar.sync", "bar.arrive", "bar.red", "bar.cta.", "barrier.", "tcgen05.commit", "atom.", "red.",
+    "fence.acq_rel", "fence.sc", "membar.", "st.release", "st.async", "griddepcontrol.",
+)  # fmt: skip
 _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
 
 
@@ -29,9 +36,10 @@ class LiveRows:
     def rows(self) -> dict[str, np.ndarray]:
         """Rows by bank."""
         rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
-        for number, (bank, slot) in enumerate(self.places):
-            if self.mask >> number & 1:
-                rows[bank].append(slot)
+        packed = np.frombuffer(self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little"), np.uint8)
+        for number in np.flatnonzero(np.unpackbits(packed, bitorder="little")):
+            bank, slot = self.places[number]
+            rows[bank].append(slot)
         return {bank: np.array(sorted(slots), np.int64) for bank, slots in rows.items()}
 
 
@@ -40,7 +48,8 @@ class Block:
     """Instructions that run together. Its index is its program counter.
 
     needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
-    registers that ordinary instructions access / write. target: block of the final branch, or None.
+    registers that ordinary instructions access / write. target: block of the final branch, or None. publishes: it begins with an
+    arrival that others may wait for; uses: what it does to registers (both for kernels with tensor memory only).
     """
 
     index: int
@@ -53,6 +62,8 @@ class Block:
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
+    publishes: bool = False
+    uses: Uses | None = None
 
     @property
     def count(self) -> int:
@@ -110,9 +121,11 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     block_at: dict[int, int] = {}
     current: Block | None = None
     state = _SplitState()
+    tensor = any(item.instruction.opcode.startswith(("tcgen05.ld.", "tcgen05.st.")) for item in decoded)
     for position, item in enumerate(decoded):
-        if current is None or position in starts or state.must_split(current, item):
-            current = Block(len(blocks))
+        publishes = tensor and item.instruction.opcode.startswith(PUBLISHING)
+        if current is None or position in starts or publishes or state.must_split(current, item):
+            current = Block(len(blocks), publishes=publishes)
             blocks.append(current)
             state = _SplitState()
         block_at.setdefault(position, current.index)

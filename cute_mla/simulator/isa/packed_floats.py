@@ -50,8 +50,11 @@ def pairs(e: Emitter, ins: Instruction, m: Match) -> None:
 @runtime
 def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
     """Apply a function of f32 arrays to both halves of 64-bit words."""
-    shape = np.broadcast_shapes((1,), *(word.shape for word in words))
-    parts = [np.ascontiguousarray(word if word.shape == shape else np.broadcast_to(word, shape)).view(np.float32) for word in words]
+    shape = words[0].shape
+    if not shape or any(word.shape != shape for word in words):
+        shape = np.broadcast_shapes((1,), *(word.shape for word in words))
+        words = tuple(np.broadcast_to(word, shape) for word in words)
+    parts = [np.ascontiguousarray(word).view(np.float32) for word in words]
     return function(*parts).view(np.uint64)
 
 
