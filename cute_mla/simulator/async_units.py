@@ -36,6 +36,8 @@ class PendingCopy:
     barriers: list[Mbarrier]
     writes: Writes = ()
     done: bool = False
+    what: str = "an asynchronous copy"
+    quiet: bool = False  # may complete after the CTA has exited: only the CTA itself could tell
 
     def complete(self) -> None:
         """Let it take effect, once."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 MAX_BLOCK = 600
 PUBLISHING = (
-    "mbarrier.arrive", "cp.async.mbarrier.arrive", "bar.sync", "bar.arrive", "bar.red", "bar.cta.", "barrier.", "tcgen05.commit", "atom.", "red.",
-    "fence.acq_rel", "fence.sc", "membar.", "st.release", "st.async", "griddepcontrol.",
+    "mbarrier.arrive", "cp.async.mbarrier.arrive", "bar.sync", "bar.arrive", "bar.red", "bar.cta.", "barrier.", "tcgen05.commit", "atom.",
+    "red.", "fence.acq_rel", "fence.sc", "membar.", "st.release", "st.async", "griddepcontrol.",
 )  # fmt: skip
 _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
 

@@ -91,7 +91,8 @@ class Cta:
         self.saw_failed_cancel = False
         self.tensor: TensorMemory | None = None
         self.tensor_pipe: TensorPipe | None = None
-        self.moves: list[Move] = []
+        self.moves: list[Move] = []  # loads and stores of tensor memory that others must not count on yet
+        self.loading = False
         self._specials = self._make_specials()
         slot.cta = self
 

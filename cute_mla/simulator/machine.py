@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import numpy as np
 
 from ..spec.tensor_map import TensorMap
-from . import deadlock, tma
+from . import deadlock, tensor_in_use, tma
 from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
@@ -207,6 +207,8 @@ class Machine:
             function = block.tainted if group.tainted else block.plain
             if function is None:
                 function = self._translate(block, group.tainted)
+            if block.publishes and cta.moves:
+                tensor_in_use.publish(cta, group)
             window = group.window
             if window is not None:
                 result = function(window)
@@ -214,6 +216,8 @@ class Machine:
                 window = cta.slot.compact(group.lanes, block.used, group.tainted)
                 result = function(window)
                 cta.slot.store(window, block.used, group.tainted)
+            if cta.loading:
+                tensor_in_use.note_uses(cta, group, block)
             if result.__class__ is int:
                 if result >= 0:
                     group.pc = result
@@ -384,6 +388,10 @@ class Machine:
 
     def _finish(self, cluster: Cluster) -> None:
         """All CTAs of a cluster have exited: check what is left over, and give the slots back."""
+        late = [copy for copy in self.pending if any(copy.origin.cta == cta.index for cta in cluster.ctas)]
+        for copy in late:
+            if copy.quiet and not copy.done:
+                self.complete(copy)
         for cta in cluster.ctas:
             for barrier in cta.mbarriers.values():
                 if barrier.tx > 0:
@@ -396,10 +404,10 @@ class Machine:
             cta.slot.cta = None
             if len(self.homes) < MAX_HOMES:
                 self.homes.append(cta.home)
-        late = [copy for copy in self.pending if any(copy.origin.cta == cta.index for cta in cluster.ctas)]
         for copy in late:
-            self.report_at(copy.origin, "unfinished", "the CTA exits before an asynchronous copy has completed")
-            self.pending.remove(copy)
+            if not copy.done:
+                self.report_at(copy.origin, "unfinished", f"the CTA exits before {copy.what} has completed")
+        self.pending = [copy for copy in self.pending if not any(copy is other for other in late)]
         self.clusters.remove(cluster)
         if not self.clusters:
             self.start_cluster()

@@ -112,8 +112,6 @@ def check_shape(form: MmaForm, m: int, n: int, where: str) -> None:
         good, text = m in (32, 64, 128) and n in (64, 128, 256), "M 32, 64 or 128 and N 64, 128 or 256"
     elif form.group == 2:
         good, text = m in (128, 256) and 16 <= n <= 256 and n % 16 == 0, "M 128 or 256 and N a multiple of 16 up to 256"
-        if form.kind == "i8" or form.kind == "f8f6f4":
-            good, text = good and n % 32 == 0, "M 128 or 256 and N a multiple of 32 up to 256"
     elif form.kind == "i8":
         good = m in (64, 128) and (n in (8, 24) or (16 <= n <= 256 and n % 16 == 0))
         text = "M 64 or 128 and N 8, 24 or a multiple of 16 up to 256"

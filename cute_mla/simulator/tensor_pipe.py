@@ -82,6 +82,9 @@ class Chain:
     b: list[int] = field(default_factory=list)
     seen: bool = False
     what: str = "a tcgen05.mma"
+    known_a: Operand = None  # type: ignore[assignment]
+    known_b: Operand = None  # type: ignore[assignment]
+    known_steps: list[int] = field(default_factory=lambda: [0, 0])  # steps that known_a and known_b were made of
 
     def extends(self, other: Chain) -> bool:
         """True when other may be appended."""
@@ -97,11 +100,19 @@ class Chain:
 
     def operand_b(self) -> Operand:
         """B as each CTA holds it."""
-        return forms.operand(tuple(self.b), self.product.n // self.form.group, self.product.b_mn, self.product.item_bytes)
+        if len(self.b) != self.known_steps[1]:
+            part = self.product.n // self.form.group
+            self.known_b = forms.operand(tuple(self.b), part, self.product.b_mn, self.product.item_bytes)
+            self.known_steps[1] = len(self.b)
+        return self.known_b
 
     def operand_a(self) -> Operand:
         """A as each CTA holds it in shared memory."""
-        return forms.operand(tuple(self.a), self.product.m // self.form.group, self.product.a_mn, self.product.item_bytes)
+        if len(self.a) != self.known_steps[0]:
+            part = self.product.m // self.form.group
+            self.known_a = forms.operand(tuple(self.a), part, self.product.a_mn, self.product.item_bytes)
+            self.known_steps[0] = len(self.a)
+        return self.known_a
 
     def written(self) -> list[Cells]:
         """Cells of D."""
@@ -165,11 +176,12 @@ class TensorPipe:
         self.unseen = [item for item in self.unseen if not item.seen]
         self.unseen.append(work)
 
-    def commit(self, thread: int, origin: Origin, barriers: list[Mbarrier]) -> None:
-        """Arrive on barriers when the thread's work is done."""
+    def commit(self, thread: int, origin: Origin, barriers: list[Mbarrier], away: bool) -> None:
+        """Arrive on barriers when the thread's work is done. away: some of them are in other CTAs."""
         machine = self.cta.machine
         covered = [work for work in self.unseen if work.thread == thread and not work.seen]
-        item = Commit(covered, barriers, PendingCopy(lambda: self.run_through(item), origin, barriers))
+        pending = PendingCopy(lambda: self.run_through(item), origin, barriers, what="a tcgen05.commit", quiet=not away)
+        item = Commit(covered, barriers, pending)
         self.queue.append(item)
         machine.progress += 1
         if machine.completes_now():

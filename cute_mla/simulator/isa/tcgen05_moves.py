@@ -19,7 +19,6 @@ from ..tensor_pipe import Cells
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..cta import Cta
     from ..emitter import Emitter
 
 Match = re.Match[str]
@@ -41,13 +40,14 @@ def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
 
 
 def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
-    """The registers of a move, as a constant that indexes bank "r"."""
+    """The registers of a move: what indexes their rows in bank "r", and their bit mask."""
     items = operand.items if isinstance(operand, Vec) else (operand,)
     if len(items) != where.registers or not all(isinstance(item, Reg) and item.bank == "r" for item in items):
         raise Unsupported(f"{where.registers} 32-bit registers expected")
     slots = tuple(e.layout.slot(item) for item in items if isinstance(item, Reg))
     consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
-    return f"slice({slots[0]}, {slots[0] + len(slots)})" if consecutive else e.constants.thing(np.array(slots))
+    mask = e.constants.thing(sum(1 << slot for slot in set(slots)))
+    return f"slice({slots[0]}, {slots[0] + len(slots)}), {mask}" if consecutive else f"{e.constants.thing(np.array(slots))}, {mask}"
 
 
 @op(rf"tcgen05.ld.sync.aligned.{SHAPE}(?P<pack>.pack::16b)?.b32", needs="warp", pure=False, taint="own", loads=True)
@@ -81,8 +81,11 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 # ---------------------------------------------------------------- runtime
 
 
-def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool) -> list[tuple[int, int, int]]:
-    """For each warp of the window: its number, lane and column. Raises Fault for what a warp may not access; checks what is in use."""
+def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, registers: int) -> list[tuple[int, int, int]]:
+    """For each warp of the window: its number, lane and column. Raises Fault for what a warp may not access; checks what is in use.
+
+    registers: bit mask of the rows of bank "r".
+    """
     if not w.whole:
         raise Fault("divergence", "a tensor memory load or store needs all 32 lanes of its warps")
     cta = w.cta
@@ -107,7 +110,7 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool) ->
             cells = Cells(cta, blocks, column + low, column + high)
             tensor_in_use.check_move(w, warp, cells, write)
             origin = origin or cta.machine.origin(w)
-            cta.moves.append(Move(warp, write, cells, origin))
+            cta.moves.append(Move(warp, write, cells, origin, {"r": registers}))
         places.append((warp, lane, column))
     return places
 
@@ -118,11 +121,11 @@ def together(places: list[tuple[int, int, int]]) -> bool:
 
 
 @runtime
-def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, tainted: bool) -> None:
+def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
     """tcgen05.ld; the values are taken at once."""
     cta = w.cta
     memory = cta.tensor_memory()
-    places = warp_places(w, where, address, False)
+    places = warp_places(w, where, address, False, mask)
     bank = w.banks["r"]
     known: np.ndarray
     if where.shape == "32x32b" and not where.packed and together(places):
@@ -135,6 +138,7 @@ def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, address: n
             part = slice(WARP * index, WARP * index + WARP)
             bank[rows, part] = tensor_fragments.load(memory.data, where, lane, column)
             known[:, part] = tensor_fragments.load_known(memory.valid, where, lane, column)
+    cta.loading = True
     spread(w, rows, None if known.all() else ~known, tainted)
 
 
@@ -147,12 +151,12 @@ def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, taint
 
 
 @runtime
-def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, tainted: bool) -> None:
+def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
     """tcgen05.st; the values are written at once."""
     memory = w.cta.tensor_memory()
     values = w.banks["r"][rows]
     poison = w.taints["r"][rows] if tainted else None
-    for index, (_, lane, column) in enumerate(warp_places(w, where, address, True)):
+    for index, (_, lane, column) in enumerate(warp_places(w, where, address, True, mask)):
         part = slice(WARP * index, WARP * index + WARP)
         tensor_fragments.store(memory.data, values[:, part], where, lane, column)
         tensor_fragments.store_known(memory.valid, None if poison is None else ~poison[:, part], where, lane, column)
@@ -161,6 +165,6 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, address: 
 @runtime
 def tensor_wait(w: Window, write: bool) -> None:
     """tcgen05.wait::ld and tcgen05.wait::st"""
-    cta: Cta = w.cta
-    if cta.moves:
-        cta.moves = [move for move in cta.moves if move.write != write or move.warp not in w.warps]
+    for move in w.cta.moves:
+        if move.write == write and move.warp in w.warps:
+            move.done = True

@@ -284,7 +284,7 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         cta.tensor_memory().use_group(group)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
         barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
-        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers)
+        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets != [cta])
 
 
 @op(r"tcgen05.fence::(before|after)_thread_sync", writes=(), pure=False)
