@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, tensor_in_use
+from .. import in_use, shared_to_tensor, tensor_in_use
 from .. import tcgen05_forms as forms
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -257,6 +257,42 @@ def check_chain(w: Window, chain: Chain) -> None:
         tensor_in_use.check_work(w, chain.read(), chain.written(), chain.what)
     if w.cta.machine.pending:
         tensor_in_use.check_sources(w, chain.sources(), chain.what)
+
+
+# ---------------------------------------------------------------- copies
+
+
+@op(r"tcgen05.cp.[\w:.]+", writes=(), pure=False, taint="own")
+def copy(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Shared memory to tensor memory."""
+    try:
+        form = shared_to_tensor.parse_opcode(ins.opcode)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
+    checked(e, ins, "a copy to tensor memory")
+    e.line(f"tensor_copy(w, {e.constants.thing(form)}, {e.memory_address(ins.operands[0], 32)}, {e.src(ins.operands[1], 'u64')})")
+
+
+@runtime
+def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray, descriptor: np.ndarray) -> None:
+    """Queue one copy per lane."""
+    cta = w.cta
+    for lane in range(w.n):
+        ctas = pair_of(cta) if form.group == 2 else (cta,)
+        work = shared_to_tensor.SharedToTensor(
+            form, ctas, lane_of(address, lane), lane_of(descriptor, lane), cta.machine.origin(w), int(w.lanes[lane])
+        )
+        try:
+            work.operand()
+            written = work.written()
+        except ValueError as error:
+            raise Fault("descriptor", str(error)) from error
+        for cells in written:
+            cells.cta.tensor_memory().use_group(form.group)
+            cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
+        tensor_in_use.check_work(w, [], written, work.what)
+        tensor_in_use.check_sources(w, work.sources(), work.what)
+        cta.tensor_core().issue(work)
 
 
 # ---------------------------------------------------------------- commits and fences
