@@ -111,6 +111,17 @@ def test_multicast_of_a_pair_signals_the_even_cta_once_for_each_copy(policy: Pol
         assert "deadlock" in kinds(pair_kernel(wrong, 2048).run(out, tensor_map, source, policy=policy))
 
 
+@each_policy
+def test_multicast_to_several_pairs_signals_each_even_cta(policy: Policy) -> None:
+    """CTA 3 loads 8 rows into all four CTAs: 2 KB for the even CTA of each pair, whoever asked."""
+    source, tensor_map = rows_of(8, 8)
+    out = np.zeros(1024, np.float32)
+    copy = f"setp.ne.u32 %p23, %r101, 3;\n@%p23 bra LOADED;\nmov.b16 %h1, 15;\nmov.u32 %r2, 0;\n{TENSOR}.multicast::cluster.cta_group::2"
+    copy += " [%r100+1024], [%rd4, {%r3, %r2}], [%r102], %h1;"
+    assert pair_kernel(copy, 2048, cluster=4).run(out, tensor_map, source, policy=policy).ok
+    assert out.tolist() == [float(index % 256) for index in range(1024)]
+
+
 # ---------------------------------------------------------------- four rows
 
 GATHER = """

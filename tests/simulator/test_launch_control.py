@@ -93,8 +93,9 @@ def test_random_schedules_start_other_clusters_too() -> None:
 
 @each_policy
 def test_no_try_after_a_failure_was_seen(policy: Policy) -> None:
-    endless = kernel(query=X, grid=2).body.replace("@%p23 bra AGAIN;", "bra.uni AGAIN;")
-    assert "undefined" in kinds(Kernel(endless, smem=64, grid=2, threads=64).run(aligned(16, np.uint32), policy=policy))
+    again = "mov.u32 %r30, 0;\nadd.u32 %r38, %r38, 1;\nsetp.lt.u32 %p24, %r38, 4;\n@%p24 bra AGAIN;"
+    body = "mov.u32 %r38, 0;\n" + kernel().body.replace("@%p23 bra AGAIN;", again)
+    assert kinds(Kernel(body, smem=64, grid=2, threads=64).run(aligned(16, np.uint32), policy=policy)) == {"undefined"}
 
 
 @each_policy
