@@ -87,6 +87,7 @@ class Emitter:
         self.rows: dict[str, str] = {}
         self.position = 0
         self.redirect: dict[str, str] = {}  # register name -> temporary, for guarded results
+        self.parts: dict[str, list[str]] = {}  # register packed in this block -> poison of its parts as locals, lowest first
         self.serial = 0
         self.fresh_constant: tuple[str, int] | None = None
 

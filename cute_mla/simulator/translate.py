@@ -119,6 +119,8 @@ class BlockWriter:
 
     def instruction(self, e: Emitter, item: Decoded, position: int) -> None:
         """One instruction, with its guard."""
+        for register in item.writes:
+            e.parts.pop(register.name, None)
         if item.spec.control:
             self.control(e, item)
         elif item.spec.emit is None:

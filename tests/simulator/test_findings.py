@@ -119,6 +119,24 @@ def test_poison_of_one_lane_stays_in_that_lane() -> None:
     only(Kernel(f"{body}st.global.u32 [%rd2], %r3;", smem=128).run(out), "poison")
 
 
+PACKED = LOAD_UNWRITTEN + "mov.b64 %rd5, {%r0, %r3};\n"
+
+
+@pytest.mark.parametrize("copy", ["", "mov.b64 %rd6, %rd5;\n"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_poison_of_one_half_stays_in_that_half(copy: str, bad: bool) -> None:
+    source = "%rd6" if copy else "%rd5"
+    body = f"{PACKED}{copy}mov.b64 {{%r5, %r6}}, {source};\nst.global.u32 [%rd2], %r{6 if bad else 5};"
+    report = Kernel(body, smem=128).run(np.zeros(32, np.uint32))
+    assert report.ok if not bad else {item.kind for item in report.findings} == {"poison"}
+
+
+@pytest.mark.parametrize("between", ["mul.lo.u64 %rd5, %rd5, 3;\n", "bra NEXT;\nNEXT: "])
+def test_poison_of_a_register_that_is_no_longer_as_it_was_packed(between: str) -> None:
+    body = f"{PACKED}{between}mov.b64 {{%r5, %r6}}, %rd5;\nst.global.u32 [%rd2], %r5;"
+    assert "poison" in kinds(Kernel(body, smem=128).run(np.zeros(32, np.uint32)))
+
+
 def test_uninitialised_global_buffer() -> None:
     body = "ld.param.u64 %rd3, [p1];\nadd.s64 %rd3, %rd3, %rd1;\nld.global.u32 %r1, [%rd3];\nst.global.u32 [%rd2], %r1;"
     out, scratch = np.zeros(32, np.uint32), np.zeros(32, np.uint32)

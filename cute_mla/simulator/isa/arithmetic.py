@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..emitter import Unsupported, immediate_bits, pair_items
-from ..ptx import Imm, Instruction, Reg, Symbol, Vec
-from .table import op, runtime
+from ..ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
+from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
     from ..emitter import Emitter
@@ -339,11 +339,13 @@ def combine_comparison(e: Emitter, ins: Instruction, expression: str, combine: s
             e.line(f"{e.dst(register, 'pred')}[...] = {name}")
 
 
-@op(r"mov.(?P<t>[bus](16|32|64)|f32)")
+@op(r"mov.(?P<t>[bus](16|32|64)|f32)", taint="own")
 def move(e: Emitter, ins: Instruction, m: Match) -> None:
     """Copies, packing {a, b} into a wider register, and unpacking."""
     d, a = ins.operands
     kind = m["t"]
+    if e.tainted:
+        move_taint(e, d, a)
     if isinstance(d, Vec):
         unpack(e, d, a, kind)
     elif isinstance(a, Vec):
@@ -358,6 +360,27 @@ def move(e: Emitter, ins: Instruction, m: Match) -> None:
         source = a
         value = e.src(source, kind) if not isinstance(a, Symbol) else e.address(a, int(kind[1:]))
         e.line(f"{e.dst(d, kind)}[...] = {value}")
+
+
+def move_taint(e: Emitter, d: Operand, a: Operand) -> None:
+    """Poison of a move. What is packed and unpacked within a block keeps the poison of each part to itself."""
+    if isinstance(d, Vec):
+        parts = e.parts.get(a.name) if isinstance(a, Reg) else None
+        for index, item in enumerate(d.items):
+            if item is not None:
+                e.line(f"{e.taint(item)}[...] = {parts[index] if parts and len(parts) == len(d.items) else e.taint(a)}")
+        return
+    if not isinstance(d, Reg):
+        return
+    e.taint_from([d], registers_of(a))
+    if isinstance(a, Vec):
+        parts = []
+        for item in a.items:
+            parts.append(e.temp())
+            e.line(f"{parts[-1]} = {e.taint(item)}.copy()" if isinstance(item, Reg) else f"{parts[-1]} = False")
+        e.parts[d.name] = parts
+    elif isinstance(a, Reg) and a.name in e.parts:
+        e.parts[d.name] = e.parts[a.name]
 
 
 def unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
