@@ -15,7 +15,7 @@ from cute_mla.spec.arch import ARCHS
 
 from .output import is_terminal, print_table
 
-_COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "HGMMA", "PTX = cubin")
+_COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "tmem", "MMA", "PTX = cubin")
 
 
 @click.command()
@@ -56,7 +56,7 @@ def _build(archs: list[str], ops: tuple[str, ...], jobs: int | None, out: Path) 
 def _row(kernel: KernelReport) -> tuple[object, ...]:
     entry = kernel.entry
     if entry is None:
-        return kernel.name, kernel.status, round(kernel.seconds, 1), None, None, None, None, None
+        return kernel.name, kernel.status, round(kernel.seconds, 1), None, None, None, None, None, None
     return (
         kernel.name,
         kernel.status,
@@ -64,6 +64,7 @@ def _row(kernel: KernelReport) -> tuple[object, ...]:
         entry.registers,
         entry.stack_bytes,
         entry.smem_bytes,
-        entry.instructions.get("HGMMA", 0),
+        entry.tmem_columns,
+        entry.matrix_products,
         entry.tools[REASSEMBLED],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -14,6 +15,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime import driver
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.runtime.library import Artifacts, artifacts_folder, load_artifacts
+from cute_mla.spec.arch import ARCHS, arch_for
 
 from .output import print_json, print_table
 
@@ -49,11 +51,20 @@ def show(what: str, name: str | None, as_json: bool) -> None:
 def _show_manifest(artifacts: Artifacts, as_json: bool) -> None:
     entries = [entry for _, entry in sorted(artifacts.manifest.kernels.items())]
     if as_json:
-        print_json({"folder": str(artifacts.folder), "kernels": {entry.name: asdict(entry) for entry in entries}})
+        kernels = {entry.name: asdict(entry) for entry in entries}
+        print_json({"folder": str(artifacts.folder), "kernels": kernels, "proof": _proof(entries)})
         return
-    columns = ("kernel", "registers", "stack", "smem", "block", "cluster", "params", "instructions", "HGMMA", "cubin sha256")
+    columns = ("kernel", "registers", "stack", "smem", "tmem", "block", "cluster", "params", "instructions", "MMA", "cubin sha256")
     print_table(columns, [_summary(entry) for entry in entries])
     click.echo(f"{len(entries)} kernels in {artifacts.folder}")
+    for sentence in _proof(entries).values():
+        click.echo(sentence)
+
+
+def _proof(entries: Iterable[KernelEntry]) -> dict[str, str]:
+    """What stands behind the kernels, by architecture."""
+    built = {entry.arch for entry in entries}
+    return {arch.name: arch.proof for arch in ARCHS.values() if arch.name in built}
 
 
 def _summary(entry: KernelEntry) -> tuple[object, ...]:
@@ -62,11 +73,12 @@ def _summary(entry: KernelEntry) -> tuple[object, ...]:
         entry.registers,
         entry.stack_bytes,
         entry.smem_bytes,
+        entry.tmem_columns,
         "x".join(map(str, entry.block)),
         "x".join(map(str, entry.cluster)),
         len(entry.params),
         sum(entry.instructions.values()),
-        entry.instructions.get("HGMMA", 0),
+        entry.matrix_products,
         entry.cubin_sha256[:12],
     )
 
@@ -75,7 +87,7 @@ def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
     entry = artifacts.manifest.kernels.get(name)
     if entry is None:
         raise ArtifactError(f"no kernel {name} in {artifacts.folder}; built: {', '.join(sorted(artifacts.manifest.kernels)) or 'none'}")
-    fields: dict[str, Any] = asdict(entry)
+    fields: dict[str, Any] = {**asdict(entry), "proof": ARCHS[entry.arch].proof}
     if as_json:
         print_json(fields)
         return
@@ -102,7 +114,9 @@ def _show_env(as_json: bool) -> None:
     found.update({package: _version(package) for package in _PACKAGES})
     found["artifacts"] = str(artifacts_folder())
     try:
-        found["kernels"] = len(load_artifacts().manifest.kernels)
+        entries = load_artifacts().manifest.kernels.values()
+        found["kernels"] = len(entries)
+        found.update({f"{arch} proof": proof for arch, proof in _proof(entries).items()})
     except ArtifactError as error:
         found["kernels"] = str(error)
     try:
@@ -120,7 +134,9 @@ def _show_env(as_json: bool) -> None:
 
 def _describe_gpu(device: int) -> str:
     major, minor = driver.compute_capability(device)
-    return f"{driver.device_name(device)} (sm_{major}{minor}, {driver.sm_count(device)} SMs)"
+    arch = arch_for((major, minor))
+    kernels = f"runs the kernels of {arch.name}" if arch is not None else "no kernels for it"
+    return f"{driver.device_name(device)} (sm_{major}{minor}, {driver.sm_count(device)} SMs, {kernels})"
 
 
 def _version(package: str) -> str | None:

@@ -84,6 +84,11 @@ class KernelEntry:
     instructions: dict[str, int] = field(default_factory=dict)
     tools: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def matrix_products(self) -> int:
+        """Tensor-core instructions of the cubin."""
+        return sum(number for mnemonic, number in self.instructions.items() if re.fullmatch(r"[HQI]GMMA|UTC[HQIO]MMA", mnemonic))
+
 
 @dataclass(frozen=True)
 class Manifest:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from .cache import page_size_problem
-from .spec.arch import ARCHS
+from .spec.arch import ALIASES, ARCHS
 from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
 from .tensors import DTYPE_NAMES
 
 OPS = ("dense_decode",)
 PLANNED_OPS = ("sparse_decode", "dense_prefill", "sparse_prefill")
-PLANNED_ARCHS = ("sm100", "sm103")
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 
@@ -71,7 +70,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Whether this version has a kernel for an op on an architecture with these features.
 
     op: "dense_decode" ("sparse_decode", "dense_prefill" and "sparse_prefill" are known, and not supported yet).
-    arch: "sm90" ("sm100" and "sm103" are known, and not supported yet).
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
         dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
@@ -80,20 +79,19 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         causal, batch_invariant        True or False
         fp8_kvcache, attn_sink, extra_cache, topk_length   True if the call passes such an argument
 
-    Returns (True, "") or (False, the reason). ValueError for a name that is none of the above. Says nothing of the
-    machine: whether there is a device, a driver, or a build.
+    Returns (True, what stands behind the kernels: whether they have run on hardware, and what was done instead) or (False,
+    the reason). ValueError for a name that is none of the above. Says nothing of the machine: whether there is a device, a
+    driver, or a build.
     """
     if op not in OPS + PLANNED_OPS:
         raise ValueError(f"op is {op!r}; supported: {', '.join(OPS + PLANNED_OPS)}")
-    if arch not in ARCHS and arch not in PLANNED_ARCHS:
-        raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *PLANNED_ARCHS))}")
+    if arch not in ARCHS and arch not in ALIASES:
+        raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
     for feature in features:
         if feature not in FEATURES:
             raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
     if op not in OPS:
         return False, f"{op} is not in this version, which has {', '.join(OPS)}"
-    if arch not in ARCHS:
-        return False, f"{op} is not built for {arch}; supported: {', '.join(ARCHS)}"
     for feature, value in features.items():
         problem = _DENSE_DECODE[feature](value)
         if problem is not None:
@@ -102,4 +100,4 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         problem = heads_problem(features["h_q"], features["h_kv"])
         if problem is not None:
             return False, problem
-    return True, ""
+    return True, ARCHS[ALIASES.get(arch, arch)].proof

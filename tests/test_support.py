@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cute_mla import is_supported
+from cute_mla.spec.arch import Arch
 from cute_mla.support import FEATURES
 
 GOOD: dict[str, tuple[Any, ...]] = {
@@ -49,31 +50,43 @@ def test_every_feature_is_tested_and_documented() -> None:
 
 
 @pytest.mark.parametrize(("feature", "value"), [(feature, value) for feature, values in GOOD.items() for value in values])
-def test_supported(feature: str, value: Any) -> None:
-    assert is_supported("dense_decode", "sm90", **{feature: value}) == (True, "")
+def test_supported(feature: str, value: Any, arch: Arch) -> None:
+    assert is_supported("dense_decode", arch.name, **{feature: value}) == (True, arch.proof)
 
 
 @pytest.mark.parametrize(("feature", "value"), [(feature, value) for feature, values in BAD.items() for value in values])
-def test_not_supported(feature: str, value: Any) -> None:
-    supported, reason = is_supported("dense_decode", "sm90", **{feature: value})
+def test_not_supported(feature: str, value: Any, arch: Arch) -> None:
+    supported, reason = is_supported("dense_decode", arch.name, **{feature: value})
     assert not supported
     assert "supported: " in reason
 
 
 def test_features_together() -> None:
-    assert is_supported("dense_decode", "sm90", h_q=128, h_kv=2, dtype="fp16", page_size=64) == (True, "")
+    assert is_supported("dense_decode", "sm90", h_q=128, h_kv=2, dtype="fp16", page_size=64)[0]
     assert is_supported("dense_decode", "sm90", h_q=64, h_kv=3) == (False, "h_kv is 3 with h_q 64; supported: divisors of h_q")
 
 
 def test_what_is_to_come() -> None:
     assert is_supported("sparse_decode", "sm90") == (False, "sparse_decode is not in this version, which has dense_decode")
-    assert is_supported("dense_decode", "sm100") == (False, "dense_decode is not built for sm100; supported: sm90")
+    assert is_supported("dense_prefill", "sm100")[0] is False
+
+
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_what_has_not_run_on_hardware_says_so_and_what_stands_in_for_it(arch: str) -> None:
+    supported, reason = is_supported("dense_decode", arch)
+    assert supported
+    assert f"the kernels for {arch} have not run on hardware; in its stead the PTX behind each cubin runs on the simulated device" in reason
+
+
+def test_a_b300_is_served_by_the_cubins_of_its_family() -> None:
+    assert is_supported("dense_decode", "sm103", h_q=128) == is_supported("dense_decode", "sm100", h_q=128)
+    assert is_supported("dense_decode", "sm103", h_q=129)[0] is False
 
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="op is 'decode'; supported: dense_decode, "):
         is_supported("decode", "sm90")
-    with pytest.raises(ValueError, match="arch is 'hopper'; supported: sm90, "):
+    with pytest.raises(ValueError, match="arch is 'hopper'; supported: sm90, sm100, sm103"):
         is_supported("dense_decode", "hopper")
     with pytest.raises(ValueError, match="feature 'windows' is unknown; supported: dtype, h_q, "):
         is_supported("dense_decode", "sm90", windows=True)

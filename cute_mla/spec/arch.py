@@ -16,6 +16,7 @@ class Arch:
     registers_per_block: 32-bit registers of one streaming multiprocessor, all usable by one block.
     sm_count: streaming multiprocessors of the usual board (H200, B200); the default of the simulated device.
     tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 where there is none.
+    proof: in one sentence, what stands behind the claim that the kernels are right.
     """
 
     name: str
@@ -25,12 +26,18 @@ class Arch:
     registers_per_block: int
     sm_count: int
     tmem_columns: int
+    proof: str
 
     @property
     def capabilities_text(self) -> str:
         """Like "10.0 or 10.3"."""
         return " or ".join(f"{major}.{minor}" for major, minor in self.compute_capabilities)
 
+
+_SIMULATED = (
+    "in its stead the PTX behind each cubin runs on the simulated device, where misuse of barriers, memory and tensor cores is a "
+    "finding, and agrees with an fp32 reference"
+)
 
 SM90 = Arch(
     name="sm90",
@@ -40,6 +47,7 @@ SM90 = Arch(
     registers_per_block=65_536,
     sm_count=132,
     tmem_columns=0,
+    proof=f"the kernels for sm90 have not run on hardware; {_SIMULATED}",
 )
 
 SM100 = Arch(
@@ -50,9 +58,14 @@ SM100 = Arch(
     registers_per_block=65_536,
     sm_count=148,
     tmem_columns=512,
+    proof=f"the kernels for sm100 have not run on hardware; {_SIMULATED}",
 )
 
 ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100)}
+
+
+# Names of single boards' architectures, whose devices run the cubins of a family.
+ALIASES: dict[str, str] = {"sm103": SM100.name}
 
 
 def arch_for(capability: tuple[int, int]) -> Arch | None:

@@ -63,14 +63,21 @@ def test_defaults_are_everything_into_the_folder_that_is_loaded_from(
 ) -> None:
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
     assert run().exit_code == 0
-    assert asked["archs"] == ["sm90"]
+    assert asked["archs"] == ["sm90", "sm100"]
     assert asked["ops"] == ["dense_decode", "split_plan", "combine"]
     assert (asked["jobs"], asked["out"]) == (None, tmp_path)
 
 
 def test_options_are_passed_on(asked: dict[str, Any]) -> None:
     assert run("--arch", "sm90", "--op", "combine", "--op", "split_plan", "--jobs", "3", "--out", "/tmp/out").exit_code == 0
+    assert asked["archs"] == ["sm90"]
     assert (asked["ops"], asked["jobs"], asked["out"]) == (["combine", "split_plan"], 3, Path("/tmp/out"))
+
+
+@pytest.mark.parametrize(("arch", "archs"), [("sm90", ["sm90"]), ("sm100", ["sm100"]), ("all", ["sm90", "sm100"])])
+def test_architectures(asked: dict[str, Any], arch: str, archs: list[str]) -> None:
+    assert run("--arch", arch, "--out", "/tmp/out").exit_code == 0
+    assert asked["archs"] == archs
 
 
 @pytest.mark.parametrize("arguments", [["--arch", "sm70"], ["--op", "conv"], ["--jobs", "0"], ["more"]])
@@ -84,8 +91,8 @@ def test_a_pipe_gets_plain_lines_and_a_table(asked: dict[str, Any]) -> None:
     lines = run("--out", "/tmp/out").output.splitlines()
     assert lines[0] == "[1/2] combine_sm90_bf16: built"
     assert lines[1] == "[2/2] dense_decode_sm90_bf16: up to date"
-    assert lines[2].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "HGMMA", "PTX", "=", "cubin"]
-    assert lines[3].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "equal"]
+    assert lines[2].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "tmem", "MMA", "PTX", "=", "cubin"]
+    assert lines[3].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "0", "equal"]
     assert lines[-1] == "2 of 2 kernels in /tmp/out, 2.5 s"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cute_mla.manifest import Barrier, KernelEntry, Manifest, Role
 from cute_mla.runtime import driver
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.spec.abi import int32s, tensor_maps
+from cute_mla.spec.arch import SM90, SM100
 
 NAME = "dense_decode_sm90_bf16"
 ENTRY = KernelEntry(
@@ -55,8 +57,21 @@ def run(*arguments: str) -> Result:
 @pytest.mark.parametrize("arguments", [[], ["manifest"]])
 def test_manifest(arguments: list[str], folder: Path) -> None:
     lines = run(*arguments).output.splitlines()
-    assert lines[1].split() == [NAME, "128", "0", "222456", "384x1x1", "2x1x1", "2", "50", "44", "a" * 12]
-    assert lines[2] == f"1 kernels in {folder}"
+    assert lines[1].split() == [NAME, "128", "0", "222456", "0", "384x1x1", "2x1x1", "2", "50", "44", "a" * 12]
+    assert lines[2:] == [f"1 kernels in {folder}", SM90.proof]
+
+
+def test_a_kernel_for_blackwell(folder: Path) -> None:
+    name = NAME.replace("sm90", "sm100")
+    other = replace(ENTRY, name=name, arch="sm100", tmem_columns=512, instructions={"UTCHMMA": 26, "UTCBAR": 9, "BAR": 3})
+    Manifest({NAME: ENTRY, name: other}).save(folder)
+    lines = run().output.splitlines()
+    assert lines[1].split() == [name, "128", "0", "222456", "512", "384x1x1", "2x1x1", "2", "38", "26", "a" * 12]
+    assert lines[3:] == [f"2 kernels in {folder}", SM90.proof, SM100.proof]
+    assert json.loads(run("--json").output)["proof"] == {"sm90": SM90.proof, "sm100": SM100.proof}
+    assert json.loads(run("kernel", name, "--json").output)["proof"] == SM100.proof
+    assert SM100.proof in run("kernel", name).output
+    assert "the kernels for sm100 have not run on hardware" in run("env").output
 
 
 def test_manifest_as_json_is_the_whole_record(folder: Path) -> None:
@@ -117,18 +132,26 @@ def test_env_without_driver_or_artefacts_still_answers(monkeypatch: pytest.Monke
     assert found["torch"].startswith("2.")
 
 
-def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "gpus"),
+    [
+        ((9, 0), "NVIDIA 0 (sm_90, 132 SMs, runs the kernels of sm90)"),
+        ((10, 3), "NVIDIA 0 (sm_103, 132 SMs, runs the kernels of sm100)"),
+        ((12, 0), "NVIDIA 0 (sm_120, 132 SMs, no kernels for it)"),
+    ],
+)
+def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gpus: str) -> None:
     for name, value in {
         "init": lambda: None,
         "version": lambda: 13_000,
         "version_text": lambda number: f"{number // 1000}.{number % 1000 // 10}",
         "device_count": lambda: 1,
-        "device_name": lambda device: f"NVIDIA H200 {device}",
-        "compute_capability": lambda device: (9, device),
+        "device_name": lambda device: f"NVIDIA {device}",
+        "compute_capability": lambda device: capability,
         "sm_count": lambda device: 132 + device,
     }.items():
         monkeypatch.setattr(driver, name, value)
     lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in run("env").output.splitlines()}
     assert lines["driver"] == "13.0"
-    assert lines["gpus"] == "NVIDIA H200 0 (sm_90, 132 SMs)"
+    assert lines["gpus"] == gpus
     assert lines["kernels"] == "1"

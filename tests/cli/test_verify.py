@@ -86,13 +86,15 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert f"running {stand_in.jobs[0][0].id}" in result.stderr.splitlines()
-    assert lines[-1] == "2 passed, 0 failed"
-    assert lines[-2] == "sm90 on sim: 2 cases in 4 runs; of these 1 reduced; 1 not run"
-    assert "1 not run: large: not today" in lines
-    assert "1 reduced: budget of 400 tiles" in lines
+    assert lines[-1] == "4 passed, 0 failed"
+    assert lines[-2] == "sm100 on sim, sm90 on sim: 4 cases in 8 runs; of these 2 reduced; 2 not run"
+    assert "2 not run: large: not today" in lines
+    assert "2 reduced: budget of 400 tiles" in lines
     assert "worst out max abs: 1.00e-04 in " + REDUCED.id in lines
     table = [line for line in lines if line.startswith(WHOLE.id)]
-    assert [line.split()[:5] for line in table] == [[WHOLE.id, "sm90", "sim", schedule, "passed"] for schedule in ("round_robin", "lazy")]
+    assert [line.split()[:5] for line in table] == [
+        [WHOLE.id, arch, "sim", schedule, "passed"] for arch in ("sm90", "sm100") for schedule in ("round_robin", "lazy")
+    ]
 
 
 def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
@@ -100,7 +102,8 @@ def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
     result = invoke("--schedules", "1")
     assert result.exit_code == 1
     lines = result.output.splitlines()
-    assert lines[-1] == "1 passed, 1 failed"
+    assert lines[-1] == "2 passed, 2 failed"
+    assert f"FAILED sm100 sim round_robin {WHOLE.id}: out: wrong" in lines
     where = lines.index(f"FAILED sm90 sim round_robin {WHOLE.id}: out: wrong")
     assert lines[where + 1 : where + 6] == ["    deadlock", "    a", "    b", "    c", "    d"]
 
@@ -109,7 +112,7 @@ def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
     stand_in.failing[REDUCED.id] = {}
     result = invoke()
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == "1 passed, 1 failed"
+    assert result.output.splitlines()[-1] == "2 passed, 2 failed"
 
 
 def test_nothing_run_is_failure(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,15 +126,38 @@ def test_a_gpu_that_is_not_there_is_failure(stand_in: StandIn) -> None:
     result = invoke("--device", "cuda")
     assert result.exit_code == 1
     assert "sm90: no GPU of compute capability 9.0 here, nothing is run" in result.stderr
+    assert "sm100: no GPU of compute capability 10.0 or 10.3 here, nothing is run" in result.stderr
     assert result.stdout == "0 passed, 0 failed\n"
 
 
-@pytest.mark.parametrize(("capability", "kind"), [((9, 0), "cuda"), ((10, 0), "sim")])
-def test_auto_takes_a_gpu_that_matches(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("capability", "kinds"),
+    [
+        ((9, 0), {"sm90": "cuda", "sm100": "sim"}),
+        ((10, 0), {"sm90": "sim", "sm100": "cuda"}),
+        ((10, 3), {"sm90": "sim", "sm100": "cuda"}),
+        ((12, 0), {"sm90": "sim", "sm100": "sim"}),
+    ],
+)
+def test_auto_takes_a_gpu_for_the_architecture_that_it_matches(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kinds: dict[str, str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
-    assert invoke().exit_code == 0
-    assert {target.kind for _, target, _ in stand_in.jobs} == {kind}
+    result = invoke()
+    assert result.exit_code == 0
+    assert {(target.arch, target.kind) for _, target, _ in stand_in.jobs} == set(kinds.items())
+    where = ", ".join(f"{arch} on {kind}" for arch, kind in sorted(kinds.items()))
+    assert result.output.splitlines()[-2].startswith(f"{where}: 4 cases")
+
+
+def test_a_gpu_that_is_asked_for_runs_its_architecture_alone(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 3))
+    result = invoke("--device", "cuda")
+    assert result.exit_code == 0
+    assert {(target.arch, target.kind) for _, target, _ in stand_in.jobs} == {("sm100", "cuda")}
+    assert "sm90: no GPU of compute capability 9.0 here" in result.stderr
 
 
 WRONG = [("--suite", "huge"), ("--device", "tpu"), ("--arch", "sm80"), ("--op", "x"), ("--schedules", "0"), ("--seed", "-1"), ("more",)]
@@ -156,8 +182,11 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     file = tmp_path / "records.json"
     result = invoke("--json", str(file), "--schedules", "1")
     assert result.exit_code == 1
-    entries = json.loads(file.read_text())
-    assert [entry["case"] for entry in entries] == [SKIPPED.id, WHOLE.id, REDUCED.id]
+    both = json.loads(file.read_text())
+    assert [(entry["arch"], entry["case"]) for entry in both] == [
+        (arch, case.id) for arch in ("sm90", "sm100") for case in (SKIPPED, WHOLE, REDUCED)
+    ]
+    entries = both[:3]
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
         *("out_max_abs", "out_cos_diff", "lse_max_abs", "findings", "seconds"),
