@@ -426,6 +426,24 @@ def ue8m0x2_to_bf16x2(pairs: Array) -> Array:
     return _widen_pairs(pairs, _UE8M0_TO_BF16)
 
 
+def scaled_s2f6x2_to_bf16x2(pairs: Array, scales: Array) -> Array:
+    """cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 d, pairs, scales: each int8 / 64 times the scale beside it, rounded once.
+
+    Beyond the range the largest finite value of that sign; a NaN scale gives 0x7FFF.
+    """
+    shape = np.broadcast_shapes((1,), pairs.shape, scales.shape)
+    codes, exponents = (np.ascontiguousarray(np.broadcast_to(words, shape)).view(np.uint8) for words in (pairs, scales))
+    values = np.ldexp(codes.view(np.int8) / 64.0, exponents.astype(np.int64) - 127)
+    bits = _narrow_odd(values, "bf16")
+    bits = np.where(bits & 0x7FFF > BF16_MAX_BITS, bits & 0x8000 | BF16_MAX_BITS, bits)
+    return np.where(exponents == _UE8M0_NAN, HALF_NAN, bits).astype(np.uint16).view(np.uint32)
+
+
+def integer_to_f16(x: Array) -> Array:
+    """Round 16-bit integers to f16 patterns, to nearest."""
+    return f32_to_f16(x.astype(np.float32))
+
+
 def f32_to_ue8m0(x: Array, rounding: str, satfinite: bool) -> Array:
     """cvt.{rz,rp}{.satfinite}: the power of two below or above |x|; the sign is dropped.
 

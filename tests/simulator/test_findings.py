@@ -390,6 +390,7 @@ def test_all_spellings_of_named_barriers(policy: Policy) -> None:
         ("bar.cta.sync", "bar.cta.arrive"),
         ("barrier.sync.aligned", "barrier.arrive.aligned"),
         ("barrier.cta.sync.aligned", "bar.arrive"),
+        ("barrier.sync", "bar.arrive"),
     )
     for sync, arrive in pairs:
         out = np.zeros(64, np.uint32)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
 import pytest
 
 from tests.simulator import exact
-from tests.simulator.exact import M32, decode, encode
+from tests.simulator.exact import M32, decode, encode, signed
 from tests.simulator.small_kernels import Kernel, aligned
 from tests.simulator.vectors import MODES, Function, Vector, check, float_inputs, half_inputs, real
 
@@ -71,6 +72,11 @@ def narrow_vectors() -> Iterator[Vector]:
             summed = partial(lambda a, b, form: encode(exact.total(decode(a, form), decode(b, "f32"), "f32"), "f32"), form=form)
             yield Vector(f"add{r}.f32.{form} {{o}}, {{a}}, {{b}};", "rhr", summed)
 
+        def fused(a: int, b: int, c: int, form: str = form) -> int:
+            return encode(exact.total(0.0, decode(c, "f32"), "f32", product=(decode(a, form), decode(b, form))), "f32")
+
+        yield Vector(f"fma.rn.f32.{form} {{o}}, {{a}}, {{b}}, {{c}};", "rhhr", fused)
+
 
 def eight_bit_vectors() -> Iterator[Vector]:
     def spread(a: int) -> int:
@@ -82,6 +88,18 @@ def eight_bit_vectors() -> Iterator[Vector]:
     def scale(code: int) -> int:
         return encode(math.nan if code == 0xFF else 2.0 ** (code - 127), "bf16")
 
+    def fixed(code: int, scale: int) -> int:
+        if scale == 0xFF:
+            return 0x7FFF
+        exact_value = Fraction(signed(code, 8), 64) * Fraction(2) ** (scale - 127)
+        value = exact.exact_round(exact_value, "bf16")
+        return encode(value, "bf16") if math.isfinite(value) else 0xFF7F if value < 0 else 0x7F7F
+
+    def both_fixed(a: int, b: int) -> int:
+        return fixed(a & 255, b & 255) | fixed(a >> 8, b >> 8) << 16
+
+    yield Vector("cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 {o}, {a}, {b};", "rhh", both_fixed)
+    yield Vector("cvt.rn.f16.s16 {o}, {a};", "hh", lambda a: encode(exact.exact_round(Fraction(signed(a, 16)), "f16"), "f16"))
     yield Vector("cvt.rn.bf16x2.e4m3x2 {o}, {a};", "rh", spread)
     yield Vector("cvt.rn.satfinite.bf16x2.e4m3x2 {o}, {a};", "rh", spread)
     yield Vector("cvt.rn.satfinite.e4m3x2.bf16x2 {o}, {a};", "hr", packed)
@@ -128,8 +146,8 @@ def test_every_code() -> None:
     for start in range(0, 256, 64):
         codes = np.arange(start, start + 64, dtype=np.uint64)
         for word in (codes | codes << np.uint64(8), codes | (codes ^ np.uint64(255)) << np.uint64(8)):
-            vectors = [vector for vector in EIGHT if vector.banks == "rh"]
-            check(vectors, [word.copy() for _ in range(4)], "plain")
+            vectors = [vector for vector in EIGHT if vector.banks in ("rh", "rhh")]
+            check(vectors, [word.copy(), word[::-1].copy(), word.copy(), word.copy()], "plain")
 
 
 def test_a_128_bit_register_is_a_pair() -> None:

@@ -427,7 +427,7 @@ REFUSED = """
     redux.sync.max.s32 match.any.sync.b32 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
     atom.global.max.u32 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32
     st.param.u32 ld.global.v16.f32 ld.global.f16 ld.release.gpu.global.u32 st.acquire.gpu.global.u32 st.global.v8.b8x2 discard.global.L2
-    fence.proxy.alias barrier.sync bar.red.popc.s32 mbarrier.init.b64 mbarrier.arrive_drop.shared.b64 mbarrier.pending_count.b64
+    fence.proxy.alias barrier.sync.unaligned bar.red.popc.s32 mbarrier.init.b64 mbarrier.arrive_drop.shared.b64 mbarrier.pending_count.b64
     mbarrier.init.shared::cluster.b64 mbarrier.try_wait.shared::cluster.b64
     cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes
     cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes.multicast::cluster

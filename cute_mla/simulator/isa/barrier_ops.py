@@ -245,11 +245,11 @@ def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool)
 
 
 @op(
-    r"bar(.cta)?.sync", r"barrier(.cta)?.sync.aligned",
+    r"bar(.cta)?.sync", r"barrier(.cta)?.sync(.aligned)?",
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive and wait."""
+    """Arrive and wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 

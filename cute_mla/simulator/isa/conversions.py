@@ -25,6 +25,7 @@ WINDOW_MASK = (1 << 56) - 1
 for _function in (
     numeric.f32_to_bf16x2, numeric.f32_to_f16x2, numeric.f32_to_fp8x2, numeric.fp8x2_to_f16x2, numeric.f16x2_to_fp8x2,
     numeric.fp8x2_to_bf16x2, numeric.bf16x2_to_fp8x2, numeric.ue8m0x2_to_bf16x2, numeric.f32_to_ue8m0x2,
+    numeric.scaled_s2f6x2_to_bf16x2, numeric.integer_to_f16,
     numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.round_to_integral,
 ):  # fmt: skip
     runtime(_function)
@@ -63,6 +64,12 @@ def store_integer(e: Emitter, ins: Instruction, kind: str, value: str) -> None:
 def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
     """Integers to f32, to nearest."""
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({integer_source(e, ins, m['s'])})")
+
+
+@op(r"cvt.rn.f16.s16", batch=True)
+def integer_to_half(e: Emitter, ins: Instruction, m: Match) -> None:
+    """16-bit integers to f16, to nearest."""
+    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = integer_to_f16({e.src(ins.operands[1], 's16')})")
 
 
 @op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](32|64)).f32", batch=True)
@@ -126,6 +133,13 @@ def fp8_to_halves(e: Emitter, ins: Instruction, m: Match) -> None:
 def widen_scales(e: Emitter, ins: Instruction, m: Match) -> None:
     """A pair of powers of two to a pair of bf16."""
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = ue8m0x2_to_bf16x2({e.src(ins.operands[1], 'b16')})")
+
+
+@op(r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", batch=True)
+def scaled_fixed_point(e: Emitter, ins: Instruction, m: Match) -> None:
+    """A pair of 8-bit fixed-point numbers, each times its power of two, to a pair of bf16."""
+    pairs, scales = e.src(ins.operands[1], "b16"), e.src(ins.operands[2], "b16")
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = scaled_s2f6x2_to_bf16x2({pairs}, {scales})")
 
 
 @op(r"cvt.(?P<r>rz|rp)(?P<f>.satfinite)?.ue8m0x2.f32", batch=True)

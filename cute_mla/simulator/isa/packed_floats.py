@@ -59,7 +59,18 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
 
 
 @op(r"add(.rn)?.f32.(?P<s>f16|bf16)", batch=True)
-def mixed(e: Emitter, ins: Instruction, m: Match) -> None:
+def mixed_add(e: Emitter, ins: Instruction, m: Match) -> None:
     """A 16-bit float plus an f32, rounded once to f32."""
-    narrow = f"half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})"
-    e.line(f"add({narrow}, {e.src(ins.operands[2], 'f32')}, {e.dst(ins.operands[0], 'f32')})")
+    e.line(f"add({widened(e, ins, 1, m)}, {e.src(ins.operands[2], 'f32')}, {e.dst(ins.operands[0], 'f32')})")
+
+
+@op(r"fma.rn.f32.(?P<s>f16|bf16)", batch=True)
+def mixed_fma(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The product of 16-bit floats plus an f32, rounded once to f32."""
+    value = f"fma_f32({widened(e, ins, 1, m)}, {widened(e, ins, 2, m)}, {e.src(ins.operands[3], 'f32')}, 'rn')"
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
+
+
+def widened(e: Emitter, ins: Instruction, index: int, m: Match) -> str:
+    """A 16-bit operand as f32."""
+    return f"half_to_f32({e.src(ins.operands[index], 'b16')}, {m['s']!r})"
