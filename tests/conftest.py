@@ -8,7 +8,7 @@ from decoding import Decoder
 from cute_mla.spec.arch import ARCHS, Arch
 
 
-@pytest.fixture(params=ARCHS.values(), ids=lambda arch: arch.name)
+@pytest.fixture(scope="session", params=ARCHS.values(), ids=lambda arch: arch.name)
 def arch(request: pytest.FixtureRequest) -> Arch:
     """Every architecture in turn."""
     found: Arch = request.param

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from decoding import Decoder
 
+from cute_mla.spec.mla import MAX_HEADS
 from cute_mla.testing.cases import Case
 
 
@@ -13,6 +14,20 @@ from cute_mla.testing.cases import Case
 )
 def test_heads(decoder: Decoder, h_q: int, h_kv: int) -> None:
     decoder.judge(Case("fp16" if h_kv > 1 else "bf16", s_k=90, h_q=h_q, h_kv=h_kv, sm_count=h_kv))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("h_q", range(1, MAX_HEADS + 1))
+def test_every_number_of_heads(decoder: Decoder, h_q: int) -> None:
+    decoder.judge(Case(lengths=(70,), h_q=h_q, outputs="strided", sm_count=1))
+
+
+@pytest.mark.parametrize(
+    ("s_q", "h_q"), [(1, 1), (3, 21), (2, 32), (13, 5), (1, 127), (2, 64), (3, 43), (3, 64), (5, 128)]
+)
+def test_rows_around_tiles(decoder: Decoder, s_q: int, h_q: int) -> None:
+    """1, 63, 64, 65, 127, 128, 129, 192 and 640 rows: the last of a CTA, the first of the next one, of the next pair of CTAs."""
+    decoder.judge(Case("fp16", batch=2, lengths=(130, 3), s_q=s_q, h_q=h_q, causal=True, outputs="strided", sm_count=4))
 
 
 @pytest.mark.parametrize("causal", [False, True])

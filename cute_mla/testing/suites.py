@@ -1,7 +1,7 @@
 """Suites: which cases run where, and what is said of those that do not.
 
-smoke   per op 12 to 20 cases of at most 200 tiles each, in which every factor value and every line of the edge contract
-        occurs. The same cases on the simulated device and on a GPU.
+smoke   per op 12 to 20 cases of at most 200 tiles each, in which every factor value, every line of the edge contract and, on
+        every architecture, every variant occurs. The same cases for all architectures, on the simulated device and on a GPU.
 full    FlashMLA's grid in both types, its cases with zero lengths, and the smoke cases. Whole on a GPU. On the simulated
         device: the bf16 grid whole where sequences are short and batches at most 6; of the larger ones and of fp16 a cover
         of every pair of factor values, with the batch cut to a budget of tiles; and a few of 4,096 keys, whole.
@@ -77,7 +77,7 @@ SMOKE: tuple[Case, ...] = (
     # The running maximum moves in every tile of a long loop, never after the first, or by far at a few keys.
     Case(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
     Case("fp16", s_k=1100, values="falling", sm_count=3),
-    Case(batch=2, s_q=2, s_k=300, h_q=128, values="peaks", softmax_scale=0.1, q_layout="heads_first"),
+    Case(batch=2, s_q=2, s_k=300, h_q=128, values="peaks", softmax_scale=0.1, q_layout="even"),
     # Pages beyond 2^31 elements.
     Case(batch=2, s_k=200, varlen=True, cache_layout="far"),
     # Decode batches as engines make them: TP8, multi-token prediction without TP, and one long request among short ones.

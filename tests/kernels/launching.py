@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,7 +15,7 @@ import torch
 from cute_mla import simulator
 from cute_mla.kernels.source import KernelSource
 from cute_mla.spec.abi import ParamKind
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import Arch
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
@@ -34,15 +35,22 @@ class CompiledKernel:
         return CompiledKernel(self.source, self.entry, ptx)
 
 
-@cache
+built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture that `compiled` compiles for
+
+
 def compiled(op: str, config_name: str) -> CompiledKernel:
-    """One variant for SM90. Skips the test where the compiler is not installed."""
+    """One variant for the architecture in turn. Skips the test where the compiler is not installed."""
+    return _compiled(op, config_name, built_for.get())
+
+
+@cache
+def _compiled(op: str, config_name: str, arch: Arch) -> CompiledKernel:
     pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
     from cute_mla.aot_build.compile import compile_source
     from cute_mla.aot_build.variants import closed_variants
 
-    source = next(v.source() for v in closed_variants(SM90, (op,)) if v.config.name == config_name)
-    result = compile_source(source, SM90)
+    source = next(v.source() for v in closed_variants(arch, (op,)) if v.config.name == config_name)
+    result = compile_source(source, arch)
     return CompiledKernel(source, result.entry, result.ptx)
 
 

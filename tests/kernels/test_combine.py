@@ -15,6 +15,8 @@ from cute_mla.spec.combine import COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import NO_SPLIT_LIMIT
 
+pytestmark = pytest.mark.usefixtures("built_for")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to the value, at worst
 CANARY = 7.0

@@ -10,14 +10,15 @@ from launching import CompiledKernel, compiled, launch, nbytes
 from plan_reference import Plan, reference_plan
 
 from cute_mla import simulator
+from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, NO_SPLIT_LIMIT, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1
 
 
-@pytest.fixture(scope="session")
-def kernel() -> CompiledKernel:
+@pytest.fixture
+def kernel(built_for: Arch) -> CompiledKernel:
     return compiled("split_plan", "i32")
 
 

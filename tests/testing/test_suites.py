@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.dense_decode import closed_variants
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing import cases, suites
@@ -36,6 +37,12 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "empty_lse": (None, float("-inf")),
 }
 
+
+def rows(case: Case) -> int:
+    """Query rows of one KV head; 0 if there is nothing to do."""
+    return case.s_q * case.h_q // case.h_kv if case.batch else 0
+
+
 # Every line of the edge contract that dense decode has, and when a case exercises it.
 EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
     "a request without keys": lambda case: 0 in case.key_lengths,
@@ -57,10 +64,17 @@ EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
     "a batch-invariant request cut in two": lambda case: (
         case.batch_invariant and max(case.key_lengths) > INVARIANT_SPLIT_TILES * TILE_KEYS
     ),
-    "a request cut into many splits": lambda case: max(case.key_lengths, default=0) >= 32 * TILE_KEYS and case.sm_count > 64,
-    "a request walked by one CTA": lambda case: case.sm_count <= case.batch and max(case.key_lengths) > 8 * TILE_KEYS,
-    "clusters of two CTAs": lambda case: case.problem(SM90).config.cluster == 2 and case.tiles > 0,
-    "another number of SMs": lambda case: case.sm_count not in (132, 1),
+    "a request cut into many splits": lambda case: max(case.key_lengths, default=0) >= 32 * TILE_KEYS and (
+        case.sm_count is None or case.sm_count > 64
+    ),
+    "a request walked by one CTA": lambda case: (
+        case.sm_count is not None and case.sm_count <= case.batch and max(case.key_lengths) > 8 * TILE_KEYS
+    ),
+    "CTAs that share their keys": lambda case: rows(case) > 64,
+    "another number of SMs": lambda case: case.sm_count not in (None, 1),
+    "a row tile that is full to the last row": lambda case: rows(case) in (64, 128),
+    "a pair of CTAs of which one has no rows": lambda case: 0 < rows(case) <= 64,
+    "a row tile with one row": lambda case: rows(case) % 64 == 1,
 }
 
 
@@ -77,7 +91,14 @@ def test_smoke_has_every_line_of_the_edge_contract(line: str) -> None:
 def test_the_edge_contract_is_not_met_by_an_ordinary_case() -> None:
     ordinary = Case(batch=2, s_k=128, h_q=64)
     met = {line for line, exercises in EDGE_CONTRACT.items() if exercises(ordinary)}
-    assert met == {"table entries past the length"}
+    assert met == {
+        "table entries past the length", "a row tile that is full to the last row", "a pair of CTAs of which one has no rows",
+    }  # fmt: skip
+
+
+def test_smoke_has_every_variant(arch: Arch) -> None:
+    ran = {case.problem(arch).config for case in SMOKE if rows(case)}
+    assert ran == set(closed_variants(arch))
 
 
 def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
