@@ -394,7 +394,7 @@ class Machine:
                 self.complete(copy)
         for cta in cluster.ctas:
             for barrier in cta.mbarriers.values():
-                if barrier.tx > 0:
+                if barrier.tx:
                     self._add(Finding("unfinished", f"the CTA exits with {barrier.state()}", barrier=barrier.name, cta=cta.index))
             for named in cta.named.values():
                 if named.arrived:

@@ -450,3 +450,22 @@ def test_boxes_of_all_ranks(policy: Policy, rank: int) -> None:
     wanted = np.zeros(tuple(reversed(shape)), np.float32)
     wanted[place] = source.reshape(wanted.shape)[place]
     assert np.array_equal(target.reshape(wanted.shape), wanted)
+
+
+TWO_COPIES = """
+    @%p20 bra LOADED;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], BYTES;
+    ld.param.u64 %rd3, [p1];
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r100+64], [%rd3], 64, [%r100];
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r100+128], [%rd3], 64, [%r100];
+LOADED:
+"""
+
+
+@each_policy
+def test_bytes_that_nobody_expected(policy: Policy) -> None:
+    """The second copy is not counted: the wait ends after the first, and the rest is left over even where all data came in time."""
+    source, out = aligned(16, np.uint32), np.zeros(32, np.uint32)
+    for nbytes, expected in ((128, set()), (64, {"unfinished"})):
+        body = barrier(1) + TWO_COPIES.replace("BYTES", str(nbytes)) + WAIT
+        assert kinds(Kernel(body, smem=1024).run(out, source, policy=policy)) == expected
