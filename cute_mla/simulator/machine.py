@@ -399,8 +399,11 @@ class Machine:
             for named in cta.named.values():
                 if named.arrived:
                     self._add(Finding("unfinished", f"the CTA exits where {named.state()}", barrier=named.name, cta=cta.index))
-            for message in unfinished_tensor_work(cta):
-                self._add(Finding("unfinished", message, cta=cta.index))
+            for origin, message in unfinished_tensor_work(cta):
+                if origin is None:
+                    self._add(Finding("unfinished", message, cta=cta.index))
+                else:
+                    self.report_at(origin, "unfinished", message)
             cta.slot.cta = None
             if len(self.homes) < MAX_HOMES:
                 self.homes.append(cta.home)

@@ -219,13 +219,15 @@ def observe(barrier: Mbarrier) -> None:
     barrier.tracked[:] = later
 
 
-def unfinished_tensor_work(cta: Cta) -> Iterator[str]:
-    """What a CTA leaves behind that it should not, in words."""
+def unfinished_tensor_work(cta: Cta) -> Iterator[tuple[Origin | None, str]]:
+    """What a CTA leaves behind that it should not: where it was issued, and in words."""
     if cta.tensor is not None and cta.tensor.allocations:
         held = ", ".join(f"{count} columns at {first:#x}" for first, count in sorted(cta.tensor.allocations.items()))
-        yield f"the CTA exits without tcgen05.dealloc of {held}"
-    if cta.tensor_pipe is not None and any(not isinstance(item, Commit) for item in cta.tensor_pipe.queue):
-        yield "the CTA exits with tcgen05 work that has not been committed, or that nobody has waited for"
+        yield None, f"the CTA exits without tcgen05.dealloc of {held}"
+    if cta.tensor_pipe is not None:
+        for item in cta.tensor_pipe.queue:
+            if not isinstance(item, Commit):
+                yield item.origin, "the CTA exits with tcgen05 work that has not been committed"
 
 
 # ---------------------------------------------------------------- the product
