@@ -9,6 +9,7 @@ from .lanesets import LaneSet
 
 if TYPE_CHECKING:
     from .cta import Cta
+    from .tensor_memory import TensorMemory
 
 READY, BLOCKED, GATHERING, DEAD = "ready", "blocked", "gathering", "dead"
 
@@ -25,7 +26,7 @@ class Group:
         self.pc = pc
         self.tainted = tainted
         self.state = READY
-        self.blocked_on: list[Mbarrier | NamedBarrier | ClusterBarrier] = []
+        self.blocked_on: list[Mbarrier | NamedBarrier | ClusterBarrier | TensorMemory] = []
         self.waited: dict[int, int] = {}
         self.last_failed: tuple[tuple[int, int], ...] = ()
         self.timed_out = False
@@ -53,11 +54,11 @@ class Group:
             self.waited.setdefault(id(barrier), barrier.phase)
             barrier.waiters.append(self)
 
-    def block_for_memory(self, waiters: list[Group]) -> None:
-        """Wait for an allocation to be freed."""
+    def block_for_memory(self, memory: TensorMemory) -> None:
+        """Wait in tcgen05.alloc."""
         self.state = BLOCKED
-        self.blocked_on = []
-        waiters.append(self)
+        self.blocked_on = [memory]
+        memory.waiters.append(self)
 
     def block_at(self, barrier: NamedBarrier | ClusterBarrier) -> None:
         """Wait inside a barrier (the caller has entered the group there)."""

@@ -31,7 +31,8 @@ def split_address(address: int) -> tuple[int, int]:
 class TensorMemory:
     """Cells and allocations. allocations: first column -> columns. waiters: groups blocked in tcgen05.alloc.
 
-    calls: how many allocations and deallocations with cta_group::2 this CTA has made; both CTAs of a pair must agree.
+    With cta_group::2 both CTAs of a pair allocate together: requested is what this CTA has asked for, granted the first column that it
+    got and has not taken yet. freed: deallocations with cta_group::2, on which both CTAs must agree.
     """
 
     data: np.ndarray = field(default_factory=lambda: np.full((LANES, COLUMNS), NAN_WORD, np.uint32))
@@ -39,8 +40,11 @@ class TensorMemory:
     allocations: dict[int, int] = field(default_factory=dict)
     relinquished: bool = False
     group: int = 0
-    calls: list[tuple[str, int, int]] = field(default_factory=list)
+    requested: int | None = None
+    granted: int | None = None
+    freed: list[tuple[int, int]] = field(default_factory=list)
     waiters: list[Group] = field(default_factory=list)
+    name: str = "tensor memory"
 
     def reset(self) -> None:
         """Forget contents and allocations."""
@@ -49,8 +53,14 @@ class TensorMemory:
         self.allocations = {}
         self.relinquished = False
         self.group = 0
-        self.calls = []
+        self.requested = self.granted = None
+        self.freed = []
         self.waiters = []
+
+    def state(self) -> str:
+        """How much is taken, in words."""
+        taken = f"{sum(self.allocations.values())} of {COLUMNS} columns are allocated"
+        return taken if self.requested is None else f"{taken}; with cta_group::2 the peer CTA must allocate {self.requested} too"
 
     def use_group(self, group: int) -> None:
         """All tcgen05 instructions of a kernel have the same cta_group. Raises Fault where they do not."""
@@ -58,23 +68,27 @@ class TensorMemory:
             raise Fault("tensor_memory", f"cta_group::{group} in a kernel that has used cta_group::{self.group} before")
         self.group = group
 
-    def allocate(self, columns: int) -> int | None:
-        """The first column of a new allocation; None when there is no room now. Raises Fault for a size that is not allowed."""
+    def check_size(self, columns: int) -> None:
+        """Raises Fault for an allocation that is not allowed."""
         if columns not in (32, 64, 128, 256, 512):
             raise Fault("tensor_memory", f"allocation of {columns} columns: must be a power of two from 32 to 512")
         if self.relinquished:
             raise Fault("tensor_memory", "tcgen05.alloc after tcgen05.relinquish_alloc_permit")
+
+    def room(self, columns: int) -> int | None:
+        """The first column that an allocation would get; None when there is no room now."""
         start = 0
         for first in sorted(self.allocations):
             if first - start >= columns:
                 break
             start = first + self.allocations[first]
-        if start + columns > COLUMNS:
-            return None
+        return start if start + columns <= COLUMNS else None
+
+    def allocate(self, start: int, columns: int) -> None:
+        """Take columns."""
         self.allocations[start] = columns
         self.valid[:, start : start + columns] = False
         self.data[:, start : start + columns] = NAN_WORD
-        return start
 
     def release(self, address: int, columns: int) -> None:
         """Free an allocation. Raises Fault unless it is one, whole."""

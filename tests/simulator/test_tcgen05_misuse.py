@@ -123,7 +123,41 @@ def test_pair_that_allocates_differently() -> None:
         "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r9], %r10;\n$o:\n"
     )
     report = report_of(program, group=2, columns=64, output=False)
-    assert "where its peer does alloc" in message(report)
+    assert "where its peer allocates" in message(report)
+
+
+class Unordered(TensorKernel):
+    """The CTAs of the pair meet before the allocation, and not again."""
+
+    def prologue(self) -> str:
+        text = super().prologue()
+        assert text.count(PAIR) == 1
+        return text.replace(PAIR, "").replace("@!%p3 bra $allocated;", f"bar.sync 0;\n{PAIR}@!%p3 bra $allocated;")
+
+
+@pytest.mark.parametrize("policy", SCHEDULES)
+def test_pair_allocates_together(policy: Policy) -> None:
+    """The even CTA issues a product as soon as it has its memory: the odd one has it then, too."""
+    program = mma(A, B, instruction_descriptor(256, 32), group=2) + commit(2) + wait("$done")
+    _, report = Unordered(program, 2, 32, output=False).run(policy=policy)
+    assert not report.findings
+
+
+def test_pair_of_which_one_allocates() -> None:
+    program = "@!%p2 bra $o;\n@!%p3 bra $o;\ntcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r1], 32;\n$o:\n"
+    report = report_of(program, group=2, columns=64, output=False)
+    assert any("the peer CTA must allocate 32 too" in finding.message for finding in report.findings)
+
+
+def test_several_warps_allocate_one_after_the_other() -> None:
+    program = """
+mad.lo.u32 %r9, %r2, 4, %r1; add.u32 %r9, %r9, 32;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r9], 64;
+ld.shared.u32 %r10, [%r9]; bar.sync 0;
+tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;
+"""
+    assert not report_of(program, Policy.named("round_robin"), columns=64, output=False).findings
 
 
 # ---------------------------------------------------------------- lanes, descriptors, shapes

@@ -12,8 +12,8 @@ from .. import tcgen05_forms as forms
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Imm, Instruction, Mem, Operand, Reg, Vec
-from ..registers import Window
-from ..tensor_memory import split_address
+from ..registers import WARP, Window
+from ..tensor_memory import TensorMemory, split_address
 from ..tensor_pipe import Cells, Chain
 from .async_copies import lane_values, targets_of
 from .memory_ops import place_shared
@@ -50,23 +50,21 @@ def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
     )
 
 
-@op(rf"tcgen05.dealloc.{GROUP}.sync.aligned.b32", writes=(), pure=False, taint="own", needs="warp")
+@op(
+    rf"tcgen05.dealloc.{GROUP}.sync.aligned.b32",
+    writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
+)  # fmt: skip
 def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
     """Free an allocation."""
     checked(e, ins, "a tensor memory deallocation")
-    e.line(f"tensor_dealloc(w, {e.src(ins.operands[0], 'u32')}, {e.src(ins.operands[1], 'u32')}, {m['group']})")
+    operands = f"{e.src(ins.operands[0], 'u32')}, {e.src(ins.operands[1], 'u32')}"
+    e.line(f"if not tensor_dealloc(w, {operands}, {m['group']}): return BLOCKED")
 
 
 @op(rf"tcgen05.relinquish_alloc_permit.{GROUP}.sync.aligned", writes=(), pure=False, needs="warp")
 def relinquish(e: Emitter, ins: Instruction, m: Match) -> None:
     """No allocation after this."""
     e.line(f"tensor_relinquish(w, {m['group']})")
-
-
-def one_warp(w: Window, what: str) -> None:
-    """Raises Fault when several warps of a convoy execute what a single warp should."""
-    if len(w.warps) != 1:
-        raise Fault("tensor_memory", f"{what} by {len(w.warps)} warps at once")
 
 
 def same(w: Window, value: np.ndarray, what: str) -> int:
@@ -79,19 +77,20 @@ def same(w: Window, value: np.ndarray, what: str) -> int:
 
 @runtime
 def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group: int) -> bool:
-    """tcgen05.alloc. False: blocked until something is freed."""
-    one_warp(w, "tcgen05.alloc")
+    """tcgen05.alloc. False: blocked until something is freed, or until the peer CTA allocates too."""
     cta = w.cta
+    if cta.machine.must_separate(w, w.lanes // WARP):
+        return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     count = same(w, columns, "the size of an allocation")
-    start = memory.allocate(count)
+    memory.check_size(count)
+    start = memory.room(count) if group == 1 else allocate_together(cta, memory, count)
     if start is None:
-        cta.machine.running.block_for_memory(memory.waiters)
+        cta.machine.running.block_for_memory(memory)
         return False
-    if group == 2:
-        memory.calls.append(("alloc", start, count))
-        check_pair(cta)
+    if group == 1:
+        memory.allocate(start, count)
     (target, _, offsets), *_ = place_shared(w, destination, False)
     in_use.check_store(w, target, offsets[:1], 4)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
@@ -100,19 +99,26 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     return True
 
 
-def check_pair(cta: Cta) -> None:
-    """Raises Fault where the two CTAs of a pair allocate or free differently."""
-    if cta.cluster.size % 2:
-        raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
-    other = cta.cluster.ctas[cta.rank ^ 1]
-    if other.tensor is None:
-        return
-    for mine, theirs in zip(cta.tensor_memory().calls, other.tensor.calls, strict=False):
-        if mine != theirs:
-            raise Fault(
-                "tensor_memory", f"with cta_group::2 this CTA does {mine[0]} of {mine[2]} columns at {mine[1]} "
-                f"where its peer does {theirs[0]} of {theirs[2]} at {theirs[1]}"
-            )  # fmt: skip
+def allocate_together(cta: Cta, memory: TensorMemory, columns: int) -> int | None:
+    """tcgen05.alloc of a CTA pair: the first column, or None while the peer has not come or there is no room."""
+    if memory.granted is not None:
+        start, memory.granted = memory.granted, None
+        return start
+    other = pair_of(cta)[1 - (cta.rank & 1)].tensor_memory()
+    memory.requested = columns
+    if other.requested is None:
+        return None
+    if other.requested != columns:
+        raise Fault("tensor_memory", f"with cta_group::2 this CTA allocates {columns} columns where its peer allocates {other.requested}")
+    first = memory.room(columns)
+    if first is None or other.room(columns) != first:
+        return None
+    memory.allocate(first, columns)
+    other.allocate(first, columns)
+    memory.requested = other.requested = None
+    other.granted = first
+    cta.machine.wake(other.waiters)
+    return first
 
 
 def pair_of(cta: Cta) -> tuple[Cta, Cta]:
@@ -124,26 +130,35 @@ def pair_of(cta: Cta) -> tuple[Cta, Cta]:
 
 
 @runtime
-def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> None:
-    """tcgen05.dealloc"""
-    one_warp(w, "tcgen05.dealloc")
+def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> bool:
+    """tcgen05.dealloc. False: runs again, warp by warp."""
     cta = w.cta
+    if cta.machine.must_separate(w, w.lanes // WARP):
+        return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     where, count = same(w, address, "a tensor memory address"), same(w, columns, "the size of an allocation")
     _, column = split_address(where)
     memory.release(where, count)
     tensor_in_use.check_release(w, Cells(cta, 0xFF, column, column + count))
-    if group == 2:
-        memory.calls.append(("dealloc", column, count))
-        check_pair(cta)
     cta.machine.wake(memory.waiters)
+    if group == 2:
+        if cta.cluster.size % 2:
+            raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
+        memory.freed.append((column, count))
+        peer = cta.cluster.ctas[cta.rank ^ 1].tensor
+        for mine, theirs in zip(memory.freed, [] if peer is None else peer.freed, strict=False):
+            if mine != theirs:
+                message = f"with cta_group::2 this CTA frees {mine[1]} columns at {mine[0]} where its peer frees {theirs[1]} at {theirs[0]}"
+                raise Fault("tensor_memory", message)
+        if peer is not None:
+            cta.machine.wake(peer.waiters)
+    return True
 
 
 @runtime
 def tensor_relinquish(w: Window, group: int) -> None:
     """tcgen05.relinquish_alloc_permit"""
-    one_warp(w, "tcgen05.relinquish_alloc_permit")
     memory = w.cta.tensor_memory()
     memory.use_group(group)
     memory.relinquished = True
