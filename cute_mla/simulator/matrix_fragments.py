@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements between shared memory and the registers of a warp.
+"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements (and 16x16 of bytes) between shared memory and the registers of a warp.
 
 Lanes 8i to 8i+7 give the shared offsets of rows 0 to 7 (16 bytes each) of matrix i, which is register i of every lane. Lane t holds
 elements (t/4, 2*(t%4)) and (t/4, 2*(t%4)+1) of a matrix, lower half first; with .trans it holds them of the transposed matrix.
@@ -47,6 +47,19 @@ def load_matrices(smem: Array, offsets: Array, count: int, transposed: bool) -> 
         elements = np.ascontiguousarray(elements.swapaxes(-1, -2))
     registers = elements.view(np.uint32).reshape(*rows.shape[:-1], count, LANES)
     return [registers[..., i, :] for i in range(count)]
+
+
+def load_byte_matrices(smem: Array, offsets: Array, count: int) -> list[Array]:
+    """ldmatrix.m16n16.trans.b8: 2 * `count` registers, uint32 of the shape of offsets (..., 32).
+
+    Lanes 16i to 16i+15 give the rows of matrix i. Byte k of its register j holds in lane t element (4*(t%4) + k, t/4 + 8*j).
+    Raises ValueError for a misaligned row and IndexError for one outside smem.
+    """
+    rows = row_offsets(offsets, 2 * count)
+    elements = _chunks(smem).take(rows >> 4).view(np.uint8).reshape(*rows.shape[:-1], count, 16, 16)
+    columns = np.ascontiguousarray(elements.swapaxes(-1, -2))
+    registers = columns.view(np.uint32).reshape(*rows.shape[:-1], 2 * count, LANES)
+    return [registers[..., i, :] for i in range(2 * count)]
 
 
 def store_matrices(smem: Array, offsets: Array, registers: list[Array], transposed: bool) -> None:

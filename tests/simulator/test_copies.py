@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -267,6 +269,37 @@ def test_matrix_moves_against_elements(trans: str, count: int, cta: str) -> None
                 assert stored[8 * index + row, column] == word >> 16 * half & 0xFFFF
     for lane in range(8 * count, 32):
         assert (out.reshape(32, 8)[lane, :4] == lane).all()
+
+
+@pytest.mark.parametrize(("count", "space"), [(1, "shared"), (2, "shared::cta")])
+def test_matrices_of_bytes(count: int, space: str) -> None:
+    """Two warps; row r of a warp's memory holds the bytes 16 r, 16 r + 1, ... (mod 256), and the last row of all nothing."""
+    names = [f"%r{20 + index}" for index in range(2 * count)]
+    body = f"""
+        mov.b32 %r1, smem;
+        shl.b32 %r2, %r0, 4;
+        add.u32 %r2, %r2, %r1;
+        mul.lo.u32 %r4, %r0, 0x10101010;
+        and.b32 %r4, %r4, 0xF0F0F0F0;
+        add.u32 %r4, %r4, 0x03020100;
+        add.u32 %r5, %r4, 0x04040404;
+        add.u32 %r6, %r5, 0x04040404;
+        add.u32 %r7, %r6, 0x04040404;
+        setp.lt.u32 %p1, %r0, LIMIT;
+        @%p1 st.shared.v4.u32 [%r2], {{%r4, %r5, %r6, %r7}};
+        bar.warp.sync -1;
+        ldmatrix.sync.aligned.m16n16.x{count}.trans.{space}.b8 {{{", ".join(names)}}}, [%r2];
+        mul.wide.u32 %rd3, %r0, 16;
+        add.s64 %rd3, %rd0, %rd3;
+    """
+    body += "\n".join(f"st.global.b32 [%rd3+{4 * index}], {name};" for index, name in enumerate(names))
+    out = aligned(64 * 4, np.uint32)
+    assert Kernel(body.replace("LIMIT", "64"), threads=64, smem=1024).run(out).ok
+    for lane, register, byte in itertools.product(range(64), range(2 * count), range(4)):
+        row = lane // 32 * 32 + 16 * (register // 2) + 4 * (lane % 4) + byte
+        assert int(out[4 * lane + register]) >> 8 * byte & 255 == (16 * row + lane % 32 // 4 + 8 * (register % 2)) & 255
+    missing = Kernel(body.replace("LIMIT", str(31 + 16 * count)), threads=64, smem=1024).run(out)
+    assert kinds(missing) == {"poison"}
 
 
 SIZES = """

@@ -44,6 +44,23 @@ def test_votes_and_election() -> None:
     assert [lanes(below.replace("%n", str(n)))[7] for n in (0, 7, 32)] == [1, 0, 1]
 
 
+def test_reductions_over_a_warp() -> None:
+    """f32 extremes of two warps, with a NaN in the second; zeros are ordered by sign."""
+    negative = "cvt.rn.f32.u32 %f1, %r0;\nsub.f32 %f1, 0f41200000, %f1;\n"  # 10 - lane
+    with_nan = negative + "setp.eq.u32 %p1, %r0, 40;\nselp.f32 %f1, 0f7FC00000, %f1, %p1;\n"
+    result = "\nmov.b32 %r4, %f2;"
+    for name, values in (("min", (-21.0, -53.0)), ("max", (10.0, -22.0))):
+        bits = [int(np.float32(value).view(np.uint32)) for value in values]
+        assert lanes(f"{with_nan}redux.sync.{name}.f32 %f2, %f1, -1;{result}", 64) == [bits[0]] * 32 + [bits[1]] * 32
+        assert lanes(f"{with_nan}redux.sync.{name}.NaN.f32 %f2, %f1, -1;{result}", 64) == [bits[0]] * 32 + [0x7FFFFFFF] * 32
+    zeros = "setp.eq.u32 %p1, %r0, 7;\nselp.f32 %f1, 0f80000000, 0f00000000, %p1;\n"
+    assert lanes(f"{zeros}redux.sync.min.f32 %f2, %f1, -1;{result}") == [0x80000000] * 32
+    assert lanes(f"{zeros}redux.sync.max.f32 %f2, %f1, -1;{result}") == [0] * 32
+    poisoned = "mov.b32 %r1, smem;\nld.shared.f32 %f1, [%r1];\nsetp.ne.u32 %p1, %r0, 3;\n@%p1 mov.f32 %f1, 0f3F800000;\n"
+    poisoned += "redux.sync.max.f32 %f2, %f1, -1;\nst.global.f32 [%rd2], %f2;"
+    assert kinds(Kernel(poisoned, smem=16).run(np.zeros(32, np.float32))) == {"poison"}
+
+
 AWAY = "setp.eq.u32 %p3, %r0, 0;\nsetp.eq.or.u32 %p3, %r0, 9, %p3;\n@%p3 bra OUT;\nCODE\nst.global.u32 [%rd2], %r4;\nOUT:\nmov.u32 %r4, 0;"
 
 
@@ -57,6 +74,7 @@ def test_votes_of_the_lanes_that_are_left(schedule: str) -> None:
         "setp.eq.u32 %p1, %r0, 9;\nvote.sync.any.pred %p2, %p1, -1;\nselp.b32 %r4, 5, 6, %p2;": 6,
         "setp.eq.u32 %p1, %r0, 20;\nvote.sync.any.pred %p2, %p1, -1;\nselp.b32 %r4, 5, 6, %p2;": 5,
         "elect.sync %r4|%p1, -1;": 1,
+        "cvt.rn.f32.u32 %f1, %r0;\nredux.sync.min.f32 %f2, %f1, -1;\ncvt.rzi.u32.f32 %r4, %f2;": 1,
     }
     for code, value in cases.items():
         out = np.full(32, 99, np.uint32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,20 @@ def test_load(count: int, transposed: bool) -> None:
                     pairs = [(column, row) for row, column in pairs]
                 low, high = (element(smem, int(rows[row]), column) for row, column in pairs)
                 assert int(registers[matrix][warp, lane]) == low | high << 16
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_load_of_bytes(count: int) -> None:
+    """As CuTe's layouts of SM100_U8x8_LDSM_T and SM100_U8x16_LDSM_T say, once its bytes are in the order of the instruction."""
+    smem, where = memory(7), offsets(8)
+    where[:, 16 * count :] = 3
+    registers = fragments.load_byte_matrices(smem, where, count)
+    assert len(registers) == 2 * count
+    for warp in range(WARPS):
+        for register, lane, byte in itertools.product(range(2 * count), range(32), range(4)):
+            row = where[warp, 16 * (register // 2) + 4 * (lane % 4) + byte]
+            wanted = smem[row + lane // 4 + 8 * (register % 2)]
+            assert int(registers[register][warp, lane]) >> 8 * byte & 255 == wanted
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -328,6 +328,22 @@ def test_atomics(space: str, order: str) -> None:
     assert on_counter(f"add.u64 %rd6, %rd10, 100;\natom{order}{{space}}.cas.b64 %rd5, [{{at}}], %rd10, %rd6;", 9, space)[1] == 109
 
 
+@pytest.mark.parametrize(("space", "order"), [("", ".relaxed.gpu"), ("global", ""), ("shared", ""), ("shared.cta", ""), ("global.gpu", "")])
+def test_atomic_minimum_and_maximum(space: str, order: str) -> None:
+    """Signed and unsigned, on a counter in between the 32 values."""
+    widen = "\ncvt.u64.u32 %rd5, %r5;"
+    spread = "sub.u32 %r6, %r0, 16;\nshl.b32 %r6, %r6, 4;\n"
+    signed_values = [(lane - 16) * 16 for lane in range(32)]
+    for kind, start in (("s32", 5), ("s32", -5), ("u32", 5), ("u32", -5)):
+        values = [value & M32 for value in signed_values] if kind == "u32" else signed_values
+        first = start & M32 if kind == "u32" else start
+        for name, function in (("min", min), ("max", max)):
+            code = f"{spread}atom{order}{{space}}.{name}.{kind} %r5, [{{at}}], %r6;" + widen
+            old, final = on_counter(code, start & M32, space)
+            assert final == function(first, *values) & M32
+            assert start & M32 in old
+
+
 def test_atomics_on_bad_memory() -> None:
     add = "atom.global.add.u32 %r5, [%rd3], 1;"
     assert kinds(Kernel(f"ld.param.u64 %rd3, [p1];\n{add}").run(np.zeros(1, np.uint32), np.zeros(1, np.uint32), undefined=(1,))) == {

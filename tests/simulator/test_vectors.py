@@ -425,7 +425,7 @@ REFUSED = """
     bfind.u32 prmt.b32.f4e shf.l.b32 mul.s32 mad.lo.cc.s32 addc.u32 sub.cc.u32 add.s8 mul24.lo.s32 sad.s32 dp4a.s32.s32 div.rz.f32
     rcp.rz.f32 fma.f32 lg2.f32 add.rn.f64x2 neg.f32x2 max.f32x2 add.rn.f32x2.bf16x2 sub.rn.f32.f16 add.rz.f32.f16 mul.wide.s64
     redux.sync.max.s32 match.any.sync.b32 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
-    atom.global.max.u32 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32
+    atom.global.max.u64 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32
     st.param.u32 ld.global.v16.f32 ld.global.f16 ld.release.gpu.global.u32 st.acquire.gpu.global.u32 st.global.v8.b8x2 discard.global.L2
     fence.proxy.alias barrier.sync.unaligned bar.red.popc.s32 mbarrier.init.b64 mbarrier.arrive_drop.shared.b64 mbarrier.pending_count.b64
     mbarrier.init.shared::cluster.b64 mbarrier.try_wait.shared::cluster.b64
@@ -435,7 +435,7 @@ REFUSED = """
     ldmatrix.sync.aligned.m8n8.x4.shared.b8 stmatrix.sync.aligned.m16n8.x1.trans.shared.b8
     tcgen05.alloc.cta_group::3.sync.aligned.shared::cta.b32 call.uni trap.foo tensormap.replace.tile.global_address.global.b1024.b64
     cvt.rn.bf16x2.e5m2x2 cvt.rn.ue8m0x2.f32 cvt.rp.ue8m0x2.bf16x2 cvt.rn.satfinite.e2m1x2.f32 cvt.rn.f16x2.e2m1x2
-    cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.e4m3x2 cvt.rn.satfinite.bf16x2.f32 redux.sync.min.f32 max.f32.abs
+    cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.e4m3x2 cvt.rn.satfinite.bf16x2.f32 redux.sync.min.abs.f32 max.f32.abs
     cp.async.bulk.tensor.3d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes
     cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::3
     cp.async.bulk.tensor.2d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.cta_group::2

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .. import numeric
 from ..emitter import Unsupported, pair_items
 from ..ptx import Imm, Instruction
 from ..registers import WARP, Window
@@ -153,6 +155,34 @@ def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
     for index, votes in per_warp(w, value):
         result[index] = int(np.bitwise_or.reduce(np.where(votes, 1 << lane[index], 0)))
     return result
+
+
+@op(r"redux.sync.(?P<f>min|max)(?P<n>.NaN)?.f32", needs="warp", taint="own", pure=False)
+def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The minimum or maximum over the live lanes of a warp; without .NaN a NaN loses. An undefined value poisons the result of all."""
+    member_mask(ins, 2)
+    source = e.src(ins.operands[1], "f32")
+    if e.tainted and ins.operands[0] is not None:
+        e.line(f"{e.taint(ins.operands[0])}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
+    function = e.constants.thing(numeric.min_f32 if m["f"] == "min" else numeric.max_f32)
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = reduce_f32(w, {source}, {function}, {bool(m['n'])})")
+
+
+@runtime
+def reduce_f32(w: Window, value: np.ndarray, function: Callable[..., np.ndarray], nan: bool) -> np.ndarray:
+    """function over all lanes of each warp, in every lane."""
+    result = np.zeros(w.n, np.float32)
+    for index, values in per_warp(w, value):
+        result[index] = reduce_pairs(values, function, nan)
+    return result
+
+
+def reduce_pairs(values: np.ndarray, function: Callable[..., np.ndarray], nan: bool) -> np.ndarray:
+    """function of all values, halves against halves."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = np.concatenate([function(values[:half], values[half : 2 * half], nan), values[2 * half :]])
+    return numeric.canonical_nan(values)[0]
 
 
 @op(r"elect.sync", needs="warp", pure=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -323,6 +324,19 @@ def load_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     store_loaded(e, items, value, "b32")
 
 
+@op(r"ldmatrix.sync.aligned.m16n16.x(?P<n>1|2).trans.shared(::cta)?.b8", needs="warp", pure=False, taint="own", loads=True)
+def load_byte_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
+    """16x16 matrices of bytes from shared memory, transposed."""
+    items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
+    count = int(m["n"])
+    if len(items) != 2 * count:
+        raise Unsupported(f"{len(items)} registers for {count} matrices of 16x16 bytes")
+    e.check_taint(registers_of(ins.operands[1]), "an address")
+    value = e.temp()
+    e.line(f"{value} = load_byte_matrices(w, {e.memory_address(ins.operands[1], 32)}, {count})")
+    store_loaded(e, items, value, "b32")
+
+
 @op(r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", writes=(), pure=False, taint="own")
 def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     """8x8 matrices of 16-bit elements to shared memory."""
@@ -352,15 +366,26 @@ def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
 
 @runtime
 def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
-    """ldmatrix."""
-    cta = w.cta
+    """ldmatrix of 8x8 matrices."""
     offsets = matrix_offsets(w, address, count)
-    values = np.stack(matrix_fragments.load_matrices(cta.smem.data, offsets, count, transposed)).reshape(count, -1)
-    valid = np.stack(matrix_fragments.load_matrices(cta.smem.valid, offsets, count, transposed)).reshape(count, -1)
+    return matrices_read(w, offsets[:, : 8 * count], lambda memory: matrix_fragments.load_matrices(memory, offsets, count, transposed))
+
+
+@runtime
+def load_byte_matrices(w: Window, address: np.ndarray, count: int) -> np.ndarray:
+    """ldmatrix of 16x16 matrices of bytes."""
+    offsets = matrix_offsets(w, address, 2 * count)
+    return matrices_read(w, offsets[:, : 16 * count], lambda memory: matrix_fragments.load_byte_matrices(memory, offsets, count))
+
+
+def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
+    """The registers (registers, lanes) that a function reads from memory; their poison is left in the CTA."""
+    cta = w.cta
+    values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
     cta.poison = None if known.all() else ~known
     if cta.observer is not None:
-        cta.observer.shared_access(w, cta, None, offsets[:, : 8 * count].ravel(), 16, False)
+        cta.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
     return values
 
 
@@ -387,7 +412,11 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
 _ATOMIC = rf"(.(relaxed|acquire|release|acq_rel))?({SCOPE})?{SPACE}"
 
 
-@op(rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas).(?P<t>b(32|64))", pure=False, taint="own", loads=True)
+@op(
+    rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas).(?P<t>b(32|64))",
+    rf"atom{_ATOMIC}.(?P<f>min|max).(?P<t>[us]32)", rf"atom.(?P<space>global|shared){SCOPE}.(?P<f>min|max).(?P<t>[us]32)",
+    pure=False, taint="own", loads=True,
+)  # fmt: skip
 def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
     """Read-modify-write that returns the old value; lanes act in order."""
     emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
@@ -432,6 +461,9 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
         after = operands[-1][lane : lane + 1].view(before.dtype)
         if name == "add":
             after = before + after
+        elif name in ("min", "max"):
+            function = np.minimum if name == "min" else np.maximum
+            after = function(before.view(operands[-1].dtype), operands[-1][lane : lane + 1]).view(before.dtype)
         elif name == "cas" and before[0] != operands[0][lane]:
             after = before
         old[0, lane] = before[0]
