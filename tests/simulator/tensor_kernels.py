@@ -118,6 +118,7 @@ class TensorKernel:
     epilogue: str = "bar.sync 0;\n@!%p3 bra $end;\ntcgen05.dealloc.cta_group::{group}.sync.aligned.b32 %r3, {columns};\n$end:\n"
     words: int = 0
     output: bool = True
+    room: int = 1024  # bytes of shared memory behind the image
 
     def prologue(self) -> str:
         """Set-up, up to the image in shared memory."""
@@ -160,7 +161,7 @@ ld.param.u64 %rd8, [p1]; mul.wide.u32 %rd9, %r4, {self.image}; add.s64 %rd8, %rd
         more = aligned(ctas * 128 * max(self.words, 1), np.uint32)
         if words is not None:
             more[:] = np.ascontiguousarray(words, np.uint32).reshape(-1)
-        kernel = Kernel(self.text(), threads=128, smem=DATA + self.image + 1024, grid=ctas, cluster=ctas)
+        kernel = Kernel(self.text(), threads=128, smem=DATA + self.image + self.room, grid=ctas, cluster=ctas)
         report = kernel.run(out, pad, more, policy=policy, undefined=(0,))
         return out.reshape(ctas, 128, self.cells), report
 

@@ -139,7 +139,7 @@ class Unordered(TensorKernel):
 def test_pair_allocates_together(policy: Policy) -> None:
     """The even CTA issues a product as soon as it has its memory: the odd one has it then, too."""
     program = mma(A, B, instruction_descriptor(256, 32), group=2) + commit(2) + wait("$done")
-    _, report = Unordered(program, 2, 32, output=False).run(policy=policy)
+    _, report = Unordered(program, 2, 32, output=False, room=4 * SIZE).run(policy=policy)
     assert not report.findings
 
 
