@@ -208,6 +208,8 @@ def test_what_is_ignored_on_purpose() -> None:
         mov.b64 %rd5, p1;
         cvta.param.u64 %rd6, %rd5;
         prefetch.tensormap [%rd6];
+        cp.async.bulk.prefetch.tensor.2d.L2.global.tile.L2::cache_hint [%rd6, {%r0, %r0}], %rd5;
+        cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4 [%rd6, {%r0, %r0, %r0, %r0, %r0}];
         createpolicy.fractional.L2::evict_last.b64 %rd7, 1.0;
         createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %rd7, 0.5;
         fence.proxy.async;
