@@ -362,7 +362,7 @@ def move(e: Emitter, ins: Instruction, m: Match) -> None:
         e.line(f"{e.dst(d, kind)}[...] = {value}")
 
 
-def move_taint(e: Emitter, d: Operand, a: Operand) -> None:
+def move_taint(e: Emitter, d: Operand | None, a: Operand | None) -> None:
     """Poison of a move. What is packed and unpacked within a block keeps the poison of each part to itself."""
     if isinstance(d, Vec):
         parts = e.parts.get(a.name) if isinstance(a, Reg) else None
