@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -195,10 +196,11 @@ def _summarise(records: list[list[Record]], figures: Figures) -> None:
             click.echo(f"FAILED {record.arch} {record.device} {record.schedule or ''} {record.case}: {record.reason}")
             for finding in record.findings[:_FINDINGS_SHOWN]:
                 click.echo(f"    {finding}")
-    for title, name in (("out max abs", "out_max_abs"), ("out cos diff", "out_cos_diff"), ("lse max abs", "lse_max_abs")):
-        errors = [(getattr(record, name), record.case) for record in ran if getattr(record, name) is not None]
+    titles = (("out max abs", "out_max_abs"), ("out cos diff", "out_cos_diff"), ("lse max abs", "lse_max_abs"))
+    for arch, (title, name) in product(sorted({record.arch for record in ran}), titles):
+        errors = [(getattr(record, name), record.case) for record in ran if record.arch == arch and getattr(record, name) is not None]
         if errors:
-            click.echo("worst {}: {:.2e} in {}".format(title, *max(errors)))
+            click.echo("worst {} on {}: {:.2e} in {}".format(title, arch, *max(errors)))
     fates = Counter(fate for case in records for fate in map(_fate, case[:1]) if fate is not None)
     for (fate, reason), number in sorted(fates.items()):
         click.echo(f"{number} {fate}: {reason}")

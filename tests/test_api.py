@@ -25,10 +25,16 @@ SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
 
 
 @pytest.fixture
-def device() -> Iterator[RecordingDevice]:
-    """An active recording device of 132 SMs."""
-    with RecordingDevice().active() as device:
+def device(arch: Arch) -> Iterator[RecordingDevice]:
+    """An active recording device of 132 SMs, of every architecture in turn."""
+    with RecordingDevice(arch).active() as device:
         yield device
+
+
+def row_ctas(device: RecordingDevice, rows: int) -> int:
+    """CTAs of 64 rows each, in pairs on Blackwell."""
+    tiles = -(-rows // 64)
+    return tiles + tiles % 2 if device.arch is SM100 else tiles
 
 
 @dataclass
@@ -94,7 +100,8 @@ def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
     call = Call(s_q=2, h_q=128)
     out, lse = call.run(causal=True)
     plan, decode, combine = device.launches
-    assert (plan.kernel, decode.kernel, combine.kernel) == ("split_plan_sm90_i32", "dense_decode_sm90_bf16_cluster2", "combine_sm90_bf16")
+    names = ("split_plan_{}_i32", "dense_decode_{}_bf16_cluster2", "combine_{}_bf16")
+    assert (plan.kernel, decode.kernel, combine.kernel) == tuple(name.format(device.arch.name) for name in names)
     assert (plan.pdl, decode.pdl, combine.pdl) == (False, True, True)
     assert (plan.grid, decode.grid, combine.grid) == ((1, 1, 1), (4, 1, 33), (4, 16, 4))
     assert (out.shape, out.dtype) == ((2, 2, 128, 512), torch.bfloat16)
@@ -105,13 +112,14 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
     call = Call(batch=3)
     metadata, num_splits = call.form_a()
     (plan,) = device.launches
-    assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((132, 8), torch.int32, (4,), torch.int32)
+    parts = 132 // row_ctas(device, 64)
+    assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((parts, 8), torch.int32, (4,), torch.int32)
     assert plan.args == {
         "cache_seqlens": call.cache_seqlens,
         "plan": metadata,
         "num_splits": num_splits,
         "batch": 3,
-        "num_parts": 132,
+        "num_parts": parts,
         "split_tiles": NO_SPLIT_LIMIT,
         "max_splits": 0,
     }
@@ -121,8 +129,9 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     call = Call(batch=2, s_q=3, h_q=24, h_kv=3, page_size=32, pages_per_request=7, dtype=torch.float16)
     out, lse = call.run(causal=True, softmax_scale=0.25, empty_lse=-math.inf)
     args = device.launches[1].args
-    assert device.launches[1].kernel == "dense_decode_sm90_fp16_cluster1"
-    assert device.launches[1].grid == (1, 3, 44)
+    ctas = row_ctas(device, 24)
+    assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_fp16_cluster{ctas}"
+    assert device.launches[1].grid == (ctas, 3, 44 // ctas)
     assert args["kv_map"] == TensorMap(
         "fp16", call.k_cache.data_ptr(), (576, 3, 32, 20), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
     )
@@ -165,20 +174,21 @@ def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
 def test_accumulators_follow_one_another_in_the_workspace(device: RecordingDevice) -> None:
     call = Call(batch=2, s_q=2, h_q=16)
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=16, device="cpu")
-    assert nbytes == (2 + 132 - 1) * 2 * 16 * 513 * 4
+    parts = 132 // row_ctas(device, 32)
+    assert nbytes == (2 + parts - 1) * 2 * 16 * 513 * 4
     workspace = torch.empty(nbytes, dtype=torch.uint8)
     call.run(workspace=workspace)
     args = device.launches[1].args
     assert args["out_accum"].data_ptr() == workspace.data_ptr()
     assert args["lse_accum"].data_ptr() == workspace.data_ptr() + args["out_accum"].nbytes
-    rows = (2 + 132 - 1) * 2 * 16
+    rows = (2 + parts - 1) * 2 * 16
     assert (args["out_accum"].nbytes, args["lse_accum"].nbytes) == (rows * 512 * 4, rows * 4)
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 132])
 @pytest.mark.parametrize("batch", [1, 5, 300])
-def test_workspace_size_is_what_a_call_needs(sm_count: int, batch: int) -> None:
-    with RecordingDevice(sm_count=sm_count).active():
+def test_workspace_size_is_what_a_call_needs(sm_count: int, batch: int, arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count).active():
         call = Call(batch=batch, h_q=2, pages_per_request=1)
         nbytes = cute_mla.workspace_size("dense_decode", batch=batch, s_q=1, h_q=2, device="cpu")
         call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
@@ -187,10 +197,10 @@ def test_workspace_size_is_what_a_call_needs(sm_count: int, batch: int) -> None:
                 call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
 
 
-def test_one_part_needs_neither_workspace_nor_combine() -> None:
-    with RecordingDevice(sm_count=1).active() as device:
+def test_one_part_needs_neither_workspace_nor_combine(arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count=1).active() as device:
         Call().run()
-    assert [launch.kernel for launch in device.launches] == ["split_plan_sm90_i32", "dense_decode_sm90_bf16_cluster1"]
+    assert [launch.kernel.split(f"_{arch.name}")[0] for launch in device.launches] == ["split_plan", "dense_decode"]
     assert device.launches[1].args["out_accum"].data_ptr() == 0
 
 
@@ -200,7 +210,7 @@ def test_workspace_of_a_foreign_plan(device: RecordingDevice) -> None:
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=2, num_sm_parts=7)
     call.plan = metadata, num_splits
     call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
-    assert device.launches[0].grid == (1, 1, 7)
+    assert device.launches[0].grid == (row_ctas(device, 2), 1, 7)
     with pytest.raises(ValueError, match=f"at least {nbytes}"):
         call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
 
@@ -301,16 +311,30 @@ def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) 
         assert lse.shape == (call.batch, 64, call.s_q)
     metadata, num_splits = Call(batch=0).form_a()
     assert device.launches == []
-    assert metadata.shape == (132, 8)
+    assert metadata.shape == (132 // row_ctas(device, 64), 8)
     assert num_splits.tolist() == [0]
 
 
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 64, 65, 126, 128])
 def test_number_of_query_heads_decides_the_grid(device: RecordingDevice, h_q: int) -> None:
     Call(h_q=h_q).run()
-    tiles = 1 if h_q <= 64 else 2
-    assert device.launches[1].grid == (tiles, 1, 132 // tiles)
-    assert device.launches[1].kernel.endswith(f"cluster{tiles}")
+    ctas = row_ctas(device, h_q)
+    assert ctas == (1 if h_q <= 64 and device.arch is SM90 else 2)
+    assert device.launches[1].grid == (ctas, 1, 132 // ctas)
+    assert device.launches[1].kernel.endswith(f"cluster{ctas}")
+
+
+@pytest.mark.parametrize(("rows", "hopper", "blackwell"), [(1, 1, 2), (64, 1, 2), (65, 2, 2), (128, 2, 2), (129, 3, 4), (257, 5, 6)])
+def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevice, rows: int, hopper: int, blackwell: int) -> None:
+    ctas = {SM90: hopper, SM100: blackwell}[device.arch]
+    metadata, _ = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), rows, 1)
+    assert metadata.shape == (132 // ctas, 8)
+    call = Call(s_q=rows, h_q=1)
+    call.plan = metadata, torch.zeros(3, dtype=torch.int32)
+    call.run()
+    assert device.launches[-2].grid == (ctas, 1, 132 // ctas)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=rows, h_q=1, device="cpu")
+    assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
 
 
 def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
@@ -320,7 +344,7 @@ def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> N
     assert schedule.tile_scheduler_metadata is None
     for _ in range(3):
         call.run()
-    assert [launch.kernel for launch in device.launches].count("split_plan_sm90_i32") == 1
+    assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 1
     assert schedule.tile_scheduler_metadata is not None
     assert all(launch.args["plan"] is schedule.tile_scheduler_metadata for launch in device.launches if "plan" in launch.args)
 

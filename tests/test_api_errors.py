@@ -12,13 +12,13 @@ from recording_device import RecordingDevice
 from test_api import Call
 
 import cute_mla
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS, Arch
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[RecordingDevice]:
+def device(arch: Arch) -> Iterator[RecordingDevice]:
     """An active recording device; nothing may be launched by a call that fails."""
-    with RecordingDevice().active() as device:
+    with RecordingDevice(arch).active() as device:
         yield device
 
 
