@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BANK_DTYPES = {"p": np.dtype(bool), "h": np.dtype(np.uint16), "r": np.dtype(np.uint32), "d": np.dtype(np.uint64)}
 NAN_BITS = {"p": 1, "h": 0xFFFF, "r": 0xFFFFFFFF, "d": 0xFFFFFFFFFFFFFFFF}  # what an undefined register holds
 WARP = 32
+MAX_COMPACTS = 32  # windows on scattered lanes that a slot keeps
 
 # attribute of a window -> (bank, dtype of the rows)
 ROW_LISTS: dict[str, tuple[str, np.dtype[Any]]] = {
@@ -65,6 +66,7 @@ class Window:
         self.parent: Window | None = None
         self.index: np.ndarray | None = None
         self.lazy = False
+        self.dirty = False  # a kept window whose poison rows have been used
 
     def __getattr__(self, name: str) -> Any:
         if name in ROW_LISTS:
@@ -165,6 +167,7 @@ class CtaSlot:
         self.banks = {bank: np.zeros((max(sizes[bank], 1), self.threads), dtype) for bank, dtype in BANK_DTYPES.items()}
         self.taints = {bank: np.zeros(array.shape, bool) for bank, array in self.banks.items()}
         self.windows: dict[bytes, Window] = {}
+        self.compacts: dict[bytes, Window] = {}
 
     def reset(self, undefined: dict[str, list[int]]) -> None:
         """Fill registers that may be read before they are written with NaN patterns."""
@@ -187,28 +190,35 @@ class CtaSlot:
         return window
 
     def compact(self, lanes: np.ndarray, used: dict[str, np.ndarray], tainted: bool) -> Window:
-        """A copy of the used registers of arbitrary lanes; finish with store()."""
-        banks, taints = {}, {}
-        for bank, array in self.banks.items():
-            rows = used[bank]
-            copy = np.zeros((array.shape[0], len(lanes)), array.dtype)
-            copy[rows] = array[rows[:, None], lanes]
-            banks[bank] = copy
-            shadow = np.zeros(copy.shape, bool)
-            if tainted:
-                shadow[rows] = self.taints[bank][rows[:, None], lanes]
-            taints[bank] = shadow
-        window = Window(self, lanes, banks, taints)
-        window.lazy = True
+        """A copy of the used registers of arbitrary lanes; finish with store(). Windows are kept: only used rows mean anything."""
+        key = lanes.tobytes()
+        window = self.compacts.get(key)
+        if window is None:
+            if len(self.compacts) >= MAX_COMPACTS:
+                self.compacts.clear()
+            banks = {bank: np.empty((array.shape[0], len(lanes)), array.dtype) for bank, array in self.banks.items()}
+            window = Window(self, lanes, banks, {bank: np.zeros(array.shape, bool) for bank, array in banks.items()})
+            window.lazy = True
+            self.compacts[key] = window
+        if window.dirty and not tainted:
+            window.dirty = False
+            for shadow in window.taints.values():
+                shadow.fill(False)
+        for bank, rows in used.items():
+            if len(rows):
+                window.banks[bank][rows] = self.banks[bank][rows[:, None], lanes]
+                if tainted:
+                    window.taints[bank][rows] = self.taints[bank][rows[:, None], lanes]
         return window
 
     def store(self, window: Window, used: dict[str, np.ndarray], tainted: bool) -> None:
         """Write a compact window back."""
-        for bank, array in self.banks.items():
-            rows = used[bank]
-            array[rows[:, None], window.lanes] = window.banks[bank][rows]
-            if tainted:
-                self.taints[bank][rows[:, None], window.lanes] = window.taints[bank][rows]
+        window.dirty |= tainted
+        for bank, rows in used.items():
+            if len(rows):
+                self.banks[bank][rows[:, None], window.lanes] = window.banks[bank][rows]
+                if tainted:
+                    self.taints[bank][rows[:, None], window.lanes] = window.taints[bank][rows]
 
 
 def progression(index: np.ndarray) -> int | None:
