@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry, Manifest, kernel_name
@@ -30,14 +31,13 @@ def entry(
     block: tuple[int, int, int] = (256, 1, 1),
     cluster: tuple[int, int, int] = (1, 1, 1),
     smem_bytes: int = 1024,
-    arch: Arch = SM90,
 ) -> KernelEntry:
-    """A manifest entry."""
-    name = kernel_name(op, arch.name, config_name)
+    """A manifest entry for sm90."""
+    name = kernel_name(op, "sm90", config_name)
     return KernelEntry(
         name=name,
         op=op,
-        arch=arch.name,
+        arch="sm90",
         config={},
         entry=f"{name}_0",
         cubin=f"{name}.cubin",
@@ -54,15 +54,22 @@ def entry(
     )
 
 
+def retargeted(kernel: KernelEntry, arch: Arch) -> KernelEntry:
+    """The entry for another architecture."""
+    names = {key: getattr(kernel, key).replace("_sm90_", f"_{arch.name}_") for key in ("name", "entry", "cubin", "ptx")}
+    return replace(kernel, arch=arch.name, **names)
+
+
 def dense_entries(cubin: bytes, arch: Arch = SM90) -> list[KernelEntry]:
     """The kernels of dense decode."""
     ptx = "// not PTX\n"
     decode = [
-        entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (config.cluster, 1, 1), 230_000, arch)
+        entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (config.cluster, 1, 1), 230_000)
         for config in dense_decode.closed_variants(arch)
     ]
-    merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx, arch=arch) for dtype in ("bf16", "fp16")]
-    return [*decode, *merge, entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000, arch=arch)]
+    merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx) for dtype in ("bf16", "fp16")]
+    plan = entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000)
+    return [retargeted(kernel, arch) for kernel in (*decode, *merge, plan)]
 
 
 def write_artifacts(
