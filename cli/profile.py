@@ -145,7 +145,9 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
 def _show_rooflines(document: dict[str, Any]) -> None:
     gpus = [gpu["name"] for gpu in document["gpus"]]
     bounds = [name for gpu in gpus for name in (f"{gpu} us", "by")]
-    columns = ("row", "problem", "GFLOP", "MB", "FLOP/B", "tiles x", *bounds, "H200 goal us")
+    archs = document["archs"]
+    padding = [f"{arch} tiles x" for arch in archs]
+    columns = ("row", "problem", "GFLOP", "MB", "FLOP/B", *padding, *bounds, "H200 goal us")
     rows = []
     for row in document["rows"]:
         roofs = [row["roofs"][gpu] for gpu in gpus]
@@ -156,18 +158,18 @@ def _show_rooflines(document: dict[str, Any]) -> None:
                 _short(row["flops"] / 1e9),
                 _short(row["bytes"] / 1e6),
                 _short(row["intensity"]),
-                _short(row["tile_padding"]),
+                *(_short(row["tile_padding"].get(arch)) for arch in archs),
                 *(cell for roof in roofs for cell in (_short(roof["us"]), _BOUND_LETTER[roof["bound"]])),
                 _short(row["goal_us"]),
             )
         )
     print_table(columns, rows)
     click.echo()
-    click.echo("Least times by compute (C) or memory (M): bounds and goals, nothing measured. tiles x: arithmetic in tiles of 64 rows.")
+    click.echo("Least times by compute (C) or memory (M): bounds and goals, nothing measured. tiles x: arithmetic in whole tiles of rows.")
 
 
 def _show_timings(document: dict[str, Any]) -> None:
-    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "goal us")
+    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "H200 goal us")
     timed = [row for row in document["rows"] if row["status"] == "timed"]
     click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, KV not in L2")
     rows = [

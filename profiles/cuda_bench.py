@@ -75,11 +75,11 @@ def kernel_times(durations: Iterable[tuple[str, float]], launches: int, entries:
     return totals or {"unavailable": "the profiler reported none of our kernels"}
 
 
-def environment(arch: Arch) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """All that one needs to know of the machine to repeat a measurement, or to doubt it."""
     record: dict[str, Any] = {
         "date": now(),
-        "arch": arch.name,
+        "arch": None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -89,7 +89,9 @@ def environment(arch: Arch) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        arch = arch_for(torch.cuda.get_device_capability())
         record |= {
+            "arch": None if arch is None else arch.name,
             "gpu": properties.name,
             "sm_count": properties.multi_processor_count,
             "l2_bytes": properties.L2_cache_size,

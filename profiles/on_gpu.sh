@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The one command for a machine with a Hopper GPU and no network: verifies the kernels that came along in
+# The one command for a machine with a Hopper or Blackwell GPU and no network: verifies the kernels that came along in
 # cute_mla/artifacts, then times them. Runs from the tree and installs nothing.
 #
 #   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite smoke|full] [--rows D1,D5]
@@ -65,12 +65,12 @@ step preflight 120 "$PYTHON" -m cute_mla.profiles.preflight "$OUT/preflight.json
 preflight=$?
 [ "$preflight" -eq 0 ] || finish 3 "$preflight" null null
 
-step verify "$VERIFY_SECONDS" "$PYTHON" -m cute_mla.cli verify --arch sm90 --device cuda --suite "$SUITE" --json "$OUT/verify.json"
+step verify "$VERIFY_SECONDS" "$PYTHON" -m cute_mla.cli verify --arch all --device cuda --suite "$SUITE" --json "$OUT/verify.json"
 verify=$?
 
 # The budget ends before the limit does, so that what was timed by then is written.
 budget=$((PROFILE_SECONDS > 60 ? PROFILE_SECONDS - 40 : PROFILE_SECONDS / 3))
-step profile "$PROFILE_SECONDS" "$PYTHON" -m cute_mla.cli profile --arch sm90 --device cuda --budget "$budget" \
+step profile "$PROFILE_SECONDS" "$PYTHON" -m cute_mla.cli profile --arch all --device cuda --budget "$budget" \
     --json "$OUT/profile.json" --plot "$OUT/roofline.svg" ${ROWS:+--rows "$ROWS"}
 profile=$?
 

@@ -12,7 +12,7 @@ from .roofline import Gpu
 WIDTH, HEIGHT = 760, 480
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 44, 62
 X_RANGE = (1.0, 1000.0)
-Y_RANGE = (5.0, 1500.0)
+Y_RANGE = (5.0, 3000.0)
 _INK, _GRID, _ROOF, _BOUND, _MEASURED = "#222", "#ddd", "#1f5fa8", "#1f5fa8", "#c23b22"
 _LABEL_GAP = 13.0  # pixels between baselines of labels one above the other
 _CHARACTER = 6.2  # pixels of a label's character
@@ -58,7 +58,7 @@ def _axes() -> list[str]:
     for tick in (1, 3, 10, 30, 100, 300, 1000):
         parts.append(_line(_x(tick), TOP, _x(tick), HEIGHT - BOTTOM, _GRID, 1))
         parts.append(_text(_x(tick), HEIGHT - BOTTOM + 18, str(tick)))
-    for tick in (10, 30, 100, 300, 1000):
+    for tick in (10, 30, 100, 300, 1000, 3000):
         parts.append(_line(LEFT, _y(tick), WIDTH - RIGHT, _y(tick), _GRID, 1))
         parts.append(_text(LEFT - 8, _y(tick) + 4, str(tick), anchor="end"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16, "useful FLOP per byte of device memory"))

@@ -10,8 +10,12 @@ import importlib
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..spec.arch import Arch
 
 PACKAGES = ("torch", "numpy", "click", "rich", "cuda.bindings.driver")
 LEAST_PYTHON = (3, 11)
@@ -30,60 +34,61 @@ def missing_packages() -> list[str]:
     return problems
 
 
-def newest_toolkit(arch: str) -> tuple[int, int]:
-    """The newest CUDA that made one of the artefacts, all of which are checked against their hashes.
+def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
+    """The newest CUDA that made one of the artefacts for these architectures, which are checked against their hashes.
 
-    ArtifactError if one cannot be used or there is none for the architecture."""
+    ArtifactError if one cannot be used or there is none."""
     from ..runtime.errors import ArtifactError
     from ..runtime.library import cubin_toolkit, load_artifacts
 
     artifacts = load_artifacts()
-    entries = [entry for entry in artifacts.manifest.kernels.values() if entry.arch == arch]
+    names = [arch.name for arch in archs]
+    entries = [entry for entry in artifacts.manifest.kernels.values() if entry.arch in names]
     if not entries:
-        raise ArtifactError(f"the manifest in {artifacts.folder} has no kernel for {arch}")
+        raise ArtifactError(f"the manifest in {artifacts.folder} has no kernel for {' or '.join(names)}")
     return max(cubin_toolkit(artifacts.cubin(entry)) or (0, 0) for entry in entries)
 
 
-def device_problems(arch: str) -> list[str]:
-    """Reasons why the artefacts that came along cannot run on the current GPU with its driver."""
+def device_problems(archs: Sequence[Arch]) -> list[str]:
+    """Reasons why the artefacts that came along cannot run on the current GPU, of one of these architectures, with its driver."""
     from ..runtime import driver
     from ..runtime.errors import ArtifactError, DeviceError
-    from ..spec.arch import ARCHS
     from .cuda_bench import matching_arch
 
     problems = []
-    toolkit = (0, 0)
+    toolkit, version = (0, 0), None
     try:
-        toolkit = newest_toolkit(arch)
-    except ArtifactError as error:
-        problems.append(str(error))
-    try:
-        matching_arch([ARCHS[arch]])
+        archs = [matching_arch(archs)]
         driver.init()
         version = driver.version()
     except DeviceError as error:
-        return [*problems, str(error)]
-    if version < toolkit[0] * 1000:
+        problems.append(str(error))
+    try:
+        toolkit = newest_toolkit(archs)
+    except ArtifactError as error:
+        problems.append(str(error))
+    if version is not None and version < toolkit[0] * 1000:
         problems.append(f"the driver is for CUDA {driver.version_text(version)}; the kernels need one for CUDA {toolkit[0]}.0")
     return problems
 
 
-def examine(arch: str) -> dict[str, Any]:
+def examine() -> dict[str, Any]:
     """What is here, and the reasons, if any, why the kernels cannot run here. Later checks need what earlier ones found."""
-    found: dict[str, Any] = {"arch": arch, "python": platform.python_version(), "executable": sys.executable}
+    found: dict[str, Any] = {"python": platform.python_version(), "executable": sys.executable}
     problems = missing_packages()
     if not problems:
         from ..spec.arch import ARCHS
         from .cuda_bench import environment
 
-        found["environment"] = environment(ARCHS[arch])
-        problems = device_problems(arch)
+        archs = list(ARCHS.values())
+        found["environment"] = environment()
+        problems = device_problems(archs)
     return {**found, "problems": problems}
 
 
-def main(file: Path, arch: str = "sm90") -> int:
+def main(file: Path) -> int:
     """Examines and writes the outcome; 0 if the kernels can run here, else 1."""
-    outcome = examine(arch)
+    outcome = examine()
     file.write_text(json.dumps(outcome, indent=1, default=str) + "\n", encoding="utf-8")
     for problem in outcome["problems"]:
         print(f"cannot run here: {problem}", file=sys.stderr)

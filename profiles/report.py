@@ -10,13 +10,13 @@ from typing import Any
 
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
-from ..spec.arch import Arch
+from ..spec.arch import ARCHS, Arch
 from .plot import Point, roofline_svg
-from .roofline import DEFAULT_GPU, GPUS, DecodeShape, roof, tile_padding
+from .roofline import GPUS, DecodeShape, gpus_of, roof, tile_padding
 from .rows import OPS, Case, load, select
 from .static_report import static_report
 
-FORMAT = 1
+FORMAT = 2
 MODEL, CUDA = "model", "cuda"
 _UNTIMED = "combine has no public call of its own; its time is in the kernel times of the dense-decode rows"
 
@@ -40,11 +40,12 @@ def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
     return {"kernels": [asdict(report) for report in reports], "kernels_missing": missing}
 
 
-def model_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The roofline of every case on every GPU of the table, nothing of it measured."""
+def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """The roofline of every case on every GPU of these architectures, nothing of it measured."""
     rows = []
     for case in cases:
-        bounds = {name: roof(case.work, gpu) for name, gpu in GPUS.items()}
+        padding = {arch.name: tile_padding(case.shape, arch) for arch in archs} if isinstance(case.shape, DecodeShape) else {}
+        bounds = {gpu.name: roof(case.work, gpu) for gpu in gpus_of(archs)}
         rows.append(
             {
                 "row": case.row,
@@ -54,7 +55,7 @@ def model_rows(cases: Sequence[Case]) -> list[dict[str, Any]]:
                 "flops": case.work.flops,
                 "bytes": case.work.bytes,
                 "intensity": case.work.intensity,
-                "tile_padding": tile_padding(case.shape) if isinstance(case.shape, DecodeShape) else None,
+                "tile_padding": padding,
                 "roofs": {name: {"us": bound.us, "bound": bound.bound} for name, bound in bounds.items()},
                 "goal_us": case.goal_us,
                 "status": MODEL,
@@ -69,9 +70,9 @@ def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Ca
         "format": FORMAT,
         "device": MODEL,
         "archs": [arch.name for arch in archs],
-        "gpus": [asdict(gpu) for gpu in GPUS.values()],
+        "gpus": [asdict(gpu) for gpu in gpus_of(archs)],
         **static_section(archs, ops),
-        "rows": model_rows(cases),
+        "rows": model_rows(archs, cases),
     }
 
 
@@ -92,7 +93,7 @@ def cuda_document(
         "format": FORMAT,
         "device": CUDA,
         "archs": [arch.name],
-        "environment": environment(arch),
+        "environment": environment(),
         "budget_s": budget_s,
         **static_section([arch], ops),
     }
@@ -110,14 +111,14 @@ def cuda_document(
 def plot(document: dict[str, Any]) -> str:
     """The roofline of a document as SVG: bounds of the model, or what was measured beside the ceilings of the run."""
     if document["device"] == MODEL:
-        gpu = DEFAULT_GPU
+        gpu = GPUS[document["gpus"][0]["name"]]
         points = [
             Point(row["row"], row["intensity"], row["flops"] / row["roofs"][gpu.name]["us"] / 1e6, False)
             for row in document["rows"]
             if row["op"] == "dense_decode"
         ]
-        return roofline_svg(gpu, points, f"Dense decode: the roofline of an {gpu.name}")
-    gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or ""), DEFAULT_GPU)
+        return roofline_svg(gpu, points, f"Dense decode: the roofline of {'an' if gpu.name.startswith('H') else 'a'} {gpu.name}")
+    gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
     points = [Point(row["row"], row["intensity"], row["tflops"], True) for row in document["rows"] if row["status"] == "timed"]
     return roofline_svg(gpu, points, f"Dense decode on {document['environment']['gpu']}")
 

@@ -6,12 +6,13 @@ project's kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..spec.dense_decode import TILE_ROWS
-from ..spec.mla import D_QK, D_V, ceil_div
+from ..spec.arch import Arch
+from ..spec.dense_decode import TILE_ROWS, row_ctas
+from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, ceil_div
 
-ELEMENT_BYTES = 2  # bf16 and fp16
 FLOPS_PER_PAIR = 2 * (D_QK + D_V)  # of one query row and one key: multiply-adds of q k^T and of p v
 CACHE_ROW_BYTES = ELEMENT_BYTES * D_QK
 LSE_BYTES = 4
@@ -23,11 +24,12 @@ ACCUMULATOR_BYTES = 4  # fp32
 class Gpu:
     """The two rates that bound a kernel.
 
-    name: as in the tables. tflops: dense bf16 matrix rate in TFLOP/s. tbytes: device memory in TB/s.
+    name: as in the tables. arch: whose kernels it runs. tflops: dense bf16 matrix rate in TFLOP/s. tbytes: device memory in TB/s.
     source: where the two come from.
     """
 
     name: str
+    arch: str
     tflops: float
     tbytes: float
     source: str
@@ -41,12 +43,18 @@ class Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H200", 790.0, 4.3, "measured bf16 matmul and device copy (datasheet 989 and 4.8)"),
-        Gpu("H100", 790.0, 3.0, "assumed: H200's matmul rate, 3.0 of the datasheet's 3.35 TB/s"),
-        Gpu("H800", 865.0, 3.0, "published: peak at the throttled 1600 MHz, 3.0 TB/s achieved of 3.35"),
+        Gpu("H200", "sm90", 790.0, 4.3, "measured bf16 matmul and device copy (datasheet 989 and 4.8)"),
+        Gpu("H100", "sm90", 790.0, 3.0, "assumed: H200's matmul rate, 3.0 of the datasheet's 3.35 TB/s"),
+        Gpu("H800", "sm90", 865.0, 3.0, "published: peak at the throttled 1600 MHz, 3.0 TB/s achieved of 3.35"),
+        Gpu("B200", "sm100", 2250.0, 8.0, "datasheet: nothing achieved is known to us"),
     )
 }
-DEFAULT_GPU = GPUS["H200"]
+
+
+def gpus_of(archs: Sequence[Arch]) -> list[Gpu]:
+    """The GPUs of the table that run the kernels of these architectures, in its order."""
+    names = {arch.name for arch in archs}
+    return [gpu for gpu in GPUS.values() if gpu.arch in names]
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,10 @@ def dense_decode_work(shape: DecodeShape) -> Work:
     )
 
 
-def tile_padding(shape: DecodeShape) -> float:
-    """Arithmetic done over arithmetic useful, since a tile always computes 64 query rows."""
+def tile_padding(shape: DecodeShape, arch: Arch) -> float:
+    """Arithmetic done over arithmetic useful: a CTA always computes 64 query rows, and on Blackwell CTAs come in pairs."""
     rows = shape.s_q * (shape.h_q // shape.h_kv)
-    return ceil_div(rows, TILE_ROWS) * TILE_ROWS / rows
+    return row_ctas(arch, rows) * TILE_ROWS / rows
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,18 @@ from ..spec.arch import ARCHS
 
 # Classes of SASS mnemonics, by what they occupy; the first that matches the whole mnemonic counts.
 _CLASSES = (
-    ("tensor", re.compile(r"[HQIBD]G?MMA")),
+    ("tensor", re.compile(r"[HQIBD]G?MMA|UTC[HQIO]MMA")),
     ("tma", re.compile(r"UTMA\w+|UBLK\w+")),
-    ("sync", re.compile(r"SYNCS|BAR|WARPGROUP|WARPSYNC|FENCE|MEMBAR|\w*ERRBAR|UCGABAR_\w+|ACQBULK|PREEXIT|DEPBAR|USETMAXREG")),
+    (
+        "sync",
+        re.compile(
+            r"SYNCS|BAR|WARPGROUP|WARPSYNC|FENCE|MEMBAR|\w*ERRBAR|UCGABAR_\w+|ACQBULK|PREEXIT|DEPBAR|USETMAXREG|UTCBAR|UTCATOMSWS"
+        ),
+    ),
     ("mufu", re.compile(r"MUFU")),
     ("convert", re.compile(r"[FI]2\w+")),
     ("float", re.compile(r"F[A-Z]\w+|H(ADD|MUL|FMA|SET|MNMX)\w*")),
-    ("memory", re.compile(r"LD[GS]\w*|LDL|ST[GS]\w*|STL|LD|ST|RED\w*|ATOM\w*|CCTL")),
+    ("memory", re.compile(r"LDTM|STTM|UTCCP|LD[GS]\w*|LDL|ST[GS]\w*|STL|LD|ST|RED\w*|ATOM\w*|CCTL")),
     ("shuffle", re.compile(r"SHFL|VOTE\w*|ELECT|REDUX|MATCH")),
     ("integer", re.compile(r"U?(I(ADD|MAD|SETP|ABS|MNMX)|LOP|LEA|SHF|SEL|PRMT|POPC|FLO|PLOP|BREV)\w*|VI\w+|LEA|ULEA")),
     ("control", re.compile(r"BRA\w*|BRX\w*|BSSY|BSYNC|CALL|RET|EXIT|NANOSLEEP|NOP|YIELD|BREAK|BMOV")),

@@ -78,8 +78,8 @@ def test_exit_code_says_what_failed_and_profile_runs_all_the_same(
     calls = (fake_python.parent / "calls").read_text().splitlines()
     assert [call.split(" -m ")[1] for call in calls] == [
         f"cute_mla.profiles.preflight {out}/preflight.json",
-        f"cute_mla.cli verify --arch sm90 --device cuda --suite full --json {out}/verify.json",
-        f"cute_mla.cli profile --arch sm90 --device cuda --budget 60 --json {out}/profile.json --plot {out}/roofline.svg --rows D1,D5",
+        f"cute_mla.cli verify --arch all --device cuda --suite full --json {out}/verify.json",
+        f"cute_mla.cli profile --arch all --device cuda --budget 60 --json {out}/profile.json --plot {out}/roofline.svg --rows D1,D5",
     ]
     assert (out / "profile.log").read_text() == "this is profile\n"
     assert (out / "verify.json").exists()

@@ -12,7 +12,7 @@ from benching import FakeKernel, bench, install, small_case
 from cute_mla.profiles import cuda_bench, report
 from cute_mla.profiles.plot import Point
 from cute_mla.profiles.rows import load
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import SM90, SM100
 
 PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "dense_decode_roofline.svg"
 
@@ -27,8 +27,16 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
 
 def test_the_model_is_plotted_on_its_roof(drawn: list[Point]) -> None:
     document = report.model_document([SM90], ["dense_decode"], report.cases_for(["dense_decode"], ["D1.fixed", "D8.s1"]))
-    assert report.plot(document).startswith("H200: ")
+    assert report.plot(document).startswith("H200: Dense decode: the roofline of an H200")
     assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D1", 790, False), ("D8", 129, False)]
+
+
+def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -> None:
+    document = report.model_document([SM100], ["dense_decode"], report.cases_for(["dense_decode"], ["D2.fixed", "D8.s1"]))
+    assert report.plot(document).startswith("B200: Dense decode: the roofline of a B200")
+    assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D2", 2250, False), ("D8", 240, False)]
+    assert [row["tile_padding"] for row in document["rows"]] == [{"sm100": 1.0}, {"sm100": 8.0}]
+    assert {name for row in document["rows"] for name in row["roofs"]} == {"B200"}
 
 
 def test_a_measurement_is_plotted_where_it_was(drawn: list[Point]) -> None:
@@ -61,7 +69,7 @@ def test_a_run_that_is_cut_short_has_left_its_rows_and_the_name_of_the_last(monk
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: SM90)
     monkeypatch.setattr(cuda_bench, "cuda_bench", lambda arch: bench())
-    monkeypatch.setattr(cuda_bench, "environment", lambda arch: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(cuda_bench, "environment", lambda: {"gpu": "NVIDIA H200"})
     left: list[dict[str, Any]] = []
     cases = [small_case("A.x"), small_case("B.x"), *report.cases_for(["combine"], ["C1.two"])]
     ops = ["dense_decode", "combine"]

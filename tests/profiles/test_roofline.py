@@ -12,10 +12,12 @@ from cute_mla.profiles.roofline import (
     Work,
     combine_work,
     dense_decode_work,
+    gpus_of,
     roof,
     tile_padding,
 )
 from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.spec.arch import ARCHS, SM90, SM100
 
 CASES = [case for op in OPS for case in load(op)]
 
@@ -77,15 +79,37 @@ def test_combine_has_the_known_limits(splits: int, batch: int, heads: int, us: d
 
 
 def test_the_ridge_divides_memory_from_compute() -> None:
-    gpu = Gpu("toy", tflops=100.0, tbytes=1.0, source="made up")
+    gpu = Gpu("toy", arch="sm90", tflops=100.0, tbytes=1.0, source="made up")
     assert gpu.ridge == 100.0
     assert roof(Work(flops=99.0, bytes=1.0), gpu).bound == "memory"
     assert roof(Work(flops=101.0, bytes=1.0), gpu).bound == "compute"
 
 
-@pytest.mark.parametrize(("h_q", "s_q", "factor"), [(128, 1, 1), (64, 1, 1), (32, 1, 2), (16, 1, 4), (16, 4, 1), (8, 1, 8), (96, 1, 4 / 3)])
-def test_tiles_of_64_rows_pad_few_heads(h_q: int, s_q: int, factor: float) -> None:
-    assert tile_padding(shape(1, 64, h_q, s_q)) == pytest.approx(factor)
+@pytest.mark.parametrize(
+    ("h_q", "s_q", "hopper", "blackwell"),
+    [
+        (128, 1, 1, 1), (64, 1, 1, 2), (32, 1, 2, 4), (16, 1, 4, 8), (16, 4, 1, 2), (8, 1, 8, 16), (96, 1, 4 / 3, 4 / 3), (96, 2, 1, 4 / 3),
+    ],
+)  # fmt: skip
+def test_tiles_of_64_rows_and_pairs_of_them_pad_few_heads(h_q: int, s_q: int, hopper: float, blackwell: float) -> None:
+    for arch, factor in ((SM90, hopper), (SM100, blackwell)):
+        assert tile_padding(shape(1, 64, h_q, s_q), arch) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize(("problem", "microseconds", "bound"), [
+    (shape(128, 4096, 128, 1), 80, "memory"), (shape(128, 4096, 128, 2), 130, "compute"), (shape(128, 4096, 16, 4), 78, "memory"),
+    (shape(1, 131072, 128, 1), 19, "memory"),
+])  # fmt: skip
+def test_dense_decode_has_the_known_limits_on_a_b200(problem: DecodeShape, microseconds: float, bound: str) -> None:
+    found = roof(dense_decode_work(problem), GPUS["B200"])
+    assert found.us == pytest.approx(microseconds, abs=0.6)
+    assert found.bound == bound
+
+
+def test_gpus_belong_to_an_architecture() -> None:
+    assert [gpu.name for gpu in gpus_of([SM90])] == ["H200", "H100", "H800"]
+    assert [gpu.name for gpu in gpus_of([SM100])] == ["B200"]
+    assert gpus_of(list(ARCHS.values())) == list(GPUS.values())
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

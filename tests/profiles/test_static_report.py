@@ -34,13 +34,13 @@ def test_only_the_wanted_ops_are_reported_by_name(ops: list[str], names: list[st
 @pytest.mark.parametrize(
     ("mix_class", "mnemonics"),
     [
-        ("tensor", "HGMMA QGMMA HMMA"),
+        ("tensor", "HGMMA QGMMA HMMA UTCHMMA UTCQMMA"),
         ("tma", "UTMALDG UTMASTG UBLKCP"),
-        ("sync", "SYNCS BAR WARPGROUP FENCE MEMBAR CGAERRBAR ERRBAR UCGABAR_WAIT ACQBULK PREEXIT USETMAXREG"),
+        ("sync", "SYNCS BAR WARPGROUP FENCE MEMBAR CGAERRBAR ERRBAR UCGABAR_WAIT ACQBULK PREEXIT USETMAXREG UTCBAR UTCATOMSWS"),
         ("mufu", "MUFU"),
         ("convert", "F2FP F2I I2F"),
         ("float", "FADD FFMA FMNMX FMUL FSEL FSETP HFMA2 HADD2"),
-        ("memory", "LDG LDS LDSM LDL STG STS STSM STL CCTL ATOMG RED"),
+        ("memory", "LDG LDS LDSM LDL STG STS STSM STL CCTL ATOMG RED LDTM STTM UTCCP"),
         ("shuffle", "SHFL VOTE ELECT"),
         ("integer", "IADD3 IMAD ISETP IABS LOP3 LEA SHF SEL PRMT POPC PLOP3 VIADD VIMNMX VIADDMNMX UIADD3 UIMAD ULOP3 USHF ULEA"),
         ("control", "BRA BSSY BSYNC CALL RET EXIT NANOSLEEP NOP"),
