@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, load_module, run
-from tests.simulator.small_kernels import Kernel
+from tests.simulator.small_kernels import Kernel, aligned
 
 RACE = """
     ld.param.u64 %rd3, [p1];
@@ -39,6 +39,68 @@ def test_random_schedules_replay_and_differ() -> None:
 def test_adversarial_order_depends_on_the_seed() -> None:
     assert order(Policy.named("adversarial", 0)) == list(range(8))
     assert order(Policy.named("adversarial", 1)) != list(range(8))
+
+
+OVERRUN = """
+    mov.b32 %r1, smem;
+    ld.param.u64 %rd3, [p1];
+    setp.ne.u32 %p1, %r0, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r1+32], 1;
+    mbarrier.init.shared.b64 [%r1+40], 1;
+READY:
+    bar.sync 0;
+    and.b32 %r2, %r0, 31;
+    setp.ne.u32 %p1, %r2, 0;
+    @%p1 bra OUT;
+    mov.u32 %r3, 0;
+    shr.u32 %r4, %r0, 5;
+    setp.ne.u32 %p2, %r4, %producer;
+    @%p2 bra CONSUME;
+PRODUCE:
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r1+32], 16;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd3], 16, [%r1+32];
+    and.b32 %r5, %r3, 1;
+LOADED:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r1+32], %r5, 10000000;
+    @!%p3 bra LOADED;
+    ld.shared.u32 %r6, [%r1];
+    st.shared.u32 [%r1+16], %r6;
+    mbarrier.arrive.shared.b64 _, [%r1+40];
+    add.s64 %rd3, %rd3, 16;
+    add.u32 %r3, %r3, 1;
+    setp.lt.u32 %p4, %r3, 4;
+    @%p4 bra PRODUCE;
+    bra OUT;
+CONSUME:
+    and.b32 %r5, %r3, 1;
+PRODUCED:
+    mbarrier.try_wait.parity.shared.b64 %p3, [%r1+40], %r5, 10000000;
+    @!%p3 bra PRODUCED;
+    ld.shared.u32 %r6, [%r1+16];
+    st.global.u32 [%rd0], %r6;
+    add.s64 %rd0, %rd0, 4;
+    add.u32 %r3, %r3, 1;
+    setp.lt.u32 %p4, %r3, 4;
+    @%p4 bra CONSUME;
+OUT:
+"""
+
+
+def overrun(seed: int) -> bool:
+    """Whether a producer that does not wait for its consumer is caught, whichever of two warps it is."""
+    caught = False
+    for producer in "01":
+        out, values = np.zeros(4, np.uint32), aligned(16, np.uint32)
+        values[:] = np.arange(1, 17)
+        kernel = Kernel(OVERRUN.replace("%producer", producer), threads=64, smem=48)
+        report = kernel.run(out, values, policy=Policy.named("adversarial", seed))
+        caught |= not report.ok or out.tolist() != [1, 5, 9, 13]
+    return caught
+
+
+def test_odd_adversarial_seeds_let_a_producer_overrun_its_consumer() -> None:
+    assert [overrun(seed) for seed in range(4)] == [False, True, False, True]
 
 
 def test_names() -> None:
