@@ -9,11 +9,11 @@ import torch
 
 from . import dense_decode_op as dense
 from .runtime.device import device_for
-from .schedule import GivenPlan, MlaSchedule, SplitRule
+from .schedule import GivenPlan, MlaSchedule
 from .schedule import plan as plan_splits
 from .spec.dense_decode import num_parts
 from .spec.mla import D_QK, D_V
-from .spec.split_plan import invariant_splits
+from .spec.split_plan import accumulator_rows, invariant_splits
 from .support import OPS, PLANNED_OPS, heads_problem, is_supported
 from .tensors import TMA_ALIGNMENT, WORKSPACE_ALIGNMENT, check_address, check_contiguous, check_dtype, check_shape, spec_of
 
@@ -34,9 +34,6 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-    *,
-    batch_invariant: bool = False,
-    max_cache_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -47,9 +44,6 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-    *,
-    batch_invariant: bool = False,
-    max_cache_seqlen: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
     """Plans how decode work is shared out among SMs. Two forms:
 
@@ -64,12 +58,11 @@ def get_mla_metadata(
         num_q_tokens_per_head_k  s_q * h_q / h_kv
         num_heads_k, num_heads_q h_kv, h_q (checked when given)
         is_fp8_kvcache, topk     must be False, None
-        batch_invariant          True if the calls that use the plan have it
-        max_cache_seqlen         for batch_invariant only, and needed there: block_table.shape[1] * page size of those calls
 
-    A plan stays correct when lengths change afterwards; it is then less balanced. A plan whose first use was outside a
-    CUDA graph is not made again by replaying the graph. What cannot be checked, because copies of tensors forget where
-    they come from: plans copied by the caller must agree with the call in batch_invariant and max_cache_seqlen.
+    One plan serves calls with and without batch_invariant, and block tables of any width. It stays correct when lengths
+    change afterwards; it is then less balanced. A plan whose first use was outside a CUDA graph is not made again by
+    replaying the graph. The host never looks into the two tensors: if they hold something else than a plan for as many
+    requests, a call gives wrong numbers, but it ends and keeps to its operands.
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError as flash_mla_with_kvcache.
     """
@@ -89,9 +82,8 @@ def get_mla_metadata(
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
     device = device_for(spec.device)
-    rule = _split_rule(batch_invariant, max_cache_seqlen)
     parts = num_parts(device.arch, num_q_tokens_per_head_k, num_heads_k, device.sm_count)
-    return plan_splits(device, cache_seqlens, parts, rule)
+    return plan_splits(device, cache_seqlens, parts)
 
 
 def flash_mla_with_kvcache(
@@ -127,8 +119,8 @@ def flash_mla_with_kvcache(
                      address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine)
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
                      cache_seqlens needs are never read; KV beyond it may be anything, NaN too
-    cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included; 0 to the table's width.
-                     Never read by the host
+    cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
+                     device takes a negative one for 0, and one that the table has no room for as what it has room for
     head_dim_v       512
     tile_scheduler_metadata, num_splits
                      what get_mla_metadata returned: (schedule, None) or the two tensors
@@ -201,14 +193,12 @@ def workspace_size(
     h_kv: int = 1,
     batch_invariant: bool = False,
     max_cache_seqlen: int | None = None,
-    num_sm_parts: int | None = None,
     device: torch.device | str | int = "cuda",
 ) -> int:
     """The bytes of workspace that a call needs: a function of its shapes and the device, never of lengths.
 
     op: "dense_decode". batch, s_q, h_q, h_kv: as in the call.
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too.
-    num_sm_parts: tile_scheduler_metadata.shape[0], if that was planned for another device; default what get_mla_metadata plans.
     device: where the call runs; "cpu" inside cute_mla.simulate().
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
@@ -222,13 +212,12 @@ def workspace_size(
     problem_of_heads = heads_problem(h_q, h_kv)
     if problem_of_heads is not None:
         raise ValueError(problem_of_heads)
-    rule = _split_rule(batch_invariant, max_cache_seqlen)
-    if num_sm_parts is None:
-        where = device_for(torch.device(device))
-        num_sm_parts = num_parts(where.arch, s_q * (h_q // h_kv), h_kv, where.sm_count)
+    max_splits = _max_splits(batch_invariant, max_cache_seqlen)
+    where = device_for(torch.device(device))
     if batch == 0 or s_q == 0:
         return 0
-    return sum(dense.accumulator_bytes(batch, num_sm_parts, rule, s_q, h_q))
+    parts = num_parts(where.arch, s_q * (h_q // h_kv), h_kv, where.sm_count)
+    return sum(dense.accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
 
 
 def _reject(**given: Any) -> None:
@@ -261,8 +250,8 @@ def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: in
         )
 
 
-def _split_rule(batch_invariant: bool, max_cache_seqlen: int | None) -> SplitRule:
-    """How requests of so many keys are cut. ValueError unless their bound is given where it is needed, and only there."""
+def _max_splits(batch_invariant: bool, max_cache_seqlen: int | None) -> int:
+    """max_splits of spec.dense_decode. ValueError unless the bound on lengths is given where it is needed, and only there."""
     if batch_invariant != (max_cache_seqlen is not None):
         raise ValueError(
             f"batch_invariant is {batch_invariant} and max_cache_seqlen {max_cache_seqlen}; supported: "
@@ -270,7 +259,7 @@ def _split_rule(batch_invariant: bool, max_cache_seqlen: int | None) -> SplitRul
         )
     if max_cache_seqlen is not None and max_cache_seqlen < 0:
         raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported: 0 or more")
-    return SplitRule(batch_invariant, invariant_splits(max_cache_seqlen or 0))
+    return invariant_splits(max_cache_seqlen) if max_cache_seqlen is not None else 0
 
 
 def _read_schedule(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> MlaSchedule | GivenPlan:

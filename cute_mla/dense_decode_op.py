@@ -12,7 +12,7 @@ import torch
 from .cache import DenseCache, dense_cache, dense_tensor_map
 from .runtime.arguments import NULL, Argument, Span
 from .runtime.device import Device
-from .schedule import PlanSpecs, ScheduleKey, SplitRule, check_plan
+from .schedule import PlanSpecs, ScheduleKey, check_plan
 from .spec.arch import Arch
 from .spec.combine import CombineConfig
 from .spec.combine import grid as combine_grid
@@ -102,16 +102,10 @@ class DenseDecodeTensors(NamedTuple):
     workspace: torch.Tensor | None
 
 
-def accumulator_bytes(batch: int, num_parts: int, rule: SplitRule, s_q: int, h_q: int) -> tuple[int, int]:
+def accumulator_bytes(accum_rows: int, s_q: int, h_q: int) -> tuple[int, int]:
     """Bytes of out_accum and lse_accum."""
-    rows = batch * rule.max_splits if rule.batch_invariant else accumulator_rows(batch, num_parts)
-    lse_bytes = rows * s_q * h_q * _FLOAT_BYTES
+    lse_bytes = accum_rows * s_q * h_q * _FLOAT_BYTES
     return lse_bytes * D_V, lse_bytes
-
-
-def split_rule(problem: DenseDecodeProblem) -> SplitRule:
-    """How requests of a problem are cut."""
-    return SplitRule(problem.batch_invariant, problem.max_splits)
 
 
 @lru_cache(maxsize=4096)
@@ -123,16 +117,15 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
     _check_outputs(call, out_shape, lse_shape)
     num_parts = problem.num_parts(sm_count) if problem.rows else 1
     if call.given_plan is not None:
-        check_plan(call.given_plan, problem.batch, call.q.device)
-        num_parts = call.given_plan.metadata.shape[0]
-    rule = split_rule(problem)
-    out_bytes, lse_bytes = accumulator_bytes(problem.batch, num_parts, rule, problem.s_q, problem.h_q)
+        check_plan(call.given_plan, problem.batch, num_parts, call.q.device)
+    accum_rows = accumulator_rows(problem.batch, num_parts, problem.max_splits)
+    out_bytes, lse_bytes = accumulator_bytes(accum_rows, problem.s_q, problem.h_q)
     out_strides = call.out.stride[:3] if call.out is not None else _contiguous_strides(out_shape)[:3]
     lse_strides = call.lse.stride if call.lse is not None else _contiguous_strides(lse_shape)
     return DenseDecodePlan(
         cache=cache,
         box_keys=problem.box_keys,
-        schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, rule, call.q.device),
+        schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
         kernel=problem.config.name,
         grid=(problem.row_ctas, problem.h_kv, num_parts),
         combine_kernel=CombineConfig(problem.dtype).name,
@@ -149,10 +142,12 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
             problem.page_size,
             int(call.causal and problem.s_q > 1),
             problem.batch,
-            rule.split_tiles,
+            problem.max_keys,
+            problem.max_splits,
+            accum_rows,
         ),
         combine_int64s=(*out_strides, *lse_strides),
-        combine_int32s=(problem.s_q, problem.h_q, rule.split_tiles),
+        combine_int32s=(problem.s_q, problem.h_q, problem.max_splits, accum_rows),
     )
 
 

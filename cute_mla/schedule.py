@@ -7,25 +7,8 @@ from typing import NamedTuple
 import torch
 
 from .runtime.device import Device
-from .spec.split_plan import INVARIANT_SPLIT_TILES, MAX_PARTS, NO_SPLIT_LIMIT, PLAN_COLUMNS, SplitPlanConfig
+from .spec.split_plan import PLAN_COLUMNS, SplitPlanConfig
 from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_shape, spec_of
-
-_ORIGIN = "_cute_mla_split_rule"
-
-
-class SplitRule(NamedTuple):
-    """Where requests may be cut, and how many accumulator rows each one has.
-
-    batch_invariant: cuts lie every INVARIANT_SPLIT_TILES tiles and nowhere else. max_splits: as in spec.split_plan.
-    """
-
-    batch_invariant: bool
-    max_splits: int
-
-    @property
-    def split_tiles(self) -> int:
-        """As in spec.split_plan."""
-        return INVARIANT_SPLIT_TILES if self.batch_invariant else NO_SPLIT_LIMIT
 
 
 class ScheduleKey(NamedTuple):
@@ -37,7 +20,6 @@ class ScheduleKey(NamedTuple):
     h_kv: int
     page_size: int
     num_parts: int
-    rule: SplitRule
     device: torch.device
 
 
@@ -60,14 +42,7 @@ class GivenPlan(NamedTuple):
         return PlanSpecs(spec_of("tile_scheduler_metadata", self.metadata), spec_of("num_splits", self.num_splits))
 
     def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plan. ValueError if it is known to cut requests by another rule than the call's; copies do not know theirs."""
-        made_with = getattr(self.num_splits, _ORIGIN, key.rule)
-        if made_with != key.rule:
-            raise ValueError(
-                f"tile_scheduler_metadata was planned with batch_invariant={made_with.batch_invariant} and at most "
-                f"{made_with.max_splits} splits per request; this call has batch_invariant={key.rule.batch_invariant} and "
-                f"{key.rule.max_splits} (from the width of block_table): supported are equal ones, see max_cache_seqlen of get_mla_metadata"
-            )
+        """The plan, whatever it contains: the kernels keep to their operands."""
         return self.metadata, self.num_splits
 
 
@@ -95,12 +70,12 @@ class MlaSchedule:
                 "get another from get_mla_metadata()"
             )
         if self.tile_scheduler_metadata is None or self.num_splits is None:
-            self.tile_scheduler_metadata, self.num_splits = plan(device, cache_seqlens, key.num_parts, key.rule)
+            self.tile_scheduler_metadata, self.num_splits = plan(device, cache_seqlens, key.num_parts)
             self._key = key
         return self.tile_scheduler_metadata, self.num_splits
 
 
-def plan(device: Device, cache_seqlens: torch.Tensor, num_parts: int, rule: SplitRule) -> tuple[torch.Tensor, torch.Tensor]:
+def plan(device: Device, cache_seqlens: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocates and computes tile_scheduler_metadata int32 [num_parts, 8] and num_splits int32 [batch + 1]."""
     (batch,) = cache_seqlens.shape
     if batch == 0:
@@ -111,17 +86,19 @@ def plan(device: Device, cache_seqlens: torch.Tensor, num_parts: int, rule: Spli
         num_splits = cache_seqlens.new_empty((batch + 1,))
         device.undefined(metadata, num_splits)
         kernel = device.kernel("split_plan", SplitPlanConfig().name)
-        device.launch(kernel, (1, 1, 1), (cache_seqlens, metadata, num_splits, batch, num_parts, rule.split_tiles, rule.max_splits))
-    setattr(num_splits, _ORIGIN, rule)
+        device.launch(kernel, (1, 1, 1), (cache_seqlens, metadata, num_splits, batch, num_parts))
     return metadata, num_splits
 
 
-def check_plan(specs: PlanSpecs, batch: int, device: torch.device) -> None:
-    """ValueError unless the tensors can be a plan for this batch."""
+def check_plan(specs: PlanSpecs, batch: int, num_parts: int, device: torch.device) -> None:
+    """ValueError unless the tensors can be a plan of so many parts for this batch."""
     check_shape("tile_scheduler_metadata", specs.metadata, ("num_sm_parts", PLAN_COLUMNS))
     parts = specs.metadata.shape[0]
-    if not 1 <= parts <= MAX_PARTS:
-        raise ValueError(f"tile_scheduler_metadata has {parts} rows; supported: 1 to {MAX_PARTS}")
+    if parts != num_parts:
+        raise ValueError(
+            f"tile_scheduler_metadata has {parts} rows; supported: {num_parts}, as get_mla_metadata returns for this call's "
+            "s_q * h_q / h_kv, h_kv and device"
+        )
     check_shape("num_splits", specs.num_splits, (batch + 1,))
     for name, spec in (("tile_scheduler_metadata", specs.metadata), ("num_splits", specs.num_splits)):
         check_dtype(name, spec, torch.int32)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from recording_device import RecordingDevice
+from recording_device import PARAMS, RecordingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
 from cute_mla.api import MlaSchedule
+from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
@@ -77,9 +77,9 @@ class Call:
     def rows_per_kv_head(self) -> int:
         return self.s_q * self.h_q // self.h_kv
 
-    def form_a(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def form_a(self) -> tuple[torch.Tensor, torch.Tensor]:
         """A plan made beforehand."""
-        return cute_mla.get_mla_metadata(self.cache_seqlens, self.rows_per_kv_head, self.h_kv, self.h_q, **options)
+        return cute_mla.get_mla_metadata(self.cache_seqlens, self.rows_per_kv_head, self.h_kv, self.h_q)
 
 
 class Allocations(TorchDispatchMode):
@@ -120,8 +120,6 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
         "num_splits": num_splits,
         "batch": 3,
         "num_parts": parts,
-        "split_tiles": NO_SPLIT_LIMIT,
-        "max_splits": 0,
     }
 
 
@@ -145,9 +143,9 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["table_stride"] == 7
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
-    integers = {name: args[name] for name in ("s_q", "h_q", "heads_per_kv", "page_size", "causal", "batch", "split_tiles")}
-    assert integers == {
-        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "causal": 1, "batch": 2, "split_tiles": NO_SPLIT_LIMIT,
+    assert {param.name: args[param.name] for param in PARAMS["dense_decode"] if param.kind is ParamKind.INT32} == {
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "causal": 1, "batch": 2,
+        "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip
 
 
@@ -160,7 +158,8 @@ def test_combine_arguments(device: RecordingDevice) -> None:
         assert combine[name] is decode[name]
     assert [combine[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 1, 24]
     assert [combine[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
-    assert (combine["empty_lse"], combine["s_q"], combine["h_q"], combine["split_tiles"]) == (-math.inf, 3, 24, NO_SPLIT_LIMIT)
+    assert (combine["empty_lse"], combine["s_q"], combine["h_q"]) == (-math.inf, 3, 24)
+    assert (combine["max_splits"], combine["accum_rows"]) == (0, 2 + 132 // row_ctas(device, 72) - 1)
 
 
 def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
@@ -204,15 +203,10 @@ def test_one_part_needs_neither_workspace_nor_combine(arch: Arch) -> None:
     assert device.launches[1].args["out_accum"].data_ptr() == 0
 
 
-def test_workspace_of_a_foreign_plan(device: RecordingDevice) -> None:
-    call = Call(batch=2, h_q=2)
-    metadata, num_splits = torch.zeros(7, 8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
-    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=2, num_sm_parts=7)
-    call.plan = metadata, num_splits
-    call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
-    assert device.launches[0].grid == (row_ctas(device, 2), 1, 7)
-    with pytest.raises(ValueError, match=f"at least {nbytes}"):
-        call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
+def test_a_device_of_more_sms_than_a_plan_can_have_parts(arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count=3000).active() as device:
+        Call().run()
+    assert (device.launches[0].args["num_parts"], device.launches[1].grid) == (1024, (row_ctas(device, 64), 1, 1024))
 
 
 def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) -> None:
@@ -375,39 +369,35 @@ def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: 
         replace(Call(plan=plan), **change).run()
 
 
-def test_batch_invariant_plan(device: RecordingDevice) -> None:
+def test_batch_invariant_call(device: RecordingDevice) -> None:
     call = Call(batch=3, h_q=2, pages_per_request=300)
     limit = 300 * 64
     call.run(batch_invariant=True)
-    plan, decode, combine = (launch.args for launch in device.launches)
-    assert (plan["split_tiles"], plan["max_splits"]) == (INVARIANT_SPLIT_TILES, 3)
-    assert decode["split_tiles"] == combine["split_tiles"] == INVARIANT_SPLIT_TILES
+    _, decode, combine = (launch.args for launch in device.launches)
+    for args in (decode, combine):
+        assert (args["max_splits"], args["accum_rows"]) == (3, 9)
     nbytes = cute_mla.workspace_size("dense_decode", batch=3, s_q=1, h_q=2, batch_invariant=True, max_cache_seqlen=limit, device="cpu")
     assert nbytes == 3 * 3 * 2 * 513 * 4 == decode["out_accum"].nbytes + decode["lse_accum"].nbytes
-    call.plan = call.form_a(batch_invariant=True, max_cache_seqlen=limit)
-    call.run(batch_invariant=True)
 
 
 def test_batch_invariant_short_requests_are_not_split(device: RecordingDevice) -> None:
     call = Call(pages_per_request=128)
     call.run(batch_invariant=True)
     assert len(device.launches) == 2
-    assert device.launches[0].args["max_splits"] == 0
+    assert (device.launches[1].args["max_splits"], device.launches[1].args["accum_rows"]) == (1, 0)
+    assert cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, batch_invariant=True, max_cache_seqlen=8192, device="cpu") == 0
 
 
-def test_plan_of_another_split_rule_is_refused(device: RecordingDevice) -> None:
+def test_one_plan_serves_both_kinds_of_calls_and_tables_of_any_width(device: RecordingDevice) -> None:
     call = Call(pages_per_request=300)
-    call.plan = call.form_a()
-    with pytest.raises(ValueError, match=r"planned with batch_invariant=False and at most 0 splits.*batch_invariant=True and 3"):
-        call.run(batch_invariant=True)
-    call.plan = call.form_a(batch_invariant=True, max_cache_seqlen=300 * 64 * 2)
-    with pytest.raises(ValueError, match=r"batch_invariant=True and at most 5 splits.*max_cache_seqlen"):
-        call.run(batch_invariant=True)
-    schedule = cute_mla.get_mla_metadata()
-    call.plan = schedule
-    call.run()
-    with pytest.raises(ValueError, match="planned for other shapes: rule"):
-        call.run(batch_invariant=True)
+    for plan in (call.form_a(), cute_mla.get_mla_metadata()):
+        for invariant in (False, True):
+            for width in (300, 30):
+                call.plan, call.block_table = plan, torch.zeros(2, width, dtype=torch.int32)
+                call.run(batch_invariant=invariant)
+                decode = device.launches[-1 if device.launches[-1].kernel.startswith("dense") else -2].args
+                assert decode["max_keys"] == width * 64
+    assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 2
 
 
 def test_copied_plans_are_taken(device: RecordingDevice) -> None:

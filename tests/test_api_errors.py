@@ -105,35 +105,37 @@ def test_options(device: RecordingDevice, options: dict[str, Any], said: str) ->
     assert device.launches == []
 
 
+# For 128 rows of a KV head, which every architecture gives two CTAs, so that 132 SMs make 66 parts.
 PLANS: list[tuple[str, tuple[Any, Any], str]] = [
     ("nothing", (None, None), "tile_scheduler_metadata is NoneType, num_splits NoneType; supported: what get_mla_metadata returns"),
-    ("one tensor", (ints(132, 8), None), "tile_scheduler_metadata is Tensor, num_splits NoneType; supported"),
+    ("one tensor", (ints(66, 8), None), "tile_scheduler_metadata is Tensor, num_splits NoneType; supported"),
     ("schedule and tensor", (cute_mla.get_mla_metadata()[0], ints(3)), "num_splits is given beside a schedule object"),
-    ("7 columns", (ints(132, 7), ints(3)), r"tile_scheduler_metadata has shape \[132, 7\]; supported: \[num_sm_parts, 8\]"),
-    ("no rows", (ints(0, 8), ints(3)), "tile_scheduler_metadata has 0 rows; supported: 1 to 1024"),
-    ("too many rows", (ints(1025, 8), ints(3)), "tile_scheduler_metadata has 1025 rows; supported: 1 to 1024"),
-    ("splits of another batch", (ints(132, 8), ints(2)), r"num_splits has shape \[2\]; supported: \[3\]"),
-    ("metadata of int64", (ints(132, 8).long(), ints(3)), "tile_scheduler_metadata has dtype torch.int64; supported: torch.int32"),
-    ("splits of int64", (ints(132, 8), ints(3).long()), "num_splits has dtype torch.int64; supported: torch.int32"),
-    ("metadata strided", (ints(132, 16)[:, ::2], ints(3)), "tile_scheduler_metadata has shape .*supported: a contiguous tensor"),
-    ("splits strided", (ints(132, 8), ints(6)[::2]), "num_splits has shape .*supported: a contiguous tensor"),
+    ("7 columns", (ints(66, 7), ints(3)), r"tile_scheduler_metadata has shape \[66, 7\]; supported: \[num_sm_parts, 8\]"),
+    ("no rows", (ints(0, 8), ints(3)), "tile_scheduler_metadata has 0 rows; supported: 66, as get_mla_metadata returns"),
+    ("rows of other shapes", (ints(132, 8), ints(3)), "tile_scheduler_metadata has 132 rows; supported: 66"),
+    ("too many rows", (ints(1025, 8), ints(3)), "tile_scheduler_metadata has 1025 rows; supported: 66"),
+    ("splits of another batch", (ints(66, 8), ints(2)), r"num_splits has shape \[2\]; supported: \[3\]"),
+    ("metadata of int64", (ints(66, 8).long(), ints(3)), "tile_scheduler_metadata has dtype torch.int64; supported: torch.int32"),
+    ("splits of int64", (ints(66, 8), ints(3).long()), "num_splits has dtype torch.int64; supported: torch.int32"),
+    ("metadata strided", (ints(66, 16)[:, ::2], ints(3)), "tile_scheduler_metadata has shape .*supported: a contiguous tensor"),
+    ("splits strided", (ints(66, 8), ints(6)[::2]), "num_splits has shape .*supported: a contiguous tensor"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("plan", "said"), [case[1:] for case in PLANS], ids=[case[0] for case in PLANS])
 def test_plans(device: RecordingDevice, plan: tuple[Any, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Call(plan=plan).run()
+        Call(h_q=128, plan=plan).run()
     assert device.launches == []
 
 
 @pytest.mark.parametrize("operand", ["k_cache", "block_table", "cache_seqlens", "out", "lse", "workspace", "metadata", "num_splits"])
 def test_tensors_on_different_devices(operand: str) -> None:
-    call = Call(plan=(ints(132, 8), ints(3)))
+    call = Call(h_q=128, plan=(ints(66, 8), ints(3)))
     options: dict[str, Any] = {}
     given = {
-        "out": zeros(2, 1, 64, 512),
-        "lse": torch.zeros(2, 64, 1),
+        "out": zeros(2, 1, 128, 512),
+        "lse": torch.zeros(2, 128, 1),
         "workspace": zeros(1),
         "metadata": call.plan[0],
         "num_splits": call.plan[1],
@@ -160,9 +162,6 @@ METADATA: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("rows not of these heads", (ints(2), 96, 1, 64), {}, "num_q_tokens_per_head_k is 96 with 64 query heads and 1 KV heads"),
     ("FP8", (ints(2), 64, 1, 64, True), {}, "is_fp8_kvcache is True: not supported by this version"),
     ("topk", (ints(2), 64, 1, 64, False, 2048), {}, "topk is 2048: not supported by this version"),
-    ("invariant without length", (ints(2), 64, 1), {"batch_invariant": True}, "batch_invariant is True and max_cache_seqlen None"),
-    ("length without invariant", (ints(2), 64, 1), {"max_cache_seqlen": 64}, "batch_invariant is False and max_cache_seqlen 64"),
-    ("negative length", (ints(2), 64, 1), {"batch_invariant": True, "max_cache_seqlen": -1}, "max_cache_seqlen is -1; supported"),
 ]  # fmt: skip
 
 
@@ -180,6 +179,8 @@ SIZES: list[tuple[str, str, dict[str, Any], str]] = [
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),
     ("KV heads", "dense_decode", {"h_kv": 3}, "h_kv is 3 with h_q 64; supported: divisors of h_q"),
     ("invariant without length", "dense_decode", {"batch_invariant": True}, "batch_invariant is True and max_cache_seqlen None"),
+    ("length without invariant", "dense_decode", {"max_cache_seqlen": 64}, "batch_invariant is False and max_cache_seqlen 64"),
+    ("negative length", "dense_decode", {"batch_invariant": True, "max_cache_seqlen": -1}, "max_cache_seqlen is -1; supported"),
     ("device", "dense_decode", {"device": "meta"}, "got tensors on meta: supported are CUDA tensors"),
 ]  # fmt: skip
 

@@ -31,7 +31,8 @@ PARAMS: tuple[Param, ...] = (
     *int32s(
         "s_q",
         "h_q",
-        "split_tiles",  # as in split_plan: when fixed, a request uses ceil(tiles / split_tiles) of its accumulator rows
+        "max_splits",  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
+        "accum_rows",  # of out_accum and lse_accum: whatever num_splits says, nothing else is read
     ),
 )
 

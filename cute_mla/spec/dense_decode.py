@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
 from .arch import SM90, SM100, Arch
-from .mla import D_V, DTYPES, ELEMENT_BYTES, ceil_div
-from .split_plan import INVARIANT_SPLIT_TILES, NO_SPLIT_LIMIT, TILE_KEYS, accumulator_rows, invariant_splits
+from .mla import DTYPES, ELEMENT_BYTES, ceil_div
+from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
 MAX_ROW_ALIGNMENT = 16  # bytes, the most that one instruction of a thread accesses
+MAX_KEYS = (1 << 31) - TILE_KEYS  # of a request, so that its tiles can be counted in 32 bits
 SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multiple of TILE_KEYS
 
 PARAMS: tuple[Param, ...] = (
@@ -50,7 +51,9 @@ PARAMS: tuple[Param, ...] = (
         "page_size",
         "causal",  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
         "batch",
-        "split_tiles",  # as in split_plan
+        "max_keys",  # keys that a row of block_table has room for: longer lengths are taken for this
+        "max_splits",  # 0: requests are cut where the plan cuts them. Else batch invariant, with so many rows per request
+        "accum_rows",  # of out_accum and lse_accum: whatever the plan says, nothing else is written; 0 if nothing is cut
     ),
 )
 
@@ -133,14 +136,14 @@ class DenseDecodeProblem:
         return min(self.page_size, TILE_KEYS)
 
     @property
-    def split_tiles(self) -> int:
-        """Where splits may end: anywhere, or at fixed multiples when batch invariant."""
-        return INVARIANT_SPLIT_TILES if self.batch_invariant else NO_SPLIT_LIMIT
+    def max_keys(self) -> int:
+        """Keys that a row of the block table has room for."""
+        return min(self.pages_per_request * self.page_size, MAX_KEYS)
 
     @property
     def max_splits(self) -> int:
-        """Accumulator rows kept per request: 0 in a free plan, which shares them."""
-        return invariant_splits(self.pages_per_request * self.page_size) if self.batch_invariant else 0
+        """Splits that a request can have at most when batch invariant; else 0, which means wherever the plan cuts."""
+        return invariant_splits(self.max_keys) if self.batch_invariant else 0
 
     def num_parts(self, sm_count: int) -> int:
         """Parts of the plan: as many as keep every SM busy with one CTA."""
@@ -149,16 +152,6 @@ class DenseDecodeProblem:
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """CTAs along (query rows, KV heads, parts)."""
         return self.row_ctas, self.h_kv, self.num_parts(sm_count)
-
-    def accumulator_rows(self, sm_count: int) -> int:
-        """Rows of out_accum and lse_accum."""
-        if self.batch_invariant:
-            return self.batch * self.max_splits
-        return accumulator_rows(self.batch, self.num_parts(sm_count))
-
-    def workspace_bytes(self, sm_count: int) -> int:
-        """Bytes of out_accum followed by lse_accum."""
-        return self.accumulator_rows(sm_count) * self.s_q * self.h_q * (D_V + 1) * 4
 
 
 def row_ctas(arch: Arch, rows: int) -> int:
@@ -169,7 +162,7 @@ def row_ctas(arch: Arch, rows: int) -> int:
 
 def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
     """Parts of a plan for so many query rows per KV head: as many as keep every SM busy with one CTA."""
-    return max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1)
+    return min(max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1), MAX_PARTS)
 
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:

@@ -7,6 +7,9 @@ directly. num_splits[r] is the first row of the accumulators that request r uses
 
 A plan is never wrong, only less balanced: the parts of a request cover all its tiles whatever its length has become,
 since the last part of a request runs to its actual end (PART_END_OPEN) and the others clip their tiles to it.
+
+Nor does a plan know whether a call that uses it is batch invariant. Such a call rounds every cut down to a multiple of
+INVARIANT_SPLIT_TILES, cuts requests at all those multiples, and counts accumulator rows itself; it ignores num_splits.
 """
 
 from __future__ import annotations
@@ -31,8 +34,7 @@ PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
 MAX_PARTS = 1024
 
-NO_SPLIT_LIMIT = 1 << 30  # split_tiles when the plan is free to cut anywhere
-INVARIANT_SPLIT_TILES = 128  # split_tiles when batch invariant: a request is cut every 8,192 keys, and nowhere else
+INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
@@ -40,12 +42,7 @@ PARAMS: tuple[Param, ...] = (
         "plan",  # int32 [num_parts, 8], out
         "num_splits",  # int32 [batch + 1], out
     ),
-    *int32s(
-        "batch",
-        "num_parts",
-        "split_tiles",  # NO_SPLIT_LIMIT, or the fixed length of a split in key tiles
-        "max_splits",  # accumulator rows kept per request when split_tiles is fixed, else 0
-    ),
+    *int32s("batch", "num_parts"),
 )
 
 
@@ -59,13 +56,16 @@ class SplitPlanConfig:
         return "i32"
 
 
-def accumulator_rows(batch: int, num_parts: int) -> int:
-    """Rows of the split accumulators that a free plan can need at most: each of the num_parts - 1 boundaries cuts one
-    request, and a request cut k times has k + 1 <= 2 k splits."""
-    return min(2 * (num_parts - 1), batch + num_parts - 1)
-
-
 def invariant_splits(max_keys: int) -> int:
-    """Accumulator rows that a batch-invariant plan keeps for a request of at most so many keys: none if it is never cut."""
-    splits = ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES)
-    return splits if splits > 1 else 0
+    """Splits of a request of at most so many keys in a batch-invariant call; at least 1."""
+    return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
+
+
+def accumulator_rows(batch: int, num_parts: int, max_splits: int = 0) -> int:
+    """Rows of the split accumulators that a call can need at most. max_splits: invariant_splits(), or 0 where the plan cuts.
+
+    Each of a plan's num_parts - 1 boundaries cuts one request, and a request cut k times has k + 1 <= 2 k splits.
+    """
+    if max_splits:
+        return batch * max_splits if max_splits > 1 else 0
+    return min(2 * (num_parts - 1), batch + num_parts - 1)

@@ -213,8 +213,6 @@ def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
         case.s_q * case.h_q // case.h_kv,
         case.h_kv,
         case.h_q,
-        batch_invariant=case.batch_invariant,
-        max_cache_seqlen=_invariant_limit(case),
     )
     return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
 

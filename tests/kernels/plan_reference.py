@@ -9,7 +9,6 @@ from itertools import pairwise
 
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import (
-    NO_SPLIT_LIMIT,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -49,7 +48,7 @@ def planned_tiles(length: int) -> int:
     return max(actual_tiles(length), 1)
 
 
-def reference_boundaries(lengths: Sequence[int], num_parts: int, split_tiles: int) -> list[tuple[int, int]]:
+def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
     """The num_parts + 1 boundaries (request, tile) between parts."""
     starts = [0]
     for length in lengths:
@@ -63,27 +62,26 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int, split_tiles: in
             continue
         request = bisect_right(starts, cost) - 1
         tile = max(cost - starts[request] - PIECE_OVERHEAD_TILES, 0)
-        boundaries.append((request, tile - tile % split_tiles if split_tiles < NO_SPLIT_LIMIT else tile))
+        boundaries.append((request, tile))
     return boundaries
 
 
-def reference_plan(lengths: Sequence[int], num_parts: int, split_tiles: int = NO_SPLIT_LIMIT, max_splits: int = 0) -> Plan:
+def reference_plan(lengths: Sequence[int], num_parts: int) -> Plan:
     """The plan for these lengths, boundary by boundary."""
     batch = len(lengths)
-    boundaries = reference_boundaries(lengths, num_parts, split_tiles)
-    invariant = split_tiles < NO_SPLIT_LIMIT
+    boundaries = reference_boundaries(lengths, num_parts)
     cuts = [0] * batch
     parts = []
     for begin, end in pairwise(boundaries):
         begin_split = 0
         if begin[1] > 0:
             cuts[begin[0]] += 1
-            begin_split = 0 if invariant else _pieces_before(boundaries, begin)
+            begin_split = _pieces_before(boundaries, begin)
         parts.append(_part(lengths, begin, end, begin_split))
     # Boundary 0 cuts nothing and the last boundary is the end of the batch, so the loop above has seen every cut.
     rows = [0]
     for count in cuts:
-        rows.append(rows[-1] + (max_splits if invariant else count + 1 if count else 0))
+        rows.append(rows[-1] + (count + 1 if count else 0))
     return Plan(tuple(parts), tuple(rows))
 
 
@@ -105,33 +103,42 @@ def _part(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int], 
     return (begin[0], end_req, begin[1], end_tile, begin_split, int(first), int(last), int(end_open))
 
 
-def pieces(plan: Plan, lengths: Sequence[int], split_tiles: int) -> Iterator[tuple[int, Piece]]:
+def pieces(plan: Plan, lengths: Sequence[int], split_tiles: int | None = None, max_splits: int = 0) -> Iterator[tuple[int, Piece]]:
     """What every part does with these lengths, which may differ from the planned ones: (part, piece), as the decode
-    kernels walk it. A piece may be empty: it then says so in its accumulator row, or writes an empty output."""
-    batch = len(lengths)
+    kernels walk it. A piece may be empty: it then says so in its accumulator row, or writes an empty output.
+
+    split_tiles: None, or what a batch-invariant call rounds cuts down to, with max_splits rows for each request.
+    """
     for index, part in enumerate(plan.parts):
-        if part[PART_BEGIN_REQ] >= batch:
-            continue
-        for request in range(part[PART_BEGIN_REQ], part[PART_END_REQ] + 1):
+        begin, end = _cuts(part, split_tiles)
+        for request in range(begin[0], len(lengths)):
+            if (request, 0) >= end:
+                break
             tiles = actual_tiles(lengths[request])
-            first = part[PART_BEGIN_TILE] if request == part[PART_BEGIN_REQ] else 0
-            closed = request == part[PART_END_REQ] and not part[PART_END_OPEN]
-            end = min(part[PART_END_TILE], tiles) if closed else tiles
-            split = part[PART_BEGIN_SPLIT] if request == part[PART_BEGIN_REQ] else 0
-            for piece in _request_pieces(plan, request, (first, end, tiles), split, split_tiles):
-                yield index, piece
+            first = begin[1] if request == begin[0] else 0
+            last = min(end[1], tiles) if request == end[0] else tiles
+            if split_tiles is None:
+                split = part[PART_BEGIN_SPLIT] if request == begin[0] else 0
+                row, after = plan.num_splits[request], plan.num_splits[request + 1]
+                yield index, Piece(request, first, max(first, last), None if row == after else row + split)
+            else:
+                for piece in _invariant_pieces(request, (first, last, tiles), split_tiles, max_splits):
+                    yield index, piece
 
 
-def _request_pieces(plan: Plan, request: int, span: tuple[int, int, int], split: int, split_tiles: int) -> Iterator[Piece]:
-    first, end, tiles = span
-    base = plan.num_splits[request]
-    if split_tiles < NO_SPLIT_LIMIT:
-        if tiles <= split_tiles:
-            if first == 0:
-                yield Piece(request, 0, end, None)
-            return
-        for begin in range(first, end, split_tiles):
-            yield Piece(request, begin, min(begin + split_tiles, end), base + begin // split_tiles)
+def _cuts(part: tuple[int, ...], split_tiles: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Begin and end of a part, each (request, tile); the end is the first place that is not its own."""
+    begin, end = (part[PART_BEGIN_REQ], part[PART_BEGIN_TILE]), (part[PART_END_REQ], part[PART_END_TILE])
+    if split_tiles is not None:
+        begin, end = ((request, tile - tile % split_tiles) for request, tile in (begin, end))
+    return begin, (end[0] + 1, 0) if part[PART_END_OPEN] else end
+
+
+def _invariant_pieces(request: int, span: tuple[int, int, int], split_tiles: int, max_splits: int) -> Iterator[Piece]:
+    first, last, tiles = span
+    if tiles <= split_tiles:
+        if first == 0:
+            yield Piece(request, 0, last, None)
         return
-    direct = plan.num_splits[request + 1] == base
-    yield Piece(request, first, max(end, first), None if direct else base + split)
+    for begin in range(first, last, split_tiles):
+        yield Piece(request, begin, min(begin + split_tiles, last), request * max_splits + begin // split_tiles)

@@ -13,7 +13,7 @@ from launching import CompiledKernel, compiled, launch, nbytes
 from cute_mla import simulator
 from cute_mla.spec.combine import COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
-from cute_mla.spec.split_plan import NO_SPLIT_LIMIT
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 
 pytestmark = pytest.mark.usefixtures("built_for")
 
@@ -25,6 +25,7 @@ CANARY = 7.0
 @dataclass
 class Problem:
     """One call. rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
+    lengths: given for a batch-invariant call, in which every request has as many rows.
 
     out is a view with the given strides, in elements, over a flat buffer that starts at `offset`.
     """
@@ -34,7 +35,6 @@ class Problem:
     h_q: int = 2
     dtype: str = "bf16"
     lengths: list[int] | None = None
-    split_tiles: int = NO_SPLIT_LIMIT
     empty_lse: float = math.inf
     empty: set[tuple[int, int, int]] = field(default_factory=set)
     strides: tuple[int, int, int] | None = None
@@ -49,7 +49,9 @@ class Problem:
         for position in self.empty:
             self.accum[position] = math.nan
             self.lse_accum[position] = -math.inf
-        self.num_splits = torch.tensor([sum(self.rows[:r]) for r in range(len(self.rows) + 1)], dtype=torch.int32)
+        self.first_rows = [sum(self.rows[:r]) for r in range(len(self.rows) + 1)]
+        given = self.first_rows if self.lengths is None else [(-1) ** r << 30 for r in self.first_rows]  # nobody is to believe that
+        self.num_splits = torch.tensor(given, dtype=torch.int32)
         self.seqlens = torch.tensor(self.lengths or [0] * len(self.rows), dtype=torch.int32)
         shape = (len(self.rows), self.s_q, self.h_q, D_V)
         strides = (*(self.strides or (self.s_q * self.h_q * D_V, self.h_q * D_V, D_V)), 1)
@@ -60,9 +62,14 @@ class Problem:
 
     def used(self, request: int) -> int:
         """Splits to merge, by the contract."""
-        if self.split_tiles == NO_SPLIT_LIMIT:
+        if self.lengths is None:
             return self.rows[request]
-        return min(self.rows[request], ceil_div(ceil_div(max(int(self.seqlens[request]), 0), 64), self.split_tiles))
+        return min(self.rows[request], ceil_div(max(self.lengths[request], 0), TILE_KEYS * INVARIANT_SPLIT_TILES))
+
+    @property
+    def max_splits(self) -> int:
+        """As in spec.dense_decode."""
+        return 0 if self.lengths is None else self.rows[0]
 
     def memory(self) -> simulator.GlobalMemory:
         """What the kernel may touch. The out rows of empty and of unused splits are left out: reading one is a finding."""
@@ -72,7 +79,7 @@ class Problem:
             if tensor.numel():
                 memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=False)
         for request in range(len(self.rows)):
-            first = int(self.num_splits[request])
+            first = self.first_rows[request]
             for position in self._written(first, self.used(request)):
                 row = self.accum[position]
                 memory.add(f"out_accum{position}", row.data_ptr(), nbytes(row), writable=False)
@@ -85,17 +92,21 @@ class Problem:
         return [position for position in positions if position not in self.empty]
 
     def run(
-        self, kernel: CompiledKernel | None = None, column_blocks: int = 1, policy: simulator.Policy | None = None
+        self,
+        kernel: CompiledKernel | None = None,
+        column_blocks: int = 1,
+        policy: simulator.Policy | None = None,
+        memory: simulator.GlobalMemory | None = None,
     ) -> list[simulator.Finding]:
         kernel = kernel or compiled("combine", self.dtype)
         shape = (len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
         args = [self.seqlens, self.num_splits, self.accum, self.lse_accum, self.out, self.lse, *self.out.stride()[:3]]
-        args += [*self.lse.stride()[:2], self.lse.stride(2), self.empty_lse, self.s_q, self.h_q, self.split_tiles]
-        return launch(kernel, shape, args, self.memory(), policy)
+        args += [*self.lse.stride()[:2], self.lse.stride(2), self.empty_lse, self.s_q, self.h_q, self.max_splits, len(self.accum)]
+        return launch(kernel, shape, args, memory or self.memory(), policy)
 
     def expected(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(out [s_q, h_q, 512], lse [h_q, s_q]) of a request in float64."""
-        first = int(self.num_splits[request])
+        first = self.first_rows[request]
         rows = slice(first, first + self.used(request))
         lse = self.lse_accum[rows].double() * math.log(2)
         weights = torch.softmax(lse, dim=0)
@@ -192,7 +203,7 @@ def test_strides_of_out(strides: tuple[int, int, int], offset: int) -> None:
 @pytest.mark.parametrize("length", [0, -5, 1, 8192, 8193, 16_384, 16_385, 40_960, 1 << 30])
 def test_fixed_splits_use_the_rows_of_the_length(length: int) -> None:
     """Five rows are kept, and more keys than they hold use all five."""
-    run_both(Problem([5, 5], lengths=[length, 20_000], split_tiles=128))
+    run_both(Problem([5, 5], lengths=[length, 20_000]))
 
 
 def test_offsets_beyond_2_31_elements() -> None:
@@ -200,9 +211,38 @@ def test_offsets_beyond_2_31_elements() -> None:
     problem = Problem([0, 2])
     far = 1 << 33
     args = [problem.seqlens, problem.num_splits, problem.accum, problem.lse_accum, problem.out[1].data_ptr() - 2 * far]
-    args += [problem.lse[1].data_ptr() - 4 * far, far, 0, D_V, far, 1, 0, math.inf, 1, 2, NO_SPLIT_LIMIT]
+    args += [problem.lse[1].data_ptr() - 4 * far, far, 0, D_V, far, 1, 0, math.inf, 1, 2, 0, 2]
     assert not launch(compiled("combine", "bf16"), (2, 1, 1), args, problem.memory())
     problem.check()
+
+
+NONSENSE = [0, 1, 5, 6, 7, -1, 3, 1 << 30, -(1 << 31), (1 << 31) - 1]
+
+
+def findings_with(first: int, after: int, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
+    """Of a call with 6 rows whose num_splits has these numbers for the second request."""
+    problem = Problem([2, 2, 2])
+    problem.num_splits = torch.tensor([0, first, after, 6], dtype=torch.int32)
+    memory = simulator.GlobalMemory()
+    for name in ("num_splits", "seqlens", "accum", "lse_accum", "buffer", "lse"):
+        memory.add(name, getattr(problem, name).data_ptr(), nbytes(getattr(problem, name)), writable=name in ("buffer", "lse"))
+    return problem.run(kernel, memory=memory)
+
+
+@pytest.mark.parametrize("first", NONSENSE)
+def test_whatever_num_splits_holds_only_rows_that_exist_are_read(first: int) -> None:
+    for after in NONSENSE:
+        assert not findings_with(first, after)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement"),
+    [(r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;"), (r"min\.s32 (.*), %r\d+;", r"min.s32 \1, 2147483647;")],
+    ids=["from below", "from above"],
+)
+def test_unclipped_rows_are_seen(pattern: str, replacement: str) -> None:
+    broken = compiled("combine", "bf16").edited(pattern, replacement)
+    assert findings_with(-1, 2, broken) or findings_with(5, 9, broken)
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])

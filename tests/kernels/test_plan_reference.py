@@ -10,7 +10,6 @@ from plan_reference import Plan, actual_tiles, pieces, planned_tiles, reference_
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import (
     MAX_PARTS,
-    NO_SPLIT_LIMIT,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -29,14 +28,14 @@ LENGTHS = st.one_of(
 BATCHES = st.lists(LENGTHS, min_size=0, max_size=24)
 NUM_PARTS = st.one_of(st.sampled_from([1, 2, 66, 132, MAX_PARTS]), st.integers(1, 40))
 SPLIT_TILES = st.sampled_from([2, 7, 128])
-TABLE_TILES = 300_000 // 64 + 1
 
 
-def check_coverage(plan: Plan, lengths: list[int], split_tiles: int) -> None:
+def check_coverage(plan: Plan, lengths: list[int], split_tiles: int | None = None) -> None:
     """Every tile of every request exactly once; rows unique, in order, and all of a merged request's rows written."""
+    max_splits = ceil_div(max(map(actual_tiles, lengths), default=0), split_tiles) if split_tiles else 0
     covered: dict[int, int] = dict.fromkeys(range(len(lengths)), 0)
     rows: dict[int, list[int | None]] = {request: [] for request in covered}
-    for _, piece in pieces(plan, lengths, split_tiles):
+    for _, piece in pieces(plan, lengths, split_tiles, max_splits):
         if piece.end > piece.begin:
             assert piece.begin == covered[piece.request], "pieces of a request follow each other without gap or overlap"
             covered[piece.request] = piece.end
@@ -45,17 +44,18 @@ def check_coverage(plan: Plan, lengths: list[int], split_tiles: int) -> None:
         assert covered[request] == actual_tiles(length)
         first = plan.num_splits[request]
         count = plan.num_splits[request + 1] - first
-        if split_tiles < NO_SPLIT_LIMIT:
+        if split_tiles is not None:
             used = ceil_div(actual_tiles(length), split_tiles)
-            count = used if used > 1 else 0
+            first, count = request * max_splits, used if used > 1 else 0
         assert rows[request] == (list(range(first, first + count)) if count else [None])
 
 
-def part_costs(plan: Plan, lengths: list[int]) -> list[int]:
-    """Tiles plus overheads that each part was planned to take."""
-    costs = [0] * len(plan.parts)
-    for index, piece in pieces(plan, lengths, NO_SPLIT_LIMIT):
-        costs[index] += max(piece.end - piece.begin, 1) + PIECE_OVERHEAD_TILES
+def part_costs(plan: Plan, lengths: list[int], split_tiles: int | None = None) -> list[int]:
+    """Tiles, plus an overhead for each request, that each part takes."""
+    costs, requests = [0] * len(plan.parts), set()
+    for index, piece in pieces(plan, lengths, split_tiles):
+        costs[index] += max(piece.end - piece.begin, 1) + PIECE_OVERHEAD_TILES * ((index, piece.request) not in requests)
+        requests.add((index, piece.request))
     return costs
 
 
@@ -63,23 +63,22 @@ def part_costs(plan: Plan, lengths: list[int]) -> list[int]:
 @given(BATCHES, NUM_PARTS, BATCHES)
 def test_free_plan_covers_balances_and_fits(lengths: list[int], num_parts: int, later: list[int]) -> None:
     plan = reference_plan(lengths, num_parts)
-    check_coverage(plan, lengths, NO_SPLIT_LIMIT)
+    check_coverage(plan, lengths)
     assert plan.num_splits[-1] <= accumulator_rows(len(lengths), num_parts)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
     assert all(cost <= ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES for cost in part_costs(plan, lengths))
     changed = (later + lengths)[: len(lengths)]
-    check_coverage(plan, changed, NO_SPLIT_LIMIT)
+    check_coverage(plan, changed)
 
 
 @settings(max_examples=300, deadline=None)
 @given(BATCHES, NUM_PARTS, SPLIT_TILES, BATCHES)
-def test_invariant_plan_cuts_only_at_multiples(lengths: list[int], num_parts: int, split_tiles: int, later: list[int]) -> None:
-    plan = reference_plan(lengths, num_parts, split_tiles, ceil_div(TABLE_TILES, split_tiles))
+def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: int, split_tiles: int, later: list[int]) -> None:
+    plan = reference_plan(lengths, num_parts)
     check_coverage(plan, lengths, split_tiles)
-    assert all(part[PART_BEGIN_TILE] % split_tiles == 0 for part in plan.parts)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
     bound = ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES + split_tiles - 1
-    assert all(cost <= bound for cost in part_costs(plan, lengths))
+    assert all(cost <= bound for cost in part_costs(plan, lengths, split_tiles))
     check_coverage(plan, (later + lengths)[: len(lengths)], split_tiles)
 
 
@@ -114,7 +113,7 @@ def test_coverage_check_sees_a_wrong_column(column: int) -> None:
         part[column] = 1 - part[column] if column == PART_END_OPEN else part[column] + 1
         broken = Plan((*plan.parts[:index], tuple(part), *plan.parts[index + 1 :]), plan.num_splits)
         with pytest.raises(AssertionError):
-            check_coverage(broken, [length], NO_SPLIT_LIMIT)
+            check_coverage(broken, [length])
 
 
 @pytest.mark.parametrize("num_parts", [1, 132])

@@ -11,7 +11,7 @@ from plan_reference import Plan, reference_plan
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.split_plan import MAX_PARTS, NO_SPLIT_LIMIT, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
+from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1
@@ -26,7 +26,6 @@ def run_plan(
     kernel: CompiledKernel,
     lengths: list[int],
     num_parts: int,
-    split: tuple[int, int] = (NO_SPLIT_LIMIT, 0),
     policy: simulator.Policy | None = None,
 ) -> tuple[Plan, list[simulator.Finding]]:
     """The kernel's plan. The outputs start as garbage, at addresses that are multiples of 4 bytes only."""
@@ -39,15 +38,15 @@ def run_plan(
         memory.add("cache_seqlens", seqlens.data_ptr(), nbytes(seqlens), writable=False)
     memory.add("plan", parts.data_ptr(), nbytes(parts))
     memory.add("num_splits", splits.data_ptr(), nbytes(splits))
-    findings = launch(kernel, (1, 1, 1), [seqlens, parts, splits, batch, num_parts, *split], memory, policy)
+    findings = launch(kernel, (1, 1, 1), [seqlens, parts, splits, batch, num_parts], memory, policy)
     rows = tuple(tuple(row) for row in parts.view(num_parts, PLAN_COLUMNS).tolist())
     return Plan(rows, tuple(splits.tolist())), findings
 
 
-def check(kernel: CompiledKernel, lengths: list[int], num_parts: int, split: tuple[int, int] = (NO_SPLIT_LIMIT, 0)) -> None:
-    plan, findings = run_plan(kernel, lengths, num_parts, split)
+def check(kernel: CompiledKernel, lengths: list[int], num_parts: int) -> None:
+    plan, findings = run_plan(kernel, lengths, num_parts)
     assert not findings
-    assert plan == reference_plan(lengths, num_parts, *split)
+    assert plan == reference_plan(lengths, num_parts)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 66, 132, 1023, MAX_PARTS])
@@ -98,25 +97,11 @@ def test_costs_beyond_32_bits(kernel: CompiledKernel) -> None:
     check(kernel, [7, *[HUGE] * 300, 64], 7)
 
 
-@pytest.mark.parametrize("split", [(128, 16), (7, 300), (128, 0)])
-@pytest.mark.parametrize("num_parts", [1, 3, 132])
-def test_fixed_splits(kernel: CompiledKernel, split: tuple[int, int], num_parts: int) -> None:
-    longest = 131_072 if split[1] else 8192
-    lengths = [min(length, longest) for length in (0, 8191, 8192, 8193, 131_072, 64, 16_384, 1, 131_072)]
-    check(kernel, lengths, num_parts, split)
-
-
-def test_fixed_splits_of_a_large_batch(kernel: CompiledKernel) -> None:
-    draw = random.Random(0)
-    check(kernel, [draw.randrange(3000) for _ in range(3000)], 132, (16, 3))
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(kernel: CompiledKernel, seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randrange(draw.choice([2, 200, 20_000])) for _ in range(draw.randrange(1, 200))]
-    split = draw.choice([(NO_SPLIT_LIMIT, 0), (16, 20)])
-    check(kernel, lengths, draw.randrange(1, 200), split)
+    check(kernel, lengths, draw.randrange(1, 200))
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])

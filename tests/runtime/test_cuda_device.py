@@ -18,7 +18,7 @@ from cute_mla.runtime import driver
 from cute_mla.runtime.arguments import NULL, ArgumentBlock, Span
 from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.errors import ArtifactError, DeviceError
-from cute_mla.spec import dense_decode, split_plan
+from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -34,7 +34,7 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
     """Arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
-    return lengths, plan, splits, batch, 132, split_plan.NO_SPLIT_LIMIT, 0
+    return lengths, plan, splits, batch, 132
 
 
 def decode_args() -> tuple[Any, ...]:
@@ -42,7 +42,7 @@ def decode_args() -> tuple[Any, ...]:
     workspace = torch.empty(4096, dtype=torch.uint8)
     tensors = [torch.empty(4) for _ in range(7)]
     int64s_ = [2**33 + i for i in range(10)]
-    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(7))
+    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(9))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
     assert scalar(launch.arguments["table_stride"], "q") == 2**33 + 9
     assert scalar(launch.arguments["scale_log2"], "f") == 0.5
     assert scalar(launch.arguments["empty_lse"], "f") == float("inf")
-    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "split_tiles")] == [0, 1, 6]
+    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "accum_rows")] == [0, 1, 8]
 
 
 def test_null_pointer_argument() -> None:

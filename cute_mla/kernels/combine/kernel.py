@@ -24,7 +24,7 @@ from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
 from ...spec.mla import D_V
-from ...spec.split_plan import NO_SPLIT_LIMIT, TILE_KEYS
+from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..source import KernelSource
 
 THREADS = 32 * ROWS_PER_BLOCK
@@ -36,14 +36,22 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 @cute.jit
-def splits_of(cache_seqlens: cute.Pointer, num_splits: cute.Pointer, request: Int32, split_tiles: Int32):
+def clip(value: Int32, most: Int32) -> Int32:
+    """The nearest integer from 0 to `most`."""
+    return cutlass.min(cutlass.max(value, Int32(0)), most)
+
+
+@cute.jit
+def splits_of(cache_seqlens: cute.Pointer, num_splits: cute.Pointer, request: Int32, max_splits: Int32, accum_rows: Int32):
     """(first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
-    first = num_splits[request]
-    count = num_splits[request + 1] - first
-    if split_tiles < NO_SPLIT_LIMIT and count > 1:
+    first, count = request * max_splits, Int32(0)
+    if max_splits > 0:
         # Rows are kept for the longest length: only those of this length were written. No length overflows here.
-        tiles = (cutlass.max(cache_seqlens[request], Int32(1)) - 1) // TILE_KEYS + 1
-        count = cutlass.min(count, (tiles - 1) // split_tiles + 1)
+        count = cutlass.min((cutlass.max(cache_seqlens[request], Int32(1)) - 1) // (TILE_KEYS * INVARIANT_SPLIT_TILES) + 1, max_splits)
+    else:
+        # The caller's num_splits may hold anything: what it says of rows that do not exist is not believed.
+        first = clip(num_splits[request], accum_rows)
+        count = clip(num_splits[request + 1], accum_rows) - first
     return first, count
 
 
@@ -172,7 +180,8 @@ def combine(
     empty_lse: Float32,
     s_q: Int32,
     h_q: Int32,
-    split_tiles: Int32,
+    max_splits: Int32,
+    accum_rows: Int32,
 ):
     token_index, head_block, column_block = cute.arch.block_idx()
     _, _, column_blocks = cute.arch.grid_dim()
@@ -185,7 +194,7 @@ def combine(
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
-    first, count = splits_of(cache_seqlens, num_splits, request, split_tiles)
+    first, count = splits_of(cache_seqlens, num_splits, request, max_splits, accum_rows)
     if head < h_q and count > 1:
         stride = Int64(s_q) * h_q
         row = first * stride + (Int64(token) * h_q + head)
@@ -221,7 +230,8 @@ def launch(
     empty_lse: Float32,
     s_q: Int32,
     h_q: Int32,
-    split_tiles: Int32,
+    max_splits: Int32,
+    accum_rows: Int32,
     name: cutlass.Constexpr,
 ):
     combine.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -241,7 +251,8 @@ def launch(
         empty_lse,
         s_q,
         h_q,
-        split_tiles,
+        max_splits,
+        accum_rows,
     ).launch(
         grid=(1, 1, 1),
         block=(THREADS, 1, 1),
@@ -267,7 +278,7 @@ def build(config: CombineConfig, arch: Arch) -> KernelSource:
         pointer(Float32, 4),
         *(Int64(1) for _ in range(6)),
         Float32(0.0),
-        *(Int32(1) for _ in range(3)),
+        *(Int32(1) for _ in range(4)),
         kernel_name("combine", arch.name, config.name),
     )
     return KernelSource(

@@ -43,7 +43,8 @@ class DenseDecode:
         out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
         lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
         scale_log2: Float32, empty_lse: Float32,
-        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
+        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32,
+        max_keys: Int32, max_splits: Int32, accum_rows: Int32,
     ):  # fmt: skip
         """Compiled for its types, never run: the runtime launches the kernel itself."""
         typed_map = tensor_maps.create_tensor_map_tiled(
@@ -59,7 +60,7 @@ class DenseDecode:
             typed_map, q, block_table, cache_seqlens, plan, num_splits, out, lse, out_accum, lse_accum,
             q_stride_batch, q_stride_token, q_stride_head, out_stride_batch, out_stride_token, out_stride_head,
             lse_stride_batch, lse_stride_head, lse_stride_token, table_stride, scale_log2, empty_lse,
-            s_q, h_q, heads_per_kv, page_size, causal, batch, split_tiles,
+            s_q, h_q, heads_per_kv, page_size, causal, batch, max_keys, max_splits, accum_rows,
         ).launch(grid=(self.config.cluster, 1, 1), block=(self.threads, 1, 1), cluster=(self.config.cluster, 1, 1))  # fmt: skip
 
     @cute.kernel
@@ -72,14 +73,15 @@ class DenseDecode:
         out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
         lse_stride_batch: Int64, lse_stride_head: Int64, lse_stride_token: Int64, table_stride: Int64,
         scale_log2: Float32, empty_lse: Float32,
-        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32, split_tiles: Int32,
+        s_q: Int32, h_q: Int32, heads_per_kv: Int32, page_size: Int32, causal: Int32, batch: Int32,
+        max_keys: Int32, max_splits: Int32, accum_rows: Int32,
     ):  # fmt: skip
         operands = Operands(
             kv_map, q, block_table, out, lse, out_accum, lse_accum,
             (q_stride_batch, q_stride_token, q_stride_head), (out_stride_batch, out_stride_token, out_stride_head),
             (lse_stride_batch, lse_stride_token, lse_stride_head), table_stride, scale_log2, empty_lse,
             s_q, h_q, heads_per_kv, page_size, causal,
-            Schedule(plan, num_splits, cache_seqlens, batch, split_tiles),
+            Schedule(plan, num_splits, cache_seqlens, batch, max_keys, max_splits, accum_rows),
         )  # fmt: skip
         self.run(operands)
 

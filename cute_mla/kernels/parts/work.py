@@ -3,6 +3,10 @@
 Every role of a decode kernel walks the same pieces in the same order, so the roles need no messages about what to do next.
 What a role knows of its part and piece is read again where it is needed, a few loads from L2 per piece, so that only a
 cursor lives in registers through the main loop.
+
+Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
+length can have, rows to the accumulators. Every role of every CTA of a part reads the same numbers, and the cursor only
+moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped to the block table likewise.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Int32, cute
 
+from ...spec.dense_decode import MAX_KEYS
 from ...spec.split_plan import (
-    NO_SPLIT_LIMIT,
+    INVARIANT_SPLIT_TILES,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -24,16 +29,26 @@ from ...spec.split_plan import (
     TILE_KEYS,
 )
 
+MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
+assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks"
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """What decides the pieces: the plan of split_plan and the lengths as they are now."""
+    """What decides the pieces: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
 
     plan: cute.Pointer  # int32 [num_parts, 8]
     num_splits: cute.Pointer  # int32 [batch + 1]
     cache_seqlens: cute.Pointer  # int32 [batch]
     batch: Int32
-    split_tiles: Int32
+    max_keys: Int32
+    max_splits: Int32
+    accum_rows: Int32
+
+    @property
+    def invariant(self) -> Boolean:
+        """Whether requests are cut at multiples of INVARIANT_SPLIT_TILES, wherever the plan cuts them."""
+        return self.max_splits > 0
 
 
 @dataclass(frozen=True)
@@ -74,26 +89,51 @@ def plan_row(schedule: Schedule) -> cute.Pointer:
     return schedule.plan + cute.arch.block_idx()[2] * PLAN_COLUMNS
 
 
+def clip(value: Int32, most: Int32) -> Int32:
+    """The nearest integer from 0 to `most`, or `most` if that is negative."""
+    return smaller(larger(value, Int32(0)), most)
+
+
+def cut_tile(schedule: Schedule, column: int) -> Int32:
+    """A tile at which this CTA's part begins or ends: where the plan says, or the last place before it where a
+    batch-invariant call may cut."""
+    tile = clip((plan_row(schedule) + column).load(), Int32(MOST_TILES))
+    return tile & cutlass.select_(schedule.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
+
+
 def first_piece(schedule: Schedule) -> tuple[Int32, Int32]:
-    """(request, tile) at which this CTA's part begins."""
-    row = plan_row(schedule)
-    return (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_TILE).load()
+    """(request, tile) at which this CTA's part begins; a request past the last one if it has no work.
+
+    Of a request whose last tiles were this part's, there may be nothing left: by the length as it is now, or by rounding.
+    That takes an empty piece where all splits that were planned are merged; a batch-invariant call merges only those of
+    the length, and the row of an empty one may be another part's."""
+    req = clip((plan_row(schedule) + PART_BEGIN_REQ).load(), schedule.batch)
+    tile = cut_tile(schedule, PART_BEGIN_TILE)
+    _, part_end, _ = piece_bounds(schedule, smaller(req, schedule.batch - 1), tile)
+    nothing_left = schedule.invariant & (tile > 0) & (part_end <= tile)
+    return cutlass.select_(nothing_left, req + 1, req), cutlass.select_(nothing_left, Int32(0), tile)
+
+
+def ends_inside(schedule: Schedule) -> Boolean:
+    """Whether this CTA's part ends at a tile of its last request, and not with it."""
+    return (plan_row(schedule) + PART_END_OPEN).load() == 0
 
 
 def last_request(schedule: Schedule) -> Int32:
     """The last request of this CTA's part; less than the first one if the part has no work."""
-    return smaller((plan_row(schedule) + PART_END_REQ).load(), schedule.batch - 1)
+    rounded_away = schedule.invariant & ends_inside(schedule) & (cut_tile(schedule, PART_END_TILE) == 0)
+    last = (plan_row(schedule) + PART_END_REQ).load() - cutlass.select_(rounded_away, Int32(1), Int32(0))
+    return smaller(last, schedule.batch - 1)
 
 
 def piece_bounds(schedule: Schedule, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
     """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
-    row = plan_row(schedule)
-    length = larger((schedule.cache_seqlens + req).load(), Int32(0))
+    length = clip((schedule.cache_seqlens + req).load(), schedule.max_keys)
     tiles = (length + (TILE_KEYS - 1)) // TILE_KEYS
-    cut = (req == (row + PART_END_REQ).load()) & ((row + PART_END_OPEN).load() == 0)
-    part_end = cutlass.select_(cut, smaller((row + PART_END_TILE).load(), tiles), tiles)
-    end = smaller(part_end, (begin_tile // schedule.split_tiles + 1) * schedule.split_tiles)
-    return length, part_end, end
+    cut = (req == (plan_row(schedule) + PART_END_REQ).load()) & ends_inside(schedule)
+    part_end = cutlass.select_(cut, smaller(cut_tile(schedule, PART_END_TILE), tiles), tiles)
+    next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
+    return length, part_end, cutlass.select_(schedule.invariant, smaller(part_end, next_multiple), part_end)
 
 
 def read_extent(schedule: Schedule, req: Int32, begin_tile: Int32) -> Extent:
@@ -107,17 +147,20 @@ def read_piece(schedule: Schedule, req: Int32, begin_tile: Int32) -> Piece:
     length, part_end, end = piece_bounds(schedule, req, begin_tile)
     more = end < part_end
     first_row = (schedule.num_splits + req).load()
-    direct = cutlass.select_(
-        schedule.split_tiles < NO_SPLIT_LIMIT,
-        (length <= schedule.split_tiles * TILE_KEYS) & (begin_tile == 0),
+    is_whole = cutlass.select_(
+        schedule.invariant,
+        length <= INVARIANT_SPLIT_TILES * TILE_KEYS,
         (schedule.num_splits + (req + 1)).load() == first_row,
     )
     row = plan_row(schedule)
     begin_split = cutlass.select_(req == (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_SPLIT).load(), Int32(0))
+    accum_row = cutlass.select_(
+        schedule.invariant, req * schedule.max_splits + begin_tile // INVARIANT_SPLIT_TILES, first_row + begin_split
+    )
     return Piece(
         length=length,
-        direct=direct,
-        accum_row=first_row + begin_split + begin_tile // schedule.split_tiles,
+        direct=is_whole | (schedule.accum_rows == 0),
+        accum_row=clip(accum_row, schedule.accum_rows - 1),
         next_req=cutlass.select_(more, req, req + 1),
         next_tile=cutlass.select_(more, end, Int32(0)),
     )

@@ -25,7 +25,6 @@ from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.split_plan import (
     MAX_PARTS,
-    NO_SPLIT_LIMIT,
     PARAMS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
@@ -160,13 +159,10 @@ def split_plan(
     num_splits: cute.Pointer,
     batch: Int32,
     num_parts: Int32,
-    split_tiles: Int32,
-    max_splits: Int32,
 ):
     thread, _, _ = cute.arch.thread_idx()
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
-    invariant = split_tiles < NO_SPLIT_LIMIT
 
     # The consumer may be launched now: it waits for this grid to end before it reads the plan.
     cute.arch.griddepcontrol_launch_dependents()
@@ -188,8 +184,6 @@ def split_plan(
         if cost < total:
             req, offset = locate(cache_seqlens, costs, cost, run, batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
-            if invariant:
-                tile -= tile % split_tiles
         reqs[thread] = req
         tiles[thread] = tile
     if thread == 0:
@@ -213,15 +207,12 @@ def split_plan(
     # Phase 4: the plan and num_splits.
     if thread < num_parts:
         split = Int32(0)
-        if tile > 0 and not invariant:
+        if tile > 0:
             split = rows_before + added - 1 - rows[count_not_above(reqs, num_parts + 1, req - 1)]
         end = (reqs[thread + 1], tiles[thread + 1])
         write_part(plan + thread * PLAN_COLUMNS, cache_seqlens, (req, tile), end, split, batch)
     for request in cutlass.range(thread, batch + 1, THREADS, unroll=1):
-        first_row = request * max_splits
-        if not invariant:
-            first_row = rows[count_not_above(reqs, num_parts + 1, request - 1)]
-        num_splits[request] = first_row
+        num_splits[request] = rows[count_not_above(reqs, num_parts + 1, request - 1)]
 
 
 @cute.jit
@@ -231,14 +222,10 @@ def launch(
     num_splits: cute.Pointer,
     batch: Int32,
     num_parts: Int32,
-    split_tiles: Int32,
-    max_splits: Int32,
     name: cutlass.Constexpr,
 ):
     split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(cache_seqlens, plan, num_splits, batch, num_parts, split_tiles, max_splits).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
-    )
+    split_plan(cache_seqlens, plan, num_splits, batch, num_parts).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
@@ -249,7 +236,7 @@ def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
         op="split_plan",
         config=config,
         host=launch,
-        args=(int32s, int32s, int32s, Int32(1), Int32(1), Int32(1), Int32(0), name),
+        args=(int32s, int32s, int32s, Int32(1), Int32(1), name),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

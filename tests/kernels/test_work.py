@@ -1,0 +1,167 @@
+"""The walk over a part's pieces on the simulator: as the plan says, and within its operands whatever the plan says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from launching import CompiledKernel, launch, nbytes
+from plan_reference import Plan, actual_tiles, pieces, reference_plan
+
+from cute_mla import simulator
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.dense_decode import MAX_KEYS
+from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
+
+pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
+
+Record = tuple[int, ...]  # request, first tile, tiles, keys from there on, direct, accumulator row
+
+CUT = INVARIANT_SPLIT_TILES * TILE_KEYS
+EXTREMES = [0, 1, 2, 3, 127, 128, 129, -1, 1 << 24, 1 << 25, (1 << 25) - 1, 1 << 30, (1 << 31) - 1, -(1 << 31), 1 - (1 << 31)]
+
+
+def compile_walk(arch: Arch) -> CompiledKernel:
+    """The walk kernel."""
+    import walk_kernel
+
+    from cute_mla.aot_build.compile import compile_source
+
+    source = walk_kernel.source()
+    result = compile_source(source, arch)
+    return CompiledKernel(source, result.entry, result.ptx)
+
+
+compile_walk_once = cache(compile_walk)
+
+
+@pytest.fixture
+def kernel(built_for: Arch) -> CompiledKernel:
+    return compile_walk_once(built_for)
+
+
+def walk(
+    kernel: CompiledKernel, plan: Plan, lengths: list[int], max_keys: int, invariant: bool
+) -> tuple[list[list[Record]], list[simulator.Finding]]:
+    """The pieces of every part. The records have room for no more than a part can have at most."""
+    batch, parts = len(lengths), len(plan.parts)
+    max_splits = invariant_splits(max_keys) if invariant else 0
+    accum_rows = accumulator_rows(batch, parts, max_splits)
+    capacity = batch * invariant_splits(max_keys)
+    tensors = {
+        "plan": torch.tensor(plan.parts, dtype=torch.int32),
+        "num_splits": torch.tensor(plan.num_splits, dtype=torch.int32),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+        "records": torch.zeros((parts, capacity, 6), dtype=torch.int32),
+        "counts": torch.zeros(parts, dtype=torch.int32),
+    }
+    memory = simulator.GlobalMemory()
+    for name, tensor in tensors.items():
+        memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=name in ("records", "counts"))
+    args: list[Any] = [*tensors.values(), batch, max_keys, max_splits, accum_rows, capacity]
+    findings = launch(kernel, (1, 1, parts), args, memory)
+    counts = tensors["counts"].tolist()
+    records = tensors["records"].tolist()
+    return [[tuple(record) for record in rows[:count]] for rows, count in zip(records, counts, strict=True)], findings
+
+
+def expected_walk(plan: Plan, lengths: list[int], max_keys: int, invariant: bool) -> list[list[Record]]:
+    """What the plan in plain Python says."""
+    clipped = [min(max(length, 0), max_keys) for length in lengths]
+    max_splits = invariant_splits(max_keys) if invariant else 0
+    last_row = accumulator_rows(len(lengths), len(plan.parts), max_splits) - 1
+    walks: list[list[Record]] = [[] for _ in plan.parts]
+    for part, piece in pieces(plan, clipped, INVARIANT_SPLIT_TILES if invariant else None, max_splits):
+        keys = clipped[piece.request] - piece.begin * TILE_KEYS
+        row = -1 if piece.row is None else min(piece.row, last_row)
+        walks[part].append((piece.request, piece.begin, piece.end - piece.begin, keys, int(piece.row is None), row))
+    return walks
+
+
+def without_unused_rows(walks: list[list[Record]]) -> list[list[Record]]:
+    """The row of a piece that writes its output directly means nothing."""
+    return [[(*record[:5], -1 if record[4] else record[5]) for record in walk] for walk in walks]
+
+
+def draw_lengths(draw: random.Random, batch: int) -> list[int]:
+    return [draw.choice([0, 1, 64, CUT - 1, CUT, CUT + 1, 2 * CUT, 300, draw.randrange(5 * CUT), -7]) for _ in range(batch)]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_pieces_are_those_of_the_plan(kernel: CompiledKernel, seed: int, invariant: bool) -> None:
+    """For the lengths that were planned and for others, some of them longer than the block table."""
+    draw = random.Random(seed)
+    lengths = draw_lengths(draw, draw.randrange(1, 9))
+    plan = reference_plan(lengths, draw.choice([1, 2, 5, 24]))
+    for later in (lengths, draw_lengths(draw, len(lengths))):
+        for max_keys in (max(*lengths, *later, 1), 64, CUT, CUT + 64, 2 * CUT - 640):
+            walks, findings = walk(kernel, plan, later, max_keys, invariant)
+            assert not findings
+            assert without_unused_rows(walks) == expected_walk(plan, later, max_keys, invariant)
+
+
+def nonsense(seed: int, parts: int, batch: int) -> Plan:
+    """Numbers that are no plan."""
+    draw = random.Random(seed)
+    near = [*range(-1, batch + 2), *EXTREMES]
+
+    def number() -> int:
+        return draw.choice(near) if draw.random() < 0.8 else draw.randrange(-(1 << 31), 1 << 31)
+
+    return Plan(tuple(tuple(number() for _ in range(PLAN_COLUMNS)) for _ in range(parts)), tuple(number() for _ in range(batch + 1)))
+
+
+def faults(kernel: CompiledKernel, plan: Plan, lengths: list[int], max_keys: int, invariant: bool) -> Iterator[str]:
+    """What a walk has done that is not allowed with any plan."""
+    walks, findings = walk(kernel, plan, lengths, max_keys, invariant)
+    yield from map(str, findings)
+    accum_rows = accumulator_rows(len(lengths), len(plan.parts), invariant_splits(max_keys) if invariant else 0)
+    for part, records in enumerate(walks):
+        places = [record[:2] for record in records]
+        if sorted(set(places)) != places:
+            yield f"part {part} does not move on: {places}"
+        for req, begin, tiles, keys, direct, row in records:
+            length = min(max(lengths[req], 0), max_keys)
+            if tiles < 0 or begin < 0 or keys != length - begin * TILE_KEYS or (tiles and begin + tiles > ceil_div(length, TILE_KEYS)):
+                yield f"part {part}: tiles {begin} + {tiles} of request {req} of {length} keys, {keys} left"
+            if not direct and not 0 <= row < accum_rows:
+                yield f"part {part}: row {row} of {accum_rows}"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_leads_outside(kernel: CompiledKernel, seed: int, invariant: bool) -> None:
+    draw = random.Random(seed)
+    batch = draw.randrange(1, 5)
+    plan = nonsense(seed, draw.choice([1, 7, 40]), batch)
+    lengths = [draw.choice([*EXTREMES, 500, CUT + 5]) for _ in range(batch)]
+    assert not list(faults(kernel, plan, lengths, draw.choice([0, 64, 640, CUT, 3 * CUT, MAX_KEYS if batch == 1 else 64 * 300]), invariant))
+
+
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_same_number_everywhere(kernel: CompiledKernel, value: int, invariant: bool) -> None:
+    plan = Plan(((value,) * PLAN_COLUMNS,) * 5, (value,) * 4)
+    for lengths in ([100, 3000, CUT + 1], [value] * 3):
+        assert not list(faults(kernel, plan, lengths, 2 * CUT, invariant))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_unclipped_plans_are_seen_to_lead_outside(monkeypatch: pytest.MonkeyPatch, built_for: Arch, invariant: bool) -> None:
+    monkeypatch.setattr("cute_mla.kernels.parts.work.clip", lambda value, most: value)
+    broken = compile_walk(built_for)
+    assert any(list(faults(broken, nonsense(seed, 7, 2), [500, 700], 1024, invariant)) for seed in range(5))
+
+
+def test_a_batch_invariant_walk_cuts_at_multiples_only(kernel: CompiledKernel) -> None:
+    lengths = [3 * CUT, 5, CUT + 1]
+    walks, _ = walk(kernel, reference_plan(lengths, 11), lengths, 3 * CUT, True)
+    begun = sorted(record[:2] for records in walks for record in records)
+    splits = [ceil_div(actual_tiles(length), INVARIANT_SPLIT_TILES) for length in lengths]
+    assert begun == [(req, split * INVARIANT_SPLIT_TILES) for req, count in enumerate(splits) for split in range(count)]

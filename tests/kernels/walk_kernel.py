@@ -1,0 +1,92 @@
+"""A kernel that only walks: every part writes down the pieces that the decode kernels would do in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.runtime import make_ptr
+
+from cute_mla.kernels.parts.work import Schedule, first_piece, last_request, read_extent, read_piece
+from cute_mla.kernels.source import KernelSource
+from cute_mla.spec.abi import int32s, pointers
+
+RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
+PARAMS = (
+    *pointers("plan", "num_splits", "cache_seqlens", "records", "counts"),  # records: int32 [parts, capacity, RECORD]
+    *int32s("batch", "max_keys", "max_splits", "accum_rows", "capacity"),
+)
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """The kernel has no variants."""
+
+    name: str = "walk"
+
+
+@cute.kernel
+def walk(
+    plan: cute.Pointer,
+    num_splits: cute.Pointer,
+    cache_seqlens: cute.Pointer,
+    records: cute.Pointer,
+    counts: cute.Pointer,
+    batch: Int32,
+    max_keys: Int32,
+    max_splits: Int32,
+    accum_rows: Int32,
+    capacity: Int32,
+):
+    schedule = Schedule(plan, num_splits, cache_seqlens, batch, max_keys, max_splits, accum_rows)
+    part = cute.arch.block_idx()[2]
+    done = Int32(0)
+    if cute.arch.thread_idx()[0] == 0:
+        req, begin_tile = first_piece(schedule)
+        while req <= last_request(schedule):
+            extent = read_extent(schedule, req, begin_tile)
+            piece = read_piece(schedule, req, begin_tile)
+            record = records + (part * capacity + done) * RECORD
+            record[0] = req
+            record[1] = begin_tile
+            record[2] = extent.tiles
+            record[3] = extent.keys
+            record[4] = cutlass.select_(piece.direct, Int32(1), Int32(0))
+            record[5] = piece.accum_row
+            done = done + 1
+            req, begin_tile = piece.next_req, piece.next_tile
+        counts[part] = done
+
+
+@cute.jit
+def host(
+    plan: cute.Pointer,
+    num_splits: cute.Pointer,
+    cache_seqlens: cute.Pointer,
+    records: cute.Pointer,
+    counts: cute.Pointer,
+    batch: Int32,
+    max_keys: Int32,
+    max_splits: Int32,
+    accum_rows: Int32,
+    capacity: Int32,
+):
+    walk(plan, num_splits, cache_seqlens, records, counts, batch, max_keys, max_splits, accum_rows, capacity).launch(
+        grid=(1, 1, 1), block=(32, 1, 1)
+    )
+
+
+def source() -> KernelSource:
+    """The kernel, ready to compile."""
+    int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
+    return KernelSource(
+        op="walk",
+        config=WalkConfig(),
+        host=host,
+        args=(*(int32s_in_memory for _ in range(5)), *(Int32(1) for _ in range(5))),
+        params=PARAMS,
+        block=(32, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=0,
+    )
