@@ -1,17 +1,20 @@
-"""One decode step over a paged latent cache: on a Hopper GPU if there is one, else on the simulated device.
+"""One decode step over a paged latent cache: on a Hopper or Blackwell GPU if there is one, else on the simulated device.
 
-Run after `cute-mla build` (or `make build`):  python examples/dense_decode.py
+Run after `cute-mla build` (or `make build`):  python examples/dense_decode.py [sm90|sm100]
+The architecture is that of the simulated device.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import nullcontext
 
 import torch
 
 import cute_mla
 
+GPUS = ((9, 0), (10, 0), (10, 3))  # compute capabilities that kernels are built for
 PAGE_SIZE, HEAD_DIM, HEAD_DIM_V = 64, 576, 512  # 576 = 512 latent + 64 rotary columns
 
 
@@ -34,18 +37,18 @@ def naive(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, len
     return torch.stack(outputs)
 
 
-def main() -> None:
+def main(arch: str = "sm90") -> None:
     """Runs one call with all buffers given, and prints its error against the naive version."""
     torch.manual_seed(0)
-    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() in GPUS
     device = "cuda" if on_gpu else "cpu"
     lengths, heads = [200, 64, 1], 16
     k_cache, block_table = paged_cache(lengths, device, torch.bfloat16)
     cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     q = torch.randn(len(lengths), 1, heads, HEAD_DIM).clamp_(-1, 1).to(torch.bfloat16).to(device)
 
-    # Eight SMs are enough for three requests, and simulate sooner than 132.
-    with nullcontext() if on_gpu else cute_mla.simulate("sm90", sm_count=8) as simulated:
+    # Eight SMs are enough for three requests, and simulate sooner than a whole board.
+    with nullcontext() if on_gpu else cute_mla.simulate(arch, sm_count=8) as simulated:
         schedule, num_splits = cute_mla.get_mla_metadata(cache_seqlens, heads, 1, heads)
         workspace_bytes = cute_mla.workspace_size("dense_decode", batch=len(lengths), s_q=1, h_q=heads, device=device)
         out, lse = cute_mla.flash_mla_with_kvcache(
@@ -62,7 +65,7 @@ def main() -> None:
         )
 
     if simulated is not None:
-        print(f"simulated H200 with {simulated.sm_count} SMs: {simulated.instructions} warp instructions in {simulated.seconds:.1f} s")
+        print(f"simulated {arch} with {simulated.sm_count} SMs: {simulated.instructions} warp instructions in {simulated.seconds:.1f} s")
     error = (out[:, 0].float() - naive(q, k_cache, block_table, lengths)).abs().max().item()
     print(f"out {list(out.shape)}, lse {list(lse.shape)}, largest error against fp32 torch {error:.1e}")
     if error > 0.01:
@@ -70,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_mla.spec.arch import Arch
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -20,8 +22,8 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says how it fares on the simulated device")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_example_runs(example: Path) -> None:
+def test_example_runs(example: Path, arch: Arch) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, env=environment, timeout=300)
+    result = subprocess.run([sys.executable, str(example), arch.name], capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert "simulated H200" in result.stdout
+    assert f"simulated {arch.name} with" in result.stdout
