@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_mla.spec.arch import ALIASES, ARCHS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 MAX_FILE_LINES = 600
@@ -53,6 +55,9 @@ PUBLIC_API = {
 
 # A kernel's parameters are its ABI, and a host function's are what it passes on.
 DEVICE_DECORATORS = {"kernel", "jit"}
+
+# Rooms and files that may tell one architecture from another: simulate() has a default, and every GPU of the table has one.
+KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/device.py", "profiles/roofline.py"}
 
 READS_ENVIRONMENT = ("runtime/library.py", "cli/")
 
@@ -165,10 +170,21 @@ def names(name: str, _: str) -> Iterator[str]:
         yield f"{name}: a room that the rules do not know"
 
 
+def architectures(name: str, text: str) -> Iterator[str]:
+    """Code that asks which architecture it serves, outside the rooms that know them apart."""
+    if room_of(name) in KNOW_ARCHITECTURES or name in KNOW_ARCHITECTURES:
+        return
+    for node in ast.walk(ast.parse(text)):
+        named = node.id if isinstance(node, ast.Name) else node.name if isinstance(node, ast.alias) else None
+        written = node.value if isinstance(node, ast.Constant) else None
+        if named in {arch.upper() for arch in ARCHS} or written in ARCHS or written in ALIASES:
+            yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
+
+
 Rule = Callable[[str, str], Iterator[str]]
 
 
-@pytest.mark.parametrize("rule", [sizes, environment, layering, names])
+@pytest.mark.parametrize("rule", [sizes, environment, layering, names, architectures])
 def test_the_sources_keep_the_rule(rule: Rule) -> None:
     found = [violation for name, text in sources().items() for violation in rule(name, text)]
     assert not found, "\n".join(found)
@@ -211,6 +227,9 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (layering, "kernels/combine/x.py", "import torch", "kernels imports torch"),
         (layering, "runtime/device.py", "from cuda.bindings import driver", "runtime imports cuda"),
         (layering, "aot_build/x.py", "from cute_mla.runtime.library import artifacts_folder", "aot_build imports runtime"),
+        (architectures, "api.py", "if device.arch.name == 'sm100': pass", "api.py:1: names the architecture sm100"),
+        (architectures, "testing/x.py", "from ..spec.arch import SM90", "names the architecture SM90"),
+        (architectures, "support.py", "x = {'sm103': 1}", "names the architecture sm103"),
         (names, "runtime/utils.py", "", "say what is in it"),
         (names, "extras/x.py", "", "a room that the rules do not know"),
     ],
@@ -232,6 +251,8 @@ def test_each_rule_finds_a_breach(rule: Rule, name: str, text: str, message: str
         (sizes, "api.py", LONG_FUNCTION.replace("f():", "is_supported():\n    'What it is.'")),
         (environment, "runtime/library.py", "import os\nos.environ['X']"),
         (environment, "cli/verify.py", "import os\nos.environ['X']"),
+        (architectures, "kernels/combine/kernel.py", "if arch.name == 'sm100': pass"),
+        (architectures, "api.py", "'Blackwell is called sm100.'\nfrom .spec.arch import ARCHS\narch.tmem_columns"),
         (layering, "runtime/driver.py", "from cuda.bindings import driver"),
         (layering, "kernels/combine/kernel.py", "import cutlass\nfrom ..source import KernelSource\nfrom cute_mla.spec import abi"),
         (layering, "api.py", "import torch\nfrom .runtime.device import simulate"),
