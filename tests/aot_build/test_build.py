@@ -14,7 +14,7 @@ from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, Bui
 from cute_mla.aot_build.tools import ToolError, find_program
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.manifest import MANIFEST_NAME, Manifest
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import ARCHS, Arch
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -153,14 +153,27 @@ def test_without_the_dsl_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown architecture 'sm70'; supported: sm90"):
+    with pytest.raises(ValueError, match="unknown architecture 'sm70'; supported: sm90, sm100"):
         build_all(["sm70"], OPS, 1, tmp_path)
     with pytest.raises(ValueError, match="unknown op 'conv'; supported: dense_decode, split_plan, combine"):
         build_all(["sm90"], ["conv"], 1, tmp_path)
 
 
 def test_the_closed_list_names_each_kernel_once() -> None:
-    names = [variant.name for variant in closed_variants(SM90)]
+    names = [variant.name for arch in ARCHS.values() for variant in closed_variants(arch)]
     assert len(names) == len(set(names))
-    assert {variant.op for variant in closed_variants(SM90)} == set(OPS)
-    assert {variant.op for variant in closed_variants(SM90, ["combine"])} == {"combine"}
+
+
+def test_the_closed_list_has_every_op_for_every_architecture(arch: Arch) -> None:
+    assert {variant.op for variant in closed_variants(arch)} == set(OPS)
+    assert {variant.op for variant in closed_variants(arch, ["combine"])} == {"combine"}
+    assert {variant.arch for variant in closed_variants(arch)} == {arch}
+    decode = [variant for variant in closed_variants(arch) if variant.op == "dense_decode"]
+    assert {variant.module for variant in decode} == {f"cute_mla.kernels.dense_decode.{arch.name}"}
+
+
+def test_what_the_dense_decode_kernels_allocate_of_tensor_memory(arch: Arch) -> None:
+    """The source declares it, the gates hold it against the PTX, the manifest records it."""
+    source = closed_variants(arch, ["dense_decode"])[0].source()
+    assert source.tmem_columns == arch.tmem_columns
+    assert set(source.expected) & {"HGMMA", "UTCHMMA"}

@@ -12,6 +12,7 @@ from cute_mla.profiles import decode_bench
 from cute_mla.profiles.decode_bench import DecodeBench
 from cute_mla.profiles.measure import TIMED, measure_case
 from cute_mla.profiles.rows import Case
+from cute_mla.spec.arch import Arch
 
 CPU = torch.device("cpu")
 
@@ -21,10 +22,10 @@ CPU = torch.device("cpu")
     [small_case(lengths=(130, 3, 0), s_q=2, h_q=4), small_case(lengths=(400,), s_q=1, h_q=128)],
     ids=["several requests", "one request, split"],
 )
-def test_a_row_is_checked_and_timed_through_the_api(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_bench, "rotation_sets", lambda set_bytes, l2_bytes: 2)
     monkeypatch.setitem(benching.CALL_US, "estimate", 6000.0)  # one launch fills a graph, so that few are simulated
-    with cute_mla.simulate("sm90", sm_count=4) as device:
+    with cute_mla.simulate(arch, sm_count=4) as device:
         record = measure_case(case, bench())
     assert (record["status"], record["reason"]) == (TIMED, "")
     assert (record["launches"], record["sets"]) == (2, 2)
@@ -32,10 +33,10 @@ def test_a_row_is_checked_and_timed_through_the_api(case: Case, monkeypatch: pyt
     assert device.instructions > 0
 
 
-def test_a_plan_for_too_many_parts_is_not_what_the_bench_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_too_many_parts_is_not_what_the_bench_makes(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's parts, times the CTAs of one part, are the SMs of the device."""
     monkeypatch.setattr(decode_bench, "rotation_sets", lambda set_bytes, l2_bytes: 1)
-    with cute_mla.simulate("sm90", sm_count=8):
+    with cute_mla.simulate(arch, sm_count=8):
         subject = DecodeBench(small_case(lengths=(400,), s_q=1, h_q=128), CPU, 1)
     assert subject.metadata.shape == (4, 8)  # 128 heads are two row tiles
     assert subject.num_splits.tolist()[-1] > 1

@@ -52,7 +52,7 @@ class StandIn:
         return kwargs["out"], kwargs["lse"]
 
     @contextmanager
-    def simulate(self, arch: str, sm_count: int, *, schedule: str, seed: int, on_finding: str) -> Iterator[Any]:
+    def simulate(self, arch: str, sm_count: int | None, *, schedule: str, seed: int, on_finding: str) -> Iterator[Any]:
         assert on_finding == "collect"
         self.schedules.append(schedule)
         yield SimpleNamespace(findings=self.findings)
@@ -97,6 +97,13 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     assert (record.op, record.arch, record.device, record.schedule) == ("dense_decode", "sm90", "sim", "round_robin")
     assert record.case == replace(CASE, seed=3, sm_count=5).id
     assert (record.config, record.seed, record.sm_count, record.kernel_sha256) == ("bf16_cluster1", 3, 5, "0123")
+
+
+@pytest.mark.parametrize(("arch", "config", "sm_count"), [("sm90", "bf16_cluster1", 132), ("sm100", "bf16_cluster2", 148)])
+def test_a_record_says_which_variant_ran_on_which_board(kernel: StandIn, arch: str, config: str, sm_count: int) -> None:
+    record = run(target=Target(arch, "sim"))
+    assert (record.arch, record.config, record.sm_count) == (arch, config, sm_count)
+    assert run(replace(CASE, outputs="odd"), Target(arch, "sim")).config.endswith("_elements")
 
 
 def spoil_an_element(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
