@@ -28,6 +28,10 @@ class Arch:
     tmem_columns: int
     proof: str
 
+    def __hash__(self) -> int:
+        """Of the name alone: plans of calls are looked up by architecture, once per call."""
+        return hash(self.name)
+
     @property
     def capabilities_text(self) -> str:
         """Like "10.0 or 10.3"."""
