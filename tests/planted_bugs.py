@@ -22,7 +22,7 @@ from cute_mla.testing.cases import Case
 from cute_mla.testing.runner import Target, run_case, schedules
 
 
-SEEDS = 4  # some missing waits show only when one role is slow at one moment
+SEEDS = 6  # some missing waits show only when one role is slow at one moment
 
 
 @dataclass(frozen=True)
