@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .findings import Fault
+from .order import Knowledge
 
 if TYPE_CHECKING:
     from .groups import Group
-    from .tensor_pipe import Work
 
 MAX_TX = (1 << 20) - 1
 MAX_COUNT = (1 << 20) - 1
@@ -28,7 +28,7 @@ class Mbarrier:
     tx: int = 0
     phase: int = 0
     waiters: list[Group] = field(default_factory=list)
-    tracked: list[tuple[int, list[Work]]] = field(default_factory=list)  # work committed to it: (phase it arrived in, work)
+    knowledge: Knowledge = field(default_factory=Knowledge)
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -69,6 +69,7 @@ class Mbarrier:
             return False
         self.phase += 1
         self.pending = self.count
+        self.knowledge.complete()
         return True
 
     def state(self) -> str:
@@ -93,6 +94,7 @@ class NamedBarrier:
     waiting: list[Group] = field(default_factory=list)
     results: list[tuple[object, ...]] = field(default_factory=list)
     rounds: int = 0
+    knowledge: Knowledge = field(default_factory=Knowledge)
 
     def arrive(self, threads: int, count: int) -> bool:
         """threads arrive at a barrier of count; True when the round is complete. Raises Fault for misuse."""
@@ -110,6 +112,7 @@ class NamedBarrier:
     def next_round(self) -> None:
         """Start over."""
         self.expected, self.arrived = None, 0
+        self.knowledge.complete()
         self.rounds += 1
 
     def state(self) -> str:
@@ -126,6 +129,7 @@ class ClusterBarrier:
     exited: int = 0
     phase: int = 0
     waiters: list[Group] = field(default_factory=list)
+    knowledge: Knowledge = field(default_factory=Knowledge)
 
     def arrive(self, threads: int) -> bool:
         """threads arrive; True when the round is complete."""
@@ -143,6 +147,7 @@ class ClusterBarrier:
             return False
         self.arrived = 0
         self.phase += 1
+        self.knowledge.complete()
         return True
 
     def state(self) -> str:

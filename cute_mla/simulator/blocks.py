@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .tensor_in_use import Uses
 
 MAX_BLOCK = 600
-PUBLISHING = (
+ARRIVALS = (
     "mbarrier.arrive", "cp.async.mbarrier.arrive", "bar.sync", "bar.arrive", "bar.red", "bar.cta.", "barrier.", "tcgen05.commit", "atom.",
     "red.", "fence.acq_rel", "fence.sc", "membar.", "st.release", "st.async", "griddepcontrol.",
 )  # fmt: skip
@@ -48,8 +48,8 @@ class Block:
     """Instructions that run together. Its index is its program counter.
 
     needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
-    registers that ordinary instructions access / write. target: block of the final branch, or None. publishes: it begins with an
-    arrival that others may wait for; uses: what it does to registers (both for kernels with tensor memory only).
+    registers that ordinary instructions access / write. target: block of the final branch, or None. uses: what it does to registers,
+    for kernels with tensor memory, whose blocks begin anew at each arrival that others may wait for.
     """
 
     index: int
@@ -62,7 +62,6 @@ class Block:
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
-    publishes: bool = False
     uses: Uses | None = None
 
     @property
@@ -73,12 +72,16 @@ class Block:
 
 @dataclass
 class Flow:
-    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written."""
+    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written.
+
+    tensor: there are tcgen05 instructions.
+    """
 
     blocks: list[Block]
     targets: dict[str, int]
     undefined: dict[str, list[int]]
     accumulators: dict[str, list[int]]
+    tensor: bool = False
 
 
 def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
@@ -121,11 +124,11 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     block_at: dict[int, int] = {}
     current: Block | None = None
     state = _SplitState()
-    tensor = any(item.instruction.opcode.startswith(("tcgen05.ld.", "tcgen05.st.")) for item in decoded)
+    tensor = any(item.instruction.opcode.startswith("tcgen05.") for item in decoded)
     for position, item in enumerate(decoded):
-        publishes = tensor and item.instruction.opcode.startswith(PUBLISHING)
-        if current is None or position in starts or publishes or state.must_split(current, item):
-            current = Block(len(blocks), publishes=publishes)
+        arrives = tensor and item.instruction.opcode.startswith(ARRIVALS)
+        if current is None or position in starts or arrives or state.must_split(current, item):
+            current = Block(len(blocks))
             blocks.append(current)
             state = _SplitState()
         block_at.setdefault(position, current.index)
@@ -143,7 +146,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
     rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
-    return Flow(blocks, targets, undefined, {"r": rows})
+    return Flow(blocks, targets, undefined, {"r": rows}, tensor)
 
 
 class _SplitState:

@@ -17,10 +17,11 @@ from .isa.conversions import PARAM_WINDOW, WINDOW_MASK
 from .lanesets import LaneSets
 from .launch import RANK_SHIFT
 from .memory import SharedMemory
+from .order import Clocks, Written
 from .ptx import Instruction
 from .registers import WARP, CtaSlot, Window
 from .tensor_memory import TensorMemory
-from .tensor_pipe import TensorPipe
+from .tensor_pipe import Cells, TensorPipe
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -44,6 +45,7 @@ class Cluster:
     size: int
     barrier: ClusterBarrier
     ctas: list[Cta] = field(default_factory=list)
+    clocks: Clocks | None = None  # for kernels with tensor memory
 
     @property
     def finished(self) -> bool:
@@ -91,7 +93,8 @@ class Cta:
         self.saw_failed_cancel = False
         self.tensor: TensorMemory | None = None
         self.tensor_pipe: TensorPipe | None = None
-        self.moves: list[Move] = []  # loads and stores of tensor memory that others must not count on yet
+        self.moves: dict[tuple[int, bool, Cells], Move] = {}  # the latest load and store of tensor memory, by warp and cells
+        self.copied: dict[tuple[int, int], Written] = {}  # the latest copy to shared memory, by its bytes
         self.loading = False
         self._specials = self._make_specials()
         slot.cta = self

@@ -26,14 +26,15 @@ def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
         yield from wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major).ranges
 
 
-def readers(target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
+def readers(w: Window, target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
     """What still reads bytes of [low, high) in a CTA's shared memory: (what, where issued, start, stop)."""
     for pipe in target.pipes.values():
         for chain in pipe.unwaited():
             for start, stop in operand_ranges(chain):
                 if start < high and low < stop:
                     yield "a wgmma", chain.origin, start, stop
-    yield from tensor_in_use.shared_readers(target, low, high)
+    if target.cluster.clocks is not None:
+        yield from tensor_in_use.shared_readers(target, low, high, w.cta, w.warps)
     if target.reading:
         target.reading = [copy for copy in target.reading if not copy.waited]
         for copy in target.reading:
@@ -45,7 +46,7 @@ def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
     """A finding when a copy is issued to shared memory that unfinished work reads."""
     for target in targets:
         if target.pipes or target.reading or target.tensor is not None:
-            for what, origin, _, _ in readers(target, low, high):
+            for what, origin, _, _ in readers(w, target, low, high):
                 report(w, "an asynchronous copy overwrites", what, origin)
                 return
 
@@ -53,7 +54,7 @@ def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
 def check_store(w: Window, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
     """A finding when lanes store nbytes each at offsets that unfinished work reads."""
     low, high = int(offsets.min()), int(offsets.max()) + nbytes
-    for what, origin, start, stop in readers(target, low, high):
+    for what, origin, start, stop in readers(w, target, low, high):
         if np.count_nonzero((offsets < stop) & (offsets + nbytes > start)):
             report(w, "a store overwrites", what, origin)
             return

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import numpy as np
 
 from ..spec.tensor_map import TensorMap
-from . import deadlock, tensor_in_use, tma
+from . import deadlock, order, tensor_in_use, tma
 from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
@@ -22,6 +22,7 @@ from .groups import DEAD, GATHERING, READY, Group
 from .launch import Launch
 from .memory import GlobalMemory
 from .observers import Observer
+from .order import Clocks
 from .policy import Policy
 from .ptx import Instruction
 from .registers import WARP, Window
@@ -105,6 +106,8 @@ class Machine:
         cx, cy, cz = self.launch.cluster
         size = cx * cy * cz
         cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads))
+        if self.entry.flow.tensor:
+            cluster.clocks = Clocks(size, -(-self.launch.threads // WARP))
         undefined = self.entry.flow.undefined
         poisoned = any(undefined.values())
         for rank in range(size):
@@ -207,8 +210,6 @@ class Machine:
             function = block.tainted if group.tainted else block.plain
             if function is None:
                 function = self._translate(block, group.tainted)
-            if block.publishes and cta.moves:
-                tensor_in_use.publish(cta, group)
             window = group.window
             if window is not None:
                 result = function(window)
@@ -465,6 +466,9 @@ class Machine:
     def start(self, effect: Callable[[], None], w: Window, barriers: list[Mbarrier], writes: Writes = ()) -> None:
         """Issue work that completes by itself and writes these shared bytes (CTA, start, stop)."""
         self.progress += 1
+        if w.cta.cluster.clocks is not None:
+            line = instruction_of_caller()
+            order.copy(w.cta, w.warps[0], barriers, writes, None if line is None else line.line)
         if self.completes_now():
             effect()
         else:

@@ -85,8 +85,12 @@ class SharedToTensor:
     descriptor: int
     origin: Origin
     thread: int
-    seen: bool = False
+    serial: int = 0
     what: str = "a tcgen05.cp"
+
+    def key(self) -> object:
+        """The same for copies of the same bytes to the same cells."""
+        return self.form, self.address, self.descriptor
 
     def operand(self) -> Operand:
         """The source in each CTA."""

@@ -1,9 +1,8 @@
-"""Tensor memory, and operands of tcgen05 work in shared memory, that unfinished work still uses, and what must not touch them yet.
+"""Tensor memory, and operands of tcgen05 work in shared memory: findings where an access is not ordered after earlier ones.
 
-As in in_use.py, a check looks at the moment of access: as long as nobody has waited for the work, nothing can order the access after it.
-Work on the queue of a tensor core is ordered among itself. For a tcgen05.ld or tcgen05.st the order needs two steps: the warp knows that
-it is done, and then arrives somewhere. A store is done at tcgen05.wait::st. A load is done at tcgen05.wait::ld, or when one of its
-registers is used: PTX respects that dependence (9.7.16.6.4.5), and the machine code waits for the whole load.
+order.py says who knows what. Work on the queue of a tensor core is ordered among itself. A tcgen05.ld or tcgen05.st is known to be done by
+its own warp after tcgen05.wait, and by others when that warp has arrived somewhere and they have waited there. A load is also done when one
+of its registers is used: PTX respects that dependence (9.7.16.6.4.5), and the machine code waits for the whole load.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .isa.table import Decoded
+from .order import Clocks
 from .tensor_pipe import Cells, Work
 
 if TYPE_CHECKING:
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Move:
-    """A tcgen05.ld or tcgen05.st of one warp. done: the warp knows that it is. fresh: issued in the block that runs now.
-
-    holders: registers that hold what was loaded, a bit mask per bank.
+    """A tcgen05.ld or tcgen05.st of one warp. time: of the warp, when it knew that this was done; None before. fresh: issued in the
+    block that runs now. holders: registers that hold what was loaded, a bit mask per bank.
     """
 
     warp: int
@@ -36,7 +35,7 @@ class Move:
     cells: Cells
     origin: Origin
     holders: dict[str, int] = field(default_factory=dict)
-    done: bool = False
+    time: int | None = None
     fresh: bool = True
 
     @property
@@ -46,7 +45,17 @@ class Move:
 
     def hinders(self, cta: Cta, warp: int) -> bool:
         """Whether an access by a warp can come before the end of this one."""
-        return not self.done or warp != self.warp or cta is not self.cells.cta
+        if self.time is None:
+            return True
+        clocks = clocks_of(cta)
+        return int(clocks.now[clocks.row(cta, warp), clocks.row(self.cells.cta, self.warp)]) < self.time
+
+
+def clocks_of(cta: Cta) -> Clocks:
+    """The clocks of a cluster whose kernel has tensor memory."""
+    clocks = cta.cluster.clocks
+    assert clocks is not None
+    return clocks
 
 
 # ---------------------------------------------------------------- when loads and stores are done
@@ -78,9 +87,11 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
         block.uses = Uses(block.instructions, cta.machine.entry.layout)
     uses = block.uses
     waiting = False
-    for move in cta.moves:
-        if move.write or move.done or move.warp not in group.lane_set.warp_set:
-            waiting |= not (move.write or move.done)
+    for move in cta.moves.values():
+        if move.write or move.time is not None:
+            continue
+        if move.warp not in group.lane_set.warp_set:
+            waiting = True
         elif move.fresh:
             move.fresh, waiting = False, True
         else:
@@ -88,33 +99,31 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
                 if any(move.holders.get(bank, 0) & bit for bank, bit in sources):
                     for bank, bit in targets:
                         move.holders[bank] = move.holders.get(bank, 0) | bit
-            move.done = any(uses.touched.get(bank, 0) & mask for bank, mask in move.holders.items())
-            waiting |= not move.done
+            if any(uses.touched.get(bank, 0) & mask for bank, mask in move.holders.items()):
+                move.time = clocks_of(cta).tick(cta, move.warp)
+            else:
+                waiting = True
     cta.loading = waiting
-
-
-def publish(cta: Cta, group: Group) -> None:
-    """Warps arrive somewhere: others may know from now on that what they have finished is done."""
-    cta.moves = [move for move in cta.moves if not move.done or move.warp not in group.lane_set.warp_set]
 
 
 # ---------------------------------------------------------------- unfinished work
 
 
-def unseen_work(cta: Cta) -> Iterator[Work]:
-    """Unfinished work of this CTA's and its peer's tensor cores."""
-    for other in cta.cluster.ctas:
-        if other.rank >> 1 == cta.rank >> 1 and other.tensor_pipe is not None:
-            for work in other.tensor_pipe.unseen:
-                if not work.seen:
-                    yield work
+def unknown_work(target: Cta, cta: Cta, warps: Sequence[int]) -> Iterator[Work]:
+    """Work of the tensor cores of a CTA and its peer that some warps (of another CTA, perhaps) do not know to be done."""
+    clocks = target.cluster.clocks
+    if clocks is None:
+        return
+    for other in target.cluster.ctas:
+        if other.rank >> 1 == target.rank >> 1 and other.tensor_pipe is not None:
+            yield from other.tensor_pipe.unknown(clocks.least(cta, warps, clocks.core(other)))
 
 
-def shared_readers(cta: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
+def shared_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
     """Work that may still read bytes of [low, high) of a CTA's shared memory: (what, where issued, start, stop)."""
-    for work in unseen_work(cta):
+    for work in unknown_work(target, cta, warps):
         for owner, ranges in work.sources():
-            if owner is cta:
+            if owner is target:
                 for start, stop in ranges:
                     if start < high and low < stop:
                         yield work.what, work.origin, start, stop
@@ -126,13 +135,14 @@ def shared_readers(cta: Cta, low: int, high: int) -> Iterator[tuple[str, Origin,
 def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
     """A finding when a warp loads or stores cells that work, or another load or store, may still use."""
     who = "a tcgen05.st writes" if write else "a tcgen05.ld reads"
-    for work in unseen_work(cells.cta):
+    cta = cells.cta
+    for work in unknown_work(cta, cta, (warp,)):
         touched = [*work.written(), *work.read()] if write else work.written()
         if any(cells.meets(other) for other in touched):
-            report(w, f"{who} tensor memory that {work.what}{place(work.origin)} uses and nobody has waited for")
+            report(w, f"{who} tensor memory that {work.what}{place(work.origin)} uses, without a wait for a commit of it")
             return
-    for move in cells.cta.moves:
-        if (move.write or write) and move.hinders(cells.cta, warp) and move.cells.meets(cells):
+    for move in cta.moves.values():
+        if (move.write or write) and move.cells.meets(cells) and move.hinders(cta, warp):
             report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
             return
 
@@ -140,40 +150,40 @@ def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
 def check_work(w: Window, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
     """A finding when work is issued on cells that a load or store may still use."""
     for cells, writes in [(cells, True) for cells in written] + [(cells, False) for cells in read]:
-        for move in cells.cta.moves:
-            if (writes or move.write) and move.hinders(w.cta, w.warps[0]) and move.cells.meets(cells):
+        for move in cells.cta.moves.values():
+            if (writes or move.write) and move.cells.meets(cells) and move.hinders(w.cta, w.warps[0]):
                 report(w, f"{what} {'writes' if writes else 'reads'} tensor memory that {move.what} uses; {reason(move)}")
                 return
 
 
 def check_sources(w: Window, sources: Iterator[tuple[Cta, tuple[tuple[int, int], ...]]], what: str) -> None:
-    """A finding when work is issued whose operands in shared memory a copy has not delivered."""
-    pending = [(copy, *write) for copy in w.cta.machine.pending for write in copy.writes]
-    if not pending:
-        return
+    """A finding when work is issued on bytes of shared memory that a copy may still write."""
+    clocks = clocks_of(w.cta)
+    known = clocks.now[clocks.row(w.cta, w.warps[0])]
     for owner, ranges in sources:
-        for copy, target, low, high in pending:
-            if target is owner and any(start < high and low < stop for start, stop in ranges):
-                report(w, f"{what} reads shared memory that an asynchronous copy{place(copy.origin)} still writes")
+        for written in owner.copied.values():
+            if known[written.column] < written.serial and any(start < written.high and written.low < stop for start, stop in ranges):
+                line = "" if written.line is None else f" (PTX line {written.line})"
+                report(w, f"{what} reads shared memory that an asynchronous copy{line} writes, without a wait for it")
                 return
 
 
 def check_release(w: Window, cells: Cells) -> None:
     """A finding when columns are freed that anything still uses."""
-    for work in unseen_work(cells.cta):
+    for work in unknown_work(cells.cta, w.cta, w.warps):
         if any(cells.meets(other) for other in (*work.written(), *work.read())):
-            report(w, f"tcgen05.dealloc of tensor memory that {work.what}{place(work.origin)} uses and nobody has waited for")
+            report(w, f"tcgen05.dealloc of tensor memory that {work.what}{place(work.origin)} uses, without a wait for a commit of it")
             return
-    for move in cells.cta.moves:
-        if move.hinders(w.cta, w.warps[0]) and move.cells.meets(cells):
+    for move in cells.cta.moves.values():
+        if move.cells.meets(cells) and move.hinders(w.cta, w.warps[0]):
             report(w, f"tcgen05.dealloc of tensor memory that {move.what} uses; {reason(move)}")
             return
 
 
 def reason(move: Move) -> str:
     """Why nobody can know that a load or store is done."""
-    if move.done:
-        return f"warp {move.warp} has not arrived anywhere since that was done"
+    if move.time is not None:
+        return f"nothing that warp {move.warp} arrived at since that was done has been waited for"
     return f"warp {move.warp} has not executed tcgen05.wait::{'st' if move.write else 'ld'}"
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .findings import Fault
+from .order import Knowledge
 
 if TYPE_CHECKING:
     from .groups import Group
@@ -44,6 +45,7 @@ class TensorMemory:
     granted: int | None = None
     freed: list[tuple[int, int]] = field(default_factory=list)
     waiters: list[Group] = field(default_factory=list)
+    knowledge: Knowledge = field(default_factory=Knowledge)  # of those who freed something
     name: str = "tensor memory"
 
     def reset(self) -> None:
@@ -56,6 +58,7 @@ class TensorMemory:
         self.requested = self.granted = None
         self.freed = []
         self.waiters = []
+        self.knowledge = Knowledge()
 
     def state(self) -> str:
         """How much is taken, in words."""

@@ -1,8 +1,8 @@
 """The tensor core of a CTA (or of a CTA pair, whose issuing CTA keeps the queue): products, copies to tensor memory, commits.
 
 Work executes in the order of issue, at the latest when a commit behind it must arrive. Consecutive products on one accumulator are one
-matrix product of the summed depth. Work counts as unseen until somebody has waited for a commit of its thread: tensor_in_use.py keeps
-other accesses away from its operands until then.
+matrix product of the summed depth. A commit hands over the knowledge (order.py) that the work of its thread is done; tensor_in_use.py keeps
+those who do not have it away from the operands.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from . import tcgen05_forms as forms
 from .async_units import PendingCopy
 from .findings import Fault
+from .registers import WARP
 from .tensor_memory import split_address
 from .wgmma import TO_F32, Operand
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from .barriers import Mbarrier
     from .cta import Cta, Origin
     from .memory import SharedMemory
+    from .order import Clock
 
+MAX_RECENT = 64
 _EXACT_DEPTH = 256  # sums of this many products of 8-bit integers are exact in float32
 
 
@@ -41,12 +44,15 @@ class Cells(NamedTuple):
 
 
 class Work(Protocol):
-    """Something a tensor core does. thread: who issued it. seen: somebody has waited for it."""
+    """Something a tensor core does. thread: who issued it. serial: its number on this tensor core (of the last step of a chain)."""
 
     origin: Origin
     thread: int
-    seen: bool
+    serial: int
     what: str
+
+    def key(self) -> object:
+        """The same for work on the same operands."""
 
     def execute(self) -> None:
         """Take effect."""
@@ -80,7 +86,7 @@ class Chain:
     thread: int
     a: list[int] = field(default_factory=list)
     b: list[int] = field(default_factory=list)
-    seen: bool = False
+    serial: int = 0
     what: str = "a tcgen05.mma"
     known_a: Operand = None  # type: ignore[assignment]
     known_b: Operand = None  # type: ignore[assignment]
@@ -97,6 +103,10 @@ class Chain:
             and self.product.d != "f16"
             and not self.product.saturate
         )
+
+    def key(self) -> object:
+        """The same for work on the same operands."""
+        return self.d, self.product, self.from_tensor_memory, tuple(self.a), tuple(self.b)
 
     def operand_b(self) -> Operand:
         """B as each CTA holds it."""
@@ -149,39 +159,69 @@ class Chain:
 
 @dataclass
 class Commit:
-    """An arrival on mbarriers once everything before it is done. covered: unseen work of the committing thread."""
+    """An arrival on mbarriers once everything before it is done. clock: what those learn that wait for it."""
 
-    covered: list[Work]
     barriers: list[Mbarrier]
+    clock: Clock | None
     pending: PendingCopy
 
 
 class TensorPipe:
-    """The queue of one issuing CTA."""
+    """The queue of one issuing CTA.
+
+    recent: the latest work on each set of operands, oldest first. last: number of each thread's last work.
+    """
 
     def __init__(self, cta: Cta) -> None:
         self.cta = cta
         self.queue: list[Work | Commit] = []
-        self.unseen: list[Work] = []
+        self.recent: dict[object, Work] = {}
+        self.serial = 0
+        self.last: dict[int, int] = {}
 
     def issue(self, work: Work) -> None:
         """Queue work; a product joins the one before it where it can."""
         self.cta.machine.progress += 1
+        self.serial += 1
+        self.last[work.thread] = work.serial = self.serial
+        chain = self.open_chain(work)
+        if chain is not None:
+            assert isinstance(work, Chain)
+            self.recent.popitem()
+            chain.a += work.a
+            chain.b += work.b
+            chain.serial = self.serial
+            work = chain
+        else:
+            self.queue.append(work)
+        key = work.key()
+        self.recent.pop(key, None)
+        self.recent[key] = work
+        if len(self.recent) > MAX_RECENT:
+            del self.recent[next(iter(self.recent))]
+
+    def open_chain(self, work: Work) -> Chain | None:
+        """The product at the end of the queue that this one continues."""
         last = self.queue[-1] if self.queue else None
-        if isinstance(work, Chain) and isinstance(last, Chain) and last.extends(work):
-            last.a += work.a
-            last.b += work.b
-            return
-        self.queue.append(work)
-        self.unseen = [item for item in self.unseen if not item.seen]
-        self.unseen.append(work)
+        return last if isinstance(work, Chain) and isinstance(last, Chain) and last.extends(work) else None
+
+    def unknown(self, done: int) -> Iterator[Work]:
+        """Recent work behind a number, newest first."""
+        for work in reversed(self.recent.values()):
+            if work.serial <= done:
+                return
+            yield work
 
     def commit(self, thread: int, origin: Origin, barriers: list[Mbarrier], away: bool) -> None:
         """Arrive on barriers when the thread's work is done. away: some of them are in other CTAs."""
         machine = self.cta.machine
-        covered = [work for work in self.unseen if work.thread == thread and not work.seen]
+        clocks = self.cta.cluster.clocks
+        clock = None
+        if clocks is not None:
+            clock = clocks.of(self.cta, (thread // WARP,)).copy()
+            clock[clocks.core(self.cta)] = self.last.get(thread, 0)
         pending = PendingCopy(lambda: self.run_through(item), origin, barriers, what="a tcgen05.commit", quiet=not away)
-        item = Commit(covered, barriers, pending)
+        item = Commit(barriers, clock, pending)
         self.queue.append(item)
         machine.progress += 1
         if machine.completes_now():
@@ -201,22 +241,11 @@ class TensorPipe:
                 item.pending.done = True
                 machine.pending = [copy for copy in machine.pending if copy is not item.pending]
             for barrier in item.barriers:
-                barrier.tracked.append((barrier.phase, item.covered))
+                if item.clock is not None:
+                    barrier.knowledge.add(item.clock)
                 machine.arrive(barrier, 1)
             if item is last:
                 return
-
-
-def observe(barrier: Mbarrier) -> None:
-    """Somebody has seen that the last phase of a barrier is complete: the work committed to it is known to be done."""
-    later = []
-    for phase, works in barrier.tracked:
-        if phase < barrier.phase:
-            for work in works:
-                work.seen = True
-        else:
-            later.append((phase, works))
-    barrier.tracked[:] = later
 
 
 def unfinished_tensor_work(cta: Cta) -> Iterator[tuple[Origin | None, str]]:

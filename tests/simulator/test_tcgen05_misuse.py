@@ -166,7 +166,7 @@ tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;
 @pytest.mark.parametrize(
     ("program", "kind", "text"),
     [
-        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r30}, [%r3];\n", "tensor_memory", "by warp 1, which may access lanes 32 to 63"),
+        ("add.u32 %r8, %r3, 0x400000;\ntcgen05.ld.sync.aligned.32x32b.x1.b32 {%r30}, [%r8];\n", "tensor_memory", "from lane 64 by warp 0"),
         (
             "add.u32 %r8, %r5, 0x100000;\ntcgen05.ld.sync.aligned.32x32b.x1.b32 {%r30}, [%r8];\n",
             "tensor_memory",
@@ -178,7 +178,7 @@ tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r10, 64;
         (mma(A, B, IDESC | 1 << 23), "descriptor", "reserved bits"),
         (mma(A, B, IDESC | 1 << 2), "descriptor", "sparsity"),
         (mma(A, B, instruction_descriptor(96, 32)), "descriptor", "M 96, N 32"),
-        (mma(A, B, instruction_descriptor(128, 24)), "descriptor", "M 128, N 24"),
+        (mma(A, B, instruction_descriptor(128, 0)), "descriptor", "M 128, N 0"),
         (mma(A, B, instruction_descriptor(256, 32)), "descriptor", "M 256, N 32"),
         (mma(A, B, instruction_descriptor(64, 32), ws=True), "descriptor", "M 64, N 32"),
         (mma(A, B, instruction_descriptor(128, 32, a=2)), "descriptor", "no such types"),

@@ -107,6 +107,20 @@ def test_store(shape: str, count: int, packed: bool) -> None:
     assert np.array_equal(out[0], expected)
 
 
+def test_lane_0_means_the_lanes_of_the_warp() -> None:
+    """An address without the warp's lanes reaches them all the same; other lanes cannot be reached (test_tcgen05_misuse.py)."""
+    text = fill(8) + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r3], {%r0};\ntcgen05.wait::st.sync.aligned;\n"
+    text += "add.u32 %r8, %r3, 0x100000;\ntcgen05.ld.sync.aligned.16x64b.x1.b32 {%r30}, [%r8];\ntcgen05.wait::ld.sync.aligned;\n"
+    text += "add.u32 %r8, %r3, 1;\ntcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {%r30};\ntcgen05.wait::st.sync.aligned;\n"
+    out, report = TensorKernel(text, 1, 8).run()
+    assert not report.findings
+    thread = np.arange(128)
+    assert np.array_equal(out[0, :, 0], thread)
+    lane = thread % 32
+    row = thread - lane + 16 + (lane >> 2) + 8 * (lane & 1)
+    assert np.array_equal(out[0, :, 1], np.where(lane >> 1 & 1, 0x12345678, row))
+
+
 def test_poison_goes_through() -> None:
     """A cell that nobody wrote may be loaded and stored again, not used for an address."""
     text = "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r30, %r31}, [%r5];\ntcgen05.wait::ld.sync.aligned;\n"

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .. import order
 from ..barriers import MAX_COUNT, Mbarrier, NamedBarrier
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Imm, Instruction, Operand
 from ..registers import WARP, Window
-from ..tensor_pipe import observe
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
 
@@ -165,6 +165,7 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
             barrier.expect(expected * lanes)
         if number < 1:
             raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
+        order.arrive(w.cta, w.warps, barrier)
         if barrier.arrive(number * lanes):
             w.cta.machine.wake(barrier.waiters)
         w.cta.machine.progress += 1
@@ -214,9 +215,9 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     if ready.any():
         group.waited = {}
         out[...] = ready
-        for barrier in blocked:
-            if barrier.tracked:
-                observe(barrier)
+        if cta.cluster.clocks is not None:
+            for barrier in blocked:
+                order.wait(cta, w.warps, barrier)
         if cta.observer is not None:
             for barrier in blocked:
                 cta.observer.barrier(w, barrier, "wait", 0)
@@ -320,8 +321,10 @@ def named_sync(
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
     if cta.observer is not None:
         cta.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
+    order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(w.warps) * WARP, threads):
         release(cta, barrier)
+        order.wait(cta, w.warps, barrier)
         return True
     group = cta.machine.running
     barrier.waiting.append(group)
@@ -339,6 +342,7 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
         barrier, threads = named(w, np.array(value), count)
         if cta.observer is not None:
             cta.observer.barrier(w, barrier, "arrive", lanes)
+        order.arrive(cta, w.warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
             release(cta, barrier)
     cta.machine.progress += 1
@@ -359,6 +363,7 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
     cta.machine.progress += 1
     for group in waiting:
         group.pc += 1
+        order.wait(cta, group.warps, barrier)
     cta.machine.wake(waiting)
 
 
@@ -387,6 +392,7 @@ def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
     cta.cluster_arrived[w.lanes] = barrier.phase
     if cta.observer is not None:
         cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
+    order.arrive(cta, w.warps, barrier)
     if barrier.arrive(w.n):
         cta.machine.wake(barrier.waiters)
     cta.machine.progress += 1
@@ -402,6 +408,7 @@ def cluster_barrier_wait(w: Window) -> bool:
         raise Fault("barrier_arrivals", "barrier.cluster.wait without an arrive", "cluster barrier")
     if bool((rounds < barrier.phase).all()):
         cta.cluster_arrived[w.lanes] = -1
+        order.wait(cta, w.warps, barrier)
         if cta.observer is not None:
             cta.observer.barrier(w, barrier, "cluster_wait", w.n)
         return True

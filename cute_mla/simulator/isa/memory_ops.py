@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, matrix_fragments
+from .. import in_use, matrix_fragments, order
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
@@ -26,6 +26,7 @@ CACHE = (
     r"(.L1::(evict_normal|evict_unchanged|evict_first|evict_last|no_allocate))?"
     r"(.L2::(evict_normal|evict_last|evict_first))?(.L2::cache_hint)?(.L2::(64|128|256)B)?"
 )
+STRONG = re.compile(r"\.(volatile|relaxed|acquire|release)\b")
 SCOPE = r".(cta|cluster|gpu|sys)"
 SPACE = r"(.(?P<space>global|shared|shared::cta|shared::cluster))?"
 TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[bus](8|16|32|64)|f32|b128)"
@@ -73,6 +74,8 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
     e.check_taint(registers_of(mem), "an address")
     value = e.temp()
     e.line(f"{value} = {load_call(e, mem, m['space'], f'{size}, {len(items)}')}")
+    if STRONG.search(ins.opcode):
+        e.line("order_memory(w)")
     store_loaded(e, items, value, element_type(m))
 
 
@@ -143,6 +146,8 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
     if e.tainted:
         poison = f"[{', '.join(str(e.taint(item)) for item in items)}]"
     reach = f", {m['space'] == 'shared::cluster'}" if shared else ""
+    if STRONG.search(ins.opcode):
+        e.line("order_memory(w)")
     e.line(f"{name}(w, {address}, [{values}], {poison}{reach})")
 
 
@@ -180,6 +185,12 @@ def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Ct
         index = np.flatnonzero(ranks == rank)
         parts.append((cta.peer(int(rank)), index, offsets[index]))
     return parts
+
+
+@runtime
+def order_memory(w: Window) -> None:
+    """What may hand knowledge over through memory."""
+    order.through_memory(w.cta, w.warps)
 
 
 @runtime
@@ -470,6 +481,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
         store_one(w, where, after, space)
     w.cta.poison = None
     w.cta.machine.progress += 1
+    order_memory(w)
     return old
 
 
@@ -507,6 +519,8 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
 )  # fmt: skip
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
     """Fences only order; they are shown to observers."""
+    if not ins.opcode.startswith("fence.proxy"):
+        e.line("order_memory(w)")
     e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
 
 

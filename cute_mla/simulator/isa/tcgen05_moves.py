@@ -99,9 +99,10 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
     for warp, first in zip(w.warps, firsts, strict=True):
         lane, column = split_address(first)
         own = WARP * (warp % 4)
-        if lane != own and (lane != own + 16 or where.rows == 32):
+        if lane & -WARP not in (0, own) or lane % WARP not in ((0,) if where.rows == 32 else (0, 16)):
             message = f"{verb} of {where.rows} lanes from lane {lane} by warp {warp}, which may access lanes {own} to {own + 31}"
             raise Fault("tensor_memory", message)
+        lane = own + lane % WARP  # FlashMLA's kernels give lane 0 in all warps, and each gets its own lanes
         for low, high in where.spans:
             if column + high > COLUMNS:
                 raise Fault("tensor_memory", f"{verb} of columns {column + low} to {column + high - 1}: there are {COLUMNS}")
@@ -110,7 +111,7 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
             cells = Cells(cta, blocks, column + low, column + high)
             tensor_in_use.check_move(w, warp, cells, write)
             origin = origin or cta.machine.origin(w)
-            cta.moves.append(Move(warp, write, cells, origin, {"r": registers}))
+            cta.moves[warp, write, cells] = Move(warp, write, cells, origin, {"r": registers})
         places.append((warp, lane, column))
     return places
 
@@ -165,6 +166,11 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
 @runtime
 def tensor_wait(w: Window, write: bool) -> None:
     """tcgen05.wait::ld and tcgen05.wait::st"""
-    for move in w.cta.moves:
-        if move.write == write and move.warp in w.warps:
-            move.done = True
+    cta = w.cta
+    clocks = tensor_in_use.clocks_of(cta)
+    for warp in w.warps:
+        waited = [move for move in cta.moves.values() if move.time is None and move.write == write and move.warp == warp]
+        if waited:
+            time = clocks.tick(cta, warp)
+            for move in waited:
+                move.time = time

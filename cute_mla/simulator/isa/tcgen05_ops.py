@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, shared_to_tensor, tensor_in_use
+from .. import in_use, order, shared_to_tensor, tensor_in_use
 from .. import tcgen05_forms as forms
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -91,6 +91,7 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
         return False
     if group == 1:
         memory.allocate(start, count)
+    order.wait(cta, w.warps, memory)
     (target, _, offsets), *_ = place_shared(w, destination, False)
     in_use.check_store(w, target, offsets[:1], 4)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
@@ -141,6 +142,8 @@ def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: i
     _, column = split_address(where)
     memory.release(where, count)
     tensor_in_use.check_release(w, Cells(cta, 0xFF, column, column + count))
+    order.arrive(cta, w.warps, memory)
+    memory.knowledge.complete()
     cta.machine.wake(memory.waiters)
     if group == 2:
         if cta.cluster.size % 2:
@@ -267,11 +270,9 @@ def check_chain(w: Window, chain: Chain) -> None:
         if chain.from_tensor_memory:
             first = split_address(chain.a[0])[1]
             memory.require(first, first + forms.STEP_COLUMNS, "A")
-    moving = any(cta.moves for cta in chain.ctas)
-    if moving:
-        tensor_in_use.check_work(w, chain.read(), chain.written(), chain.what)
-    if w.cta.machine.pending:
-        tensor_in_use.check_sources(w, chain.sources(), chain.what)
+    written = [] if w.cta.tensor_core().open_chain(chain) is not None else chain.written()
+    tensor_in_use.check_work(w, chain.read(), written, chain.what)
+    tensor_in_use.check_sources(w, chain.sources(), chain.what)
 
 
 # ---------------------------------------------------------------- copies

@@ -1,0 +1,144 @@
+"""Who knows that what is done: vector clocks of the warps of a cluster, for kernels with tensor memory.
+
+Each warp knows, of every other warp, of every tensor core and of the copies of every CTA, how far that one is. Arriving at a barrier hands
+this knowledge over to those that wait for the phase. An access is ordered after another one if its warp knows that the other is done.
+
+Where the hardware could order less, knowledge is given generously, so that nothing is reported that a kernel did order: lanes of a warp
+share it, every barrier (relaxed ones too) and every fence and atomic operation hands over all of it, and copies give it at issue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .barriers import Mbarrier
+    from .cta import Cta
+
+
+Clock = np.ndarray  # (warps of the cluster + 2 * CTAs,) int64
+
+
+@dataclass
+class Knowledge:
+    """What a barrier hands over. gathered: from the arrivals of the phase that runs; known: of complete phases."""
+
+    gathered: Clock | None = None
+    known: Clock | None = None
+
+    def add(self, clock: Clock) -> None:
+        """An arrival."""
+        self.gathered = clock.copy() if self.gathered is None else np.maximum(self.gathered, clock, out=self.gathered)
+
+    def complete(self) -> None:
+        """The phase is complete."""
+        if self.gathered is not None:
+            self.known = self.gathered if self.known is None else np.maximum(self.known, self.gathered)
+            self.gathered = None
+
+
+class Carrier(Protocol):
+    """A barrier, or whatever else hands over knowledge."""
+
+    knowledge: Knowledge
+
+
+class Clocks:
+    """now: row = what a warp of the cluster knows; columns: warps, then tensor cores, then copies, by CTA rank."""
+
+    def __init__(self, ctas: int, warps: int) -> None:
+        self.warps = warps
+        self.rows = ctas * warps
+        self.ctas = ctas
+        self.now = np.zeros((self.rows, self.rows + 2 * ctas), np.int64)
+        self.copies = [0] * ctas
+        self.memory = Knowledge()
+
+    def row(self, cta: Cta, warp: int) -> int:
+        """The row (and column) of a warp."""
+        return cta.rank * self.warps + warp
+
+    def core(self, cta: Cta) -> int:
+        """The column of a CTA's tensor core."""
+        return self.rows + cta.rank
+
+    def copier(self, cta: Cta) -> int:
+        """The column of the copies that a CTA issues."""
+        return self.rows + self.ctas + cta.rank
+
+    def of(self, cta: Cta, warps: Sequence[int]) -> Clock:
+        """What some warps know together."""
+        first = cta.rank * self.warps
+        if len(warps) == 1:
+            return np.asarray(self.now[first + warps[0]])
+        return np.asarray(self.now[[first + warp for warp in warps]].max(axis=0))
+
+    def least(self, cta: Cta, warps: Sequence[int], column: int) -> int:
+        """How far the least informed of some warps knows an actor to be."""
+        first = cta.rank * self.warps
+        return min(int(self.now[first + warp, column]) for warp in warps)
+
+    def tick(self, cta: Cta, warp: int) -> int:
+        """A warp has finished something: its new time."""
+        row = self.row(cta, warp)
+        self.now[row, row] += 1
+        return int(self.now[row, row])
+
+    def learn(self, cta: Cta, warps: Sequence[int], clock: Clock | None) -> None:
+        """Warps get knowledge."""
+        if clock is not None:
+            first = cta.rank * self.warps
+            for warp in warps:
+                np.maximum(self.now[first + warp], clock, out=self.now[first + warp])
+
+
+def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
+    """Warps arrive at a barrier (before it counts that)."""
+    clocks = cta.cluster.clocks
+    if clocks is not None:
+        barrier.knowledge.add(clocks.of(cta, warps))
+
+
+def wait(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
+    """Warps have waited for a complete phase."""
+    clocks = cta.cluster.clocks
+    if clocks is not None:
+        clocks.learn(cta, warps, barrier.knowledge.known)
+
+
+def through_memory(cta: Cta, warps: Sequence[int]) -> None:
+    """Warps execute something that may hand over, or receive, through memory: a fence, an atomic operation, a strong load or store."""
+    clocks = cta.cluster.clocks
+    if clocks is not None:
+        clocks.memory.add(clocks.of(cta, warps))
+        clocks.learn(cta, warps, clocks.memory.gathered)
+
+
+@dataclass(frozen=True)
+class Written:
+    """Bytes of shared memory that a copy writes. serial: its number among the copies of the CTA that issued it."""
+
+    low: int
+    high: int
+    column: int
+    serial: int
+    line: int | None
+
+
+def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int | None) -> None:
+    """A warp issues a copy that will arrive on barriers."""
+    clocks = cta.cluster.clocks
+    if clocks is None:
+        return
+    clocks.copies[cta.rank] += 1
+    column, serial = clocks.copier(cta), clocks.copies[cta.rank]
+    clock = clocks.of(cta, (warp,)).copy()
+    clock[column] = serial
+    for barrier in barriers:
+        barrier.knowledge.add(clock)
+    for target, low, high in writes:
+        target.copied[low, high] = Written(low, high, column, serial, line)
