@@ -21,7 +21,6 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases import Case
 from cute_mla.testing.runner import Target, run_case, schedules
 
-
 SEEDS = 6  # some missing waits show only when one role is slow at one moment
 
 
