@@ -18,7 +18,8 @@ GAPS = replace(WALK, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role wi
 
 WAITS = r"mbarrier\.try_wait\.parity\.shared\.b64 +P1, [^;]*;"
 NO_WAIT = "setp.eq.u32 P1, 0, 0;"
-# in the order of the PTX: which barrier, and a case that notices when nobody waits for it
+# In the order of the PTX: which barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA
+# alive for signals that nobody else waits for, and which, on the simulator, a cluster barrier is always late enough for.
 WAITED = (
     ("scores_ready", WALK),
     ("stats_free", GAPS),
@@ -27,11 +28,13 @@ WAITED = (
     ("kv_free before O is stored", WALK),
     ("stats_ready", GAPS),
     ("kv_free", WALK),
+    ("kv_free before the CTA ends", None),
     ("query_ready", WALK),
     ("kv_ready", WALK),
     ("scores_free", WALK),
     ("probs_ready", WALK),
     ("output_ready", WALK),
+    ("scores_free before the CTA ends", None),
 )
 
 
@@ -46,11 +49,13 @@ def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
-@pytest.mark.parametrize("index", range(len(WAITED)), ids=[name for name, _ in WAITED])
-def test_a_missing_wait(index: int, workshop: Workshop) -> None:
+@pytest.mark.parametrize(
+    ("index", "case"), [(i, case) for i, (_, case) in enumerate(WAITED) if case], ids=[name for name, case in WAITED if case]
+)
+def test_a_missing_wait(index: int, case: Case, workshop: Workshop) -> None:
     waits = workshop.places(WALK, WAITS)
     assert len(waits) == len(WAITED), "the planted bugs are out of date"
-    assert workshop.is_found(WAITED[index][1], NO_WAIT, [waits[index]])
+    assert workshop.is_found(case, NO_WAIT, [waits[index]])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ from .sm100_geometry import (
     GROUP,
     GROUP_WARPS,
     KV_BYTES,
+    KV_SLOTS,
     LATENT_BOXES,
     LOAD_WARP,
     MMA_PER_TILE,
@@ -97,7 +98,8 @@ from .sm100_score import ScoreRows
 LN2 = 0.6931471805599453
 WORD_ELEMENTS = 2  # 16-bit elements of a 32-bit word
 COPY_WORDS = 16  # of Q or O a thread moves between its lane of tensor memory and gmem at a time
-O_COLUMNS_AT_ONCE = COPY_WORDS * WORD_ELEMENTS
+STORED_AT_ONCE = COPY_WORDS * WORD_ELEMENTS  # columns of O
+SCALED_AT_ONCE = 2 * STORED_AT_ONCE
 EVEN_CTA = 0
 
 
@@ -121,6 +123,7 @@ class DenseDecodeSm100(DenseDecode):
                 prefetch_map(operands.kv_map)
         if warp == MMA_WARP:
             tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS)
+        cute.arch.sync_threads()  # releases the address of tensor memory, which the relaxed arrival of sync_pair does not
         self.sync_pair()
         tmem = tiles.tmem_cell.load()
         # the plan, the lengths, Q and the cache may come from the kernel before
@@ -131,11 +134,9 @@ class DenseDecodeSm100(DenseDecode):
         elif warp < LOAD_WARP:
             self.output(operands, tiles, pipes, tmem)
         elif warp == LOAD_WARP:
-            load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
-            cute.arch.griddepcontrol_launch_dependents()
+            self.load(operands, tiles, pipes)
         elif warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-            with cute.arch.elect_one():
-                self.multiply(operands.schedule, pipes, PairGemm(self.dtype, tiles, tmem))
+            self.multiply(operands.schedule, pipes, PairGemm(self.dtype, tiles, tmem))
         # nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's memory
         tcgen05.fence_before_signal()
         self.sync_pair()
@@ -172,8 +173,8 @@ class DenseDecodeSm100(DenseDecode):
         cute.arch.mbarrier_init_fence()
 
     def sync_pair(self) -> None:
-        """All threads of both CTAs. Memory was ordered by fences of its own, so the arrival need not: it would wait for
-        every store to gmem."""
+        """All threads of both CTAs. What they need of each other's memory is ordered by fences and barriers of its own, so the
+        arrival need not order it: it would wait for every store to gmem."""
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
@@ -181,8 +182,17 @@ class DenseDecodeSm100(DenseDecode):
     # ---- load -------------------------------------------------------------------------------------------------------
 
     @cute.jit
+    def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits kv_free. Signals kv_ready."""
+        tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
+        cute.arch.griddepcontrol_launch_dependents()
+        # no signal may reach a CTA that is gone
+        for i in cutlass.range(KV_SLOTS, unroll=1):
+            pipes.kv_free.wait_free(tiles_done + i)
+
+    @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
-        """Waits kv_free. Signals kv_ready. Loads this CTA's columns of the tile-th tile."""
+        """Loads this CTA's columns of the tile-th tile."""
         rank = cute.arch.block_idx_in_cluster()
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.wait_free(tile)
@@ -220,22 +230,27 @@ class DenseDecodeSm100(DenseDecode):
             tile = tile + extent.tiles
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
+        pipes.scores_free.wait_free(tile)  # the peer's last arrival must not reach a CTA that is gone
 
     def multiply_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32) -> None:
         """S of one tile."""
+        keys = gemm.keys(pipes.kv_ready.slot(tile))
         pipes.kv_ready.wait_ready(tile)
         pipes.scores_free.wait_free(tile)
         tcgen05.fence_after_wait()
-        gemm.scores(pipes.kv_ready.slot(tile))
-        tcgen05.commit(pipes.scores_ready.barrier(tile))
+        with cute.arch.elect_one():
+            gemm.scores(keys)
+            tcgen05.commit(pipes.scores_ready.barrier(tile))
 
     def multiply_output(self, pipes: Pipes, gemm: PairGemm, tile: Int32, accumulate: Boolean) -> None:
         """P V of one tile."""
+        probs, values = gemm.probs_and_values(pipes.kv_ready.slot(tile))
         pipes.probs_ready.wait_ready(tile)
         pipes.output_ready.wait_ready(tile)
         tcgen05.fence_after_wait()
-        gemm.output(pipes.kv_ready.slot(tile), accumulate)
-        tcgen05.commit(pipes.kv_free.barrier(tile))
+        with cute.arch.elect_one():
+            gemm.output(probs, values, accumulate)
+            tcgen05.commit(pipes.kv_free.barrier(tile))
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
@@ -257,11 +272,12 @@ class DenseDecodeSm100(DenseDecode):
                 arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
                 self.score_tiles(operands, pipes, rows, extent, tile)
             tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
             pipes.stats_free.wait_free(pieces)
-            self.finish_rows(operands, rows, req, piece)
+            total = self.publish_sums(rows)
             arrive(pipes.stats_ready.barrier(pieces))
             pieces = pieces + 1
+            piece = read_piece(schedule, req, begin_tile)
+            self.store_lse(operands, rows, req, piece, total)
             req, begin_tile = piece.next_req, piece.next_tile
 
     @cute.jit
@@ -303,16 +319,16 @@ class DenseDecodeSm100(DenseDecode):
             left = extent.keys - t * TILE_KEYS
             pipes.scores_ready.wait_ready(use)
             tcgen05.fence_after_wait()
-            rows.take_partial_sums()
+            others = rows.take_partial_sums()
             arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
-            rows.add_partial_sums()
+            rows.add_partial_sums(others)
             if operands.least_limit(left) < TILE_KEYS:
                 rows.mask(operands.key_limit(left, limit_row))
-            alpha, reference = rows.advance()
+            alpha = rows.advance()
             if rows.half == 0:
                 (rows.tiles.sAlpha + ((use % PARITIES) * TILE_ROWS + rows.row)).store(alpha)
                 arrive(pipes.alpha_ready.barrier(use))
-            rows.exponentiate(alpha, reference)
+            rows.exponentiate(alpha)
             slot = pipes.kv_ready.slot(use)
             rows.store_probs(slot)
             if left < TILE_KEYS:
@@ -322,21 +338,25 @@ class DenseDecodeSm100(DenseDecode):
             arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
 
     @cute.jit
-    def finish_rows(self, operands: Operands, rows: ScoreRows, req: Int32, piece: Piece):
-        """Publishes 1 / row sum and writes lse: natural log if the piece is the whole request, else base 2."""
+    def publish_sums(self, rows: ScoreRows) -> Float32:
+        """Hands 1 / row sum to the output role and returns the row sum."""
         total = rows.row_sum()
+        if rows.half == 0:
+            (rows.tiles.sInverse + rows.row).store(cutlass.select_(total == 0.0, Float32(0), 1.0 / total))
+        return total
+
+    @cute.jit
+    def store_lse(self, operands: Operands, rows: ScoreRows, req: Int32, piece: Piece, total: Float32):
+        """The natural logarithm if the piece is the whole request, else base 2."""
         empty = total == 0.0
         row = first_query_row() + rows.row
         lse = rows.rMax[0] + cute.math.log2(total, fastmath=True)
-        if rows.half == 0:
-            inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
-            (rows.tiles.sInverse + rows.row).store(inverse)
-            if row < operands.rows():
-                if piece.direct:
-                    operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                else:
-                    target = operands.lse_accum + operands.accum_row(piece, row)
-                    target.store(cutlass.select_(empty, -Float32.inf, lse))
+        if rows.half == 0 and row < operands.rows():
+            if piece.direct:
+                operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            else:
+                target = operands.lse_accum + operands.accum_row(piece, row)
+                target.store(cutlass.select_(empty, -Float32.inf, lse))
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
@@ -352,13 +372,13 @@ class DenseDecodeSm100(DenseDecode):
             for t in cutlass.range(extent.tiles, unroll=1):
                 self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
             tile = tile + extent.tiles
+            piece = read_piece(schedule, req, begin_tile)
             if extent.tiles > 0:
                 pipes.kv_free.wait_ready(tile - 1)
                 tcgen05.fence_after_wait()
             pipes.stats_ready.wait_ready(pieces)
             inverse = (tiles.sInverse + thread % TILE_ROWS).load()
             arrive(pipes.stats_free.barrier(pieces))
-            piece = read_piece(schedule, req, begin_tile)
             self.store_rows(operands, req, piece, thread, lanes, inverse)
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
@@ -372,9 +392,9 @@ class DenseDecodeSm100(DenseDecode):
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
             pipes.kv_free.wait_ready(tile - 1)
             tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(CTA_COLUMNS // O_COLUMNS_AT_ONCE):
-                place = lanes + (OUTPUT_COLUMN + copy * O_COLUMNS_AT_ONCE)
-                values = tcgen05.load_columns(place, O_COLUMNS_AT_ONCE)
+            for copy in cutlass.range_constexpr(CTA_COLUMNS // SCALED_AT_ONCE):
+                place = lanes + (OUTPUT_COLUMN + copy * SCALED_AT_ONCE)
+                values = tcgen05.load_columns(place, SCALED_AT_ONCE)
                 tcgen05.await_loads()
                 tcgen05.store_columns(place, scaled(values, alpha), Float32)
             tcgen05.await_stores()
@@ -389,12 +409,12 @@ class DenseDecodeSm100(DenseDecode):
         column = (thread // TILE_ROWS) * CTA_COLUMNS
         out = operands.out_row(req, row) + column
         out_accum = operands.out_accum + (operands.accum_row(piece, row) * D_LATENT + column)
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // O_COLUMNS_AT_ONCE):
-            first = copy * O_COLUMNS_AT_ONCE
-            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), O_COLUMNS_AT_ONCE)
+        for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
+            first = copy * STORED_AT_ONCE
+            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
             tcgen05.await_loads()
             # a row that attends to nothing is 0 whatever tensor memory holds
-            normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(O_COLUMNS_AT_ONCE)]
+            normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(STORED_AT_ONCE)]
             if stored:
                 if piece.direct:
                     self.store_words(out + first, normal)
@@ -426,7 +446,7 @@ def thread_and_lanes(tmem: Int32) -> tuple[Int32, Int32]:
 def scaled(values: Any, factor: Float32) -> list[Float32]:
     """The product of each of the columns read at once with a factor."""
     products: list[Float32] = []
-    for i in range(0, O_COLUMNS_AT_ONCE, 2):
+    for i in range(0, SCALED_AT_ONCE, 2):
         products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
     return products
 

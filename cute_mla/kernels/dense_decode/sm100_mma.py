@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32
@@ -35,21 +36,28 @@ TMEM_STEP = 8  # columns of 16 elements
 
 @dataclass(frozen=True)
 class PairGemm:
-    """One thread's view of the operands in both CTAs, which lie at the same addresses in each."""
+    """The operands in both CTAs, which lie at the same addresses in each. One thread multiplies."""
 
     dtype: type[cutlass.Numeric]
     tiles: Tiles
     tmem: Int32
 
-    def scores(self, slot: Int32) -> None:
+    def keys(self, slot: Int32) -> Any:
+        """K of a tile as operand."""
+        return tcgen05.k_major(self.tiles.slot(slot))
+
+    def probs_and_values(self, slot: Int32) -> tuple[Any, Any]:
+        """P and V of a tile as operands."""
+        base = self.tiles.slot(slot)
+        return tcgen05.k_major(base + PROBS_OFFSET), tcgen05.mn_major(base, BOX_BYTES)
+
+    def scores(self, keys: Any) -> None:
         """S = Q K^T over the columns that each CTA holds: the lanes 0..63 and 64..127 get the two partial sums, since the
         even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
-        keys = tcgen05.k_major(self.tiles.slot(slot))
         for step in range(LATENT_STEPS + ROPE_STEPS):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
             box, step_in_box = divmod(step, STEPS_PER_BOX)
-            assert box < LATENT_BOXES or step_in_box < ROPE_STEPS
             tcgen05.multiply(
                 self.tmem + SCORE_COLUMN,
                 tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * TMEM_STEP)),
@@ -58,11 +66,9 @@ class PairGemm:
                 accumulate=step > 0,
             )
 
-    def output(self, slot: Int32, accumulate: Boolean) -> None:
+    def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
         """O += P V, or O = P V, for the 256 value columns of each CTA."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
-        base = self.tiles.slot(slot)
-        probs, values = tcgen05.k_major(base + PROBS_OFFSET), tcgen05.mn_major(base, BOX_BYTES)
         chunk_bytes = LATENT_BOXES // OUTPUT_CHUNKS * BOX_BYTES
         for step in range(KEY_STEPS):
             for chunk in range(OUTPUT_CHUNKS):

@@ -8,6 +8,8 @@ half of what they read: each sends the partial scores of the other's keys. The r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -15,7 +17,7 @@ from cutlass import Float32, Int32, cute
 from ...spec.dense_decode import TILE_ROWS
 from ..parts import tcgen05
 from ..parts.fragments import aligned, pack_pair
-from ..parts.softmax import follow_maximum
+from ..parts.softmax import follow_maximum, shift_of
 from .operands import ELEMENT_BYTES
 from .sm100_geometry import (
     GROUP_WARPS,
@@ -28,6 +30,7 @@ from .sm100_geometry import (
 )
 
 VECTORS = HALF_KEYS // VECTOR
+MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
 ROW_BYTES = 128
 KEYS_PER_CHUNK = 16 // ELEMENT_BYTES  # of a 16-byte piece of a row of P
 
@@ -36,8 +39,8 @@ KEYS_PER_CHUNK = 16 // ELEMENT_BYTES  # of a 16-byte piece of a row of P
 class ScoreRows:
     """One thread's scores and running softmax state.
 
-    tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rMax: the reference, log2 units.
-    rSum: this thread's share of the row sum.
+    tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rS: scores, then
+    probabilities. rMax: the reference, log2 units. rSum: this thread's share of the row sum.
     """
 
     dtype: type[cutlass.Numeric]
@@ -67,23 +70,24 @@ class ScoreRows:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.barrier(barrier_id=SCORE_BARRIER + warp % (GROUP_WARPS // 2), number_of_threads=64)
 
-    def take_partial_sums(self) -> None:
-        """Partial scores from tensor memory: of this thread's keys to registers, of the other's to shared memory. The
-        scores may be overwritten when this returns."""
+    def take_partial_sums(self) -> Any:
+        """Partial scores from tensor memory, which may be overwritten when this returns: of this thread's keys to its
+        scores. Returns those of the other's keys."""
         own = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + self.half * HALF_KEYS), HALF_KEYS)
         others = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + (1 - self.half) * HALF_KEYS), HALF_KEYS)
         tcgen05.await_loads()
         tcgen05.fence_before_signal()
         for i in range(HALF_KEYS):
             self.rS[i] = own[i]
+        return others
+
+    def add_partial_sums(self, others: Any) -> None:
+        """Completes the scores: sends the other thread of the row what belongs to it, and adds what it has sent."""
         for vector in range(VECTORS):
             rOut = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
             for i in range(VECTOR):
                 rOut[i] = others[vector * VECTOR + i]
             cute.autovec_copy(rOut, self._exchanged(self.half, vector))
-
-    def add_partial_sums(self) -> None:
-        """Completes the scores with what the other thread of the row has sent."""
         self.sync_halves()
         for vector in range(VECTORS):
             rIn = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
@@ -108,24 +112,25 @@ class ScoreRows:
         self.sync_halves()
         return (self.tiles.sRowValue + ((1 - self.half) * TILE_ROWS + self.row)).load()
 
-    def advance(self) -> tuple[Float32, Float32]:
-        """Moves the reference to this tile if need be. Returns (the factor for everything accumulated before, what to
-        subtract from scaled scores)."""
-        best = self.rS[0]
-        for i in range(1, HALF_KEYS):
-            best = cute.arch.fmax(best, self.rS[i])
+    def advance(self) -> Float32:
+        """Moves the reference to this tile if need be. Returns the factor for everything accumulated before: 1 if the
+        reference stays."""
+        chains = [self.rS[i] for i in range(MAX_CHAINS)]
+        for i in range(MAX_CHAINS, HALF_KEYS):
+            chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
+        best = reduce(cute.arch.fmax, chains)
         best = cute.arch.fmax(best, self.swap(best))
-        self.rMax[0], alpha, reference = follow_maximum(self.rMax[0], best * self.scale_log2)
-        return alpha, reference
+        self.rMax[0], alpha = follow_maximum(self.rMax[0], best * self.scale_log2)
+        return alpha
 
-    def exponentiate(self, alpha: Float32, reference: Float32) -> None:
+    def exponentiate(self, alpha: Float32) -> None:
         """Replaces the scores by unnormalised probabilities and adds them to the row sum."""
-        sums = [self.rSum[0] * alpha, Float32(0)]
-        scale, shift = (self.scale_log2, self.scale_log2), (-reference, -reference)
+        sums = (self.rSum[0] * alpha, Float32(0))
+        scale, shift = (self.scale_log2, self.scale_log2), (-shift_of(self.rMax[0]),) * 2
         for i in range(0, HALF_KEYS, 2):
             exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
             self.rS[i], self.rS[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
-            sums = cute.arch.add_packed_f32x2(tuple(sums), (self.rS[i], self.rS[i + 1]))
+            sums = cute.arch.add_packed_f32x2(sums, (self.rS[i], self.rS[i + 1]))
         self.rSum[0] = sums[0] + sums[1]
 
     def store_probs(self, slot: Int32) -> None:

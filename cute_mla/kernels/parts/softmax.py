@@ -17,13 +17,17 @@ from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, q
 RESCALE_LOG2 = 8.0
 
 
-def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32, Float32]:
-    """(the reference, the factor for what was accumulated under the old one, what to subtract from scaled scores), from the
-    old reference and the scaled maximum of a tile."""
+def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
+    """(the reference, the factor for what was accumulated under the old one), from the old reference and the scaled maximum
+    of a tile. The factor is 1 where the reference stays."""
     moved = candidate > old + RESCALE_LOG2
     new = cutlass.select_(moved, candidate, old)
-    alpha = cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
-    return new, alpha, cutlass.select_(new == -Float32.inf, Float32(0), new)  # -inf - -inf would be NaN
+    return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
+
+
+def shift_of(reference: Float32) -> Float32:
+    """What to subtract from scaled scores: the reference, but not -inf, since -inf - -inf is NaN."""
+    return cutlass.select_(reference == -Float32.inf, Float32(0), reference)
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class OnlineSoftmax:
             row_max = rS[registers[0]]
             for i in registers[1:]:
                 row_max = cute.arch.fmax(row_max, rS[i])
-            new, alpha, reference = follow_maximum(self.rMax[row], quad_max(row_max) * self.scale_log2)
+            new, alpha = follow_maximum(self.rMax[row], quad_max(row_max) * self.scale_log2)
+            reference = shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
                 rS[i] = cute.math.exp2(rS[i] * self.scale_log2 - reference, fastmath=True)

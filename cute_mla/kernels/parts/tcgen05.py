@@ -57,7 +57,12 @@ def _operand(tile: cute.Pointer, leading: int) -> Any:
 
 
 def multiply(
-    accumulator: Int32, a: Any, b: Any, shape: int, accumulate: bool | Boolean, keep_a: Keep = Keep.DISCARD
+    accumulator: Int32,
+    a: Any,
+    b: Any,
+    shape: int,
+    accumulate: bool | Boolean,
+    keep_a: primitives.Tcgen05MMACollectorOp = Keep.DISCARD,
 ) -> None:
     """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread of
     the even CTA."""
