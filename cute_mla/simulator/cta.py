@@ -17,8 +17,9 @@ from .isa.conversions import PARAM_WINDOW, WINDOW_MASK
 from .lanesets import LaneSets
 from .launch import RANK_SHIFT
 from .memory import SharedMemory
-from .order import Clocks, Written
+from .order import Clocks
 from .ptx import Instruction
+from .races import Trace
 from .registers import WARP, CtaSlot, Window
 from .tensor_memory import TensorMemory
 from .tensor_pipe import Cells, TensorPipe
@@ -61,6 +62,7 @@ class Home:
         self.smem = SharedMemory(shared_bytes)
         self.lane_sets = LaneSets(self.slot)
         self.tensor: TensorMemory | None = None  # made by the first tcgen05.alloc
+        self.trace: Trace | None = None  # for kernels with tensor memory
 
 
 class Cta:
@@ -94,7 +96,7 @@ class Cta:
         self.tensor: TensorMemory | None = None
         self.tensor_pipe: TensorPipe | None = None
         self.moves: dict[tuple[int, bool, Cells], Move] = {}  # the latest load and store of tensor memory, by warp and cells
-        self.copied: dict[tuple[int, int], Written] = {}  # the latest copy to shared memory, by its bytes
+        self.trace: Trace | None = None
         self.loading = False
         self._specials = self._make_specials()
         slot.cta = self
@@ -198,6 +200,13 @@ class Cta:
             self.tensor = self.home.tensor
             self.tensor.reset()
         return self.tensor
+
+    def start_trace(self, warps: int) -> None:
+        """Follow accesses to shared memory. warps: of the cluster."""
+        if self.home.trace is None or len(self.home.trace.read) != warps:
+            self.home.trace = Trace(self.smem.nbytes, warps)
+        self.trace = self.home.trace
+        self.trace.reset()
 
     def tensor_core(self) -> TensorPipe:
         """The queue of tcgen05 work that this CTA issues."""

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import numpy as np
 
 from ..spec.tensor_map import TensorMap
-from . import deadlock, order, tensor_in_use, tma
+from . import deadlock, order, races, tensor_in_use, tma
 from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
@@ -119,6 +119,8 @@ class Machine:
             home.smem.reset()
             cta = Cta(self, home, cluster, rank, place)
             cluster.ctas.append(cta)
+            if cluster.clocks is not None:
+                cta.start_trace(cluster.clocks.rows)
             lanes = np.arange(self.launch.threads)
             if poisoned:
                 cta.clear_taint(lanes)
@@ -467,8 +469,9 @@ class Machine:
         """Issue work that completes by itself and writes these shared bytes (CTA, start, stop)."""
         self.progress += 1
         if w.cta.cluster.clocks is not None:
-            line = instruction_of_caller()
-            order.copy(w.cta, w.warps[0], barriers, writes, None if line is None else line.line)
+            for target, low, high in writes:
+                races.check_overwrite(w, target, low, high)
+            order.copy(w.cta, w.warps[0], barriers, writes, self.line_of_caller())
         if self.completes_now():
             effect()
         else:
@@ -530,6 +533,11 @@ class Machine:
     def origin(self, w: Window) -> Origin:
         """Where the running instruction is."""
         return Origin(w.cta.index, w.warps[0], instruction_of_caller())
+
+    def line_of_caller(self) -> int:
+        """The PTX line of the instruction that runs, 0 for none."""
+        instruction = instruction_of_caller()
+        return 0 if instruction is None else instruction.line
 
     def report_here(self, cta: Cta, w: Window | None, kind: str, message: str, barrier: str | None = None) -> None:
         """A finding at the running instruction."""

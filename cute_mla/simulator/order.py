@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cta import Cta
 
 
-Clock = np.ndarray  # (warps of the cluster + 2 * CTAs,) int64
+Clock = np.ndarray  # (2 * warps of the cluster + 2 * CTAs,) int64
 
 
 @dataclass
@@ -48,13 +48,17 @@ class Carrier(Protocol):
 
 
 class Clocks:
-    """now: row = what a warp of the cluster knows; columns: warps, then tensor cores, then copies, by CTA rank."""
+    """now: row = what a warp of the cluster knows; columns: warps, tensor cores and copies by CTA rank, and warps again.
+
+    The last columns are the times up to which the warps' ordinary stores can be read by asynchronous work (fence.proxy.async).
+    """
 
     def __init__(self, ctas: int, warps: int) -> None:
         self.warps = warps
         self.rows = ctas * warps
         self.ctas = ctas
-        self.now = np.zeros((self.rows, self.rows + 2 * ctas), np.int64)
+        self.width = self.rows + 2 * ctas
+        self.now = np.zeros((self.rows, self.width + self.rows), np.int64)
         self.copies = [0] * ctas
         self.memory = Knowledge()
 
@@ -69,6 +73,24 @@ class Clocks:
     def copier(self, cta: Cta) -> int:
         """The column of the copies that a CTA issues."""
         return self.rows + self.ctas + cta.rank
+
+    def name(self, column: int) -> str:
+        """An actor in words."""
+        if column < self.rows:
+            rank, warp = divmod(column, self.warps)
+            return f"warp {warp} of CTA {rank} of the cluster" if self.ctas > 1 else f"warp {warp}"
+        return "an asynchronous copy" if column >= self.rows + self.ctas else "a tensor core"
+
+    def fenced(self, known: Clock) -> Clock:
+        """What a clock says of the times that asynchronous work can read up to, by column."""
+        return np.concatenate([known[self.width :], known[self.rows : self.width]])
+
+    def fence(self, cta: Cta, warps: Sequence[int]) -> None:
+        """fence.proxy.async: all stores that a warp knows of can be read by asynchronous work now."""
+        for warp in warps:
+            self.tick(cta, warp)
+            row = self.now[cta.rank * self.warps + warp]
+            np.maximum(row[self.width :], row[: self.rows], out=row[self.width :])
 
     def of(self, cta: Cta, warps: Sequence[int]) -> Clock:
         """What some warps know together."""
@@ -100,6 +122,8 @@ def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
     """Warps arrive at a barrier (before it counts that)."""
     clocks = cta.cluster.clocks
     if clocks is not None:
+        for warp in warps:
+            clocks.tick(cta, warp)
         barrier.knowledge.add(clocks.of(cta, warps))
 
 
@@ -114,26 +138,25 @@ def through_memory(cta: Cta, warps: Sequence[int]) -> None:
     """Warps execute something that may hand over, or receive, through memory: a fence, an atomic operation, a strong load or store."""
     clocks = cta.cluster.clocks
     if clocks is not None:
+        for warp in warps:
+            clocks.tick(cta, warp)
         clocks.memory.add(clocks.of(cta, warps))
         clocks.learn(cta, warps, clocks.memory.gathered)
 
 
-@dataclass(frozen=True)
-class Written:
-    """Bytes of shared memory that a copy writes. serial: its number among the copies of the CTA that issued it."""
-
-    low: int
-    high: int
-    column: int
-    serial: int
-    line: int | None
+def fence(cta: Cta, warps: Sequence[int]) -> None:
+    """Warps execute fence.proxy.async."""
+    clocks = cta.cluster.clocks
+    if clocks is not None:
+        clocks.fence(cta, warps)
 
 
-def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int | None) -> None:
+def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int) -> None:
     """A warp issues a copy that will arrive on barriers."""
     clocks = cta.cluster.clocks
     if clocks is None:
         return
+    clocks.tick(cta, warp)
     clocks.copies[cta.rank] += 1
     column, serial = clocks.copier(cta), clocks.copies[cta.rank]
     clock = clocks.of(cta, (warp,)).copy()
@@ -141,4 +164,5 @@ def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tup
     for barrier in barriers:
         barrier.knowledge.add(clock)
     for target, low, high in writes:
-        target.copied[low, high] = Written(low, high, column, serial, line)
+        if target.trace is not None:
+            target.trace.store(np.arange(low // 4, -(-high // 4)), column, serial, line)

@@ -156,18 +156,6 @@ def check_work(w: Window, read: Sequence[Cells], written: Sequence[Cells], what:
                 return
 
 
-def check_sources(w: Window, sources: Iterator[tuple[Cta, tuple[tuple[int, int], ...]]], what: str) -> None:
-    """A finding when work is issued on bytes of shared memory that a copy may still write."""
-    clocks = clocks_of(w.cta)
-    known = clocks.now[clocks.row(w.cta, w.warps[0])]
-    for owner, ranges in sources:
-        for written in owner.copied.values():
-            if known[written.column] < written.serial and any(start < written.high and written.low < stop for start, stop in ranges):
-                line = "" if written.line is None else f" (PTX line {written.line})"
-                report(w, f"{what} reads shared memory that an asynchronous copy{line} writes, without a wait for it")
-                return
-
-
 def check_release(w: Window, cells: Cells) -> None:
     """A finding when columns are freed that anything still uses."""
     for work in unknown_work(cells.cta, w.cta, w.warps):

@@ -159,6 +159,7 @@ class Operand:
         chunks.flags.writeable = False
         self.chunks = chunks
         self.mn_major = mn_major
+        self.words: Array | None = None  # filled by races.py
 
     @cached_property
     def touched(self) -> Array:

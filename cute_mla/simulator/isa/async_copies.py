@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use
+from .. import in_use, races
 from ..async_units import CopyGroups, GroupedCopy
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -255,6 +255,7 @@ def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size:
 
         offset = start & 0xFFFFFF
         copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
+        races.check_range(w, copy.source, "a bulk store")
         add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
         cta.reading.append(copy)
 
@@ -302,6 +303,8 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         raise Fault("out_of_bounds", f"cp.async of {size} bytes with a source size of {int(counts.max())}")
     if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
         raise Fault("misaligned", f"cp.async of {size} bytes")
+    if cta.trace is not None:
+        races.access(w, cta, None, offsets, size, True)
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, matrix_fragments, order
+from .. import in_use, matrix_fragments, order, races
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
@@ -73,9 +73,9 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
         return
     e.check_taint(registers_of(mem), "an address")
     value = e.temp()
-    e.line(f"{value} = {load_call(e, mem, m['space'], f'{size}, {len(items)}')}")
     if STRONG.search(ins.opcode):
         e.line("order_memory(w)")
+    e.line(f"{value} = {load_call(e, mem, m['space'], f'{size}, {len(items)}')}")
     store_loaded(e, items, value, element_type(m))
 
 
@@ -146,9 +146,9 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
     if e.tainted:
         poison = f"[{', '.join(str(e.taint(item)) for item in items)}]"
     reach = f", {m['space'] == 'shared::cluster'}" if shared else ""
+    e.line(f"{name}(w, {address}, [{values}], {poison}{reach})")
     if STRONG.search(ins.opcode):
         e.line("order_memory(w)")
-    e.line(f"{name}(w, {address}, [{values}], {poison}{reach})")
 
 
 def byte_source(e: Emitter, item: Operand | None) -> str:
@@ -188,6 +188,12 @@ def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Ct
 
 
 @runtime
+def order_proxies(w: Window) -> None:
+    """fence.proxy.async"""
+    order.fence(w.cta, w.warps)
+
+
+@runtime
 def order_memory(w: Window) -> None:
     """What may hand knowledge over through memory."""
     order.through_memory(w.cta, w.warps)
@@ -211,6 +217,9 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
             if poison is not None:
                 mask[:, index] = poison
         cta.poison = mask if mask.any() else None
+    if cta.trace is not None:
+        for target, index, offsets in parts:
+            races.access(w, target, index, offsets, size * count, False)
     if cta.observer is not None:
         for target, index, offsets in parts:
             cta.observer.shared_access(w, target, index, offsets, size * count, False)
@@ -261,6 +270,8 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
+        if target.trace is not None:
+            races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
         if target.busy or target.reading or target.tensor is not None:
             in_use.check_store(w, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
@@ -395,6 +406,8 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
     values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
     cta.poison = None if known.all() else ~known
+    if cta.trace is not None:
+        races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
     return values
@@ -414,6 +427,8 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
     if cta.busy or cta.reading:
         in_use.check_store(w, cta, offsets[:, : 8 * len(values)].ravel(), 16)
+    if cta.trace is not None:
+        races.accesses(w, cta, np.repeat(w.warps, 8 * len(values)), offsets[:, : 8 * len(values)].ravel(), 16, True)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
 
@@ -519,8 +534,7 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
 )  # fmt: skip
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
     """Fences only order; they are shown to observers."""
-    if not ins.opcode.startswith("fence.proxy"):
-        e.line("order_memory(w)")
+    e.line("order_proxies(w)" if ins.opcode.startswith("fence.proxy") else "order_memory(w)")
     e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
 
 

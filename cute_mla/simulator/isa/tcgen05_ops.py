@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, order, shared_to_tensor, tensor_in_use
+from .. import in_use, order, races, shared_to_tensor, tensor_in_use
 from .. import tcgen05_forms as forms
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -95,6 +95,7 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     (target, _, offsets), *_ = place_shared(w, destination, False)
     in_use.check_store(w, target, offsets[:1], 4)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
+    races.access(w, target, np.array([0]), offsets[:1], 4, True)
     if cta.observer is not None:
         cta.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
     return True
@@ -272,7 +273,9 @@ def check_chain(w: Window, chain: Chain) -> None:
             memory.require(first, first + forms.STEP_COLUMNS, "A")
     written = [] if w.cta.tensor_core().open_chain(chain) is not None else chain.written()
     tensor_in_use.check_work(w, chain.read(), written, chain.what)
-    tensor_in_use.check_sources(w, chain.sources(), chain.what)
+    for cta in chain.ctas:
+        for where in (chain.operand_b(),) if chain.from_tensor_memory else (chain.operand_b(), chain.operand_a()):
+            races.check_source(w, cta, races.operand_words(where), chain.what)
 
 
 # ---------------------------------------------------------------- copies
@@ -307,7 +310,8 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
             cells.cta.tensor_memory().use_group(form.group)
             cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
         tensor_in_use.check_work(w, [], written, work.what)
-        tensor_in_use.check_sources(w, work.sources(), work.what)
+        for owner in ctas:
+            races.check_source(w, owner, races.operand_words(work.operand()), work.what)
         cta.tensor_core().issue(work)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, tma
+from .. import in_use, races, tma
 from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -174,5 +174,6 @@ def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...],
         for box in place_boxes(cta.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
             copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
             copies[key].append(copy)
+            races.check_range(w, copy.source, "a TMA store")
             add_grouped(cta, cta.bulk, owner, copy)
             cta.reading.append(copy)
