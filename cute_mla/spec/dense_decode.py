@@ -59,7 +59,7 @@ PARAMS: tuple[Param, ...] = (
 
 
 @dataclass(frozen=True)
-class _Tiling:
+class Tiling:
     """How an architecture's kernel takes up query rows.
 
     wide_bytes: what its faster variants load and store at a time; the others take one element.
@@ -71,7 +71,7 @@ class _Tiling:
     paired: bool
 
 
-_TILINGS = {SM90.name: _Tiling(wide_bytes=4, paired=False), SM100.name: _Tiling(wide_bytes=16, paired=True)}
+TILINGS = {SM90.name: Tiling(wide_bytes=4, paired=False), SM100.name: Tiling(wide_bytes=16, paired=True)}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        tiling = _TILINGS[self.arch.name]
+        tiling = TILINGS[self.arch.name]
         wide = self.row_alignment % tiling.wide_bytes == 0
         shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
         return DenseDecodeConfig(self.dtype, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
@@ -157,7 +157,7 @@ class DenseDecodeProblem:
 def row_ctas(arch: Arch, rows: int) -> int:
     """CTAs along the query rows of one KV head, TILE_ROWS of them each."""
     tiles = ceil_div(rows, TILE_ROWS)
-    return 2 * ceil_div(tiles, 2) if _TILINGS[arch.name].paired else tiles
+    return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
 
 
 def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
@@ -167,7 +167,7 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
-    tiling = _TILINGS[arch.name]
+    tiling = TILINGS[arch.name]
     clusters = (2,) if tiling.paired else (1, 2)
     wide = [(cluster, tiling.wide_bytes) for cluster in clusters]
     return tuple(DenseDecodeConfig(dtype, *shape) for dtype in DTYPES for shape in (*wide, (clusters[0], ELEMENT_BYTES)))
