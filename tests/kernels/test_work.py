@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from caches import Keys
 from launching import CompiledKernel, launch, nbytes
 from plan_reference import Plan, actual_tiles, pieces, reference_plan
 
@@ -45,41 +46,41 @@ def kernel(built_for: Arch) -> CompiledKernel:
     return compile_walk_once(built_for)
 
 
-def walk(
-    kernel: CompiledKernel, plan: Plan, lengths: list[int], max_keys: int, invariant: bool
-) -> tuple[list[list[Record]], list[simulator.Finding]]:
+def walk(kernel: CompiledKernel, plan: Plan, keys: Keys, invariant: bool) -> tuple[list[list[Record]], list[simulator.Finding]]:
     """The pieces of every part. The records have room for no more than a part can have at most."""
-    batch, parts = len(lengths), len(plan.parts)
-    max_splits = invariant_splits(max_keys) if invariant else 0
+    batch, parts = keys.batch, len(plan.parts)
+    max_splits = invariant_splits(keys.most) if invariant else 0
     accum_rows = accumulator_rows(batch, parts, max_splits)
-    capacity = batch * invariant_splits(max_keys)
-    tensors = {
+    capacity = batch * invariant_splits(keys.most)
+    lengths, extra_lengths = keys.tables()
+    tensors: dict[str, torch.Tensor | int] = {
         "plan": torch.tensor(plan.parts, dtype=torch.int32),
         "num_splits": torch.tensor(plan.num_splits, dtype=torch.int32),
-        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
-        "records": torch.zeros((parts, capacity, 6), dtype=torch.int32),
-        "counts": torch.zeros(parts, dtype=torch.int32),
+        "lengths": lengths,
+        "extra_lengths": extra_lengths,
+        "records": (records := torch.zeros((parts, capacity, 6), dtype=torch.int32)),
+        "counts": (counts := torch.zeros(parts, dtype=torch.int32)),
     }
     memory = simulator.GlobalMemory()
     for name, tensor in tensors.items():
-        memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=name in ("records", "counts"))
-    args: list[Any] = [*tensors.values(), batch, max_keys, max_splits, accum_rows, capacity]
+        if isinstance(tensor, torch.Tensor):
+            memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=name in ("records", "counts"))
+    args: list[Any] = [*tensors.values(), batch, keys.limit, keys.extra_limit, max_splits, accum_rows, capacity]
     findings = launch(kernel, (1, 1, parts), args, memory)
-    counts = tensors["counts"].tolist()
-    records = tensors["records"].tolist()
-    return [[tuple(record) for record in rows[:count]] for rows, count in zip(records, counts, strict=True)], findings
+    walks = zip(records.tolist(), counts.tolist(), strict=True)
+    return [[tuple(record) for record in rows[:count]] for rows, count in walks], findings
 
 
-def expected_walk(plan: Plan, lengths: list[int], max_keys: int, invariant: bool) -> list[list[Record]]:
+def expected_walk(plan: Plan, keys: Keys, invariant: bool) -> list[list[Record]]:
     """What the plan in plain Python says."""
-    clipped = [min(max(length, 0), max_keys) for length in lengths]
-    max_splits = invariant_splits(max_keys) if invariant else 0
-    last_row = accumulator_rows(len(lengths), len(plan.parts), max_splits) - 1
+    clipped = keys.counts
+    max_splits = invariant_splits(keys.most) if invariant else 0
+    last_row = accumulator_rows(keys.batch, len(plan.parts), max_splits) - 1
     walks: list[list[Record]] = [[] for _ in plan.parts]
     for part, piece in pieces(plan, clipped, INVARIANT_SPLIT_TILES if invariant else None, max_splits):
-        keys = clipped[piece.request] - piece.begin * TILE_KEYS
+        left = clipped[piece.request] - piece.begin * TILE_KEYS
         row = -1 if piece.row is None else min(piece.row, last_row)
-        walks[part].append((piece.request, piece.begin, piece.end - piece.begin, keys, int(piece.row is None), row))
+        walks[part].append((piece.request, piece.begin, piece.end - piece.begin, left, int(piece.row is None), row))
     return walks
 
 
@@ -101,9 +102,23 @@ def test_pieces_are_those_of_the_plan(kernel: CompiledKernel, seed: int, invaria
     plan = reference_plan(lengths, draw.choice([1, 2, 5, 24]))
     for later in (lengths, draw_lengths(draw, len(lengths))):
         for max_keys in (max(*lengths, *later, 1), 64, CUT, CUT + 64, 2 * CUT - 640):
-            walks, findings = walk(kernel, plan, later, max_keys, invariant)
-            assert not findings
-            assert without_unused_rows(walks) == expected_walk(plan, later, max_keys, invariant)
+            check(kernel, plan, Keys.of(later, max_keys), invariant)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed: int, invariant: bool) -> None:
+    """Null tables, which nothing is read from, and lengths beyond the limits."""
+    draw = random.Random(seed)
+    keys = Keys.draw(draw, 2 * CUT)
+    check(kernel, reference_plan(keys.counts, draw.choice([1, 2, 5, 24])), keys, invariant)
+
+
+def check(kernel: CompiledKernel, plan: Plan, keys: Keys, invariant: bool) -> None:
+    """The pieces are the plan's."""
+    walks, findings = walk(kernel, plan, keys, invariant)
+    assert not findings
+    assert without_unused_rows(walks) == expected_walk(plan, keys, invariant)
 
 
 def nonsense(seed: int, parts: int, batch: int) -> Plan:
@@ -119,7 +134,7 @@ def nonsense(seed: int, parts: int, batch: int) -> Plan:
 
 def faults(kernel: CompiledKernel, plan: Plan, lengths: list[int], max_keys: int, invariant: bool) -> Iterator[str]:
     """What a walk has done that is not allowed with any plan."""
-    walks, findings = walk(kernel, plan, lengths, max_keys, invariant)
+    walks, findings = walk(kernel, plan, Keys.of(lengths, max_keys), invariant)
     yield from map(str, findings)
     accum_rows = accumulator_rows(len(lengths), len(plan.parts), invariant_splits(max_keys) if invariant else 0)
     for part, records in enumerate(walks):
@@ -161,7 +176,7 @@ def test_unclipped_plans_are_seen_to_lead_outside(monkeypatch: pytest.MonkeyPatc
 
 def test_a_batch_invariant_walk_cuts_at_multiples_only(kernel: CompiledKernel) -> None:
     lengths = [3 * CUT, 5, CUT + 1]
-    walks, _ = walk(kernel, reference_plan(lengths, 11), lengths, 3 * CUT, True)
+    walks, _ = walk(kernel, reference_plan(lengths, 11), Keys.of(lengths, 3 * CUT), True)
     begun = sorted(record[:2] for records in walks for record in records)
     splits = [ceil_div(actual_tiles(length), INVARIANT_SPLIT_TILES) for length in lengths]
     assert begun == [(req, split * INVARIANT_SPLIT_TILES) for req, count in enumerate(splits) for split in range(count)]

@@ -8,14 +8,15 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_ptr
 
+from cute_mla.kernels.parts.lengths import Lengths
 from cute_mla.kernels.parts.work import Schedule, first_piece, last_request, read_extent, read_piece
 from cute_mla.kernels.source import KernelSource
 from cute_mla.spec.abi import int32s, pointers
 
 RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
 PARAMS = (
-    *pointers("plan", "num_splits", "cache_seqlens", "records", "counts"),  # records: int32 [parts, capacity, RECORD]
-    *int32s("batch", "max_keys", "max_splits", "accum_rows", "capacity"),
+    *pointers("plan", "num_splits", "lengths", "extra_lengths", "records", "counts"),  # records: int32 [parts, capacity, RECORD]
+    *int32s("batch", "max_keys", "extra_max_keys", "max_splits", "accum_rows", "capacity"),
 )
 
 
@@ -30,16 +31,18 @@ class WalkConfig:
 def walk(
     plan: cute.Pointer,
     num_splits: cute.Pointer,
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     records: cute.Pointer,
     counts: cute.Pointer,
     batch: Int32,
     max_keys: Int32,
+    extra_max_keys: Int32,
     max_splits: Int32,
     accum_rows: Int32,
     capacity: Int32,
 ):
-    schedule = Schedule(plan, num_splits, cache_seqlens, batch, max_keys, max_splits, accum_rows)
+    schedule = Schedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
     part = cute.arch.block_idx()[2]
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:
@@ -63,18 +66,20 @@ def walk(
 def host(
     plan: cute.Pointer,
     num_splits: cute.Pointer,
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     records: cute.Pointer,
     counts: cute.Pointer,
     batch: Int32,
     max_keys: Int32,
+    extra_max_keys: Int32,
     max_splits: Int32,
     accum_rows: Int32,
     capacity: Int32,
 ):
-    walk(plan, num_splits, cache_seqlens, records, counts, batch, max_keys, max_splits, accum_rows, capacity).launch(
-        grid=(1, 1, 1), block=(32, 1, 1)
-    )
+    walk(
+        plan, num_splits, lengths, extra_lengths, records, counts, batch, max_keys, extra_max_keys, max_splits, accum_rows, capacity
+    ).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
 def source() -> KernelSource:
@@ -84,7 +89,7 @@ def source() -> KernelSource:
         op="walk",
         config=WalkConfig(),
         host=host,
-        args=(*(int32s_in_memory for _ in range(5)), *(Int32(1) for _ in range(5))),
+        args=(*(int32s_in_memory for _ in range(6)), *(Int32(1) for _ in range(6))),
         params=PARAMS,
         block=(32, 1, 1),
         cluster=(1, 1, 1),

@@ -14,6 +14,7 @@ from ...spec.dense_decode import PARAMS, DenseDecodeConfig
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..parts.example_arguments import example_arguments
+from ..parts.lengths import Lengths
 from ..parts.work import Schedule
 from ..source import KernelSource
 from .operands import BOX_COLUMNS, Operands
@@ -81,7 +82,7 @@ class DenseDecode:
             (q_stride_batch, q_stride_token, q_stride_head), (out_stride_batch, out_stride_token, out_stride_head),
             (lse_stride_batch, lse_stride_token, lse_stride_head), table_stride, scale_log2, empty_lse,
             s_q, h_q, heads_per_kv, page_size, causal,
-            Schedule(plan, num_splits, cache_seqlens, batch, max_keys, max_splits, accum_rows),
+            Schedule(plan, num_splits, Lengths(cache_seqlens, None, max_keys, Int32(0)), batch, max_splits, accum_rows),
         )  # fmt: skip
         self.run(operands)
 

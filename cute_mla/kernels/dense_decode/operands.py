@@ -10,7 +10,8 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import SMALL_PAGES, TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..parts.work import Piece, Schedule, larger, smaller
+from ..parts.lengths import larger, smaller
+from ..parts.work import Piece, Schedule
 
 ELEMENT_BYTES = 2
 BOX_COLUMNS = 64  # 16-bit columns of a 128-byte swizzled box

@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.work import first_piece, last_request, read_extent, read_piece, smaller
+from ..parts.lengths import smaller
+from ..parts.work import first_piece, last_request, read_extent, read_piece
 from .operands import NO_PAGE, LaneBox, Operands, count_boxes
 
 

@@ -6,7 +6,7 @@ cursor lives in registers through the main loop.
 
 Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
 length can have, rows to the accumulators. Every role of every CTA of a part reads the same numbers, and the cursor only
-moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped to the block table likewise.
+moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped likewise (parts/lengths.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...spec.split_plan import (
     PLAN_COLUMNS,
     TILE_KEYS,
 )
+from .lengths import Lengths, clip, larger, smaller
 
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks"
@@ -39,9 +40,8 @@ class Schedule:
 
     plan: cute.Pointer  # int32 [num_parts, 8]
     num_splits: cute.Pointer  # int32 [batch + 1]
-    cache_seqlens: cute.Pointer  # int32 [batch]
+    lengths: Lengths
     batch: Int32
-    max_keys: Int32
     max_splits: Int32
     accum_rows: Int32
 
@@ -74,24 +74,9 @@ class Piece:
     next_tile: Int32
 
 
-def smaller(a: Int32, b: Int32) -> Int32:
-    """The lesser of two integers."""
-    return cutlass.select_(a < b, a, b)
-
-
-def larger(a: Int32, b: Int32) -> Int32:
-    """The greater of two integers."""
-    return cutlass.select_(a > b, a, b)
-
-
 def plan_row(schedule: Schedule) -> cute.Pointer:
     """This CTA's part: the row of the plan at its z index."""
     return schedule.plan + cute.arch.block_idx()[2] * PLAN_COLUMNS
-
-
-def clip(value: Int32, most: Int32) -> Int32:
-    """The nearest integer from 0 to `most`, or `most` if that is negative."""
-    return smaller(larger(value, Int32(0)), most)
 
 
 def cut_tile(schedule: Schedule, column: int) -> Int32:
@@ -128,7 +113,7 @@ def last_request(schedule: Schedule) -> Int32:
 
 def piece_bounds(schedule: Schedule, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
     """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
-    length = clip((schedule.cache_seqlens + req).load(), schedule.max_keys)
+    length = schedule.lengths.keys(req)
     tiles = (length + (TILE_KEYS - 1)) // TILE_KEYS
     cut = (req == (plan_row(schedule) + PART_END_REQ).load()) & ends_inside(schedule)
     part_end = cutlass.select_(cut, smaller(cut_tile(schedule, PART_END_TILE), tiles), tiles)
