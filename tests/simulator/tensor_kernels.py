@@ -56,20 +56,31 @@ def instruction_descriptor(m: int, n: int, d: int = 1, a: int = 1, b: int = 1, m
     return d << 4 | a << 7 | b << 10 | n >> 3 << 17 | m >> 4 << 24 | more
 
 
-def mma(
-    a: int | str, b: int, idesc: int, *, group: int = 1, d: int = 0, accumulate: int = 0, kind: str = "f16", mask: str = "", tail: str = "",
-    ws: bool = False,
-) -> str:  # fmt: skip
-    """One product. a: descriptor, or "+column" of tensor memory."""
+@dataclass(frozen=True)
+class Options:
+    """What a product may have beyond its operands. d: column of D. tail: operands behind the predicate."""
+
+    group: int = 1
+    d: int = 0
+    accumulate: int = 0
+    kind: str = "f16"
+    mask: str = ""
+    tail: str = ""
+    ws: bool = False
+
+
+def mma(a: int | str, b: int, idesc: int, **options: Any) -> str:
+    """One product. a: descriptor, or the column of tensor memory as text. options: fields of Options."""
+    more = Options(**options)
     operand = "%rd10"
-    setup = f"mov.u64 %rd11, {b};\nadd.u32 %r6, %r3, {d};\nsetp.ne.u32 %p5, {accumulate}, 0;\n"
+    setup = f"mov.u64 %rd11, {b};\nadd.u32 %r6, %r3, {more.d};\nsetp.ne.u32 %p5, {more.accumulate}, 0;\n"
     if isinstance(a, str):
         setup += f"add.u32 %r7, %r3, {int(a)};\n"
         operand = "[%r7]"
     else:
         setup += f"mov.u64 %rd10, {a};\n"
-    name = "tcgen05.mma.ws" if ws else "tcgen05.mma"
-    return f"{setup}@{leader(group)} {name}.cta_group::{group}.kind::{kind} [%r6], {operand}, %rd11, {idesc}, {mask}%p5{tail};\n"
+    name = f"tcgen05.mma{'.ws' if more.ws else ''}.cta_group::{more.group}.kind::{more.kind}"
+    return f"{setup}@{leader(more.group)} {name} [%r6], {operand}, %rd11, {idesc}, {more.mask}%p5{more.tail};\n"
 
 
 def store_words(columns: int, count: int, at: int = 0) -> str:

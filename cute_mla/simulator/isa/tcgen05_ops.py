@@ -199,7 +199,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
     in_tensor = isinstance(a, Mem)
     first = e.memory_address(a, 32) if in_tensor else e.src(a, "u64")
     step = e.constants.thing(Step(form, in_tensor, scale))
-    operands = f"{e.memory_address(d, 32)}, {first}, {e.src(b, 'u64')}, {e.src(descriptor, 'u32')}"
+    operands = f"({e.memory_address(d, 32)}, {first}, {e.src(b, 'u64')}, {e.src(descriptor, 'u32')})"
     e.line(f"tensor_mma(w, {step}, {operands}, {mask}, {enable}, {columns})")
 
 
@@ -228,10 +228,15 @@ def lane_of(value: np.ndarray, lane: int) -> int:
 
 @runtime
 def tensor_mma(
-    w: Window, step: Step, d: np.ndarray, a: np.ndarray, b: np.ndarray, descriptor: np.ndarray, mask: list[np.ndarray] | None,
-    enable: np.ndarray, columns: np.ndarray | None,
-) -> None:  # fmt: skip
-    """Queue one product per lane."""
+    w: Window,
+    step: Step,
+    operands: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    mask: list[np.ndarray] | None,
+    enable: np.ndarray,
+    columns: np.ndarray | None,
+) -> None:
+    """Queue one product per lane. operands: D's address, A's descriptor or address, B's descriptor, the instruction descriptor."""
+    d, a, b, descriptor = operands
     cta = w.cta
     form = step.form
     for lane in range(w.n):
