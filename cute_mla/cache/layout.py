@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from .spec.dense_decode import SMALL_PAGES
-from .spec.mla import D_QK
-from .spec.split_plan import TILE_KEYS
-from .spec.tensor_map import Swizzle, TensorMap
-from .tensors import DTYPE_NAMES, TMA_ALIGNMENT, TensorSpec, check_dtype, check_last_contiguous, check_shape
+from ..spec.dense_decode import SMALL_PAGES
+from ..spec.mla import D_QK
+from ..spec.split_plan import TILE_KEYS
+from ..spec.tensor_map import Swizzle, TensorMap
+from ..tensors import DTYPE_NAMES, TMA_ALIGNMENT, TensorSpec, check_dtype, check_last_contiguous, check_shape
 
 _MAX_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
 _MAX_SIZE = 1 << 32

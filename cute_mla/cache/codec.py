@@ -1,0 +1,167 @@
+"""The reference quantiser and dequantiser of the caches in spec.cache_format: plain torch, on any device, exact.
+
+A cache is a tensor [pages, page size, 1, bytes of a token]: 656 or 584 bytes as uint8, int8 or float8_e4m3fn, or 576 columns
+of bf16 or fp16 ("latent"). Its pages may lie apart: strides are free where the format has tokens of their own. In fp8_584 a
+token's bytes are not in one place, only the page is: there the tokens of a page have to follow each other without a gap, and
+the last two dimensions are no more than a count of bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..spec.cache_format import FORMATS, CacheFormat
+from ..spec.mla import ELEMENT_BYTES
+from ..tensors import check_dtype, check_last_contiguous, check_shape, spec_of
+
+E4M3_MAX = 448.0
+LEAST_POWER_OF_TWO_AMAX = 1e-4  # FlashMLA's quantiser takes no power of two below the least that is not under this
+
+_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_WIDE = (torch.bfloat16, torch.float16)
+_E8M0_NAN = 255
+
+
+class _Parts(NamedTuple):
+    """Views of a cache's bytes, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    wide: torch.Tensor
+
+
+def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: int | None = None, fill: int = 0) -> torch.Tensor:
+    """An FP8 cache uint8 [pages, page_size, 1, bytes of a token], every byte `fill`, on the CPU.
+
+    page_stride: bytes from page to page, default those of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
+    ValueError for another format or a stride that is too small.
+    """
+    layout = _quantised_format(cache_format)
+    token, least = layout.page_bytes(1), layout.page_bytes(page_size)
+    stride = least if page_stride is None else page_stride
+    if stride < least:
+        raise ValueError(f"page_stride is {page_stride}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}")
+    storage = torch.full((pages * stride,), fill, dtype=torch.uint8)
+    return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1))
+
+
+def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantises keys: kv [pages, page size, 1, d_qk] of any float type to a cache uint8 [pages, page size, 1, bytes of a token].
+
+    cache_format: "fp8_656" (d_qk 576) or "fp8_584" (d_qk 512). A group of columns is divided by its scale, rounded to the
+    nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale is amax / 448 in fp32;
+    with power_of_two, and always in fp8_584, whose scales are e8m0, it is the least power of two not below
+    max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN.
+    out: a cache to write to, of any strides that the format allows (empty_cache makes one); default a new one, contiguous.
+    Bytes of padding are left as they are in out.
+
+    Returns the cache. ValueError on another format, shape or dtype.
+    """
+    layout = _quantised_format(cache_format)
+    spec = spec_of("kv", kv)
+    check_shape("kv", spec, ("pages", "page size", 1, layout.d_qk))
+    if not kv.is_floating_point():
+        raise ValueError(f"kv has dtype {kv.dtype}; supported: floating point")
+    pages, page_size = spec.shape[:2]
+    if out is None:
+        out = empty_cache(cache_format, pages, page_size).to(kv.device)
+    parts = _parts("out", out, layout)
+    if out.shape[:2] != spec.shape[:2]:
+        raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
+    values = kv.float().squeeze(2)
+    groups = values[..., : layout.quantised].unflatten(-1, (layout.groups, layout.group))
+    scales = _scales(groups, power_of_two or not layout.scales_inside)
+    divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # all values are 0 where the scale is, or as good as 0
+    divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
+    codes = (groups / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    parts.codes.copy_(codes.view(torch.uint8).flatten(-2))
+    if layout.scales_inside:
+        parts.scales.copy_(scales.contiguous().view(torch.uint8))
+    else:
+        parts.scales[..., : layout.groups] = _to_e8m0(scales)
+    parts.wide.copy_(values[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8))
+    return out
+
+
+def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """The keys of a cache: fp32 [pages, page size, 1, d_qk]; value times scale in fp32, without any further rounding.
+
+    cache: as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
+    ValueError on another format, shape, dtype or stride.
+    """
+    if cache_format not in FORMATS:
+        raise ValueError(f"cache_format is {cache_format!r}; supported: {', '.join(FORMATS)}")
+    layout = FORMATS[cache_format]
+    if not layout.quantised:
+        spec = spec_of("cache", cache)
+        check_shape("cache", spec, ("pages", "page size", 1, layout.d_qk))
+        check_dtype("cache", spec, *_WIDE)
+        return cache.float()
+    parts = _parts("cache", cache, layout)
+    groups = _contiguous_bytes(parts.codes).view(torch.float8_e4m3fn).float().unflatten(-1, (layout.groups, layout.group))
+    scale_bytes = _contiguous_bytes(parts.scales)
+    scales = scale_bytes.view(torch.float32) if layout.scales_inside else _from_e8m0(scale_bytes[..., : layout.groups])
+    wide = _contiguous_bytes(parts.wide).view(torch.bfloat16).float()
+    return torch.cat([(groups * scales.unsqueeze(-1)).flatten(-2), wide], dim=-1).unsqueeze(2)
+
+
+def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
+    """A copy that begins where its storage does: a view as wider elements needs an aligned beginning."""
+    return view.clone(memory_format=torch.contiguous_format)
+
+
+def _quantised_format(cache_format: str) -> CacheFormat:
+    layout = FORMATS.get(cache_format)
+    if layout is None or not layout.quantised:
+        supported = ", ".join(name for name, known in FORMATS.items() if known.quantised)
+        raise ValueError(f"cache_format is {cache_format!r}; supported: {supported}")
+    return layout
+
+
+def _parts(name: str, cache: torch.Tensor, layout: CacheFormat) -> _Parts:
+    """Where a cache keeps what. ValueError unless it is one of the format."""
+    spec = spec_of(name, cache)
+    token = layout.page_bytes(1)
+    check_shape(name, spec, ("pages", "page size", 1, token))
+    check_dtype(name, spec, *_BYTES)
+    check_last_contiguous(name, spec)
+    cache = cache.view(torch.uint8)
+    wide = slice(layout.wide_offset, layout.wide_offset + (layout.d_qk - layout.quantised) * ELEMENT_BYTES)
+    if layout.scales_inside:
+        rows = cache.squeeze(2)
+        return _Parts(rows[..., : layout.quantised], rows[..., layout.quantised : layout.wide_offset], rows[..., wide])
+    pages, page_size = spec.shape[:2]
+    if page_size > 1 and cache.stride(1) != token:
+        raise ValueError(f"{name} has strides {list(spec.stride)}; supported: {token} bytes along dimension 1, pages without gaps")
+    data = page_size * layout.row_bytes
+    page = cache.as_strided((pages, page_size * token), (cache.stride(0), 1))
+    rows = page[:, :data].unflatten(1, (page_size, layout.row_bytes))
+    scales = page[:, data:].unflatten(1, (page_size, layout.scale_bytes))
+    return _Parts(rows[..., : layout.quantised], scales, rows[..., wide])
+
+
+def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """fp32 [..., groups] for fp32 [..., groups, columns]; NaN where a group has a value that is not finite."""
+    amax = groups.abs().amax(dim=-1)
+    scales = amax / E4M3_MAX
+    if power_of_two:
+        scales = scales.clamp_min(LEAST_POWER_OF_TWO_AMAX)
+        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): ceil(log2) without a logarithm's rounding
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
+    return torch.where(groups.isfinite().all(dim=-1), scales, float("nan"))
+
+
+def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    """uint8: the exponents of powers of two, 255 for NaN."""
+    exponent = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
+    return torch.where(scales.isnan(), _E8M0_NAN, exponent).to(torch.uint8)
+
+
+def _from_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """fp32: 2^(code - 127), NaN for 255."""
+    exponent = codes.to(torch.int32)
+    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
+    return torch.where(exponent == _E8M0_NAN, float("nan"), bits.view(torch.float32))
