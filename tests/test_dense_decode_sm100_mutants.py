@@ -111,6 +111,8 @@ def test_lse_in_base_2(workshop: Workshop) -> None:
     assert workshop.survivors(WALK, "0f3F317218", "0f3F800000") == []
 
 
-@pytest.mark.xfail(strict=True, reason="shows only as a race, which the simulator does not look for yet")
-def test_a_missing_proxy_fence(workshop: Workshop) -> None:
-    assert workshop.is_found(WALK, "", workshop.places(WALK, r"fence\.proxy\.async[^;]*;"))
+@pytest.mark.parametrize(
+    "pattern", [r"fence\.proxy\.async[^;]*;", r"tcgen05\.wait::ld[^;]*;"], ids=["proxy fence", "waits for loads"]
+)
+def test_something_missing_everywhere(pattern: str, workshop: Workshop) -> None:
+    assert workshop.is_found(WALK, "", workshop.places(WALK, pattern))
