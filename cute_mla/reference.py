@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -66,4 +68,53 @@ def dense_decode(
         row_out, row_lse = attention(rows, k, k[..., :D_V], softmax_scale, visible, empty_lse)
         out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)
         lse[request] = row_lse.unflatten(1, (s_q, group)).transpose(1, 2).flatten(0, 1)
+    return out, lse
+
+
+class IndexedCache(NamedTuple):
+    """A cache of which every query token names the keys that it attends to.
+
+    slots: float [slots, d_qk], dequantised. indices: int32 [batch, s_q, topk]; an index that is not a slot counts for nothing.
+    length: int32 [batch], how many of a request's indices count (more than topk: all; negative: none); None: all.
+    """
+
+    slots: torch.Tensor
+    indices: torch.Tensor
+    length: torch.Tensor | None = None
+
+    def keys(self, request: int, token: int) -> torch.Tensor:
+        """fp32 [n, d_qk]: the keys of one query token, once per index that names them. No other slot is looked at."""
+        indices = self.indices[request, token]
+        if self.length is not None:
+            indices = indices[: max(int(self.length[request]), 0)]
+        return self.slots[indices[(indices >= 0) & (indices < len(self.slots))].long()].float()
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    caches: Sequence[IndexedCache],
+    softmax_scale: float | None = None,
+    attn_sink: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_mla_with_kvcache with indices: each query token over the keys that it names in one cache, or in two.
+
+    q: [batch, s_q, h_q, d_qk]; softmax_scale: default d_qk ** -0.5; attn_sink: fp32 [h_q], natural log: a key without a value
+    that each head attends to besides, so that out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse does not count it.
+    Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
+    """
+    batch, s_q, h_q, d_qk = q.shape
+    scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
+    lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
+    for request in range(batch):
+        for token in range(s_q):
+            keys = torch.cat([cache.keys(request, token) for cache in caches])
+            if not len(keys):
+                continue
+            visible = torch.ones(h_q, len(keys), dtype=torch.bool, device=q.device)
+            (row_out,), (row_lse,) = attention(q[request, token][None], keys[None], keys[None, :, :D_V], scale, visible)
+            if attn_sink is not None:
+                row_out = row_out * (row_lse - attn_sink).sigmoid().unsqueeze(-1)
+            out[request, token], lse[request, :, token] = row_out, row_lse
     return out, lse

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cute_mla.reference import attention, dense_decode, visible_keys
+from cute_mla.reference import IndexedCache, attention, dense_decode, sparse_decode, visible_keys
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
@@ -67,3 +67,85 @@ def test_attention_agrees_with_torch() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=0.3)
     torch.testing.assert_close(out, expected)
     assert visible.sum(dim=1).tolist() == [5, 6, 7, 8, 9]
+
+
+def sparse_by_hand(q: torch.Tensor, keys: list[torch.Tensor], scale: float, sink: float) -> tuple[torch.Tensor, float]:
+    """One head over its keys, in fp64, with the sink as one more exponential in the sum."""
+    scores = [float(q.double() @ key.double()) * scale for key in keys]
+    total = sum(math.exp(score) for score in scores)
+    out = torch.zeros(512, dtype=torch.float64)
+    if not keys or sink == math.inf:
+        return out, math.log(total) if keys else math.inf
+    for score, key in zip(scores, keys, strict=True):
+        out += math.exp(score) / (total + math.exp(sink)) * key[:512].double()
+    return out, math.log(total)
+
+
+INVALID = (-(2**31), -123456, -1, 40, 41, 2147480000, 2**31 - 1)  # of 40 slots
+
+
+def sparse_operands(d_qk: int, extra: bool) -> tuple[torch.Tensor, list[IndexedCache]]:
+    """3 requests of 2 tokens: one whole, one cut off by its lengths, one without keys; every slot that no index names is NaN."""
+    torch.manual_seed(0)
+    q = torch.randn(3, 2, 4, d_qk)
+    caches = []
+    for cache in range(1 + extra):
+        slots = torch.full((40, d_qk), math.nan)
+        indices = torch.randint(0, 20, (3, 2, 11), dtype=torch.int32)  # some occur twice
+        indices[..., 2:9] = torch.tensor(INVALID, dtype=torch.int32)
+        indices[1, :, 9:] = 30  # beyond the request's length
+        indices[2] = -1
+        slots[:20] = torch.randn(20, d_qk)
+        caches.append(IndexedCache(slots, indices, torch.tensor([99, 9, 11 * cache], dtype=torch.int32)))
+    return q, caches
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("extra", [False, True])
+def test_sparse_decode_by_hand(d_qk: int, extra: bool) -> None:
+    q, caches = sparse_operands(d_qk, extra)
+    sinks = [-math.inf, 0.5, 3.0, math.inf]
+    out, lse = sparse_decode(q, caches, attn_sink=torch.tensor(sinks))
+    assert out.shape == (3, 2, 4, 512)
+    assert lse.shape == (3, 4, 2)
+    for request in range(3):
+        for token in range(2):
+            keys = []
+            for cache in caches:
+                for index in cache.indices[request, token].tolist()[: 9 if request == 1 else 11]:
+                    if 0 <= index < 40:
+                        keys.append(cache.slots[index])
+            assert len(keys) == (4, 2, 0)[request] * len(caches)
+            for head, sink in enumerate(sinks):
+                expected, expected_lse = sparse_by_hand(q[request, token, head], keys, d_qk**-0.5, sink)
+                torch.testing.assert_close(out[request, token, head].double(), expected, rtol=1e-5, atol=1e-5)
+                assert float(lse[request, head, token]) == pytest.approx(expected_lse, rel=1e-5)
+    assert out[2].count_nonzero() == 0
+
+
+def test_sparse_decode_without_sinks_is_that_of_sinks_that_weigh_nothing() -> None:
+    q, caches = sparse_operands(576, True)
+    nothing = torch.full((4,), -math.inf)
+    for got, want in zip(sparse_decode(q, caches), sparse_decode(q, caches, attn_sink=nothing), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_sparse_decode_of_nothing() -> None:
+    q, caches = sparse_operands(512, False)
+    for length in (0, -5):
+        none = [cache._replace(length=torch.full((3,), length, dtype=torch.int32)) for cache in caches]
+        out, lse = sparse_decode(q, none, attn_sink=torch.zeros(4), empty_lse=-math.inf)
+        assert out.count_nonzero() == 0
+        assert (lse == -math.inf).all()
+
+
+def test_sparse_decode_over_every_slot_is_dense_decode() -> None:
+    torch.manual_seed(0)
+    q, k_cache = torch.randn(2, 2, 3, 576), torch.randn(2, 32, 1, 576)
+    table, lengths = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32), torch.tensor([64, 40], dtype=torch.int32)
+    slots = torch.arange(64, dtype=torch.int32)
+    indices = torch.stack([slots, slots]).unsqueeze(1).expand(2, 2, 64)  # the order of request 0 does not matter
+    dense = dense_decode(q, k_cache, table, lengths, softmax_scale=0.1)
+    sparse = sparse_decode(q, [IndexedCache(k_cache.flatten(0, 2), indices, lengths)], softmax_scale=0.1)
+    for got, want in zip(sparse, dense, strict=True):
+        torch.testing.assert_close(got, want)
