@@ -39,96 +39,72 @@ clocks.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Float32, Int32, cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..parts import tcgen05
-from ..parts.barriers import Ring, arrive, arrive_at, barrier_table
-from ..parts.fragments import aligned, load_pair, pack_pair, store_pair
-from ..parts.tma import pair_box, prefetch_map
-from ..parts.work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece
-from ..source import KernelSource
-from .entry import DenseDecode
-from .operands import BOX_COLUMNS, ELEMENT_BYTES, LaneBox, Operands, first_query_row
-from .page_walk import load_pieces
-from .sm100_geometry import (
+from ..parts.barriers import barrier_table
+from ..parts.fragments import aligned
+from ..parts.sm100_geometry import (
     BARRIER_OFFSET,
     BARRIERS,
     BOX_BYTES,
     CTA_COLUMNS,
     CTA_ROPE,
-    EXCHANGE_WORDS,
     GROUP,
     GROUP_WARPS,
-    KV_BYTES,
     KV_SLOTS,
     LATENT_BOXES,
     LOAD_WARP,
-    MMA_PER_TILE,
-    MMA_WARP,
-    OUTPUT_COLUMN,
     OUTPUT_WARP,
     PAIR,
-    PARITIES,
-    QUERY_COLUMN,
-    QUERY_ROPE_COLUMN,
     SCORE_BARRIER,
     SCORE_WARP,
     SLOT_BOXES,
     SMEM_USED,
-    THREADS,
-    TILE_ALIGNMENT,
     TMEM_COLUMNS,
     VECTOR,
     Pipes,
     Tiles,
+    products_per_tile,
 )
-from .sm100_mma import PairGemm
-from .sm100_score import ScoreRows
+from ..parts.sm100_mma import PairGemm
+from ..parts.sm100_roles import EVEN_CTA, PairDecode
+from ..parts.sm100_score import ScoreRows
+from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
+from ..parts.tma import pair_box, prefetch_map
+from ..source import KernelSource
+from .entry import DenseDecode
+from .operands import LaneBox, Operands
+from .page_walk import load_pieces
 
-LN2 = 0.6931471805599453
-WORD_ELEMENTS = 2  # 16-bit elements of a 32-bit word
-COPY_WORDS = 16  # of Q or O a thread moves between its lane of tensor memory and gmem at a time
-STORED_AT_ONCE = COPY_WORDS * WORD_ELEMENTS  # columns of O
-SCALED_AT_ONCE = 2 * STORED_AT_ONCE
-EVEN_CTA = 0
+MMA_WARP = LOAD_WARP + 1
+THREADS = 384  # the last two warps idle: the warps of a CTA come in fours
 
 
-class DenseDecodeSm100(DenseDecode):
+class DenseDecodeSm100(PairDecode, DenseDecode):
     """One variant of the kernel."""
 
     threads = THREADS
-
-    @property
-    def vectors(self) -> bool:
-        """Whether rows may be accessed 16 bytes at a time."""
-        return self.config.access_bytes == 4 * VECTOR
+    has_rope = True
+    mma_warp = MMA_WARP
+    kv_arrivals = 1
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem()
+        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.initialise(pipes)
                 prefetch_map(operands.kv_map)
-        if warp == MMA_WARP:
-            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS)
-        cute.arch.sync_threads()  # releases the address of tensor memory, which the relaxed arrival of sync_pair does not
-        self.sync_pair()
-        tmem = tiles.tmem_cell.load()
-        # the plan, the lengths, Q and the cache may come from the kernel before
-        cute.arch.griddepcontrol_wait()
-
+        tmem = self.begin(tiles, warp)
         if warp < OUTPUT_WARP:
             self.score(operands, tiles, pipes, tmem)
         elif warp < LOAD_WARP:
@@ -136,48 +112,8 @@ class DenseDecodeSm100(DenseDecode):
         elif warp == LOAD_WARP:
             self.load(operands, tiles, pipes)
         elif warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-            self.multiply(operands.schedule, pipes, PairGemm(self.dtype, tiles, tmem))
-        # nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's memory
-        tcgen05.fence_before_signal()
-        self.sync_pair()
-        if warp == MMA_WARP:
-            tcgen05.fence_after_wait()
-            tcgen05.free(tmem, TMEM_COLUMNS)
-
-    def carve_smem(self) -> tuple[Tiles, Pipes]:
-        """Places tiles and barriers, in the order of sm100_geometry."""
-        smem = cutlass.memory.SmemAllocator()
-        tiles = Tiles(
-            sKv=smem.allocate_array(Uint8, KV_BYTES, byte_alignment=TILE_ALIGNMENT),
-            sExchange=smem.allocate_array(Float32, EXCHANGE_WORDS),
-            sRowValue=smem.allocate_array(Float32, GROUP),
-            sAlpha=smem.allocate_array(Float32, PARITIES * TILE_ROWS),
-            sInverse=smem.allocate_array(Float32, TILE_ROWS),
-            tmem_cell=None,
-        )
-        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in BARRIERS})
-        return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
-
-    def initialise(self, pipes: Pipes) -> None:
-        """Sets the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits."""
-        pipes.kv_ready.initialise(1)
-        pipes.kv_free.initialise(1)
-        pipes.query_ready.initialise(PAIR * GROUP_WARPS)
-        pipes.scores_ready.initialise(1)
-        pipes.scores_free.initialise(PAIR * GROUP_WARPS)
-        pipes.alpha_ready.initialise(GROUP_WARPS // 2)
-        pipes.probs_ready.initialise(PAIR * GROUP_WARPS)
-        pipes.output_ready.initialise(PAIR * GROUP_WARPS)
-        pipes.stats_ready.initialise(GROUP_WARPS)
-        pipes.stats_free.initialise(GROUP_WARPS)
-        cute.arch.mbarrier_init_fence()
-
-    def sync_pair(self) -> None:
-        """All threads of both CTAs. What they need of each other's memory is ordered by fences and barriers of its own, so the
-        arrival need not order it: it would wait for every store to gmem."""
-        cute.arch.sync_warp()
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
+            self.multiply(operands.schedule, pipes, PairGemm(self.dtype, self.has_rope, tiles, tmem))
+        self.end(warp, tmem)
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
@@ -208,256 +144,23 @@ class DenseDecodeSm100(DenseDecode):
             rope = D_LATENT + rank * CTA_ROPE
             pair_box(target + LATENT_BOXES * BOX_BYTES, operands.kv_map, (rope, *where), ready)
 
-    # ---- mma --------------------------------------------------------------------------------------------------------
+    # ---- which keys count -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply(self, schedule: Schedule, pipes: Pipes, gemm: PairGemm):
-        """Waits kv_ready, query_ready, scores_free, probs_ready, output_ready. Signals scores_ready, kv_free.
-
-        S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax."""
-        req, begin_tile = first_piece(schedule)
-        tile, queries = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
-            if extent.tiles > 0:
-                pipes.query_ready.wait_ready(queries)
-                queries = queries + 1
-                for t in cutlass.range(extent.tiles + 1, unroll=1):
-                    if t < extent.tiles:
-                        self.multiply_scores(pipes, gemm, tile + t)
-                    if t > 0:
-                        self.multiply_output(pipes, gemm, tile + t - 1, t > 1)
-            tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
-            req, begin_tile = piece.next_req, piece.next_tile
-        pipes.scores_free.wait_free(tile)  # the peer's last arrival must not reach a CTA that is gone
-
-    def multiply_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32) -> None:
-        """S of one tile."""
-        keys = gemm.keys(pipes.kv_ready.slot(tile))
-        pipes.kv_ready.wait_ready(tile)
-        pipes.scores_free.wait_free(tile)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.scores(keys)
-            tcgen05.commit(pipes.scores_ready.barrier(tile))
-
-    def multiply_output(self, pipes: Pipes, gemm: PairGemm, tile: Int32, accumulate: Boolean) -> None:
-        """P V of one tile."""
-        probs, values = gemm.probs_and_values(pipes.kv_ready.slot(tile))
-        pipes.probs_ready.wait_ready(tile)
-        pipes.output_ready.wait_ready(tile)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.output(probs, values, accumulate)
-            tcgen05.commit(pipes.kv_free.barrier(tile))
-
-    # ---- score ------------------------------------------------------------------------------------------------------
+    def mask(self, operands: Operands, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32):
+        """Sets scores of keys that a row does not see to -inf, in a tile `left` keys before the end."""
+        if operands.least_limit(left) < TILE_KEYS:
+            rows.mask(operands.key_limit(left, first_query_row() + rows.row))
 
     @cute.jit
-    def score(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32):
-        """Waits scores_ready, stats_free. Signals query_ready, scores_free, alpha_ready, probs_ready, stats_ready. Writes
-        lse."""
-        schedule = operands.schedule
-        thread, lanes = thread_and_lanes(tmem)
-        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2)
-        req, begin_tile = first_piece(schedule)
-        tile, pieces = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
-            rows.reset()
-            if extent.tiles > 0:
-                # every score of the piece before has been computed, so its Q is free
-                self.load_queries(operands, req, thread, lanes)
-                arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
-                self.score_tiles(operands, pipes, rows, extent, tile)
-            tile = tile + extent.tiles
-            pipes.stats_free.wait_free(pieces)
-            total = self.publish_sums(rows)
-            arrive(pipes.stats_ready.barrier(pieces))
-            pieces = pieces + 1
-            piece = read_piece(schedule, req, begin_tile)
-            self.store_lse(operands, rows, req, piece, total)
-            req, begin_tile = piece.next_req, piece.next_tile
+    def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32):
+        """P is 0 past the end, but 0 times a NaN of an unused row is NaN."""
+        if left < TILE_KEYS:
+            clear_rows(rows.tiles.slot(slot), left, rows.half * TILE_ROWS + rows.row)
 
-    @cute.jit
-    def load_queries(self, operands: Operands, req: Int32, thread: Int32, lanes: Int32):
-        """Q of one piece to tensor memory, from any strides: the thread's row, the columns that its lane multiplies.
-
-        Rows past the last one repeat it; their results go nowhere."""
-        row = first_query_row() + thread % TILE_ROWS
-        row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
-        half = thread // TILE_ROWS
-        source = operands.q_row(req, row)
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // (COPY_WORDS * WORD_ELEMENTS)):
-            offset = half * CTA_COLUMNS + copy * (COPY_WORDS * WORD_ELEMENTS)
-            tcgen05.store_columns(lanes + (QUERY_COLUMN + copy * COPY_WORDS), self.load_words(source + offset))
-        rope = D_LATENT + half * CTA_ROPE
-        tcgen05.store_columns(lanes + QUERY_ROPE_COLUMN, self.load_words(source + rope))
-        tcgen05.await_stores()
-        tcgen05.fence_before_signal()
-
-    def load_words(self, source: cute.Pointer) -> list[Int32]:
-        """32 contiguous elements of gmem."""
-        words = []
-        for vector in range(COPY_WORDS // VECTOR):
-            first = source + vector * VECTOR * WORD_ELEMENTS
-            if self.vectors:
-                rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-                cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 16), dtype=Int32), rWords.layout), rWords)
-                words += [rWords[i] for i in range(VECTOR)]
-            else:
-                words += [load_pair(first + WORD_ELEMENTS * i, False) for i in range(VECTOR)]
-        return words
-
-    @cute.jit
-    def score_tiles(self, operands: Operands, pipes: Pipes, rows: ScoreRows, extent: Extent, tile: Int32):
-        """The softmax of a piece, tile by tile."""
-        limit_row = first_query_row() + rows.row
-        for t in cutlass.range(extent.tiles, unroll=1):
-            use = tile + t
-            left = extent.keys - t * TILE_KEYS
-            pipes.scores_ready.wait_ready(use)
-            tcgen05.fence_after_wait()
-            others = rows.take_partial_sums()
-            arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
-            rows.add_partial_sums(others)
-            if operands.least_limit(left) < TILE_KEYS:
-                rows.mask(operands.key_limit(left, limit_row))
-            alpha = rows.advance()
-            if rows.half == 0:
-                (rows.tiles.sAlpha + ((use % PARITIES) * TILE_ROWS + rows.row)).store(alpha)
-                arrive(pipes.alpha_ready.barrier(use))
-            rows.exponentiate(alpha)
-            slot = pipes.kv_ready.slot(use)
-            rows.store_probs(slot)
-            if left < TILE_KEYS:
-                # P is 0 there, but 0 times a NaN of an unused row is NaN
-                clear_rows(rows.tiles.slot(slot), left, rows.half * TILE_ROWS + rows.row)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
-
-    @cute.jit
-    def publish_sums(self, rows: ScoreRows) -> Float32:
-        """Hands 1 / row sum to the output role and returns the row sum."""
-        total = rows.row_sum()
-        if rows.half == 0:
-            (rows.tiles.sInverse + rows.row).store(cutlass.select_(total == 0.0, Float32(0), 1.0 / total))
-        return total
-
-    @cute.jit
-    def store_lse(self, operands: Operands, rows: ScoreRows, req: Int32, piece: Piece, total: Float32):
-        """The natural logarithm if the piece is the whole request, else base 2."""
-        empty = total == 0.0
-        row = first_query_row() + rows.row
-        lse = rows.rMax[0] + cute.math.log2(total, fastmath=True)
-        if rows.half == 0 and row < operands.rows():
-            if piece.direct:
-                operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-            else:
-                target = operands.lse_accum + operands.accum_row(piece, row)
-                target.store(cutlass.select_(empty, -Float32.inf, lse))
-
-    # ---- output -----------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def output(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32):
-        """Waits alpha_ready, kv_free, stats_ready. Signals output_ready, stats_free. Writes out or out_accum."""
-        schedule = operands.schedule
-        thread, lanes = thread_and_lanes(tmem)
-        req, begin_tile = first_piece(schedule)
-        tile, pieces = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
-            for t in cutlass.range(extent.tiles, unroll=1):
-                self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
-            tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
-            if extent.tiles > 0:
-                pipes.kv_free.wait_ready(tile - 1)
-                tcgen05.fence_after_wait()
-            pipes.stats_ready.wait_ready(pieces)
-            inverse = (tiles.sInverse + thread % TILE_ROWS).load()
-            arrive(pipes.stats_free.barrier(pieces))
-            self.store_rows(operands, req, piece, thread, lanes, inverse)
-            pieces = pieces + 1
-            req, begin_tile = piece.next_req, piece.next_tile
-
-    @cute.jit
-    def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
-        """O *= alpha where the maximum has moved, then lets P V of this tile begin. O of the piece's first tile is
-        overwritten, so there is nothing to scale, but O of the piece before must have been read."""
-        pipes.alpha_ready.wait_ready(tile)
-        alpha = (tiles.sAlpha + ((tile % PARITIES) * TILE_ROWS + thread % TILE_ROWS)).load()
-        if begun and cute.arch.vote_any_sync(alpha != 1.0):
-            pipes.kv_free.wait_ready(tile - 1)
-            tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(CTA_COLUMNS // SCALED_AT_ONCE):
-                place = lanes + (OUTPUT_COLUMN + copy * SCALED_AT_ONCE)
-                values = tcgen05.load_columns(place, SCALED_AT_ONCE)
-                tcgen05.await_loads()
-                tcgen05.store_columns(place, scaled(values, alpha), Float32)
-            tcgen05.await_stores()
-        tcgen05.fence_before_signal()
-        arrive_at(pipes.output_ready.barrier(tile), EVEN_CTA)
-
-    @cute.jit
-    def store_rows(self, operands: Operands, req: Int32, piece: Piece, thread: Int32, lanes: Int32, inverse: Float32):
-        """256 contiguous columns of the thread's row, from tensor memory to out or out_accum."""
-        row = first_query_row() + thread % TILE_ROWS
-        stored = row < operands.rows()
-        column = (thread // TILE_ROWS) * CTA_COLUMNS
-        out = operands.out_row(req, row) + column
-        out_accum = operands.out_accum + (operands.accum_row(piece, row) * D_LATENT + column)
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
-            first = copy * STORED_AT_ONCE
-            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
-            tcgen05.await_loads()
-            # a row that attends to nothing is 0 whatever tensor memory holds
-            normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(STORED_AT_ONCE)]
-            if stored:
-                if piece.direct:
-                    self.store_words(out + first, normal)
-                else:
-                    store_floats(out_accum + first, normal)
-
-    def store_words(self, target: cute.Pointer, values: list[Float32]) -> None:
-        """Contiguous elements of out."""
-        words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), 2)]
-        for first in range(0, len(words), VECTOR):
-            place = target + first * WORD_ELEMENTS
-            if self.vectors:
-                rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-                for i in range(VECTOR):
-                    rWords[i] = words[first + i]
-                cute.autovec_copy(rWords, cute.make_tensor(cute.recast_ptr(aligned(place, 16), dtype=Int32), rWords.layout))
-            else:
-                for i in range(VECTOR):
-                    store_pair(place + i * WORD_ELEMENTS, words[first + i], False)
-
-
-def thread_and_lanes(tmem: Int32) -> tuple[Int32, Int32]:
-    """(number of this thread among the four warps of its role, tensor memory at the first of its warp's lanes)."""
-    thread = cute.arch.thread_idx()[0] % GROUP
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
-    return thread, tmem + (warp << 21)
-
-
-def scaled(values: Any, factor: Float32) -> list[Float32]:
-    """The product of each of the columns read at once with a factor."""
-    products: list[Float32] = []
-    for i in range(0, SCALED_AT_ONCE, 2):
-        products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
-    return products
-
-
-def store_floats(target: cute.Pointer, values: list[Float32]) -> None:
-    """Contiguous fp32 values at a multiple of 16 bytes."""
-    for first in range(0, len(values), VECTOR):
-        rValues = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-        for i in range(VECTOR):
-            rValues[i] = values[first + i]
-        cute.autovec_copy(rValues, cute.make_tensor(aligned(target + first, 16), rValues.layout))
+    def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
+        """1 / row sum."""
+        return 1.0 / total
 
 
 @cute.jit
@@ -488,6 +191,6 @@ def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
             Role("load", LOAD_WARP, 1),
             Role("mma", MMA_WARP, 1),
         ),
-        expected={"UTCHMMA": MMA_PER_TILE},
+        expected={"UTCHMMA": products_per_tile(has_rope=True)},
         tmem_columns=TMEM_COLUMNS,
     )

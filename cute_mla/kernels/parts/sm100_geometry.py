@@ -1,4 +1,4 @@
-"""The page of constants of the SM100 dense decode kernel: tile geometry, shared and tensor memory, barriers, roles."""
+"""The page of constants of the SM100 decode kernels: tile geometry, shared and tensor memory, barriers, roles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cutlass import Int32, cute
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Ring
-from .operands import BOX_COLUMNS, ELEMENT_BYTES
+from .barriers import Ring
+from .tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
@@ -31,7 +31,6 @@ ROPE_STEPS = CTA_ROPE // K_STEP
 KEY_STEPS = TILE_KEYS // K_STEP
 OUTPUT_CHUNKS = 2  # an MMA has at most 256 columns, 128 of each CTA
 CHUNK_COLUMNS = CTA_COLUMNS // OUTPUT_CHUNKS
-MMA_PER_TILE = LATENT_STEPS + ROPE_STEPS + OUTPUT_CHUNKS * KEY_STEPS
 
 # tensor memory, in 32-bit columns of 128 lanes. Lanes 0..63 and 64..127 are the same 64 query rows:
 # O and S of the columns that the even and the odd CTA hold, Q of the columns that each of them multiplies
@@ -46,9 +45,7 @@ GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
 SCORE_WARP = 0
 OUTPUT_WARP = 4
-LOAD_WARP = 8
-MMA_WARP = 9
-THREADS = 384  # the last two warps idle: the warps of a CTA come in fours
+LOAD_WARP = 8  # the first that is not in these groups
 SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of score warps; 0 is the CTA's
 
 PARITIES = 2  # tiles that may be in flight between two roles
@@ -73,8 +70,7 @@ EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 
 KV_BYTES = KV_SLOTS * SLOT_BYTES
 BARRIER_OFFSET = KV_BYTES + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
-TMEM_CELL_OFFSET = BARRIER_OFFSET + 8 * sum(slots for _, slots in BARRIERS)
-SMEM_USED = TMEM_CELL_OFFSET + 4
+SMEM_USED = BARRIER_OFFSET + 8 * sum(slots for _, slots in BARRIERS) + 4  # the cell with the address of tensor memory
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 
 
@@ -88,6 +84,7 @@ class Tiles:
     sAlpha: cute.Pointer  # fp32 (2 tiles, 64 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (64 rows): 1 / row sum, 0 for a row that attends to nothing
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
+    sSeen: cute.Pointer | None = None  # int32 (slots, 2): a bit per key, whether it counts; where slots say so
 
     def slot(self, index: Int32) -> cute.Pointer:
         """First byte of a slot."""
@@ -108,3 +105,9 @@ class Pipes:
     output_ready: Ring
     stats_ready: Ring
     stats_free: Ring
+    seen_ready: Ring | None = None  # as sSeen
+
+
+def products_per_tile(has_rope: bool) -> int:
+    """Matrix products of one tile."""
+    return LATENT_STEPS + (ROPE_STEPS if has_rope else 0) + OUTPUT_CHUNKS * KEY_STEPS

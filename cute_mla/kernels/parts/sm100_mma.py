@@ -1,4 +1,4 @@
-"""The two matrix products of the SM100 dense decode kernel, as the even CTA of a pair issues them."""
+"""The two matrix products of the SM100 decode kernels, as the even CTA of a pair issues them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import cutlass
 from cutlass import Boolean, Int32
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts import tcgen05
-from ..parts.tcgen05 import Keep
+from . import tcgen05
 from .sm100_geometry import (
     BOX_BYTES,
     CHUNK_COLUMNS,
@@ -28,6 +27,7 @@ from .sm100_geometry import (
     STEPS_PER_BOX,
     Tiles,
 )
+from .tcgen05 import Keep
 
 K_MAJOR_STEP = 32  # bytes of 16 elements
 MN_MAJOR_STEP = 16 * 128  # bytes of 16 rows
@@ -39,6 +39,7 @@ class PairGemm:
     """The operands in both CTAs, which lie at the same addresses in each. One thread multiplies."""
 
     dtype: type[cutlass.Numeric]
+    has_rope: bool
     tiles: Tiles
     tmem: Int32
 
@@ -55,7 +56,7 @@ class PairGemm:
         """S = Q K^T over the columns that each CTA holds: the lanes 0..63 and 64..127 get the two partial sums, since the
         even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
-        for step in range(LATENT_STEPS + ROPE_STEPS):
+        for step in range(LATENT_STEPS + (ROPE_STEPS if self.has_rope else 0)):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(

@@ -15,10 +15,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..parts import tcgen05
-from ..parts.fragments import aligned, pack_pair
-from ..parts.softmax import follow_maximum, shift_of
-from .operands import ELEMENT_BYTES
+from . import tcgen05
+from .fragments import aligned, pack_pair
 from .sm100_geometry import (
     GROUP_WARPS,
     HALF_KEYS,
@@ -28,6 +26,8 @@ from .sm100_geometry import (
     VECTOR,
     Tiles,
 )
+from .softmax import follow_maximum, shift_of
+from .tiles import ELEMENT_BYTES
 
 VECTORS = HALF_KEYS // VECTOR
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
@@ -105,6 +105,11 @@ class ScoreRows:
         own_limit = limit - self.half * HALF_KEYS
         for i in range(HALF_KEYS):
             self.rS[i] = cutlass.select_(own_limit <= i, -Float32.inf, self.rS[i])
+
+    def mask_unseen(self, seen: Int32) -> None:
+        """Sets the scores of keys whose bit is 0 to -inf, among the bits of this thread's keys."""
+        for i in range(HALF_KEYS):
+            self.rS[i] = cutlass.select_((seen & (1 << i)) == 0, -Float32.inf, self.rS[i])
 
     def swap(self, value: Float32) -> Float32:
         """The value that the other thread of the row gives. Two calls need a sync_halves between them."""
