@@ -8,13 +8,12 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from ...spec.dense_decode import SMALL_PAGES, TILE_ROWS
+from ...spec.dense_decode import SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
 from ..parts.lengths import larger, smaller
+from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from ..parts.work import Piece, Schedule
 
-ELEMENT_BYTES = 2
-BOX_COLUMNS = 64  # 16-bit columns of a 128-byte swizzled box
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
 
@@ -141,8 +140,3 @@ class LaneBox:
 def count_boxes(page: Int32) -> Int32:
     """Lanes of the load warp that have a page."""
     return cute.arch.popc(cute.arch.vote_ballot_sync(page != NO_PAGE))
-
-
-def first_query_row() -> Int32:
-    """The first row of this CTA, among all rows of the KV head."""
-    return cute.arch.block_idx()[0] * TILE_ROWS

@@ -1,4 +1,4 @@
-"""The two matrix products of the SM90 dense decode kernel: S = Q K^T, and O += P V with V the transposed K tile."""
+"""The two matrix products of the SM90 decode kernels: S = Q K^T, and O += P V with V the transposed K tile."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.fragments import aligned, flat, half, packed, tile_writer
-from .operands import BOX_COLUMNS
+from .fragments import aligned, flat, half, packed, tile_writer
 from .sm90_geometry import (
     K_STEP,
-    KV_SLOTS,
     OUTPUT_COLUMNS,
-    Q_TILES_IN_REGISTERS,
     SLOT_COLUMNS,
     SLOTS_PER_TILE,
     STEPS_PER_BOX,
     WARPGROUP,
+    Geometry,
     Pipes,
     Tiles,
 )
+from .tiles import BOX_COLUMNS
 
 STEPS_PER_SLOT = SLOT_COLUMNS // K_STEP
 OUTPUT_CHUNKS = OUTPUT_COLUMNS // SLOT_COLUMNS
@@ -41,8 +40,9 @@ def tiled_mma(dtype: type[cutlass.Numeric], columns: int, source: warpgroup.Oper
 
 @dataclass(frozen=True)
 class ScoreGemm:
-    """S (64 rows x 64 keys) = Q K^T: the first 384 columns of Q from registers, the last 192 from shared memory."""
+    """S (64 rows x 64 keys) = Q K^T: the first columns of Q from registers, the others from shared memory."""
 
+    geometry: Geometry
     dtype: type[cutlass.Numeric]
     thread: Int32
     from_registers: cute.TiledMma
@@ -58,15 +58,16 @@ class ScoreGemm:
     tStaged: cute.Tensor  # and the smem tiles of Q
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> ScoreGemm:
+    def create(geometry: Geometry, dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> ScoreGemm:
         """Partitions the tiles for one thread of the score warpgroup."""
         mma = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
         mma_smem = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
         slice_, slice_smem = mma.get_slice(thread), mma_smem.get_slice(thread)
-        steps = Q_TILES_IN_REGISTERS * STEPS_PER_BOX
+        steps = geometry.q_tiles_in_registers * STEPS_PER_BOX
         copy = tile_writer(mma, dtype, thread)
         scores = cute.make_rmem_tensor(slice_.partition_shape_C((64, TILE_KEYS)), Float32)
         return ScoreGemm(
+            geometry=geometry,
             dtype=dtype,
             thread=thread,
             from_registers=mma,
@@ -87,7 +88,7 @@ class ScoreGemm:
     def query_tile(self, tile: int) -> cute.Tensor:
         """The 32-bit registers that column tile `tile` of Q is loaded into: of row half h and columns 8 e + 2 (t % 4) and
         the next, register 2 e + h."""
-        if tile >= Q_TILES_IN_REGISTERS:
+        if tile >= self.geometry.q_tiles_in_registers:
             return packed(self.rStaged)
         words = STEPS_PER_BOX * REGISTERS_PER_STEP // 2
         registers = cute.recast_tensor(flat(self.rQ), Int32)
@@ -107,21 +108,24 @@ class ScoreGemm:
             warpgroup.fence()
             for step in range(STEPS_PER_SLOT):
                 self.multiply_step(i * STEPS_PER_SLOT + step, self.tK[None, None, step, pipes.kv_ready.slot(use)])
-        pipes.rope_ready.wait_ready(tile)
-        warpgroup.fence()
-        for step in range(STEPS_PER_BOX):
-            self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, pipes.rope_ready.slot(tile)])
+        if self.geometry.has_rope:
+            pipes.rope_ready.wait_ready(tile)
+            warpgroup.fence()
+            for step in range(STEPS_PER_BOX):
+                self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, pipes.rope_ready.slot(tile)])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
+        if not self.geometry.has_rope:
+            pipes.rope_ready.wait_ready(tile)
 
     def multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
         tile, step_in_tile = divmod(step, STEPS_PER_BOX)
-        if tile < Q_TILES_IN_REGISTERS:
+        if tile < self.geometry.q_tiles_in_registers:
             cute.gemm(self.from_registers, self.scores, self.rQ[None, None, step], tK, self.scores)
             self.from_registers.set(warpgroup.Field.ACCUMULATE, True)
         else:
-            tQ = self.tQ[None, None, step_in_tile, tile - Q_TILES_IN_REGISTERS]
+            tQ = self.tQ[None, None, step_in_tile, tile - self.geometry.q_tiles_in_registers]
             cute.gemm(self.from_smem, self.scores, tQ, tK, self.scores)
 
     def store_probs(self, slot: Int32) -> None:
@@ -147,11 +151,12 @@ class OutputGemm:
     chunks = OUTPUT_CHUNKS
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> OutputGemm:
+    def create(geometry: Geometry, dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> OutputGemm:
         """Partitions the tiles for one thread of an output warpgroup."""
         mma = tiled_mma(dtype, SLOT_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
         slice_ = mma.get_slice(thread)
-        transposed = cute.make_layout((SLOT_COLUMNS, TILE_KEYS, KV_SLOTS), stride=(TILE_KEYS, 1, TILE_KEYS * SLOT_COLUMNS))
+        shape = (SLOT_COLUMNS, TILE_KEYS, geometry.kv_slots)
+        transposed = cute.make_layout(shape, stride=(TILE_KEYS, 1, TILE_KEYS * SLOT_COLUMNS))
         sV = cute.composition(tiles.sKv, transposed)
         shape = slice_.partition_shape_C((64, SLOT_COLUMNS))
         return OutputGemm(

@@ -1,0 +1,298 @@
+"""The roles of the SM90 decode kernels that do not depend on where the keys come from: score and output.
+
+A kernel is a subclass that brings the keys to the slots (its first warpgroup), and says which of them a row does not see.
+dense_decode/sm90.py describes the tiles, the pipelines and the trick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from ...manifest import NamedBarrier, Role
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_LATENT
+from ...spec.split_plan import TILE_KEYS
+from .barriers import Ring, arrive, arrive_cluster
+from .fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
+from .sm90_gemm import OutputGemm, ScoreGemm
+from .sm90_geometry import (
+    LAUNCH_REGISTERS,
+    OUTPUT_BARRIER,
+    OUTPUT_COLUMNS,
+    OUTPUT_GROUPS,
+    SCORE_BARRIER,
+    SLOT_COLUMNS,
+    SLOTS_PER_TILE,
+    TILE_ALIGNMENT,
+    VALID_BYTES,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
+from .softmax import OnlineSoftmax
+from .tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
+from .work import Extent, Piece, first_piece, last_request, read_extent, read_piece
+
+LN2 = 0.6931471805599453
+
+
+class RolesSm90:
+    """Score and output. `operands` is any kernel's: rows(), q_row, out_row, lse_of, accum_row, schedule and the scales."""
+
+    geometry: Geometry
+    config: Any  # cluster, access_bytes
+    dtype: type[cutlass.Numeric]
+
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32) -> None:
+        """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on;
+        `slot` is its RoPE slot."""
+        raise NotImplementedError
+
+    def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32) -> None:
+        """Zeroes the rows of V that no row sees, where the keys come with whatever lies there."""
+
+    def denominator(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """What a row of O is divided by, from its row sum and the reference in log2 units that the sum is relative to."""
+        return total
+
+    @property
+    def pairs(self) -> bool:
+        """Whether rows may be accessed two elements at a time."""
+        return self.config.access_bytes == 2 * ELEMENT_BYTES
+
+    def tile_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
+        """64 rows x columns x slots in boxes of 64 columns, each 64 rows of 128 bytes, 128-byte swizzle."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (TILE_KEYS, columns, slots), (0, 1, 2))
+
+    def carve_smem(self) -> tuple[Tiles, Pipes]:
+        """Places tiles and barriers, in the order of sm90_geometry."""
+        geometry = self.geometry
+        smem = cutlass.memory.SmemAllocator()
+        kv = self.tile_layout(SLOT_COLUMNS, geometry.kv_slots)
+        rope = self.tile_layout(BOX_COLUMNS, geometry.rope_slots)
+        queries = self.tile_layout(BOX_COLUMNS, geometry.q_tiles_in_smem)
+        tiles = Tiles(
+            sKv=smem.allocate_tensor(self.dtype, kv.outer, TILE_ALIGNMENT, kv.inner),
+            sRope=smem.allocate_tensor(self.dtype, rope.outer, TILE_ALIGNMENT, rope.inner),
+            sQ=smem.allocate_tensor(self.dtype, queries.outer, TILE_ALIGNMENT, queries.inner),
+            sAlpha=smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, geometry.rope_slots)), 16),
+            sInverse=smem.allocate_tensor(Float32, cute.make_layout(TILE_ROWS), 16),
+            sValid=smem.allocate_array(Uint8, geometry.rope_slots * VALID_BYTES, byte_alignment=8) if geometry.validity else None,
+        )
+        return tiles, Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
+
+    def initialise(self, pipes: Pipes) -> None:
+        """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a slot."""
+        cluster = self.config.cluster
+        pipes.kv_ready.initialise(self.geometry.ready_arrivals)
+        pipes.kv_free.initialise(WARPS_PER_GROUP * cluster)
+        pipes.rope_ready.initialise(self.geometry.ready_arrivals)
+        pipes.rope_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP * cluster)
+        pipes.probs_ready.initialise(WARPS_PER_GROUP)
+        pipes.stats_ready.initialise(WARPS_PER_GROUP)
+        pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
+        cute.arch.mbarrier_init_fence()
+
+    # ---- score ------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def score(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32):
+        """Waits kv_ready, rope_ready, stats_free. Signals probs_ready, stats_ready. Writes lse."""
+        schedule = operands.schedule
+        req, begin_tile = first_piece(schedule)
+        tile, pieces = Int32(0), Int32(0)
+        gemm = ScoreGemm.create(self.geometry, self.dtype, tiles, thread)
+        softmax = OnlineSoftmax.create(operands.scale_log2)
+        while req <= last_request(schedule):
+            extent = read_extent(schedule, req, begin_tile)
+            softmax.reset()
+            if extent.tiles > 0:
+                self.load_queries(operands, gemm, req, thread)
+                self.score_tiles(operands, tiles, pipes, gemm, softmax, extent, tile)
+            tile = tile + extent.tiles
+            piece = read_piece(schedule, req, begin_tile)
+            pipes.stats_free.wait_free(pieces)
+            self.finish_rows(operands, tiles, req, piece, softmax, thread)
+            arrive(pipes.stats_ready.barrier(pieces))
+            pieces = pieces + 1
+            req, begin_tile = piece.next_req, piece.next_tile
+
+    @cute.jit
+    def load_queries(self, operands: Any, gemm: ScoreGemm, req: Int32, thread: Int32):
+        """Q of one piece, from any strides: the first column tiles to registers, the others through registers to smem.
+
+        Rows past the last one repeat it; their results go nowhere."""
+        rows = []
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(thread, row_half)
+            row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
+            rows.append(operands.q_row(req, row) + 2 * (thread % 4))
+        for tile in cutlass.range_constexpr(self.geometry.q_tiles):
+            rQ = gemm.query_tile(tile)
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
+                    source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
+                    rQ[2 * eight + row_half] = load_pair(source, self.pairs)
+            if cutlass.const_expr(tile >= self.geometry.q_tiles_in_registers):
+                gemm.store_query_tile(tile - self.geometry.q_tiles_in_registers)
+            if cutlass.const_expr(not self.pairs):
+                cute.arch.sync_warp()  # keeps ptxas from starting more loads than the registers hold halves
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def score_tiles(
+        self, operands: Any, tiles: Tiles, pipes: Pipes, gemm: ScoreGemm, softmax: OnlineSoftmax, extent: Extent, tile: Int32
+    ):
+        """P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the
+        next softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once."""
+        thread = gemm.thread
+        withheld = Int32(0)
+        for t in cutlass.range(extent.tiles, unroll=1):
+            use = tile + t
+            if withheld != 0:
+                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(use), pipes.rope_ready.parity(use))
+                if not cute.arch.vote_all_sync(here):
+                    arrive(pipes.probs_ready.barrier(use - 1))
+                    withheld = Int32(0)
+            gemm.multiply(pipes, use)
+            if withheld != 0:
+                arrive(pipes.probs_ready.barrier(use - 1))
+            # P goes over the RoPE columns that every warp's WGMMA has read by now
+            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+            self.mask(operands, tiles, gemm, pipes.rope_ready.slot(use), extent.keys - t * TILE_KEYS)
+            alpha = softmax.add_tile(gemm.scores)
+            gemm.store_probs(pipes.rope_ready.slot(use))
+            if thread % 4 == 0:
+                for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    tiles.sAlpha[fragment_row(thread, row_half), pipes.rope_ready.slot(use)] = alpha[row_half]
+            cute.arch.fence_proxy("async.shared", space="cta")
+            withheld = Int32(1)
+        if withheld != 0:
+            arrive(pipes.probs_ready.barrier(tile + extent.tiles - 1))
+
+    @cute.jit
+    def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, piece: Piece, softmax: OnlineSoftmax, thread: Int32):
+        """Publishes 1 / row sum and writes lse: natural log if the piece is the whole request, else base 2."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = softmax.row_sum(row_half)
+            empty = total == 0.0
+            row = query_row(thread, row_half)
+            lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
+            if thread % 4 == 0:
+                divisor = self.denominator(operands, piece, row, total, softmax.rMax[row_half])
+                inverse = cutlass.select_(empty, Float32(0), 1.0 / divisor)
+                tiles.sInverse[fragment_row(thread, row_half)] = inverse
+                if row < operands.rows():
+                    if piece.direct:
+                        target = operands.lse_of(req, row)
+                        target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                    else:
+                        target = operands.lse_accum + operands.accum_row(piece, row)
+                        target.store(cutlass.select_(empty, -Float32.inf, lse))
+
+    # ---- output -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def output(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
+        """Waits kv_ready, probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
+        schedule = operands.schedule
+        req, begin_tile = first_piece(schedule)
+        tile, pieces = Int32(0), Int32(0)
+        gemm = OutputGemm.create(self.geometry, self.dtype, tiles, thread)
+        while req <= last_request(schedule):
+            extent = read_extent(schedule, req, begin_tile)
+            gemm.clear()
+            for t in cutlass.range(extent.tiles, unroll=1):
+                self.output_tile(tiles, pipes, gemm, tile + t, extent.keys - t * TILE_KEYS, side)
+            tile = tile + extent.tiles
+            pipes.stats_ready.wait_ready(pieces)
+            inverses = [tiles.sInverse[fragment_row(thread, row_half)] for row_half in (0, 1)]
+            arrive(pipes.stats_free.barrier(pieces))
+            piece = read_piece(schedule, req, begin_tile)
+            if piece.direct:
+                self.store_out(operands, gemm, inverses, req, side)
+            else:
+                self.store_accum(operands, gemm, inverses, piece, side)
+            pieces = pieces + 1
+            req, begin_tile = piece.next_req, piece.next_tile
+
+    @cute.jit
+    def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
+        """O += P V of one tile, of which `left` keys remain in the request."""
+        first_use = tile * SLOTS_PER_TILE + side * gemm.chunks
+        for chunk in cutlass.range_constexpr(gemm.chunks):
+            pipes.kv_ready.wait_ready(first_use + chunk)
+        pipes.probs_ready.wait_ready(tile)
+        slot = pipes.probs_ready.slot(tile)
+        alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
+        if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
+            gemm.scale(alpha)
+        self.clear_unused(tiles, pipes, gemm, first_use, left, side)
+        warpgroup.fence()
+        for chunk in cutlass.range_constexpr(gemm.chunks):
+            gemm.multiply(chunk, slot, pipes.kv_ready.slot(first_use + chunk))
+        for chunk in cutlass.range_constexpr(gemm.chunks):
+            warpgroup.wait_group(gemm.chunks - 1 - chunk)
+            arrive_cluster(pipes.kv_free.barrier(first_use + chunk), self.config.cluster)
+        arrive_cluster(pipes.rope_free.barrier(tile), self.config.cluster)
+
+    @cute.jit
+    def store_out(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], req: Int32, side: Int32):
+        """Registers straight to out: the quad writes 16 contiguous bytes of a row."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(gemm.thread, row_half)
+            if row < operands.rows():
+                target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4))
+                for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                    low, high = gemm.pair(eight, row_half, inverses[row_half])
+                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.pairs)
+
+    @cute.jit
+    def store_accum(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], piece: Piece, side: Int32):
+        """fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(gemm.thread, row_half)
+            if row < operands.rows():
+                target = operands.out_accum + operands.accum_row(piece, row) * D_LATENT
+                target = aligned(target + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4)), 8)
+                for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                    rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                    rPair[0], rPair[1] = gemm.pair(eight, row_half, inverses[row_half])
+                    cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
+
+
+
+def query_row(thread: Int32, row_half: int) -> Int32:
+    """Row, among all row tiles, that one of the thread's fragment rows is."""
+    return first_query_row() + fragment_row(thread, row_half)
+
+
+def set_registers(count: int) -> None:
+    """Of each lane of this warpgroup. A whole warpgroup."""
+    if count < LAUNCH_REGISTERS:
+        cute.arch.setmaxregister_decrease(count)
+    else:
+        cute.arch.setmaxregister_increase(count)
+
+
+def named_barriers() -> tuple[NamedBarrier, ...]:
+    """Those of score and output."""
+    return (
+        NamedBarrier("score", SCORE_BARRIER),
+        NamedBarrier("output_left", OUTPUT_BARRIER),
+        NamedBarrier("output_right", OUTPUT_BARRIER + 1),
+    )
+
+
+def role_table(first: str) -> tuple[Role, ...]:
+    """The four warpgroups; `first` brings the keys."""
+    names = (first, "score", "output_left", "output_right")
+    return tuple(Role(name, group * WARPS_PER_GROUP, WARPS_PER_GROUP) for group, name in enumerate(names))
