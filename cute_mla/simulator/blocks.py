@@ -49,7 +49,7 @@ class Block:
 
     needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
     registers that ordinary instructions access / write. target: block of the final branch, or None. uses: what it does to registers,
-    for kernels with tensor memory, whose blocks begin anew at each arrival that others may wait for.
+    for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
     """
 
     index: int
@@ -72,16 +72,12 @@ class Block:
 
 @dataclass
 class Flow:
-    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written.
-
-    tensor: there are tcgen05 instructions.
-    """
+    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written."""
 
     blocks: list[Block]
     targets: dict[str, int]
     undefined: dict[str, list[int]]
     accumulators: dict[str, list[int]]
-    tensor: bool = False
 
 
 def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
@@ -124,7 +120,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     block_at: dict[int, int] = {}
     current: Block | None = None
     state = _SplitState()
-    tensor = any(item.instruction.opcode.startswith("tcgen05.") for item in decoded)
+    tensor = any(item.instruction.opcode.startswith("tcgen05.ld.") for item in decoded)
     for position, item in enumerate(decoded):
         arrives = tensor and item.instruction.opcode.startswith(ARRIVALS)
         if current is None or position in starts or arrives or state.must_split(current, item):
@@ -146,7 +142,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
     rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
-    return Flow(blocks, targets, undefined, {"r": rows}, tensor)
+    return Flow(blocks, targets, undefined, {"r": rows})
 
 
 class _SplitState:

@@ -45,8 +45,8 @@ class Cluster:
     index: tuple[int, int, int]
     size: int
     barrier: ClusterBarrier
+    clocks: Clocks
     ctas: list[Cta] = field(default_factory=list)
-    clocks: Clocks | None = None  # for kernels with tensor memory
 
     @property
     def finished(self) -> bool:
@@ -62,7 +62,7 @@ class Home:
         self.smem = SharedMemory(shared_bytes)
         self.lane_sets = LaneSets(self.slot)
         self.tensor: TensorMemory | None = None  # made by the first tcgen05.alloc
-        self.trace: Trace | None = None  # for kernels with tensor memory
+        self.trace = Trace(shared_bytes, len(range(0, self.slot.threads, WARP)))
 
 
 class Cta:
@@ -96,7 +96,7 @@ class Cta:
         self.tensor: TensorMemory | None = None
         self.tensor_pipe: TensorPipe | None = None
         self.moves: dict[tuple[int, bool, Cells], Move] = {}  # the latest load and store of tensor memory, by warp and cells
-        self.trace: Trace | None = None
+        self.trace = home.trace
         self.loading = False
         self._specials = self._make_specials()
         slot.cta = self
@@ -200,13 +200,6 @@ class Cta:
             self.tensor = self.home.tensor
             self.tensor.reset()
         return self.tensor
-
-    def start_trace(self, warps: int) -> None:
-        """Follow accesses to shared memory. warps: of the cluster."""
-        if self.home.trace is None or len(self.home.trace.read) != warps:
-            self.home.trace = Trace(self.smem.nbytes, warps)
-        self.trace = self.home.trace
-        self.trace.reset()
 
     def tensor_core(self) -> TensorPipe:
         """The queue of tcgen05 work that this CTA issues."""

@@ -19,11 +19,17 @@ if TYPE_CHECKING:
     from .cta import Cta, Origin
 
 
+def operands(chain: Chain) -> Iterator[wgmma.Operand]:
+    """The operands in shared memory that a chain of wgmmas reads."""
+    yield wgmma.operand(tuple(chain.b), chain.form.n, chain.b_major)
+    if not chain.from_registers:
+        yield wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major)
+
+
 def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
     """The byte ranges of shared memory that a chain of wgmmas reads."""
-    yield from wgmma.operand(tuple(chain.b), chain.form.n, chain.b_major).ranges
-    if not chain.from_registers:
-        yield from wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major).ranges
+    for where in operands(chain):
+        yield from where.ranges
 
 
 def readers(w: Window, target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
@@ -33,7 +39,7 @@ def readers(w: Window, target: Cta, low: int, high: int) -> Iterator[tuple[str, 
             for start, stop in operand_ranges(chain):
                 if start < high and low < stop:
                     yield "a wgmma", chain.origin, start, stop
-    if target.cluster.clocks is not None:
+    if target.tensor is not None:
         yield from tensor_in_use.shared_readers(target, low, high, w.cta, w.warps)
     if target.reading:
         target.reading = [copy for copy in target.reading if not copy.waited]

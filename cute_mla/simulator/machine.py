@@ -105,9 +105,8 @@ class Machine:
             return False
         cx, cy, cz = self.launch.cluster
         size = cx * cy * cz
-        cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads))
-        if self.entry.flow.tensor:
-            cluster.clocks = Clocks(size, -(-self.launch.threads // WARP))
+        clocks = Clocks(size, -(-self.launch.threads // WARP))
+        cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads), clocks)
         undefined = self.entry.flow.undefined
         poisoned = any(undefined.values())
         for rank in range(size):
@@ -117,10 +116,9 @@ class Machine:
             slot.reset(self.entry.flow.accumulators)
             slot.reset(undefined)
             home.smem.reset()
+            home.trace.reset()
             cta = Cta(self, home, cluster, rank, place)
             cluster.ctas.append(cta)
-            if cluster.clocks is not None:
-                cta.start_trace(cluster.clocks.rows)
             lanes = np.arange(self.launch.threads)
             if poisoned:
                 cta.clear_taint(lanes)
@@ -468,10 +466,9 @@ class Machine:
     def start(self, effect: Callable[[], None], w: Window, barriers: list[Mbarrier], writes: Writes = ()) -> None:
         """Issue work that completes by itself and writes these shared bytes (CTA, start, stop)."""
         self.progress += 1
-        if w.cta.cluster.clocks is not None:
-            for target, low, high in writes:
-                races.check_overwrite(w, target, low, high)
-            order.copy(w.cta, w.warps[0], barriers, writes, self.line_of_caller())
+        for target, low, high in writes:
+            races.check_overwrite(w, target, low, high)
+        order.copy(w.cta, w.warps[0], barriers, writes, self.line_of_caller())
         if self.completes_now():
             effect()
         else:

@@ -1,4 +1,4 @@
-"""Who knows that what is done: vector clocks of the warps of a cluster, for kernels with tensor memory.
+"""Who knows that what is done: vector clocks of the warps of a cluster.
 
 Each warp knows, of every other warp, of every tensor core and of the copies of every CTA, how far that one is. Arriving at a barrier hands
 this knowledge over to those that wait for the phase. An access is ordered after another one if its warp knows that the other is done.
@@ -121,41 +121,33 @@ class Clocks:
 def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
     """Warps arrive at a barrier (before it counts that)."""
     clocks = cta.cluster.clocks
-    if clocks is not None:
-        for warp in warps:
-            clocks.tick(cta, warp)
-        barrier.knowledge.add(clocks.of(cta, warps))
+    for warp in warps:
+        clocks.tick(cta, warp)
+    barrier.knowledge.add(clocks.of(cta, warps))
 
 
 def wait(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
     """Warps have waited for a complete phase."""
-    clocks = cta.cluster.clocks
-    if clocks is not None:
-        clocks.learn(cta, warps, barrier.knowledge.known)
+    cta.cluster.clocks.learn(cta, warps, barrier.knowledge.known)
 
 
 def through_memory(cta: Cta, warps: Sequence[int]) -> None:
     """Warps execute something that may hand over, or receive, through memory: a fence, an atomic operation, a strong load or store."""
     clocks = cta.cluster.clocks
-    if clocks is not None:
-        for warp in warps:
-            clocks.tick(cta, warp)
-        clocks.memory.add(clocks.of(cta, warps))
-        clocks.learn(cta, warps, clocks.memory.gathered)
+    for warp in warps:
+        clocks.tick(cta, warp)
+    clocks.memory.add(clocks.of(cta, warps))
+    clocks.learn(cta, warps, clocks.memory.gathered)
 
 
 def fence(cta: Cta, warps: Sequence[int]) -> None:
     """Warps execute fence.proxy.async."""
-    clocks = cta.cluster.clocks
-    if clocks is not None:
-        clocks.fence(cta, warps)
+    cta.cluster.clocks.fence(cta, warps)
 
 
 def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int) -> None:
     """A warp issues a copy that will arrive on barriers."""
     clocks = cta.cluster.clocks
-    if clocks is None:
-        return
     clocks.tick(cta, warp)
     clocks.copies[cta.rank] += 1
     column, serial = clocks.copier(cta), clocks.copies[cta.rank]
@@ -164,5 +156,4 @@ def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tup
     for barrier in barriers:
         barrier.knowledge.add(clock)
     for target, low, high in writes:
-        if target.trace is not None:
-            target.trace.store(np.arange(low // 4, -(-high // 4)), column, serial, line)
+        target.trace.store(np.arange(low // 4, -(-high // 4)), column, serial, line)

@@ -1,9 +1,10 @@
-"""Races on shared memory, for kernels with tensor memory: accesses that nothing orders after an earlier one of another warp.
+"""Races on shared memory: accesses that nothing orders after an earlier one of another warp.
 
 Each 32-bit word remembers its last writer (a warp, or the copies of a CTA) with the writer's time, and for each warp the time of its last
 read; order.py says what a warp knows of the others' times. Ordinary stores reach tensor cores and bulk copies only through
 fence.proxy.async, by the writer before it arrives or by the reader after it has waited; clocks keep a second time for that. Stores over
-stores are left out (several threads may write the same value), and so are atomic operations and the lanes of one warp.
+stores are left out (several threads may write the same value), and so are atomic operations, the lanes of one warp, and loads of another
+CTA's shared memory as what a store must not overwrite.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ WORD = 4
 class Trace:
     """What happened last to each word of one CTA's shared memory. writer: column of a clock, -1 for none; line: PTX line, 0 unknown.
 
-    readers: bit mask of the warps (number modulo 63) that have read it since it was written.
+    warps: of the CTA. readers: bit mask of those that have read it since it was written.
     """
 
     def __init__(self, nbytes: int, warps: int) -> None:
@@ -68,8 +69,6 @@ def access(w: Window, target: Cta, index: np.ndarray | None, offsets: np.ndarray
 def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nbytes: int, write: bool) -> None:
     """Warps (one of each access) access nbytes each at offsets of target's shared memory. Raises findings for races."""
     trace, clocks = target.trace, target.cluster.clocks
-    assert trace is not None
-    assert clocks is not None
     words = words_of(offsets, nbytes)
     row = (w.cta.rank * clocks.warps + warps)[:, None]
     time = clocks.now[row, row] + 1
@@ -82,22 +81,22 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nby
     if np.count_nonzero(bad):
         place = tuple(int(part) for part in np.argwhere(bad)[0])
         report(w, "a load reads", target, clocks, int(words[place]))
-    trace.read[row, words] = time
-    first = w.cta.rank * clocks.warps
-    for warp in w.warps:
-        trace.readers[words if len(w.warps) == 1 else words[warps == warp]] |= 1 << (first + warp) % 63
+    if target is w.cta:
+        trace.read[warps[:, None], words] = time
+        for warp in w.warps:
+            trace.readers[words if len(w.warps) == 1 else words[warps == warp]] |= 1 << warp
 
 
 def check_readers(w: Window, target: Cta, clocks: Clocks, words: np.ndarray, row: np.ndarray) -> None:
     """A finding when lanes store where another warp may still read."""
     trace = target.trace
-    assert trace is not None
     flat = words.reshape(-1)
     rows = np.broadcast_to(row, words.shape).reshape(-1)
     mask = int(np.bitwise_or.reduce(trace.readers[flat]))
-    for reader in range(clocks.rows) if mask else ():
-        if mask >> reader % 63 & 1:
-            late = (trace.read[reader, flat] > clocks.now[rows, reader]) & (rows != reader)
+    for warp in range(clocks.warps) if mask else ():
+        if mask >> warp & 1:
+            reader = clocks.row(target, warp)
+            late = (trace.read[warp, flat] > clocks.now[rows, reader]) & (rows != reader)
             if np.count_nonzero(late):
                 first = int(np.flatnonzero(late)[0])
                 who, where = clocks.name(int(rows[first])), f"shared memory at {int(flat[first]) * WORD:#x}"
@@ -109,28 +108,29 @@ def check_readers(w: Window, target: Cta, clocks: Clocks, words: np.ndarray, row
 def report(w: Window, what: str, target: Cta, clocks: Clocks, word: int) -> None:
     """The finding about a word whose last writer may come later."""
     trace = target.trace
-    assert trace is not None
     writer, line = clocks.name(int(trace.writer[word])), int(trace.line[word])
     where = f"shared memory at {word * WORD:#x}"
     written = f"{writer} writes{f' (PTX line {line})' if line else ''}"
     w.cta.report(w, "race", f"{what} {where} that {written}: nothing orders the two")
 
 
-def check_source(w: Window, target: Cta, words: np.ndarray, what: str) -> None:
-    """A finding when asynchronous work that a warp issues reads words (1-d) whose writers it does not know to be done, or not fenced."""
+def check_source(w: Window, target: Cta, words: np.ndarray, what: str, warp: int | None = None) -> None:
+    """A finding when asynchronous work reads words (1-d) whose writers it does not know to be done, or not fenced.
+
+    warp: that issues it, by default the first of the window. Raises Fault for words behind the end of shared memory.
+    """
     trace, clocks = target.trace, target.cluster.clocks
-    assert trace is not None
-    assert clocks is not None
     if int(words[-1]) * WORD >= target.smem.nbytes:
         end = (int(words[-1]) + 1) * WORD
         raise Fault("out_of_bounds", f"{what} reads up to {end:#x}, beyond the CTA's shared memory of {target.smem.nbytes:#x}")
-    known = clocks.now[clocks.row(w.cta, w.warps[0])]
+    row = clocks.row(w.cta, w.warps[0] if warp is None else warp)
+    known = clocks.now[row]
     writer, written = trace.writer[words], trace.written[words]
     bad = clocks.fenced(known)[writer] < written
     bad &= writer >= 0
     if not np.count_nonzero(bad):
         return
-    late = bad & (known[writer] < written) & (writer != clocks.row(w.cta, w.warps[0]))
+    late = bad & (known[writer] < written) & (writer != row)
     if np.count_nonzero(late):
         word = int(words[np.flatnonzero(late)[0]])
         if int(trace.writer[word]) >= clocks.rows:
@@ -147,21 +147,19 @@ def check_source(w: Window, target: Cta, words: np.ndarray, what: str) -> None:
 
 
 def check_range(w: Window, source: tuple[int, int], what: str) -> None:
-    """As check_source, for bytes [start, stop) of the warp's own CTA; nothing for kernels without tensor memory."""
-    if w.cta.trace is not None:
-        check_source(w, w.cta, np.arange(source[0] // WORD, -(-source[1] // WORD)), what)
+    """As check_source, for bytes [start, stop) of the warp's own CTA."""
+    check_source(w, w.cta, np.arange(source[0] // WORD, -(-source[1] // WORD)), what)
 
 
 def check_overwrite(w: Window, target: Cta, low: int, high: int) -> None:
     """A finding when a copy is issued to bytes that a warp may still read."""
     trace, clocks = target.trace, target.cluster.clocks
-    if trace is None or clocks is None:
-        return
     row = clocks.row(w.cta, w.warps[0])
     part = slice(low // WORD, -(-high // WORD))
     mask = int(np.bitwise_or.reduce(trace.readers[part]))
-    for reader in range(clocks.rows) if mask else ():
-        if mask >> reader % 63 & 1 and reader != row and int(trace.read[reader, part].max()) > clocks.now[row, reader]:
+    for warp in range(clocks.warps) if mask else ():
+        reader = clocks.row(target, warp)
+        if mask >> warp & 1 and reader != row and int(trace.read[warp, part].max()) > clocks.now[row, reader]:
             name = clocks.name(reader)
             w.cta.report(w, "race", f"an asynchronous copy overwrites shared memory that {name} may still read: nothing orders the two")
             return

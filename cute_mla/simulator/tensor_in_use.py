@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .isa.table import Decoded
-from .order import Clocks
 from .tensor_pipe import Cells, Work
 
 if TYPE_CHECKING:
@@ -47,15 +46,8 @@ class Move:
         """Whether an access by a warp can come before the end of this one."""
         if self.time is None:
             return True
-        clocks = clocks_of(cta)
+        clocks = cta.cluster.clocks
         return int(clocks.now[clocks.row(cta, warp), clocks.row(self.cells.cta, self.warp)]) < self.time
-
-
-def clocks_of(cta: Cta) -> Clocks:
-    """The clocks of a cluster whose kernel has tensor memory."""
-    clocks = cta.cluster.clocks
-    assert clocks is not None
-    return clocks
 
 
 # ---------------------------------------------------------------- when loads and stores are done
@@ -100,7 +92,7 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
                     for bank, bit in targets:
                         move.holders[bank] = move.holders.get(bank, 0) | bit
             if any(uses.touched.get(bank, 0) & mask for bank, mask in move.holders.items()):
-                move.time = clocks_of(cta).tick(cta, move.warp)
+                move.time = cta.cluster.clocks.tick(cta, move.warp)
             else:
                 waiting = True
     cta.loading = waiting
@@ -112,8 +104,6 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
 def unknown_work(target: Cta, cta: Cta, warps: Sequence[int]) -> Iterator[Work]:
     """Work of the tensor cores of a CTA and its peer that some warps (of another CTA, perhaps) do not know to be done."""
     clocks = target.cluster.clocks
-    if clocks is None:
-        return
     for other in target.cluster.ctas:
         if other.rank >> 1 == target.rank >> 1 and other.tensor_pipe is not None:
             yield from other.tensor_pipe.unknown(clocks.least(cta, warps, clocks.core(other)))

@@ -162,7 +162,7 @@ class Commit:
     """An arrival on mbarriers once everything before it is done. clock: what those learn that wait for it."""
 
     barriers: list[Mbarrier]
-    clock: Clock | None
+    clock: Clock
     pending: PendingCopy
 
 
@@ -216,10 +216,8 @@ class TensorPipe:
         """Arrive on barriers when the thread's work is done. away: some of them are in other CTAs."""
         machine = self.cta.machine
         clocks = self.cta.cluster.clocks
-        clock = None
-        if clocks is not None:
-            clock = clocks.of(self.cta, (thread // WARP,)).copy()
-            clock[clocks.core(self.cta)] = self.last.get(thread, 0)
+        clock = clocks.of(self.cta, (thread // WARP,)).copy()
+        clock[clocks.core(self.cta)] = self.last.get(thread, 0)
         pending = PendingCopy(lambda: self.run_through(item), origin, barriers, what="a tcgen05.commit", quiet=not away)
         item = Commit(barriers, clock, pending)
         self.queue.append(item)
@@ -241,8 +239,7 @@ class TensorPipe:
                 item.pending.done = True
                 machine.pending = [copy for copy in machine.pending if copy is not item.pending]
             for barrier in item.barriers:
-                if item.clock is not None:
-                    barrier.knowledge.add(item.clock)
+                barrier.knowledge.add(item.clock)
                 machine.arrive(barrier, 1)
             if item is last:
                 return

@@ -106,7 +106,7 @@ def test_poison_may_be_loaded_and_moved() -> None:
 def test_poison_that_decides(use: str, threads: int) -> None:
     out = np.zeros(threads, np.uint32)
     only(Kernel(LOAD_UNWRITTEN + use, smem=4 * threads, threads=threads).run(out), "poison")
-    written = LOAD_UNWRITTEN.replace("ld.shared", "st.shared.u32 [%r2], %r0;\nld.shared", 1)
+    written = LOAD_UNWRITTEN.replace("ld.shared", "st.shared.u32 [%r2], %r0;\nbar.sync 0;\nld.shared", 1)
     assert Kernel(written + use, smem=4 * threads, threads=threads).run(out).ok
 
 

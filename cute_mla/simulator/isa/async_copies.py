@@ -303,8 +303,7 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         raise Fault("out_of_bounds", f"cp.async of {size} bytes with a source size of {int(counts.max())}")
     if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
         raise Fault("misaligned", f"cp.async of {size} bytes")
-    if cta.trace is not None:
-        races.access(w, cta, None, offsets, size, True)
+    races.access(w, cta, None, offsets, size, True)
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
 

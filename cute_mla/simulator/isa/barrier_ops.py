@@ -215,9 +215,8 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     if ready.any():
         group.waited = {}
         out[...] = ready
-        if cta.cluster.clocks is not None:
-            for barrier in blocked:
-                order.wait(cta, w.warps, barrier)
+        for barrier in blocked:
+            order.wait(cta, w.warps, barrier)
         if cta.observer is not None:
             for barrier in blocked:
                 cta.observer.barrier(w, barrier, "wait", 0)

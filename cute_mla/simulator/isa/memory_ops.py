@@ -217,9 +217,8 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
             if poison is not None:
                 mask[:, index] = poison
         cta.poison = mask if mask.any() else None
-    if cta.trace is not None:
-        for target, index, offsets in parts:
-            races.access(w, target, index, offsets, size * count, False)
+    for target, index, offsets in parts:
+        races.access(w, target, index, offsets, size * count, False)
     if cta.observer is not None:
         for target, index, offsets in parts:
             cta.observer.shared_access(w, target, index, offsets, size * count, False)
@@ -270,8 +269,7 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
-        if target.trace is not None:
-            races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
+        races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
         if target.busy or target.reading or target.tensor is not None:
             in_use.check_store(w, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
@@ -406,8 +404,7 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
     values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
     cta.poison = None if known.all() else ~known
-    if cta.trace is not None:
-        races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
+    races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
     return values
@@ -427,8 +424,7 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
     if cta.busy or cta.reading:
         in_use.check_store(w, cta, offsets[:, : 8 * len(values)].ravel(), 16)
-    if cta.trace is not None:
-        races.accesses(w, cta, np.repeat(w.warps, 8 * len(values)), offsets[:, : 8 * len(values)].ravel(), 16, True)
+    races.accesses(w, cta, np.repeat(w.warps, 8 * len(values)), offsets[:, : 8 * len(values)].ravel(), 16, True)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
 

@@ -167,7 +167,7 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
 def tensor_wait(w: Window, write: bool) -> None:
     """tcgen05.wait::ld and tcgen05.wait::st"""
     cta = w.cta
-    clocks = tensor_in_use.clocks_of(cta)
+    clocks = cta.cluster.clocks
     for warp in w.warps:
         waited = [move for move in cta.moves.values() if move.time is None and move.write == write and move.warp == warp]
         if waited:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, wgmma
+from .. import in_use, races, wgmma
 from ..async_units import WARPGROUP, Chain
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Imm, Instruction, Reg, Vec
-from ..registers import Window
+from ..registers import WARP, Window
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def wgmma_issue(
         chain.b.append(int(one_value(b, start, stop, "a descriptor")))
         if cta.machine.pending:
             in_use.check_operands(w, chain)
+        for where in in_use.operands(chain):
+            races.check_source(w, cta, races.operand_words(where), "a wgmma", int(w.lanes[start]) // WARP)
         cta.pipe(int(w.lanes[start])).issue(chain, rows.mask, sources)
     cta.refresh_busy()
 
