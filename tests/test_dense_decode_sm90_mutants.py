@@ -86,7 +86,6 @@ def test_lse_in_base_2(workshop: Workshop) -> None:
 RACES = (r"fence\.proxy\.async[^;]*;", r"bar\.sync\s+(1|%r\d+), 128;")
 
 
-@pytest.mark.xfail(strict=True, reason="shows only as a race, which the simulator does not look for yet")
 @pytest.mark.parametrize("pattern", RACES, ids=["proxy fences", "named barriers"])
 def test_missing_fences_and_barriers(pattern: str, workshop: Workshop) -> None:
     assert workshop.is_found(WALK, "", workshop.places(WALK, pattern))
