@@ -32,6 +32,7 @@ class Group:
         self.timed_out = False
         self.yielded = False
         self.apart_at = -1  # program counter at which this group must not merge
+        self.rejoins = False  # was parted from warps that stand at the same place, and lets them catch up behind it
         self.set_lanes(lane_set)
 
     def set_lanes(self, lane_set: LaneSet) -> None:

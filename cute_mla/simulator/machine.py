@@ -237,8 +237,8 @@ class Machine:
             budget -= work
             if self.policy.splits_convoys and len(group.warps) > 1:
                 self.scatter(group, block)
-            if budget <= 0:
-                group.yielded = True
+            if budget <= 0 or group.rejoins:
+                group.yielded, group.rejoins = True, False
                 self.scheduler.add(group)
                 return
 
@@ -314,6 +314,7 @@ class Machine:
         other = Group(group.cta, rest, group.pc, group.tainted)
         group.set_lanes(mine)
         group.apart_at = other.apart_at = group.pc
+        group.rejoins = other.rejoins = not self.policy.splits_convoys
         group.cta.groups.append(other)
         self.scheduler.add(other)
         self.scheduler.add(group)

@@ -106,13 +106,18 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 # ---------------------------------------------------------------- runtime
 
 
+def is_same(value: np.ndarray) -> bool:
+    """Whether a value does not differ between lanes."""
+    return value.ndim == 0 or bool((value == value[0]).all())
+
+
 def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[tuple[Cta, int, int, list[int]]]:
     """Lanes with equal address and values, in order of first lane: (cta, offset, lanes, values)."""
     rows: dict[tuple[int, ...], list[object]] = {}
     for target, index, offsets in place_shared(w, address, cluster):
         lanes = range(w.n) if index is None else index
-        if w.n > 1 and index is None and bool((offsets == offsets[0]).all()) and all(v is None or v.ndim == 0 for v in values):
-            return [(target, int(offsets[0]), w.n, [0 if v is None else int(v) for v in values])]
+        if w.n > 1 and index is None and bool((offsets == offsets[0]).all()) and all(v is None or is_same(v) for v in values):
+            return [(target, int(offsets[0]), w.n, [0 if v is None else int(v.flat[0]) for v in values])]
         for position, lane in enumerate(lanes):
             offset = int(offsets[position])
             numbers = [0 if v is None else int(v) if v.ndim == 0 else int(v[lane]) for v in values]

@@ -174,10 +174,12 @@ def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Ct
     address = lanes_of(w, address)
     ranks = address >> np.uint32(24)
     offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
-    rank = int(ranks[0])
-    if not cluster and bool((ranks != cta.rank).any()):
+    if not cluster:
+        if bool((ranks == cta.rank).all()):
+            return [(cta, None, offsets)]
         other = int(ranks[ranks != cta.rank][0])
         raise Fault("out_of_bounds", f"an address of CTA {other} of the cluster in an instruction on .shared::cta memory")
+    rank = int(ranks[0])
     if bool((ranks == rank).all()):
         return [(cta.peer(rank), None, offsets)]
     parts: list[tuple[Cta, np.ndarray | None, np.ndarray]] = []
