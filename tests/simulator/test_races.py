@@ -44,6 +44,7 @@ def findings(program: str, policy: Policy, group: int = 1, image: int = 2 * SIZE
         (STORE + BAR + PRODUCT, "missing_fence"),
         (STORE + BAR + FENCE.replace("fence", "@%p6 fence") + PRODUCT, "missing_fence"),
         (FENCE + STORE + BAR + PRODUCT, "missing_fence"),
+        (STORE + "fence.proxy.async.global;\n" + BAR + PRODUCT, "missing_fence"),
         (STORE + FENCE + PRODUCT, "race"),
         ("setp.ne.u32 %p6, %r0, %r0;\n" + STORE + BAR + PRODUCT, "missing_fence"),
     ],
@@ -78,6 +79,20 @@ def test_bulk_store(policy: Policy) -> None:
     assert findings(STORE + FENCE + BAR + store, policy) == set()
     assert "missing_fence" in findings(STORE + BAR + store, policy)
     assert "race" in findings(STORE + FENCE + store, policy)
+
+
+@pytest.mark.parametrize("policy", SCHEDULES)
+def test_bulk_copy_to_the_peer(policy: Policy) -> None:
+    copy = f"""
+add.u32 %r13, %r1, {DATA}; xor.b32 %r14, %r4, 1; add.u32 %r15, %r13, 4096;
+mapa.shared::cluster.u32 %r15, %r15, %r14; mapa.shared::cluster.u32 %r16, %r1, %r14;
+@%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], 512;
+@%p0 cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r15], [%r13], 512, [%r16];
+{wait("$again", 0, 1)}ld.shared.u32 %r12, [%r13+4096];
+"""
+    assert findings(STORE + FENCE + BAR + PAIR + copy + PAIR, policy, 2) == set()
+    assert "missing_fence" in findings(STORE + BAR + PAIR + copy + PAIR, policy, 2)
+    assert "race" in findings(PAIR + STORE + FENCE + copy + PAIR, policy, 2)
 
 
 @pytest.mark.parametrize("policy", SCHEDULES)

@@ -211,6 +211,8 @@ def bulk_to_shared(
             for item in barriers:
                 machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
+        if peer:
+            races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy")
         in_use.check_copy(w, targets, offset, offset + nbytes)
         machine.start(effect, w, barriers, [(target, offset, offset + nbytes) for target in targets])
 

@@ -532,7 +532,10 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
 )  # fmt: skip
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
     """Fences only order; they are shown to observers."""
-    e.line("order_proxies(w)" if ins.opcode.startswith("fence.proxy") else "order_memory(w)")
+    if not ins.opcode.startswith("fence.proxy"):
+        e.line("order_memory(w)")
+    elif not ins.opcode.endswith("global"):
+        e.line("order_proxies(w)")
     e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
 
 
