@@ -7,19 +7,19 @@ from typing import Any, overload
 
 import torch
 
-from . import dense_decode_op as dense
+from .decode_op import DecodeTensors, Wanted, accumulator_bytes, alignment
+from .dense_decode_op import DenseOperands
 from .runtime.device import device_for
-from .schedule import GivenPlan, MlaSchedule
+from .schedule import GivenPlan, KeyCounts, MlaSchedule
 from .schedule import plan as plan_splits
-from .spec.dense_decode import num_parts
-from .spec.mla import D_QK, D_V
-from .spec.split_plan import accumulator_rows, invariant_splits
+from .sparse_decode_op import SparseOperands
+from .spec.dense_decode import MAX_KEYS, num_parts
+from .spec.mla import D_V, MAX_HEADS
+from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
 from .support import OPS, PLANNED_OPS, heads_problem, is_supported
-from .tensors import TMA_ALIGNMENT, WORKSPACE_ALIGNMENT, check_address, check_contiguous, check_dtype, check_shape, spec_of
+from .tensors import WORKSPACE_ALIGNMENT, address_of, check_address, check_contiguous, check_dtype, check_shape, spec_of
 
 __all__ = ["MlaSchedule", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
-
-_DENSE_ONLY = "not supported by this version, which decodes dense bf16 and fp16 caches; supported: None or False"
 
 
 @overload
@@ -57,7 +57,10 @@ def get_mla_metadata(
         cache_seqlens            int32 [batch], contiguous: keys of each request. Never read by the host.
         num_q_tokens_per_head_k  s_q * h_q / h_kv
         num_heads_k, num_heads_q h_kv, h_q (checked when given)
-        is_fp8_kvcache, topk     must be False, None
+        topk                     for sparse decode: indices of a token, of both caches together. Then num_heads_k must be 1,
+                                 num_heads_q given, and of cache_seqlens only the batch counts: every request is taken to have
+                                 topk keys. (A schedule object plans by topk_length as well.)
+        is_fp8_kvcache           whether the cache is an FP8 one, which sparse decode alone takes; the plan is the same
 
     One plan serves calls with and without batch_invariant, and block tables of any width. It stays correct when lengths
     change afterwards; it is then less balanced. A plan whose first use was outside a CUDA graph is not made again by
@@ -75,22 +78,27 @@ def get_mla_metadata(
             "num_q_tokens_per_head_k or num_heads_k is missing beside cache_seqlens; "
             "supported: get_mla_metadata() or all of the first three"
         )
-    _reject(is_fp8_kvcache=is_fp8_kvcache, topk=topk)
+    if topk is None:
+        _reject("without topk", is_fp8_kvcache=is_fp8_kvcache)
     _check_heads(num_q_tokens_per_head_k, num_heads_k, num_heads_q)
     spec = spec_of("cache_seqlens", cache_seqlens)
     check_shape("cache_seqlens", spec, ("batch",))
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
     device = device_for(spec.device)
-    parts = num_parts(device.arch, num_q_tokens_per_head_k, num_heads_k, device.sm_count)
-    return plan_splits(device, cache_seqlens, parts)
+    if topk is None:
+        counts, rows, columns = KeyCounts(cache_seqlens, None, NO_LIMIT, 0), num_q_tokens_per_head_k, num_heads_k
+    else:
+        rows = _sparse_heads(num_heads_k, num_heads_q, topk)
+        counts, columns = KeyCounts(None, None, topk, 0), num_q_tokens_per_head_k // rows
+    return plan_splits(device, counts, spec.shape[0], num_parts(device.arch, rows, columns, device.sm_count), spec.device)
 
 
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
     tile_scheduler_metadata: torch.Tensor | MlaSchedule,
     num_splits: torch.Tensor | None = None,
@@ -112,7 +120,9 @@ def flash_mla_with_kvcache(
     batch_invariant: bool = False,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new query tokens over a paged latent cache: out = softmax(softmax_scale * q k^T) v, v = k[..., :512].
+    """Attention of new query tokens over a paged latent cache: out = softmax(softmax_scale * q k^T) v.
+
+    Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :512].
 
     q                bf16 or fp16 [batch, s_q, h_q, 576], h_q 1 to 128; last dimension contiguous, other strides free
     k_cache          same dtype [pages, page size, h_kv, 576], h_kv divides h_q; page size 16, 32 or a multiple of 64;
@@ -121,17 +131,36 @@ def flash_mla_with_kvcache(
                      cache_seqlens needs are never read; KV beyond it may be anything, NaN too
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
                      device takes a negative one for 0, and one that the table has no room for as what it has room for
+    causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). Means nothing for s_q 1
+
+    Sparse (with indices): each query token attends to the slots that its indices name; causal must be False, block_table
+    and cache_seqlens are not looked at and may be None.
+
+    indices          int32 [batch, s_q, topk], last dimension contiguous: page * page size + row. Anything outside
+                     [0, pages * page size) is skipped, and what no valid index names may be anything, NaN too
+    q, k_cache       one of three formats (spec.cache_format), h_kv 1, any page size, pages and base 16-byte aligned:
+                     q [..., 576] bf16, k_cache [pages, page size, 1, 656] of uint8, int8 or float8_e4m3fn, is_fp8_kvcache True:
+                     512 e4m3, 4 fp32 scales, 64 bf16 RoPE columns a token; v = k[..., :512]
+                     q [..., 512] bf16, k_cache [pages, page size, 1, 584], likewise: a page has 576 bytes a token, 448 e4m3 and
+                     64 bf16 RoPE columns, then 8 bytes a token of which 7 are e8m0 scales; v = k. Pages may be padded
+                     q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
+    topk_length      int32 [batch], contiguous: only so many of the first indices count; None: all
+    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+                     a second cache of the same format (its page size its own), its indices [batch, s_q, extra topk], and
+                     their lengths: attended to besides
+
+    Both:
+
     head_dim_v       512
     tile_scheduler_metadata, num_splits
                      what get_mla_metadata returned: (schedule, None) or the two tensors
-    softmax_scale    positive, default 576 ** -0.5
-    causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). Means nothing for s_q 1
-    descale_q ... extra_topk_length
-                     FlashMLA's arguments of FP8 and sparse decode: must be absent in this version
+    softmax_scale    positive, default q.shape[-1] ** -0.5
+    descale_q, descale_k   FlashMLA's arguments for other caches: must be absent
     out              [batch, s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
     lse              fp32 [batch, h_q, s_q], any strides
-    workspace        contiguous, at least workspace_size("dense_decode", ...) bytes, address a multiple of 16; not to be
-                     shared by calls that may run at the same time
+    workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
+                     calls that may run at the same time
     batch_invariant  True: the bits of a request depend neither on its batchmates nor on the number of SMs
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
@@ -142,45 +171,54 @@ def flash_mla_with_kvcache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    _reject(
-        descale_q=descale_q,
-        descale_k=descale_k,
-        is_fp8_kvcache=is_fp8_kvcache,
-        indices=indices,
-        attn_sink=attn_sink,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-    )
+    _reject("in this version", descale_q=descale_q, descale_k=descale_k)
     _check_scalars(head_dim_v, softmax_scale, empty_lse)
     schedule = _read_schedule(tile_scheduler_metadata, num_splits)
-    call = dense.DenseDecodeCall(
-        q=spec_of("q", q),
-        k_cache=spec_of("k_cache", k_cache),
-        block_table=spec_of("block_table", block_table),
-        cache_seqlens=spec_of("cache_seqlens", cache_seqlens),
+    operands: DenseOperands | SparseOperands
+    if indices is None:
+        _reject(
+            "without indices",
+            is_fp8_kvcache=is_fp8_kvcache,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+        )
+        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, bool(causal))  # type: ignore[arg-type]
+    else:
+        _reject("with indices", causal=causal)
+        operands = SparseOperands(
+            q,
+            k_cache,
+            indices,
+            topk_length,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            extra_topk_length,
+            attn_sink,
+            bool(is_fp8_kvcache),
+        )
+    wanted = Wanted(
         given_plan=schedule.specs,
         out=None if out is None else spec_of("out", out),
         lse=None if lse is None else spec_of("lse", lse),
-        causal=bool(causal),
         batch_invariant=bool(batch_invariant),
-        address_alignment=dense.alignment(q.data_ptr(), 0 if out is None else out.data_ptr()),
+        address_alignment=alignment(address_of("q", q), 0 if out is None else out.data_ptr()),
     )
-    device = device_for(call.q.device)
-    plan = dense.plan_call(call, device.arch, device.sm_count)
-    check_address("k_cache", k_cache.data_ptr(), TMA_ALIGNMENT)
-    workspace = _workspace(workspace, plan.workspace_bytes, call.q.device)
+    device = device_for(q.device)
+    plan = operands.plan(wanted, device)
+    workspace = _workspace(workspace, plan.workspace_bytes, q.device, plan.op)
     if out is None:
-        out = q.new_empty(plan.out_shape)
+        out = q.new_empty(plan.results.out_shape)
     if lse is None:
-        lse = q.new_empty(plan.lse_shape, dtype=torch.float32)
+        lse = q.new_empty(plan.results.lse_shape, dtype=torch.float32)
     if plan.is_empty:
         return out, lse
-    metadata, num_splits = schedule.prepare(device, plan.schedule_key, cache_seqlens)
-    tensors = dense.DenseDecodeTensors(q, k_cache, block_table, cache_seqlens, metadata, num_splits, out, lse, workspace)
+    metadata, num_splits = schedule.prepare(device, plan.schedule_key, operands.counts(plan))
     device.undefined(out, lse, *(() if workspace is None else (workspace,)))
-    dense.launch(device, plan, tensors, D_QK**-0.5 if softmax_scale is None else softmax_scale, empty_lse)
+    tensors = DecodeTensors(metadata, num_splits, out, lse, workspace)
+    operands.launch(device, plan, tensors, softmax_scale, empty_lse)
     return out, lse
 
 
@@ -193,12 +231,15 @@ def workspace_size(
     h_kv: int = 1,
     batch_invariant: bool = False,
     max_cache_seqlen: int | None = None,
+    topk: int | None = None,
     device: torch.device | str | int = "cuda",
 ) -> int:
     """The bytes of workspace that a call needs: a function of its shapes and the device, never of lengths.
 
-    op: "dense_decode". batch, s_q, h_q, h_kv: as in the call.
-    batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too.
+    op: "dense_decode" or "sparse_decode". batch, s_q, h_q, h_kv: as in the call.
+    batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
+    topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
+    needed with batch_invariant.
     device: where the call runs; "cpu" inside cute_mla.simulate().
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
@@ -209,30 +250,32 @@ def workspace_size(
     for name, value in (("batch", batch), ("s_q", s_q)):
         if value < 0:
             raise ValueError(f"{name} is {value}; supported: 0 or more")
-    problem_of_heads = heads_problem(h_q, h_kv)
+    problem_of_heads = heads_problem(h_q, h_kv, op)
     if problem_of_heads is not None:
         raise ValueError(problem_of_heads)
-    max_splits = _max_splits(batch_invariant, max_cache_seqlen)
+    most_keys = _most_keys(op, batch_invariant, max_cache_seqlen, topk)
     where = device_for(torch.device(device))
     if batch == 0 or s_q == 0:
         return 0
-    parts = num_parts(where.arch, s_q * (h_q // h_kv), h_kv, where.sm_count)
-    return sum(dense.accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
+    rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
+    parts = num_parts(where.arch, rows, columns, where.sm_count)
+    max_splits = invariant_splits(most_keys) if batch_invariant else 0
+    return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
 
 
-def _reject(**given: Any) -> None:
-    """ValueError if any argument of what this version does not have is more than absent."""
+def _reject(where: str, **given: Any) -> None:
+    """ValueError if any of the arguments is more than absent. where: the kind of call that does not have them."""
     for name, value in given.items():
         if value is not None and value is not False:
             shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} is {shown}: {_DENSE_ONLY}")
+            raise ValueError(f"{name} is {shown}: not supported {where}; supported: None or False")
 
 
 def _check_scalars(head_dim_v: int, softmax_scale: float | None, empty_lse: float) -> None:
     if head_dim_v != D_V:
         raise ValueError(f"head_dim_v is {head_dim_v!r}; supported: {D_V}")
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale}; supported: a positive finite number, or None for {D_QK} ** -0.5")
+        raise ValueError(f"softmax_scale is {softmax_scale}; supported: a positive finite number, or None for q.shape[-1] ** -0.5")
     if empty_lse not in (math.inf, -math.inf):
         raise ValueError(f"empty_lse is {empty_lse}; supported: inf and -inf")
 
@@ -250,16 +293,36 @@ def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: in
         )
 
 
-def _max_splits(batch_invariant: bool, max_cache_seqlen: int | None) -> int:
-    """max_splits of spec.dense_decode. ValueError unless the bound on lengths is given where it is needed, and only there."""
-    if batch_invariant != (max_cache_seqlen is not None):
+def _sparse_heads(num_heads_k: int, num_heads_q: int | None, topk: int) -> int:
+    """The query heads of sparse decode. ValueError on what it does not support."""
+    if num_heads_q is None:
+        raise ValueError(f"num_heads_q is None with topk {topk}; supported with topk: 1 to {MAX_HEADS}")
+    problem = heads_problem(num_heads_q, num_heads_k, "sparse_decode")
+    if problem is not None:
+        raise ValueError(f"num_heads_k is {num_heads_k}, num_heads_q {num_heads_q}: {problem}")
+    if not 0 <= topk <= MAX_KEYS:
+        raise ValueError(f"topk is {topk}; supported: 0 to {MAX_KEYS}")
+    return num_heads_q
+
+
+def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:
+    """The bound on a request's keys, 0 where none is needed. ValueError unless it is given where it is needed, and rightly."""
+    dense = op == "dense_decode"
+    if dense and topk is not None:
+        raise ValueError(f"topk is {topk}; supported with dense_decode: None")
+    if not dense and max_cache_seqlen is not None:
+        raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported with sparse_decode: None, and topk with batch_invariant=True")
+    if dense and batch_invariant != (max_cache_seqlen is not None):
         raise ValueError(
             f"batch_invariant is {batch_invariant} and max_cache_seqlen {max_cache_seqlen}; supported: "
             "max_cache_seqlen (block_table.shape[1] * page size) with batch_invariant=True, and neither"
         )
-    if max_cache_seqlen is not None and max_cache_seqlen < 0:
-        raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported: 0 or more")
-    return invariant_splits(max_cache_seqlen) if max_cache_seqlen is not None else 0
+    if not dense and batch_invariant and topk is None:
+        raise ValueError("batch_invariant is True and topk None; supported: topk (of both caches together) with batch_invariant=True")
+    name, most = ("max_cache_seqlen", max_cache_seqlen) if dense else ("topk", topk)
+    if most is not None and most < 0:
+        raise ValueError(f"{name} is {most}; supported: 0 or more")
+    return most or 0
 
 
 def _read_schedule(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> MlaSchedule | GivenPlan:
@@ -275,7 +338,7 @@ def _read_schedule(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tenso
     return GivenPlan(metadata, num_splits)
 
 
-def _workspace(workspace: torch.Tensor | None, nbytes: int, device: torch.device) -> torch.Tensor | None:
+def _workspace(workspace: torch.Tensor | None, nbytes: int, device: torch.device, op: str) -> torch.Tensor | None:
     """The caller's workspace if it will do, else a new one; None if none is needed."""
     if workspace is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes else None
@@ -284,6 +347,6 @@ def _workspace(workspace: torch.Tensor | None, nbytes: int, device: torch.device
         raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
     check_contiguous("workspace", spec)
     if workspace.nbytes < nbytes:
-        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("dense_decode", ...)')
+        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')
     check_address("workspace", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
     return workspace if nbytes else None

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+from .runtime.arguments import NULL, Memory
 from .runtime.device import Device
 from .spec.split_plan import PLAN_COLUMNS, SplitPlanConfig
 from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_shape, spec_of
 
 
 class ScheduleKey(NamedTuple):
-    """The shapes that a schedule is made for."""
+    """The shapes that a schedule is made for. topk, extra_topk: None in dense decode."""
 
     batch: int
     s_q: int
@@ -21,6 +22,22 @@ class ScheduleKey(NamedTuple):
     page_size: int
     num_parts: int
     device: torch.device
+    topk: int | None = None
+    extra_topk: int | None = None
+
+
+class KeyCounts(NamedTuple):
+    """The keys of each request in its cache and in a second one: int32 [batch], or None where all have the limit."""
+
+    lengths: torch.Tensor | None
+    extra_lengths: torch.Tensor | None
+    limit: int
+    extra_limit: int
+
+    @property
+    def pointers(self) -> tuple[Memory, Memory]:
+        """lengths and extra_lengths as arguments."""
+        return (NULL if self.lengths is None else self.lengths), (NULL if self.extra_lengths is None else self.extra_lengths)
 
 
 class PlanSpecs(NamedTuple):
@@ -41,7 +58,7 @@ class GivenPlan(NamedTuple):
         """Of the two tensors."""
         return PlanSpecs(spec_of("tile_scheduler_metadata", self.metadata), spec_of("num_splits", self.num_splits))
 
-    def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan, whatever it contains: the kernels keep to their operands."""
         return self.metadata, self.num_splits
 
@@ -59,7 +76,7 @@ class MlaSchedule:
         self.num_splits: torch.Tensor | None = None
         self._key: ScheduleKey | None = None
 
-    def prepare(self, device: Device, key: ScheduleKey, cache_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
         if self._key is not key and self._key is not None and self._key != key:
             changed = ", ".join(
@@ -70,23 +87,21 @@ class MlaSchedule:
                 "get another from get_mla_metadata()"
             )
         if self.tile_scheduler_metadata is None or self.num_splits is None:
-            self.tile_scheduler_metadata, self.num_splits = plan(device, cache_seqlens, key.num_parts)
+            self.tile_scheduler_metadata, self.num_splits = plan(device, counts, key.batch, key.num_parts, key.device)
             self._key = key
         return self.tile_scheduler_metadata, self.num_splits
 
 
-def plan(device: Device, cache_seqlens: torch.Tensor, num_parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocates and computes tile_scheduler_metadata int32 [num_parts, 8] and num_splits int32 [batch + 1]."""
-    (batch,) = cache_seqlens.shape
-    if batch == 0:
-        metadata = cache_seqlens.new_zeros((num_parts, PLAN_COLUMNS))
-        num_splits = cache_seqlens.new_zeros((1,))
-    else:
-        metadata = cache_seqlens.new_empty((num_parts, PLAN_COLUMNS))
-        num_splits = cache_seqlens.new_empty((batch + 1,))
+def plan(device: Device, counts: KeyCounts, batch: int, num_parts: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocates and computes tile_scheduler_metadata int32 [num_parts, 8] and num_splits int32 [batch + 1], `where` they go."""
+    make = torch.empty if batch else torch.zeros
+    metadata = make((num_parts, PLAN_COLUMNS), dtype=torch.int32, device=where)
+    num_splits = make((batch + 1,), dtype=torch.int32, device=where)
+    if batch:
         device.undefined(metadata, num_splits)
         kernel = device.kernel("split_plan", SplitPlanConfig().name)
-        device.launch(kernel, (1, 1, 1), (cache_seqlens, metadata, num_splits, batch, num_parts))
+        limits = (counts.limit, counts.extra_limit)
+        device.launch(kernel, (1, 1, 1), (*counts.pointers, metadata, num_splits, batch, num_parts, *limits))
     return metadata, num_splits
 
 

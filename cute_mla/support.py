@@ -9,20 +9,24 @@ import torch
 
 from .cache import page_size_problem
 from .spec.arch import ALIASES, ARCHS
+from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
 from .tensors import DTYPE_NAMES
 
-OPS = ("dense_decode",)
-PLANNED_OPS = ("sparse_decode", "dense_prefill", "sparse_prefill")
+OPS = ("dense_decode", "sparse_decode")
+PLANNED_OPS = ("dense_prefill", "sparse_prefill")
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
+MAX_GRID_TOKENS = 65_535  # of sparse decode, whose grid has them along its second dimension
 
 
-def heads_problem(h_q: int, h_kv: int) -> str | None:
+def heads_problem(h_q: int, h_kv: int, op: str = "dense_decode") -> str | None:
     """Why these numbers of query and KV heads are not supported, or None if they are."""
     problem = _between("h_q", 1, MAX_HEADS)(h_q)
     if problem is not None:
         return problem
+    if op == "sparse_decode" and h_kv != 1:
+        return f"h_kv is {h_kv}; supported with indices: 1"
     if h_kv < 1 or h_q % h_kv:
         return f"h_kv is {h_kv} with h_q {h_q}; supported: divisors of h_q"
     return None
@@ -61,7 +65,19 @@ _DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     "attn_sink": _one_of("attn_sink", False),
     "extra_cache": _one_of("extra_cache", False),
     "topk_length": _one_of("topk_length", False),
+    "topk": _one_of("topk", None),
 }
+_SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
+    **_DENSE_DECODE,
+    "h_kv": _one_of("h_kv", 1),
+    "s_q": _between("s_q", 1, MAX_GRID_TOKENS),
+    "head_dim": _one_of("head_dim", D_QK, D_V),
+    "page_size": _between("page_size", 1, MAX_KEYS),
+    "causal": _one_of("causal", False),
+    **{name: _one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
+    "topk": _between("topk", 1, MAX_KEYS),
+}
+_FEATURES_OF = {"dense_decode": _DENSE_DECODE, "sparse_decode": _SPARSE_DECODE}
 
 FEATURES = tuple(_DENSE_DECODE)
 
@@ -69,15 +85,16 @@ FEATURES = tuple(_DENSE_DECODE)
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode" ("sparse_decode", "dense_prefill" and "sparse_prefill" are known, and not supported yet).
+    op: "dense_decode", "sparse_decode" ("dense_prefill" and "sparse_prefill" are known, and not supported yet).
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
         dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim, head_dim_v   576, 512
+        head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode), 512
         page_size        keys of a page
         causal, batch_invariant        True or False
         fp8_kvcache, attn_sink, extra_cache, topk_length   True if the call passes such an argument
+        topk             indices of a query token; None in dense decode
 
     Returns (True, what stands behind the kernels: whether they have run on hardware, and what was done instead) or (False,
     the reason). ValueError for a name that is none of the above. Says nothing of the machine: whether there is a device, a
@@ -93,11 +110,24 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if op not in OPS:
         return False, f"{op} is not in this version, which has {', '.join(OPS)}"
     for feature, value in features.items():
-        problem = _DENSE_DECODE[feature](value)
+        problem = _FEATURES_OF[op][feature](value)
         if problem is not None:
             return False, problem
-    if "h_q" in features and "h_kv" in features:
-        problem = heads_problem(features["h_q"], features["h_kv"])
-        if problem is not None:
-            return False, problem
+    problem = _problem_together(op, features)
+    if problem is not None:
+        return False, problem
     return True, ARCHS[ALIASES.get(arch, arch)].proof
+
+
+def _problem_together(op: str, features: dict[str, Any]) -> str | None:
+    """Why features that are each supported are not supported together, or None if they are."""
+    if "h_q" in features and "h_kv" in features:
+        problem = heads_problem(features["h_q"], features["h_kv"], op)
+        if problem is not None:
+            return problem
+    fp8 = features.get("fp8_kvcache")
+    if op == "sparse_decode" and fp8 and features.get("dtype") in ("fp16", torch.float16):
+        return "dtype is fp16 with an FP8 cache; supported: bf16"
+    if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
+        return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
+    return None

@@ -38,6 +38,13 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
         raise ValueError(f"{name} is {tensor!r}; supported: a torch tensor") from None
 
 
+def address_of(name: str, tensor: Any) -> int:
+    """The address of an argument. ValueError if it is not a tensor."""
+    spec_of(name, tensor)
+    address: int = tensor.data_ptr()
+    return address
+
+
 def check_shape(name: str, spec: TensorSpec, expected: tuple[int | str, ...]) -> None:
     """ValueError unless the shape is as expected, where a string stands for any size and names it."""
     fits = len(spec.shape) == len(expected)

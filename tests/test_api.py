@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
 from cute_mla.api import MlaSchedule
+from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -115,11 +116,14 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
     parts = 132 // row_ctas(device, 64)
     assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((parts, 8), torch.int32, (4,), torch.int32)
     assert plan.args == {
-        "cache_seqlens": call.cache_seqlens,
+        "lengths": call.cache_seqlens,
+        "extra_lengths": NULL,
         "plan": metadata,
         "num_splits": num_splits,
         "batch": 3,
         "num_parts": parts,
+        "max_keys": (1 << 31) - 1,
+        "extra_max_keys": 0,
     }
 
 
@@ -154,8 +158,12 @@ def test_combine_arguments(device: RecordingDevice) -> None:
     lse = torch.empty(2, 3, 24).transpose(1, 2)
     call.run(lse=lse, empty_lse=-math.inf)
     decode, combine = device.launches[1].args, device.launches[2].args
-    for name in ("cache_seqlens", "num_splits", "out_accum", "lse_accum", "out", "lse"):
+    for name in ("num_splits", "out", "lse"):
         assert combine[name] is decode[name]
+    assert [combine[name] for name in ("out_accum", "lse_accum")] == [decode[name] for name in ("out_accum", "lse_accum")]
+    assert combine["lengths"] is decode["cache_seqlens"]
+    assert (combine["extra_lengths"], combine["attn_sink"]) == (NULL, NULL)
+    assert (combine["max_keys"], combine["extra_max_keys"]) == (8 * 64, 0)
     assert [combine[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 1, 24]
     assert [combine[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
     assert (combine["empty_lse"], combine["s_q"], combine["h_q"]) == (-math.inf, 3, 24)

@@ -86,10 +86,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("scale negative", {"softmax_scale": -1.0}, "softmax_scale is -1.0; supported"),
     ("scale nan", {"softmax_scale": math.nan}, "softmax_scale is nan; supported"),
     ("empty_lse", {"empty_lse": 0.0}, "empty_lse is 0.0; supported: inf and -inf"),
-    ("descale_q", {"descale_q": torch.ones(1)}, r"descale_q is a tensor of shape \[1\]: not supported.*dense bf16"),
-    ("descale_k", {"descale_k": torch.ones(1)}, "descale_k is .*not supported by this version"),
-    ("is_fp8_kvcache", {"is_fp8_kvcache": True}, "is_fp8_kvcache is True: not supported by this version"),
-    ("indices", {"indices": ints(2, 1, 64)}, r"indices is a tensor of shape \[2, 1, 64\]: not supported"),
+    ("descale_q", {"descale_q": torch.ones(1)}, r"descale_q is a tensor of shape \[1\]: not supported in this version"),
+    ("descale_k", {"descale_k": torch.ones(1)}, "descale_k is .*not supported in this version"),
+    ("is_fp8_kvcache", {"is_fp8_kvcache": True}, "is_fp8_kvcache is True: not supported without indices; supported: None or False"),
     ("attn_sink", {"attn_sink": torch.zeros(64)}, "attn_sink is .*not supported"),
     ("extra_k_cache", {"extra_k_cache": zeros(1)}, "extra_k_cache is .*not supported"),
     ("extra_indices_in_kvcache", {"extra_indices_in_kvcache": ints(1)}, "extra_indices_in_kvcache is .*not supported"),
@@ -160,8 +159,10 @@ METADATA: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("no KV heads", (ints(2), 64, 0), {}, "num_heads_k is 0, num_heads_q None"),
     ("heads not divided", (ints(2), 64, 3, 64), {}, "num_heads_k is 3, num_heads_q 64: h_kv is 3 with h_q 64; supported: divisors"),
     ("rows not of these heads", (ints(2), 96, 1, 64), {}, "num_q_tokens_per_head_k is 96 with 64 query heads and 1 KV heads"),
-    ("FP8", (ints(2), 64, 1, 64, True), {}, "is_fp8_kvcache is True: not supported by this version"),
-    ("topk", (ints(2), 64, 1, 64, False, 2048), {}, "topk is 2048: not supported by this version"),
+    ("FP8", (ints(2), 64, 1, 64, True), {}, "is_fp8_kvcache is True: not supported without topk"),
+    ("topk without heads", (ints(2), 64, 1, None, False, 2048), {}, "num_heads_q is None with topk 2048; supported with topk: 1 to 128"),
+    ("topk with KV heads", (ints(2), 64, 2, 64, True, 2048), {}, "num_heads_k is 2.*h_kv is 2; supported with indices: 1"),
+    ("topk negative", (ints(2), 64, 1, 64, True, -1), {}, "topk is -1; supported: 0 to"),
 ]  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def test_get_mla_metadata(device: RecordingDevice, args: tuple[Any, ...], option
 
 
 SIZES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("op to come", "sparse_decode", {}, "op is 'sparse_decode'; supported: dense_decode .*not in this version"),
+    ("op to come", "sparse_prefill", {}, "op is 'sparse_prefill'; supported: dense_decode, sparse_decode .*not in this version"),
     ("negative batch", "dense_decode", {"batch": -1}, "batch is -1; supported: 0 or more"),
     ("negative s_q", "dense_decode", {"s_q": -1}, "s_q is -1; supported: 0 or more"),
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),
@@ -181,6 +182,11 @@ SIZES: list[tuple[str, str, dict[str, Any], str]] = [
     ("invariant without length", "dense_decode", {"batch_invariant": True}, "batch_invariant is True and max_cache_seqlen None"),
     ("length without invariant", "dense_decode", {"max_cache_seqlen": 64}, "batch_invariant is False and max_cache_seqlen 64"),
     ("negative length", "dense_decode", {"batch_invariant": True, "max_cache_seqlen": -1}, "max_cache_seqlen is -1; supported"),
+    ("topk", "dense_decode", {"topk": 64}, "topk is 64; supported with dense_decode: None"),
+    ("sparse KV heads", "sparse_decode", {"h_kv": 2}, "h_kv is 2; supported with indices: 1"),
+    ("sparse length", "sparse_decode", {"max_cache_seqlen": 64}, "max_cache_seqlen is 64; supported with sparse_decode: None"),
+    ("sparse invariant", "sparse_decode", {"batch_invariant": True}, "batch_invariant is True and topk None; supported: topk"),
+    ("negative topk", "sparse_decode", {"topk": -1}, "topk is -1; supported: 0 or more"),
     ("device", "dense_decode", {"device": "meta"}, "got tensors on meta: supported are CUDA tensors"),
 ]  # fmt: skip
 

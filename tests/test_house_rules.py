@@ -19,7 +19,10 @@ MAX_PARAMETERS = 8
 # The folders at the top of the tree, and the packages that they are.
 TOP_FOLDERS = {"cute_mla": "", "aot_build": "aot_build", "cli": "cli", "profiles": "profiles"}
 
-TORCH_FACING = {"api", "layer", "cache", "reference", "schedule", "tensors", "support", "dense_decode_op"}
+TORCH_FACING = {
+    *("api", "layer", "cache", "reference", "schedule", "tensors", "support"),
+    *("decode_op", "dense_decode_op", "sparse_decode_op"),
+}
 ANYTHING = {"testing", "cli", "profiles"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {

@@ -9,54 +9,98 @@ import torch
 
 from cute_mla import is_supported
 from cute_mla.spec.arch import Arch
-from cute_mla.support import FEATURES
+from cute_mla.support import FEATURES, OPS
 
-GOOD: dict[str, tuple[Any, ...]] = {
-    "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
-    "h_q": (1, 3, 63, 128),
-    "h_kv": (1, 8, 128),
-    "s_q": (1, 7, 4096),
-    "head_dim": (576,),
-    "head_dim_v": (512,),
-    "page_size": (16, 32, 64, 128, 192, 4096),
-    "causal": (False, True),
-    "batch_invariant": (False, True),
-    "fp8_kvcache": (False,),
-    "attn_sink": (False,),
-    "extra_cache": (False,),
-    "topk_length": (False,),
+GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
+    "dense_decode": {
+        "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+        "h_q": (1, 3, 63, 128),
+        "h_kv": (1, 8, 128),
+        "s_q": (1, 7, 4096),
+        "head_dim": (576,),
+        "head_dim_v": (512,),
+        "page_size": (16, 32, 64, 128, 192, 4096),
+        "causal": (False, True),
+        "batch_invariant": (False, True),
+        "fp8_kvcache": (False,),
+        "attn_sink": (False,),
+        "extra_cache": (False,),
+        "topk_length": (False,),
+        "topk": (None,),
+    },
+    "sparse_decode": {
+        "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+        "h_q": (1, 3, 63, 128),
+        "h_kv": (1,),
+        "s_q": (1, 7, 65_535),
+        "head_dim": (576, 512),
+        "head_dim_v": (512,),
+        "page_size": (1, 2, 61, 64, 4096),
+        "causal": (False,),
+        "batch_invariant": (False, True),
+        "fp8_kvcache": (False, True),
+        "attn_sink": (False, True),
+        "extra_cache": (False, True),
+        "topk_length": (False, True),
+        "topk": (1, 63, 2048),
+    },
 }
-BAD: dict[str, tuple[Any, ...]] = {
-    "dtype": ("fp8", torch.float32),
-    "h_q": (0, 129, 1.5),
-    "h_kv": (0, 129),
-    "s_q": (0,),
-    "head_dim": (512,),
-    "head_dim_v": (128,),
-    "page_size": (0, 1, 48, 96, -64),
-    "causal": (None,),
-    "batch_invariant": (2,),
-    "fp8_kvcache": (True,),
-    "attn_sink": (True,),
-    "extra_cache": (True,),
-    "topk_length": (True,),
+BAD: dict[str, dict[str, tuple[Any, ...]]] = {
+    "dense_decode": {
+        "dtype": ("fp8", torch.float32),
+        "h_q": (0, 129, 1.5),
+        "h_kv": (0, 129),
+        "s_q": (0,),
+        "head_dim": (512,),
+        "head_dim_v": (128,),
+        "page_size": (0, 1, 48, 96, -64),
+        "causal": (None,),
+        "batch_invariant": (2,),
+        "fp8_kvcache": (True,),
+        "attn_sink": (True,),
+        "extra_cache": (True,),
+        "topk_length": (True,),
+        "topk": (64,),
+    },
+    "sparse_decode": {
+        "dtype": ("fp8", torch.float32),
+        "h_q": (0, 129, 1.5),
+        "h_kv": (0, 2),
+        "s_q": (0, 65_536),
+        "head_dim": (128,),
+        "head_dim_v": (128,),
+        "page_size": (0, -64),
+        "causal": (True,),
+        "batch_invariant": (2,),
+        "fp8_kvcache": (None,),
+        "attn_sink": (2,),
+        "extra_cache": (2,),
+        "topk_length": (2,),
+        "topk": (0, None),
+    },
 }
 
 
-def test_every_feature_is_tested_and_documented() -> None:
-    assert set(FEATURES) == set(GOOD) == set(BAD)
+def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:
+    """(op, feature, value) of all."""
+    return [(op, feature, value) for op, listed in features.items() for feature, values in listed.items() for value in values]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_feature_is_tested_and_documented(op: str) -> None:
+    assert set(FEATURES) == set(GOOD[op]) == set(BAD[op])
     assert is_supported.__doc__ is not None
     assert all(feature in is_supported.__doc__ for feature in FEATURES)
 
 
-@pytest.mark.parametrize(("feature", "value"), [(feature, value) for feature, values in GOOD.items() for value in values])
-def test_supported(feature: str, value: Any, arch: Arch) -> None:
-    assert is_supported("dense_decode", arch.name, **{feature: value}) == (True, arch.proof)
+@pytest.mark.parametrize(("op", "feature", "value"), every(GOOD))
+def test_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
+    assert is_supported(op, arch.name, **{feature: value}) == (True, arch.proof)
 
 
-@pytest.mark.parametrize(("feature", "value"), [(feature, value) for feature, values in BAD.items() for value in values])
-def test_not_supported(feature: str, value: Any, arch: Arch) -> None:
-    supported, reason = is_supported("dense_decode", arch.name, **{feature: value})
+@pytest.mark.parametrize(("op", "feature", "value"), every(BAD))
+def test_not_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
+    supported, reason = is_supported(op, arch.name, **{feature: value})
     assert not supported
     assert "supported: " in reason
 
@@ -66,8 +110,22 @@ def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=64, h_kv=3) == (False, "h_kv is 3 with h_q 64; supported: divisors of h_q")
 
 
+def test_features_of_sparse_decode_together() -> None:
+    assert is_supported("sparse_decode", "sm90", fp8_kvcache=True, head_dim=512, dtype="bf16", attn_sink=True, extra_cache=True)[0]
+    assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=576, dtype=torch.float16)[0]
+    for dtype in ("fp16", torch.float16):
+        refused = is_supported("sparse_decode", "sm90", fp8_kvcache=True, dtype=dtype)
+        assert refused == (False, "dtype is fp16 with an FP8 cache; supported: bf16")
+    assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=512) == (
+        False,
+        "head_dim is 512 without an FP8 cache; supported: 576",
+    )
+    assert is_supported("sparse_decode", "sm90", h_q=64, h_kv=2) == (False, "h_kv is 2; supported: 1")
+
+
 def test_what_is_to_come() -> None:
-    assert is_supported("sparse_decode", "sm90") == (False, "sparse_decode is not in this version, which has dense_decode")
+    listed = "dense_decode, sparse_decode"
+    assert is_supported("sparse_prefill", "sm90") == (False, f"sparse_prefill is not in this version, which has {listed}")
     assert is_supported("dense_prefill", "sm100")[0] is False
 
 

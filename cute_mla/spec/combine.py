@@ -1,4 +1,7 @@
-"""combine: merges the splits of each request, out = sum_s w_s out_s / sum_s w_s with w_s = 2^(lse_s - max lse)."""
+"""combine: merges the splits of each request, out = sum_s w_s out_s / sum_s w_s with w_s = 2^(lse_s - max lse).
+
+An attention sink is one more key without a value: it enters the sum below, not lse, and only here, where out is final.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
-        "cache_seqlens",  # int32 [batch]
+        "lengths",  # as in split_plan
+        "extra_lengths",
         "num_splits",  # int32 [batch + 1]
+        "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse is not
         "out_accum",  # fp32 [accumulator rows, s_q, h_q, 512]
         "lse_accum",  # fp32 [accumulator rows, s_q, h_q], base 2
         "out",  # dtype [batch, s_q, h_q, 512]
@@ -31,6 +36,8 @@ PARAMS: tuple[Param, ...] = (
     *int32s(
         "s_q",
         "h_q",
+        "max_keys",  # as in split_plan
+        "extra_max_keys",
         "max_splits",  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
         "accum_rows",  # of out_accum and lse_accum: whatever num_splits says, nothing else is read
     ),

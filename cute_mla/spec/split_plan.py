@@ -20,6 +20,7 @@ from .abi import Param, int32s, pointers
 from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
+NO_LIMIT = (1 << 31) - 1  # keys of a request, as max_keys
 
 PLAN_COLUMNS = 8
 PART_BEGIN_REQ = 0
@@ -38,11 +39,17 @@ INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
-        "cache_seqlens",  # int32 [batch]
+        "lengths",  # int32 [batch]: keys of each request, taken for 0 if negative; or null: max_keys each
+        "extra_lengths",  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
         "plan",  # int32 [num_parts, 8], out
         "num_splits",  # int32 [batch + 1], out
     ),
-    *int32s("batch", "num_parts"),
+    *int32s(
+        "batch",
+        "num_parts",
+        "max_keys",  # more count as that many; NO_LIMIT for any number
+        "extra_max_keys",  # 0 without a second cache. The sum of both is an int32
+    ),
 )
 
 

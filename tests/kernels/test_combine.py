@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from caches import Keys
 from launching import CompiledKernel, compiled, launch, nbytes
 
 from cute_mla import simulator
 from cute_mla.spec.combine import COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 
 pytestmark = pytest.mark.usefixtures("built_for")
 
@@ -25,7 +27,8 @@ CANARY = 7.0
 @dataclass
 class Problem:
     """One call. rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
-    lengths: given for a batch-invariant call, in which every request has as many rows.
+    lengths: given for a batch-invariant call, in which every request has as many rows. keys: the same where a second cache adds to
+    them. sink: of every head; None for a null pointer.
 
     out is a view with the given strides, in elements, over a flat buffer that starts at `offset`.
     """
@@ -35,6 +38,8 @@ class Problem:
     h_q: int = 2
     dtype: str = "bf16"
     lengths: list[int] | None = None
+    keys: Keys | None = None
+    sink: list[float] | None = None
     empty_lse: float = math.inf
     empty: set[tuple[int, int, int]] = field(default_factory=set)
     strides: tuple[int, int, int] | None = None
@@ -50,9 +55,12 @@ class Problem:
             self.accum[position] = math.nan
             self.lse_accum[position] = -math.inf
         self.first_rows = [sum(self.rows[:r]) for r in range(len(self.rows) + 1)]
-        given = self.first_rows if self.lengths is None else [(-1) ** r << 30 for r in self.first_rows]  # nobody is to believe that
+        if self.lengths is not None:
+            self.keys = Keys.of(self.lengths)
+        given = self.first_rows if self.keys is None else [(-1) ** r << 30 for r in self.first_rows]  # nobody is to believe that
         self.num_splits = torch.tensor(given, dtype=torch.int32)
-        self.seqlens = torch.tensor(self.lengths or [0] * len(self.rows), dtype=torch.int32)
+        self.tables = (self.keys or Keys(len(self.rows), None, None)).tables()
+        self.attn_sink = 0 if self.sink is None else torch.tensor(self.sink)
         shape = (len(self.rows), self.s_q, self.h_q, D_V)
         strides = (*(self.strides or (self.s_q * self.h_q * D_V, self.h_q * D_V, D_V)), 1)
         reach = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 1
@@ -62,20 +70,19 @@ class Problem:
 
     def used(self, request: int) -> int:
         """Splits to merge, by the contract."""
-        if self.lengths is None:
+        if self.keys is None:
             return self.rows[request]
-        return min(self.rows[request], ceil_div(max(self.lengths[request], 0), TILE_KEYS * INVARIANT_SPLIT_TILES))
+        return min(self.rows[request], ceil_div(self.keys.counts[request], TILE_KEYS * INVARIANT_SPLIT_TILES))
 
     @property
     def max_splits(self) -> int:
         """As in spec.dense_decode."""
-        return 0 if self.lengths is None else self.rows[0]
+        return 0 if self.keys is None else self.rows[0]
 
     def memory(self) -> simulator.GlobalMemory:
         """What the kernel may touch. The out rows of empty and of unused splits are left out: reading one is a finding."""
         memory = simulator.GlobalMemory()
-        for name in ("num_splits", "seqlens", "lse_accum"):
-            tensor = getattr(self, name)
+        for name, tensor in self.tables_by_name():
             if tensor.numel():
                 memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=False)
         for request in range(len(self.rows)):
@@ -86,6 +93,20 @@ class Problem:
         memory.add("out", self.buffer.data_ptr(), nbytes(self.buffer))
         memory.add("lse", self.lse.data_ptr(), nbytes(self.lse))
         return memory
+
+    def tables_by_name(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is only read and wholly there, without the null pointers."""
+        lengths, extra_lengths = self.tables
+        given = {"lengths": lengths, "extra_lengths": extra_lengths, "attn_sink": self.attn_sink}
+        yield from ((name, table) for name, table in given.items() if isinstance(table, torch.Tensor))
+        yield from (("num_splits", self.num_splits), ("lse_accum", self.lse_accum))
+
+    def args(self, out: torch.Tensor | int, lse: torch.Tensor | int, strides: Sequence[int]) -> list[int | float | torch.Tensor]:
+        """The kernel's arguments. strides: three of out, three of lse."""
+        keys = self.keys or Keys(len(self.rows), None, None)
+        operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse]
+        limits = (keys.limit, keys.extra_limit, self.max_splits, len(self.accum))
+        return [*operands, *strides, self.empty_lse, self.s_q, self.h_q, *limits]
 
     def _written(self, first: int, count: int) -> list[tuple[int, int, int]]:
         positions = [(first + s, token, head) for s in range(count) for token in range(self.s_q) for head in range(self.h_q)]
@@ -100,8 +121,7 @@ class Problem:
     ) -> list[simulator.Finding]:
         kernel = kernel or compiled("combine", self.dtype)
         shape = (len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
-        args = [self.seqlens, self.num_splits, self.accum, self.lse_accum, self.out, self.lse, *self.out.stride()[:3]]
-        args += [*self.lse.stride()[:2], self.lse.stride(2), self.empty_lse, self.s_q, self.h_q, self.max_splits, len(self.accum)]
+        args = self.args(self.out, self.lse, (*self.out.stride()[:3], *self.lse.stride()))
         return launch(kernel, shape, args, memory or self.memory(), policy)
 
     def expected(self, request: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,6 +135,9 @@ class Problem:
         merged = torch.logsumexp(lse, dim=0)
         empty = torch.isneginf(merged)
         out = torch.where(empty[..., None], 0.0, (weights[..., None] * values).sum(0))
+        if self.sink is not None:
+            seen = torch.sigmoid(merged - torch.tensor(self.sink, dtype=torch.float64))  # 1 / (1 + exp(sink - lse))
+            out = torch.where(empty[..., None], 0.0, out * seen[..., None])
         return out, torch.where(empty, self.empty_lse, merged).T
 
     def check(self) -> None:
@@ -206,12 +229,40 @@ def test_fixed_splits_use_the_rows_of_the_length(length: int) -> None:
     run_both(Problem([5, 5], lengths=[length, 20_000]))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_fixed_splits_of_two_caches_with_and_without_tables(seed: int) -> None:
+    """The keys of both caches together decide, and null tables are not read."""
+    keys = Keys.draw(random.Random(seed), 20_000)
+    run_both(Problem([invariant_splits(keys.most)] * keys.batch, h_q=1, keys=keys))
+
+
+@pytest.mark.parametrize("splits", [2, 40])
+def test_sinks_scale_out_and_not_lse(splits: int) -> None:
+    """Of every size next to lse, +-inf too; one a head, and the last head's splits are all empty."""
+    sink = [-math.inf, -80.0, -3.0, 0.0, 2.5, 20.0, 90.0, math.inf, 1e38, -1e38, 0.5]
+    empty = {(split, token, len(sink) - 1) for split in range(splits) for token in range(2)}
+    plain, problem = (Problem([splits], s_q=2, h_q=len(sink), sink=given, empty=empty) for given in (None, sink))
+    for run in (plain, problem):
+        run_both(run)
+    assert torch.equal(plain.lse, problem.lse)
+    assert (problem.out[:, :, 7] == 0).all()
+    assert torch.equal(plain.out[:, :, 0], problem.out[:, :, 0])
+
+
+@pytest.mark.parametrize("sink", [-math.inf, 0.0, math.inf])
+@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
+def test_a_sink_beside_nothing(sink: float, empty_lse: float) -> None:
+    problem = Problem([2], h_q=1, sink=[sink], empty_lse=empty_lse, empty={(0, 0, 0), (1, 0, 0)})
+    run_both(problem)
+    assert (problem.out == 0).all()
+    assert (problem.lse == empty_lse).all()
+
+
 def test_offsets_beyond_2_31_elements() -> None:
     """Request 1 lies 2^33 elements behind the pointer, and request 0 is not cut."""
     problem = Problem([0, 2])
     far = 1 << 33
-    args = [problem.seqlens, problem.num_splits, problem.accum, problem.lse_accum, problem.out[1].data_ptr() - 2 * far]
-    args += [problem.lse[1].data_ptr() - 4 * far, far, 0, D_V, far, 1, 0, math.inf, 1, 2, 0, 2]
+    args = problem.args(problem.out[1].data_ptr() - 2 * far, problem.lse[1].data_ptr() - 4 * far, (far, 0, D_V, far, 1, 0))
     assert not launch(compiled("combine", "bf16"), (2, 1, 1), args, problem.memory())
     problem.check()
 
@@ -224,7 +275,7 @@ def findings_with(first: int, after: int, kernel: CompiledKernel | None = None) 
     problem = Problem([2, 2, 2])
     problem.num_splits = torch.tensor([0, first, after, 6], dtype=torch.int32)
     memory = simulator.GlobalMemory()
-    for name in ("num_splits", "seqlens", "accum", "lse_accum", "buffer", "lse"):
+    for name in ("num_splits", "accum", "lse_accum", "buffer", "lse"):
         memory.add(name, getattr(problem, name).data_ptr(), nbytes(getattr(problem, name)), writable=name in ("buffer", "lse"))
     return problem.run(kernel, memory=memory)
 
@@ -237,7 +288,7 @@ def test_whatever_num_splits_holds_only_rows_that_exist_are_read(first: int) -> 
 
 @pytest.mark.parametrize(
     ("pattern", "replacement"),
-    [(r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;"), (r"min\.s32 (.*), %r\d+;", r"min.s32 \1, 2147483647;")],
+    [(r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;"), (r"min\.s32 (.*), %r\d+, (%r\d+);", r"min.s32 \1, 2147483647, \2;")],
     ids=["from below", "from above"],
 )
 def test_unclipped_rows_are_seen(pattern: str, replacement: str) -> None:
@@ -263,11 +314,12 @@ def test_grid_is_fine_where_rows_are_few() -> None:
         (r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;"),  # reads the rows of empty splits
         (r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;"),  # leaves half of the splits out of max and sum
         (r"add\.s32 (.*), 32;", r"add.s32 \1, 64;"),  # skips the second 32 splits
+        (r"0f3FB8AA3B", "0f3F800000"),  # takes the sink for one of base 2
     ],
 )
 def test_planted_bugs_are_seen(pattern: str, replacement: str) -> None:
     broken = compiled("combine", "bf16").edited(pattern, replacement)
-    problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)})
+    problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
     if problem.run(broken):
         return
     with pytest.raises(AssertionError):

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from caches import Keys
 from launching import CompiledKernel, compiled, launch, nbytes
 from plan_reference import Plan, reference_plan
 
@@ -24,21 +25,25 @@ def kernel(built_for: Arch) -> CompiledKernel:
 
 def run_plan(
     kernel: CompiledKernel,
-    lengths: list[int],
+    keys: list[int] | Keys,
     num_parts: int,
     policy: simulator.Policy | None = None,
 ) -> tuple[Plan, list[simulator.Finding]]:
-    """The kernel's plan. The outputs start as garbage, at addresses that are multiples of 4 bytes only."""
-    batch = len(lengths)
-    seqlens = torch.tensor(lengths or [0], dtype=torch.int32)
+    """The kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
+    multiples of 4 bytes only."""
+    keys = Keys.of(keys) if isinstance(keys, list) else keys
+    batch = keys.batch
+    tables = keys.tables()
     parts = torch.full((num_parts * PLAN_COLUMNS + 1,), GARBAGE, dtype=torch.int32)[1:]
     splits = torch.full((batch + 2,), GARBAGE, dtype=torch.int32)[1:]
     memory = simulator.GlobalMemory()
-    if batch:
-        memory.add("cache_seqlens", seqlens.data_ptr(), nbytes(seqlens), writable=False)
+    for name, table in zip(("lengths", "extra_lengths"), tables, strict=True):
+        if batch and isinstance(table, torch.Tensor):
+            memory.add(name, table.data_ptr(), nbytes(table), writable=False)
     memory.add("plan", parts.data_ptr(), nbytes(parts))
     memory.add("num_splits", splits.data_ptr(), nbytes(splits))
-    findings = launch(kernel, (1, 1, 1), [seqlens, parts, splits, batch, num_parts], memory, policy)
+    args = [*tables, parts, splits, batch, num_parts, keys.limit, keys.extra_limit]
+    findings = launch(kernel, (1, 1, 1), args, memory, policy)
     rows = tuple(tuple(row) for row in parts.view(num_parts, PLAN_COLUMNS).tolist())
     return Plan(rows, tuple(splits.tolist())), findings
 
@@ -102,6 +107,24 @@ def test_random_batches(kernel: CompiledKernel, seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randrange(draw.choice([2, 200, 20_000])) for _ in range(draw.randrange(1, 200))]
     check(kernel, lengths, draw.randrange(1, 200))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed: int) -> None:
+    """Null tables, which nothing is read from, and lengths beyond the limits."""
+    draw = random.Random(seed)
+    keys = Keys.draw(draw, draw.choice([2, 200, 20_000]))
+    num_parts = draw.randrange(1, 200)
+    plan, findings = run_plan(kernel, keys, num_parts)
+    assert not findings
+    assert plan == reference_plan(keys.counts, num_parts)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 1500])
+def test_every_request_has_the_limit_where_there_are_no_tables(kernel: CompiledKernel, batch: int) -> None:
+    plan, findings = run_plan(kernel, Keys(batch, None, None, 2048, 100), 40)
+    assert not findings
+    assert plan == reference_plan([2148] * batch, 40)
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])

@@ -1,6 +1,7 @@
 """combine: merges the splits of each request. Every architecture.
 
-    m = max_s lse_s     w_s = 2^(lse_s - m)     out = sum_s w_s out_s / sum_s w_s     lse = (m + log2(sum_s w_s)) ln 2
+    m = max_s lse_s     w_s = 2^(lse_s - m)     lse = (m + log2(sum_s w_s)) ln 2
+    out = sum_s w_s out_s / (sum_s w_s + 2^(sink log2 e - m)), the last term only where there is an attention sink
 
     grid     (batch * s_q, ceil(h_q / 8), 1 or 4), 256 threads, no shared memory; one warp merges one row (query token, head)
              z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane, for batches too small to fill
@@ -18,13 +19,14 @@ import math
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
-from cutlass.cute.runtime import make_ptr
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
 from ...spec.mla import D_V
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from ..parts.example_arguments import example_arguments
+from ..parts.lengths import Lengths, clip
 from ..source import KernelSource
 
 THREADS = 32 * ROWS_PER_BLOCK
@@ -36,18 +38,12 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 @cute.jit
-def clip(value: Int32, most: Int32) -> Int32:
-    """The nearest integer from 0 to `most`."""
-    return cutlass.min(cutlass.max(value, Int32(0)), most)
-
-
-@cute.jit
-def splits_of(cache_seqlens: cute.Pointer, num_splits: cute.Pointer, request: Int32, max_splits: Int32, accum_rows: Int32):
+def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_splits: Int32, accum_rows: Int32):
     """(first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
     first, count = request * max_splits, Int32(0)
     if max_splits > 0:
         # Rows are kept for the longest length: only those of this length were written. No length overflows here.
-        count = cutlass.min((cutlass.max(cache_seqlens[request], Int32(1)) - 1) // (TILE_KEYS * INVARIANT_SPLIT_TILES) + 1, max_splits)
+        count = cutlass.min((cutlass.max(lengths.keys(request), Int32(1)) - 1) // (TILE_KEYS * INVARIANT_SPLIT_TILES) + 1, max_splits)
     else:
         # The caller's num_splits may hold anything: what it says of rows that do not exist is not believed.
         first = clip(num_splits[request], accum_rows)
@@ -137,10 +133,18 @@ def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
 
 
 @cute.jit
-def merge(out_row: cute.Pointer, accum_row: cute.Pointer, lse_row: cute.Pointer, stride: Int64, count: Int32, groups: cutlass.Constexpr):
-    """Merges `groups` groups of columns of a row and returns (m, sum of weights).
+def merge(
+    out_row: cute.Pointer,
+    accum_row: cute.Pointer,
+    lse_row: cute.Pointer,
+    stride: Int64,
+    count: Int32,
+    sink: Float32,
+    groups: cutlass.Constexpr,
+):
+    """Merges `groups` groups of columns of a row and returns (m, sum of the splits' weights).
 
-    stride: rows of lse_accum between two splits. count: splits.
+    stride: rows of lse_accum between two splits. count: splits. sink: base 2; it weighs on out alone.
     """
     steps = BUFFER // (VECTOR * groups)
     shape = cute.make_layout((VECTOR, groups, steps))
@@ -159,14 +163,17 @@ def merge(out_row: cute.Pointer, accum_row: cute.Pointer, lse_row: cute.Pointer,
             held = lane_weight(lse_row, stride, following + lane, count, shift)
         fill(even, even_weights, accum_row, stride * D_V, following, held)
         accumulate(sums, odd, odd_weights)
-    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(total))
+    below = total + cute.math.exp2(sink - shift, fastmath=True)
+    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
     return shift, total
 
 
 @cute.kernel
 def combine(
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     num_splits: cute.Pointer,
+    attn_sink: cute.Pointer,
     out_accum: cute.Pointer,
     lse_accum: cute.Pointer,
     out: cute.Pointer,
@@ -180,6 +187,8 @@ def combine(
     empty_lse: Float32,
     s_q: Int32,
     h_q: Int32,
+    max_keys: Int32,
+    extra_max_keys: Int32,
     max_splits: Int32,
     accum_rows: Int32,
 ):
@@ -194,18 +203,22 @@ def combine(
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
-    first, count = splits_of(cache_seqlens, num_splits, request, max_splits, accum_rows)
+    keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
+    first, count = splits_of(keys, num_splits, request, max_splits, accum_rows)
     if head < h_q and count > 1:
         stride = Int64(s_q) * h_q
         row = first * stride + (Int64(token) * h_q + head)
         column = column_block * GROUP + lane * VECTOR
         out_row = out + (request * out_stride_batch + token * out_stride_token + head * out_stride_head + column)
         accum_row = out_accum + (row * D_V + column)
+        sink = Float32(-math.inf)
+        if attn_sink.toint() != 0:
+            sink = attn_sink[head] * math.log2(math.e)
         shift, total = Float32(0), Float32(0)
         if column_blocks == 1:
-            shift, total = merge(out_row, accum_row, lse_accum + row, stride, count, D_V // GROUP)
+            shift, total = merge(out_row, accum_row, lse_accum + row, stride, count, sink, D_V // GROUP)
         else:
-            shift, total = merge(out_row, accum_row, lse_accum + row, stride, count, 1)
+            shift, total = merge(out_row, accum_row, lse_accum + row, stride, count, sink, 1)
         if lane == 0 and column_block == 0:
             value = empty_lse
             if total != 0:  # true for NaN
@@ -215,8 +228,10 @@ def combine(
 
 @cute.jit
 def launch(
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     num_splits: cute.Pointer,
+    attn_sink: cute.Pointer,
     out_accum: cute.Pointer,
     lse_accum: cute.Pointer,
     out: cute.Pointer,
@@ -230,14 +245,18 @@ def launch(
     empty_lse: Float32,
     s_q: Int32,
     h_q: Int32,
+    max_keys: Int32,
+    extra_max_keys: Int32,
     max_splits: Int32,
     accum_rows: Int32,
     name: cutlass.Constexpr,
 ):
     combine.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
     combine(
-        cache_seqlens,
+        lengths,
+        extra_lengths,
         num_splits,
+        attn_sink,
         out_accum,
         lse_accum,
         out,
@@ -251,6 +270,8 @@ def launch(
         empty_lse,
         s_q,
         h_q,
+        max_keys,
+        extra_max_keys,
         max_splits,
         accum_rows,
     ).launch(
@@ -265,22 +286,8 @@ def launch(
 
 def build(config: CombineConfig, arch: Arch) -> KernelSource:
     """The kernel's source for one element type of out, ready to compile."""
-
-    def pointer(dtype: type, align: int) -> cute.Pointer:
-        return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
-
-    args = (
-        pointer(Int32, 4),
-        pointer(Int32, 4),
-        pointer(Float32, 16),
-        pointer(Float32, 4),
-        pointer(DTYPES[config.dtype], 2),
-        pointer(Float32, 4),
-        *(Int64(1) for _ in range(6)),
-        Float32(0.0),
-        *(Int32(1) for _ in range(4)),
-        kernel_name("combine", arch.name, config.name),
-    )
+    elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": DTYPES[config.dtype], "lse": Float32}
+    args = (*example_arguments(PARAMS, elements), kernel_name("combine", arch.name, config.name))
     return KernelSource(
         op="combine",
         config=config,

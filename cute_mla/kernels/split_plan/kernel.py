@@ -19,7 +19,6 @@ num_splits, int32, only ever holds accumulator rows. Operands and their meaning:
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
-from cutlass.cute.runtime import make_ptr
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
@@ -39,6 +38,8 @@ from ...spec.split_plan import (
     TILE_KEYS,
     SplitPlanConfig,
 )
+from ..parts.example_arguments import example_arguments
+from ..parts.lengths import Lengths
 from ..source import KernelSource
 
 THREADS = 1024
@@ -88,11 +89,11 @@ def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Conste
 
 
 @cute.jit
-def sum_cost(lengths: cute.Pointer, begin: Int32, end: Int32) -> Int64:
+def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
     """Cost of the requests [begin, end)."""
     cost = Int64(0)
     for request in cutlass.range(begin, end, unroll=1):
-        cost += Int64(planned_tiles(lengths[request]) + PIECE_OVERHEAD_TILES)
+        cost += Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
     return cost
 
 
@@ -108,7 +109,7 @@ def count_not_above(values: cute.Pointer, count: Int32, bound):
 
 
 @cute.jit
-def locate(lengths: cute.Pointer, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
+def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
     """The request in which a cost < T lies, and the offset in it."""
     index = count_not_above(costs, Int32(THREADS), cost) - 1
     offset = cost - costs[index]
@@ -116,7 +117,7 @@ def locate(lengths: cute.Pointer, costs: cute.Pointer, cost: Int64, run: Int32, 
     last = cutlass.min(request + run, batch) - 1
     inside = Boolean(False)
     while request < last and not inside:
-        request_cost = Int64(planned_tiles(lengths[request]) + PIECE_OVERHEAD_TILES)
+        request_cost = Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
         inside = offset < request_cost
         if not inside:
             offset -= request_cost
@@ -125,7 +126,7 @@ def locate(lengths: cute.Pointer, costs: cute.Pointer, cost: Int64, run: Int32, 
 
 
 @cute.jit
-def write_part(row: cute.Pointer, lengths: cute.Pointer, begin: tuple, end: tuple, split: Int32, batch: Int32):
+def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, split: Int32, batch: Int32):
     """One row of the plan, for the part between the boundaries begin and end, each (request, tile); split: index among the
     pieces of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
     begin_req, begin_tile = begin
@@ -137,7 +138,7 @@ def write_part(row: cute.Pointer, lengths: cute.Pointer, begin: tuple, end: tupl
         first, last = Int32(begin_tile > 0), Int32(end_tile > 0)
         if end_tile == 0:  # the part ends where a request starts: it owns the tail of the one before
             end_req -= 1
-            end_tile = planned_tiles(lengths[end_req])
+            end_tile = planned_tiles(lengths.keys(end_req))
             end_open = Int32(1)
         if begin_req == end_req:
             first = first | last
@@ -154,13 +155,17 @@ def write_part(row: cute.Pointer, lengths: cute.Pointer, begin: tuple, end: tupl
 
 @cute.kernel
 def split_plan(
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     plan: cute.Pointer,
     num_splits: cute.Pointer,
     batch: Int32,
     num_parts: Int32,
+    max_keys: Int32,
+    extra_max_keys: Int32,
 ):
     thread, _, _ = cute.arch.thread_idx()
+    keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
 
@@ -171,7 +176,7 @@ def split_plan(
     # Phase 1: cost of the runs.
     run = (batch + (THREADS - 1)) // THREADS
     run_begin = cutlass.min(thread * run, batch)
-    run_cost = sum_cost(cache_seqlens, run_begin, cutlass.min(run_begin + run, batch))
+    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
     cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
     costs[thread] = cost_before
     cute.arch.sync_threads()
@@ -182,7 +187,7 @@ def split_plan(
         step = (total + Int64(num_parts - 1)) // Int64(num_parts)
         cost = Int64(thread) * step
         if cost < total:
-            req, offset = locate(cache_seqlens, costs, cost, run, batch)
+            req, offset = locate(keys, costs, cost, run, batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
         reqs[thread] = req
         tiles[thread] = tile
@@ -210,33 +215,37 @@ def split_plan(
         if tile > 0:
             split = rows_before + added - 1 - rows[count_not_above(reqs, num_parts + 1, req - 1)]
         end = (reqs[thread + 1], tiles[thread + 1])
-        write_part(plan + thread * PLAN_COLUMNS, cache_seqlens, (req, tile), end, split, batch)
+        write_part(plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, batch)
     for request in cutlass.range(thread, batch + 1, THREADS, unroll=1):
         num_splits[request] = rows[count_not_above(reqs, num_parts + 1, request - 1)]
 
 
 @cute.jit
 def launch(
-    cache_seqlens: cute.Pointer,
+    lengths: cute.Pointer,
+    extra_lengths: cute.Pointer,
     plan: cute.Pointer,
     num_splits: cute.Pointer,
     batch: Int32,
     num_parts: Int32,
+    max_keys: Int32,
+    extra_max_keys: Int32,
     name: cutlass.Constexpr,
 ):
     split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(cache_seqlens, plan, num_splits, batch, num_parts).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
+    split_plan(lengths, extra_lengths, plan, num_splits, batch, num_parts, max_keys, extra_max_keys).launch(
+        grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
+    )
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
     """The kernel's source, ready to compile."""
-    int32s = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
     name = kernel_name("split_plan", arch.name, config.name)
     return KernelSource(
         op="split_plan",
         config=config,
         host=launch,
-        args=(int32s, int32s, int32s, Int32(1), Int32(1), name),
+        args=(*example_arguments(PARAMS, {}), name),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

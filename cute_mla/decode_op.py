@@ -1,0 +1,197 @@
+"""What dense and sparse decode have in common: results, their place until combine has merged them, and combine itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .runtime.arguments import NULL, Argument, Memory, Span
+from .runtime.device import Device
+from .schedule import KeyCounts, PlanSpecs, ScheduleKey, check_plan
+from .spec.combine import CombineConfig
+from .spec.combine import grid as combine_grid
+from .spec.dense_decode import MAX_ROW_ALIGNMENT, DenseDecodeProblem
+from .spec.mla import D_V
+from .spec.sparse_decode import SparseDecodeProblem
+from .spec.split_plan import accumulator_rows
+from .tensors import TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape, check_writable
+
+_FLOAT_BYTES = 4
+
+Problem: TypeAlias = DenseDecodeProblem | SparseDecodeProblem
+
+
+class Wanted(NamedTuple):
+    """What the caller of any decode says of plan and results. given_plan: None if a schedule object plans.
+
+    address_alignment: what row_alignment says, of the addresses of q and out (the caller's, if given) alone.
+    """
+
+    given_plan: PlanSpecs | None
+    out: TensorSpec | None
+    lse: TensorSpec | None
+    batch_invariant: bool
+    address_alignment: int
+
+
+@dataclass(frozen=True)
+class Results:
+    """Shapes and strides of out and lse, and of the split accumulators: accum_rows of them."""
+
+    out_shape: tuple[int, int, int, int]
+    lse_shape: tuple[int, int, int]
+    out_strides: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    accum_rows: int
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """As kernels take them: (batch, token, head) of out, (batch, head, token) of lse."""
+        return *self.out_strides, *self.lse_strides
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What a call needs.
+
+    op, kernel, grid: variant of the decode kernel, and its CTAs along (query rows, KV heads or query tokens, parts).
+    combine_kernel, combine_grid: the same of combine; no grid if no request can be split.
+    key_limits: most keys of a request in its cache and in a second one, for the plan. default_scale: softmax_scale.
+    int64s, int32s: scalar arguments of the decode kernel, in the order of its parameters. combine_int32s: those of combine.
+    """
+
+    op: str
+    kernel: str
+    grid: tuple[int, int, int]
+    schedule_key: ScheduleKey
+    results: Results
+    out_accum_bytes: int
+    lse_accum_bytes: int
+    combine_kernel: str
+    combine_grid: tuple[int, int, int] | None
+    combine_int32s: tuple[int, ...]
+    key_limits: tuple[int, int]
+    default_scale: float
+    int64s: tuple[int, ...]
+    int32s: tuple[int, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """out_accum followed by lse_accum."""
+        return self.out_accum_bytes + self.lse_accum_bytes
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no output to compute."""
+        return 0 in self.results.out_shape
+
+
+class DecodeTensors(NamedTuple):
+    """What every decode reads and writes besides its operands. metadata, num_splits: the plan. workspace: None if not needed."""
+
+    metadata: torch.Tensor
+    num_splits: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    workspace: torch.Tensor | None
+
+
+def accumulator_bytes(accum_rows: int, s_q: int, h_q: int) -> tuple[int, int]:
+    """Bytes of out_accum and lse_accum."""
+    lse_bytes = accum_rows * s_q * h_q * _FLOAT_BYTES
+    return lse_bytes * D_V, lse_bytes
+
+
+def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpec) -> Results:
+    """Where the results of a call with a plan of num_parts parts go. ValueError if the caller's plan or tensors do not fit."""
+    out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
+    lse_shape = (problem.batch, problem.h_q, problem.s_q)
+    for name, spec, shape, dtype in (("out", wanted.out, out_shape, q.dtype), ("lse", wanted.lse, lse_shape, torch.float32)):
+        if spec is not None:
+            check_shape(name, spec, shape)
+            check_dtype(name, spec, dtype)
+            check_device(name, spec, q.device)
+            check_writable(name, spec)
+    if wanted.out is not None:
+        check_last_contiguous("out", wanted.out)
+    if wanted.given_plan is not None:
+        check_plan(wanted.given_plan, problem.batch, num_parts, q.device)
+    return Results(
+        out_shape=out_shape,
+        lse_shape=lse_shape,
+        out_strides=wanted.out.stride[:3] if wanted.out is not None else _contiguous_strides(out_shape)[:3],
+        lse_strides=wanted.lse.stride if wanted.lse is not None else _contiguous_strides(lse_shape),
+        accum_rows=accumulator_rows(problem.batch, num_parts, problem.max_splits),
+    )
+
+
+def plan_combine(problem: Problem, results: Results, sm_count: int) -> tuple[str, tuple[int, int, int] | None]:
+    """The kernel and grid of combine; no grid if no request can be split."""
+    split = results.accum_rows > 0 and 0 not in results.out_shape
+    return CombineConfig(problem.dtype).name, combine_grid(problem.batch, problem.s_q, problem.h_q, sm_count) if split else None
+
+
+def accumulators(plan: DecodePlan, workspace: torch.Tensor | None) -> tuple[Span, Span]:
+    """out_accum and lse_accum within the workspace."""
+    if workspace is None:
+        return NULL, NULL
+    return Span(workspace, 0, plan.out_accum_bytes), Span(workspace, plan.out_accum_bytes, plan.lse_accum_bytes)
+
+
+def launch(
+    device: Device,
+    plan: DecodePlan,
+    tensors: DecodeTensors,
+    args: Sequence[Argument],
+    counts: KeyCounts,
+    attn_sink: Memory,
+    empty_lse: float,
+) -> None:
+    """Launches the decode kernel, and combine where requests may be split. Allocates nothing.
+
+    args: of the decode kernel. counts, attn_sink (or NULL), empty_lse: for combine.
+    """
+    device.launch(device.kernel(plan.op, plan.kernel), plan.grid, args, pdl=True)
+    if plan.combine_grid is None:
+        return
+    lengths, extra_lengths = counts.pointers
+    merged: tuple[Argument, ...] = (
+        lengths,
+        extra_lengths,
+        tensors.num_splits,
+        attn_sink,
+        *accumulators(plan, tensors.workspace),
+        tensors.out,
+        tensors.lse,
+        *plan.results.strides,
+        empty_lse,
+        *plan.combine_int32s,
+    )
+    device.launch(device.kernel("combine", plan.combine_kernel), plan.combine_grid, merged, pdl=True)
+
+
+def row_alignment(wanted: Wanted, q: TensorSpec) -> int:
+    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides the address of every row of q and out."""
+    return alignment(wanted.address_alignment, *_row_strides(q), *(() if wanted.out is None else _row_strides(wanted.out)))
+
+
+def alignment(*distances: int) -> int:
+    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides all of these numbers of bytes."""
+    bits = MAX_ROW_ALIGNMENT
+    for distance in distances:
+        bits |= distance
+    return bits & -bits
+
+
+def _row_strides(spec: TensorSpec) -> list[int]:
+    """Bytes between neighbouring rows, along each dimension that has more than one."""
+    pairs = zip(spec.shape[:-1], spec.stride[:-1], strict=True)
+    return [stride * spec.dtype.itemsize for size, stride in pairs if size > 1]
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
