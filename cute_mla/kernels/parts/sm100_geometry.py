@@ -84,7 +84,6 @@ class Tiles:
     sAlpha: cute.Pointer  # fp32 (2 tiles, 64 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (64 rows): 1 / row sum, 0 for a row that attends to nothing
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
-    sSeen: cute.Pointer | None = None  # int32 (slots, 2): a bit per key, whether it counts; where slots say so
 
     def slot(self, index: Int32) -> cute.Pointer:
         """First byte of a slot."""
@@ -105,7 +104,6 @@ class Pipes:
     output_ready: Ring
     stats_ready: Ring
     stats_free: Ring
-    seen_ready: Ring | None = None  # as sSeen
 
 
 def products_per_tile(has_rope: bool) -> int:

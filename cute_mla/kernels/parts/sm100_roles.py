@@ -117,7 +117,7 @@ class PairDecode:
         """Whether query and output rows may be accessed 16 bytes at a time."""
         return bool(self.config.access_bytes == 4 * VECTOR)
 
-    def mask(self, operands: Any, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32) -> None:
+    def mask(self, operands: Any, pipes: Any, rows: ScoreRows, left: Int32, tile: Int32) -> None:
         """Sets scores of keys that do not count to -inf, in a tile `left` keys before the end."""
         raise NotImplementedError
 
