@@ -6,14 +6,14 @@ finding is never a false alarm, in any schedule; but an access that a lucky sche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import tensor_in_use, wgmma
 from .async_units import Chain
-from .registers import Window
+from .registers import WARP, Window
 
 if TYPE_CHECKING:
     from .cta import Cta, Origin
@@ -32,15 +32,16 @@ def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
         yield from where.ranges
 
 
-def readers(w: Window, target: Cta, low: int, high: int) -> Iterator[tuple[str, Origin, int, int]]:
-    """What still reads bytes of [low, high) in a CTA's shared memory: (what, where issued, start, stop)."""
+def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
+    """What may still read bytes of [low, high) in a CTA's shared memory as far as warps of the window know: (what, where issued,
+    start, stop)."""
     for pipe in target.pipes.values():
         for chain in pipe.unwaited():
             for start, stop in operand_ranges(chain):
                 if start < high and low < stop:
                     yield "a wgmma", chain.origin, start, stop
     if target.tensor is not None:
-        yield from tensor_in_use.shared_readers(target, low, high, w.cta, w.warps)
+        yield from tensor_in_use.shared_readers(target, low, high, w.cta, warps)
     if target.reading:
         target.reading = [copy for copy in target.reading if not copy.waited]
         for copy in target.reading:
@@ -52,18 +53,29 @@ def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
     """A finding when a copy is issued to shared memory that unfinished work reads."""
     for target in targets:
         if target.pipes or target.reading or target.tensor is not None:
-            for what, origin, _, _ in readers(w, target, low, high):
+            for what, origin, _, _ in readers(w, target, low, high, w.warps):
                 report(w, "an asynchronous copy overwrites", what, origin)
                 return
 
 
 def check_store(w: Window, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
     """A finding when lanes store nbytes each at offsets that unfinished work reads."""
+    found = first_reader(w, target, offsets, nbytes, w.warps)
+    if found is not None and len(w.warps) > 1 and offsets.size == w.n:
+        # warps that happen to be at the same place may be tiles apart, and know of different work
+        shares = ((int(warp), offsets[w.lanes // WARP == warp]) for warp in w.warps)
+        found = next((hit for warp, own in shares if (hit := first_reader(w, target, own, nbytes, (warp,))) is not None), None)
+    if found is not None:
+        report(w, "a store overwrites", *found)
+
+
+def first_reader(w: Window, target: Cta, offsets: np.ndarray, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:
+    """Some work that one of these warps does not know to have read what is stored."""
     low, high = int(offsets.min()), int(offsets.max()) + nbytes
-    for what, origin, start, stop in readers(w, target, low, high):
+    for what, origin, start, stop in readers(w, target, low, high, warps):
         if np.count_nonzero((offsets < stop) & (offsets + nbytes > start)):
-            report(w, "a store overwrites", what, origin)
-            return
+            return what, origin
+    return None
 
 
 def check_operands(w: Window, chain: Chain) -> None:
