@@ -156,4 +156,5 @@ def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tup
     for barrier in barriers:
         barrier.knowledge.add(clock)
     for target, low, high in writes:
+        target.smem.check(low, high, "write of a copy")
         target.trace.store(np.arange(low // 4, -(-high // 4)), column, serial, line)

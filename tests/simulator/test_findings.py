@@ -244,6 +244,14 @@ def test_tma_transaction_bytes(policy: Policy) -> None:
         assert "poison" in kinds(run(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n")))
 
 
+@pytest.mark.parametrize("offset", [1152, 65536])
+def test_tma_destination_outside_shared_memory(offset: int) -> None:
+    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
+    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
+    body = tma_kernel(1024).replace("[%r100+1024]", f"[%r100+{offset}]")
+    assert kinds(Kernel(body, threads=64, smem=2048).run(out, tensor_map, source)) == {"out_of_bounds"}
+
+
 def test_unregistered_tensor() -> None:
     source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
     tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
