@@ -1,0 +1,248 @@
+"""Sparse MLA decode on Hopper.
+
+The dense kernel (dense_decode/sm90.py) with another role in front: four warps gather the 64 slots that the indices of a tile
+name, from a cache of any format, and write them as 16-bit columns to the slots of the rings. The roles score and output are
+the dense kernel's, and so are tiles, barriers and the trick.
+
+Roles (512 threads):
+  gather   warpgroup 0: indices, addresses, loads, e4m3 x scale in fp32, rounded once; which keys are there
+  score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse; the sink
+  output   warpgroups 2, 3
+
+A CTA holds up to 64 heads of one query token. Pipelines: as in dense_decode, with 4 arrivals on kv_ready and rope_ready, one a
+warp, instead of bytes. In fp8_584 a key has no columns but its values: the RoPE ring then holds P and validity alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import cutlass
+from cutlass import Float32, Int32, Uint8, cute
+
+from ...spec.arch import Arch
+from ...spec.cache_format import CacheFormat
+from ...spec.sparse_decode import SparseDecodeConfig
+from ...spec.split_plan import TILE_KEYS
+from ..parts.barriers import arrive, barrier_table
+from ..parts.fragments import flat, fragment_column
+from ..parts.sm90_gemm import ScoreGemm
+from ..parts.sm90_geometry import (
+    BOX_BYTES,
+    SLOT_BYTES,
+    SLOTS_PER_TILE,
+    THREADS,
+    VALID_BYTES,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
+from ..parts.sm90_roles import RolesSm90, named_barriers, role_table, set_registers
+from ..parts.work import Piece, first_piece, last_request, read_extent, read_piece
+from ..source import KernelSource
+from .entry import SparseDecode
+from .operands import NO_SLOT, IndexList, Operands, look_up
+from .sm90_gather import (
+    KEYS_PER_WARP,
+    ROPE_SLOT,
+    Buffer,
+    Keys,
+    Lane,
+    find_keys,
+    load_step,
+    position_in_tile,
+    step_scales,
+    steps_ahead,
+    store_step,
+    tile_steps,
+)
+
+LOG2E = math.log2(math.e)
+ALL_VALID = -1
+
+
+def geometry_of(cache_format: CacheFormat) -> Geometry:
+    """Two column tiles of Q in registers leave the gather role enough of them for its loads in flight."""
+    return Geometry(
+        d_qk=cache_format.d_qk,
+        q_tiles_in_registers=2,
+        kv_slots=9,
+        rope_slots=3,
+        first_registers=88,
+        score_registers=104,
+        ready_arrivals=WARPS_PER_GROUP,
+        validity=True,
+    )
+
+
+class SparseDecodeSm90(RolesSm90, SparseDecode):
+    """One variant of the kernel."""
+
+    threads = THREADS
+
+    def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.geometry = geometry_of(config.format)
+        self.steps = tile_steps(config.format)
+        self.ahead = steps_ahead(self.steps)
+
+    @cute.jit
+    def run(self, operands: Operands):
+        tiles, pipes = self.carve_smem()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.initialise(pipes)
+        cute.arch.sync_threads()
+        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = warp // WARPS_PER_GROUP
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(self.geometry.first_registers)
+            self.gather(operands, tiles, pipes, thread)
+        elif group == 1:
+            set_registers(self.geometry.score_registers)
+            self.score(operands, tiles, pipes, thread)
+        else:
+            set_registers(self.geometry.output_registers)
+            self.output(operands, tiles, pipes, thread, group - 2)
+
+    # ---- gather -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
+        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        schedule = operands.schedule
+        req, begin_tile = first_piece(schedule)
+        tile = Int32(0)
+        while req <= last_request(schedule):
+            extent = read_extent(schedule, req, begin_tile)
+            end = tile + extent.tiles
+            if extent.tiles > 0:
+                self.gather_tiles(operands, tiles, pipes, req, begin_tile, tile, end, thread)
+            tile = end
+            piece = read_piece(schedule, req, begin_tile)
+            req, begin_tile = piece.next_req, piece.next_tile
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def gather_tiles(
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, begin_tile: Int32, tile: Int32, end: Int32, thread: Int32
+    ):
+        """The tiles of one piece, in this CTA those from `tile` to `end`. Indices are asked for a tile ahead of the addresses,
+        bytes a few steps ahead of their use."""
+        steps, ahead = self.steps, self.ahead
+        lane = Lane.of(thread)
+        buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
+        indices = IndexList.of(operands, req)
+        position = begin_tile * TILE_KEYS + position_in_tile(thread)
+        keys = find_keys(operands, self.format, look_up(indices, position), indices.in_extra(position), thread)
+        row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
+        index = self.look_up_ahead(indices, position + TILE_KEYS, tile + 1 < end)
+        for s in cutlass.range_constexpr(ahead):
+            load_step(self.format, steps[s], buffers[s], (row0, row1)[steps[s].key], lane)
+        for use in cutlass.range(tile, end, unroll=1):
+            present = Keys((row0, row1), (scales0, scales1), valid)
+            position = position + TILE_KEYS
+            for s in cutlass.range_constexpr(len(steps)):
+                self.finish_step(tiles, pipes, s, buffers[s % ahead], present, use, lane, thread)
+                if cutlass.const_expr(s + ahead == len(steps)):
+                    # whatever is loaded from here on belongs to the next tile
+                    keys = find_keys(operands, self.format, index, indices.in_extra(position), thread)
+                    row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
+                    index = self.look_up_ahead(indices, position + TILE_KEYS, use + 2 < end)
+                step = steps[(s + ahead) % len(steps)]
+                load_step(self.format, step, buffers[s % ahead], (row0, row1)[step.key], lane)
+
+    @cute.jit
+    def look_up_ahead(self, indices: IndexList, position: Int32, wanted: cutlass.Boolean) -> Int32:
+        """The index at a position, if its tile belongs to this piece."""
+        index = Int32(NO_SLOT)
+        if wanted:
+            index = look_up(indices, position)
+        return index
+
+    @cute.jit
+    def finish_step(
+        self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], buffer: Buffer, keys: Keys, tile: Int32, lane: Lane, thread: Int32
+    ):
+        """Stores the bytes of a step that have come. The first step of a slot waits for it, the last one hands it over."""
+        step = self.steps[s]
+        scales = step_scales(self.format, step, buffer, keys, thread)
+        first = s == 0 or self.steps[s - 1].slot != step.slot
+        last = s + 1 == len(self.steps) or self.steps[s + 1].slot != step.slot
+        if cutlass.const_expr(step.slot == ROPE_SLOT):
+            if cutlass.const_expr(first):
+                self.begin_rope(tiles, pipes, tile, keys.valid, thread)
+            target = tiles.sRope.iterator.toint() + pipes.rope_ready.slot(tile) * BOX_BYTES
+            store_step(step, buffer, scales, target, lane, self.dtype)
+        else:
+            use = tile * SLOTS_PER_TILE + step.slot
+            if cutlass.const_expr(first):
+                pipes.kv_free.wait_free(use)
+            target = tiles.sKv.iterator.toint() + pipes.kv_ready.slot(use) * SLOT_BYTES
+            store_step(step, buffer, scales, target, lane, self.dtype)
+            if cutlass.const_expr(last):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                arrive(pipes.kv_ready.barrier(use))
+        if cutlass.const_expr(s + 1 == len(self.steps)):
+            if cutlass.const_expr(step.slot == ROPE_SLOT):
+                cute.arch.fence_proxy("async.shared", space="cta")
+            else:
+                self.begin_rope(tiles, pipes, tile, keys.valid, thread)
+            arrive(pipes.rope_ready.barrier(tile))
+
+    @cute.jit
+    def begin_rope(self, tiles: Tiles, pipes: Pipes, tile: Int32, valid: Int32, thread: Int32):
+        """Waits for the RoPE slot, and writes beside it which keys are there: two bytes a warp."""
+        pipes.rope_free.wait_free(tile)
+        if thread % 32 == 0:
+            target = tiles.sValid + (pipes.rope_ready.slot(tile) * VALID_BYTES + thread // 32)
+            target.store(Uint8(valid & 0xFF))
+            (target + WARPS_PER_GROUP).store(Uint8((valid >> KEYS_PER_WARP) & 0xFF))
+
+    # ---- what differs in score --------------------------------------------------------------------------------------
+
+    @cute.jit
+    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32):
+        """Keys that are not there. Every row of a CTA sees the same keys."""
+        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
+        low, high = words.load(), (words + 1).load()
+        if (low & high) != ALL_VALID:
+            mask_absent(gemm.scores, gemm.thread, low, high)
+
+    @cute.jit
+    def denominator(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """The row sum, and the sink where this piece writes the output."""
+        divisor = total
+        if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
+            sink = (operands.attn_sink + row).load()
+            divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
+        return divisor
+
+
+def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:
+    """Sets the scores of keys 0..31, 32..63 whose bit is 0 to -inf. Selects, so that NaN vanishes."""
+    rS = flat(scores)
+    halves = (low >> fragment_column(thread, 0), high >> fragment_column(thread, 0))
+    for i in range(cute.size(rS)):
+        half_of_tile, bit = divmod(fragment_column(0, i), TILE_KEYS // 2)
+        absent = (halves[half_of_tile] & Int32(1 << bit)) == 0
+        rS[i] = cutlass.select_(absent, -Float32.inf, rS[i])
+
+
+def build(config: SparseDecodeConfig, arch: Arch) -> KernelSource:
+    """The variant, ready to compile."""
+    kernel = SparseDecodeSm90(config, arch)
+    geometry = kernel.geometry
+    return kernel.source(
+        smem_bytes=geometry.smem_bytes,
+        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+        named_barriers=named_barriers(),
+        roles=role_table("gather"),
+        expected={"HGMMA": geometry.wgmma_per_tile},
+    )
