@@ -125,14 +125,14 @@ def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpe
         lse_shape=lse_shape,
         out_strides=wanted.out.stride[:3] if wanted.out is not None else _contiguous_strides(out_shape)[:3],
         lse_strides=wanted.lse.stride if wanted.lse is not None else _contiguous_strides(lse_shape),
-        accum_rows=accumulator_rows(problem.batch, num_parts, problem.max_splits),
+        accum_rows=0 if 0 in out_shape else accumulator_rows(problem.batch, num_parts, problem.max_splits),
     )
 
 
 def plan_combine(problem: Problem, results: Results, sm_count: int) -> tuple[str, tuple[int, int, int] | None]:
     """The kernel and grid of combine; no grid if no request can be split."""
-    split = results.accum_rows > 0 and 0 not in results.out_shape
-    return CombineConfig(problem.dtype).name, combine_grid(problem.batch, problem.s_q, problem.h_q, sm_count) if split else None
+    name = CombineConfig(problem.dtype).name
+    return name, combine_grid(problem.batch, problem.s_q, problem.h_q, sm_count) if results.accum_rows else None
 
 
 def accumulators(plan: DecodePlan, workspace: torch.Tensor | None) -> tuple[Span, Span]:

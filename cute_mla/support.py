@@ -75,7 +75,7 @@ _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     "page_size": _between("page_size", 1, MAX_KEYS),
     "causal": _one_of("causal", False),
     **{name: _one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
-    "topk": _between("topk", 1, MAX_KEYS),
+    "topk": _between("topk", 0, MAX_KEYS),
 }
 _FEATURES_OF = {"dense_decode": _DENSE_DECODE, "sparse_decode": _SPARSE_DECODE}
 

@@ -42,7 +42,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (False, True),
         "extra_cache": (False, True),
         "topk_length": (False, True),
-        "topk": (1, 63, 2048),
+        "topk": (0, 1, 63, 2048),
     },
 }
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -76,7 +76,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (2,),
         "extra_cache": (2,),
         "topk_length": (2,),
-        "topk": (0, None),
+        "topk": (-1, None),
     },
 }
 
