@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,8 +21,8 @@ from cute_mla.spec.arch import ARCHS, Arch
 from .output import is_terminal, print_table
 
 if TYPE_CHECKING:
+    from cute_mla.testing.planned import Planned
     from cute_mla.testing.runner import Kind, Record, Target
-    from cute_mla.testing.suites import Planned
 
 OPS = ("dense_decode",)
 SUITES = ("smoke", "full")
@@ -31,7 +31,7 @@ _JSON_SECONDS = 10.0  # how often the file is brought up to date, so that a run 
 _COLUMNS = ("case", "arch", "device", "schedule", "result", "out max abs", "out cos diff", "lse max abs", "findings", "seconds")
 _FINDINGS_SHOWN = 5
 
-Job = tuple["Planned", "Target"]
+Job = tuple["Planned[Any]", "Target"]
 Show = Callable[[int, list["Record"]], None]  # takes how many cases have ended, and the records of the last
 
 
@@ -97,7 +97,7 @@ def _kind(arch: Arch, device: str) -> Kind | None:
     return "sim" if device == "auto" else None
 
 
-def _suite(name: str, op: str, kind: Kind, seed: int) -> list[Planned]:
+def _suite(name: str, op: str, kind: Kind, seed: int) -> list[Planned[Any]]:
     from cute_mla.testing.suites import suite
 
     return suite(name, op, simulated=kind == "sim", seed=seed)

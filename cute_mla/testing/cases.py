@@ -1,4 +1,4 @@
-"""A Case: one call in all its particulars, and the tensors made for it.
+"""Dense decode: a Case is one call in all its particulars; and the tensors made for it.
 
 Tensors come from the case's seed, with nasty values on purpose: pages are shuffled; unused pages, unused slots of the last
 page and whatever lies between the rows of a strided tensor are NaN; unused block-table entries are far out of range.
@@ -7,79 +7,76 @@ page and whatever lies between the rows of a strided tensor are NaN; unused bloc
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_ROW_ALIGNMENT, TILE_ROWS, DenseDecodeProblem
-from ..spec.mla import D_QK, D_ROPE, D_V, ceil_div
+from ..spec.dense_decode import TILE_ROWS, DenseDecodeProblem
+from ..spec.mla import D_QK, D_ROPE, ceil_div
 from ..spec.split_plan import TILE_KEYS
+from .decode_case import (
+    DTYPES,
+    STEEP,
+    TAGS,
+    DecodeCase,
+    Metadata,
+    Outputs,
+    QLayout,
+    Tags,
+    Values,
+    generator_for,
+    levels,
+    nan_tensor,
+    normal,
+    outputs,
+    q_storage,
+    signs,
+)
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+__all__ = [
+    "DTYPES",
+    "FAR_ELEMENTS",
+    "SPARE_PAGES",
+    "TABLE_SLACK",
+    "UNUSED_TABLE_ENTRY",
+    "CacheLayout",
+    "Case",
+    "Metadata",
+    "Outputs",
+    "QLayout",
+    "Tensors",
+    "Values",
+    "make_tensors",
+]
 
 UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
 FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
 
-_CPU_ELEMENTS = 1 << 25  # tensors up to this size are made on the CPU, so that every device gets the same bits
-_STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope part of k; scores span +-43 at the usual scale
-
-Values = Literal["normal", "rising", "falling", "peaks"]
-QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
-Outputs = Literal["allocated", "given", "strided", "odd"]
-Metadata = Literal["tensors", "object"]
-
-_ROW_ALIGNMENTS = {"odd": 2, "even": 4}  # bytes, of q or out in that layout; the others have the most there is
-
-
-# How each field that is not part of the shape appears in a case's id, when it is not at its default.
-_TAGS: dict[str, Callable[[Any], str]] = {
-    "causal": lambda _: "causal",
-    "zero_lengths": lambda _: "zeros",
-    "values": str,
-    "q_layout": lambda layout: f"q_{layout}",
-    "cache_layout": lambda layout: f"kv_{layout}",
-    "outputs": lambda outputs: f"out_{outputs}",
-    "metadata": lambda _: "tensor_plan",
-    "softmax_scale": lambda scale: f"scale{scale:g}",
-    "batch_invariant": lambda _: "invariant",
-    "empty_lse": lambda value: f"empty{value:g}",
-    "sm_count": lambda count: f"sm{count}",
-    "seed": lambda seed: f"seed{seed}",
-}
 
 
 @dataclass(frozen=True)
-class Case:
-    """One call of an op.
+class Case(DecodeCase):
+    """One call of dense decode.
 
     s_k: length of every request; its mean when varlen: N(s_k, s_k/2), at least s_q, as FlashMLA's tests draw it.
     zero_lengths: about half of the requests have length 0. lengths: all lengths, instead of what s_k and these say.
     values: "normal": N(0, 1)/10 clamped to +-1; "rising" and "falling": scores ramp along the keys, so that the running
         maximum moves in every tile, or never again; "peaks": a few keys per request outweigh all others.
-    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows of 577 elements, aligned to nothing but
-        the element; "even": rows of 578 elements, aligned to two of them; "heads_first": a transposed [h_q, b, s_q, 576], as
-        engines' absorption matmuls leave it.
     cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
-    outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being 16-byte aligned slices;
-        "odd": so, rows of out being 513 elements apart.
-    metadata: "tensors": form A of get_mla_metadata; "object": form B.
-    sm_count: streaming multiprocessors of the simulated device, None for those of the usual board; a GPU has its own.
     """
 
-    dtype: str = "bf16"
-    batch: int = 1
-    s_q: int = 1
+    op: ClassVar[str] = "dense_decode"
+    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", **TAGS}
+
     s_k: int = 128
-    h_q: int = 16
     h_kv: int = 1
     page_size: int = 64
     varlen: bool = False
@@ -87,16 +84,7 @@ class Case:
     zero_lengths: bool = False
     lengths: tuple[int, ...] | None = None
     values: Values = "normal"
-    q_layout: QLayout = "packed"
     cache_layout: CacheLayout = "packed"
-    outputs: Outputs = "allocated"
-    metadata: Metadata = "object"
-    softmax_scale: float | None = None
-    batch_invariant: bool = False
-    empty_lse: float | None = None
-    sm_count: int | None = None
-    seed: int = 0
-    op: str = "dense_decode"
 
     def __post_init__(self) -> None:
         if self.lengths is not None and len(self.lengths) != self.batch:
@@ -105,14 +93,15 @@ class Case:
             raise ValueError(f"h_q must be a multiple of h_kv, got {self.h_q} and {self.h_kv}")
 
     @property
-    def id(self) -> str:
-        """A short name that differs between cases: the shape, then every other field that is not at its default."""
+    def shape_id(self) -> str:
+        """The first part of the id."""
         lengths = "k" + "_".join(map(str, self.lengths)) if self.lengths is not None else f"k{self.s_k}{'v' * self.varlen}"
-        shape = f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
-        return "-".join([shape, *(_TAGS[f.name](getattr(self, f.name)) for f in fields(self) if self._tagged(f.name, f.default))])
+        return f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
 
-    def _tagged(self, name: str, default: object) -> bool:
-        return name in _TAGS and getattr(self, name) != default
+    @property
+    def d_qk(self) -> int:
+        """Columns of q."""
+        return D_QK
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
@@ -149,7 +138,7 @@ class Case:
             page_size=self.page_size,
             pages_per_request=self.pages_per_request,
             batch_invariant=self.batch_invariant,
-            row_alignment=min(_ROW_ALIGNMENTS.get(layout, MAX_ROW_ALIGNMENT) for layout in (self.q_layout, self.outputs)),
+            row_alignment=self.row_alignment,
         )
 
     @property
@@ -185,51 +174,17 @@ class Tensors:
 
 def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
     """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
-    q = _q_storage(case, torch.device(device))
-    generator = _generator(case, q.numel(), q.device)
-    q.copy_(_normal((case.batch, case.s_q, case.h_q, D_QK), generator))
+    q = q_storage(case, torch.device(device))
+    generator = generator_for(case, q.numel(), q.device)
+    q.copy_(normal((case.batch, case.s_q, case.h_q, D_QK), generator))
     if case.values != "normal":
-        q[..., D_QK - D_ROPE :] = _STEEP * _signs(q.device)
+        q[..., D_QK - D_ROPE :] = STEEP * signs(q.device)
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
     if case.outputs == "allocated":
         return Tensors(q, k_cache, block_table, cache_seqlens)
-    out_storage, out, lse_storage, lse = _outputs(case, q.device)
+    out_storage, out, lse_storage, lse = outputs(case, q.device)
     return Tensors(q, k_cache, block_table, cache_seqlens, out, lse, out_storage, lse_storage)
-
-
-def _generator(case: Case, elements: int, device: torch.device) -> torch.Generator:
-    home = torch.device("cpu") if elements <= _CPU_ELEMENTS else device
-    return torch.Generator(home).manual_seed(case.seed)
-
-
-def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device).div_(10).clamp_(-1, 1)
-
-
-def _signs(device: torch.device) -> Tensor:
-    """fp32 [64] of +1 and -1: the direction in which the ramps of q and k lie."""
-    return 1.0 - 2.0 * (torch.arange(D_ROPE, device=device) % 3 == 0)
-
-
-def _nan(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-
-def _q_storage(case: Case, device: torch.device) -> Tensor:
-    """q [b, s_q, h_q, 576] in its layout, NaN in and around it."""
-    batch, s_q, h_q, dtype = case.batch, case.s_q, case.h_q, DTYPES[case.dtype]
-    match case.q_layout:
-        case "packed":
-            return _nan((batch, s_q, h_q, D_QK), dtype, device)
-        case "sliced":
-            return _nan((batch, s_q, h_q + 2, D_QK + 64), dtype, device)[:, :, 1:-1, 32:-32]
-        case "odd":
-            return _nan((batch, s_q, h_q, D_QK + 1), dtype, device)[..., 1:]
-        case "even":
-            return _nan((batch, s_q, h_q, D_QK + 2), dtype, device)[..., 2:]
-        case "heads_first":
-            return _nan((h_q, batch, s_q, D_QK), dtype, device).permute(1, 2, 0, 3)
 
 
 def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
@@ -237,13 +192,13 @@ def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
     page, h_kv, dtype = case.page_size, case.h_kv, DTYPES[case.dtype]
     match case.cache_layout:
         case "packed":
-            return _nan((pages, page, h_kv, D_QK), dtype, device)
+            return nan_tensor((pages, page, h_kv, D_QK), dtype, device)
         case "layers":
-            return _nan((pages, 3, page, h_kv, D_QK), dtype, device)[:, 1]
+            return nan_tensor((pages, 3, page, h_kv, D_QK), dtype, device)[:, 1]
         case "padded_rows":
-            return _nan((pages, page, h_kv, D_QK + 64), dtype, device)[..., :D_QK]
+            return nan_tensor((pages, page, h_kv, D_QK + 64), dtype, device)[..., :D_QK]
         case "heads_first":
-            return _nan((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
+            return nan_tensor((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
         case "far":
             stride = ceil_div(FAR_ELEMENTS, (pages - 1) * 64) * 64  # the last page begins at or past FAR_ELEMENTS
             storage = torch.empty((pages - 1) * stride + page * h_kv * D_QK, dtype=dtype, device=device)
@@ -255,7 +210,7 @@ def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     used = sum(case.pages)
     pages = used + SPARE_PAGES
     cache = _cache_storage(case, pages, device)
-    generator = _generator(case, used * case.page_size * case.h_kv * D_QK, device)
+    generator = generator_for(case, used * case.page_size * case.h_kv * D_QK, device)
     generator.manual_seed(case.seed + 1)
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
     shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # the last page, which may lie far away, is used first
@@ -271,33 +226,10 @@ def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _request_pages(case: Case, length: int, count: int, generator: torch.Generator) -> Tensor:
     """fp32 [count, page, h_kv, 576]: one request's keys, NaN past its end."""
-    keys = _normal((count * case.page_size, case.h_kv, D_QK), generator)
+    keys = normal((count * case.page_size, case.h_kv, D_QK), generator)
     position = torch.arange(count * case.page_size, device=keys.device)
     if case.values != "normal":
-        level = _levels(case.values, position / max(length - 1, 1), generator)
-        keys[..., D_QK - D_ROPE :] = level[:, None, None] * _signs(keys.device)
+        level = levels(case.values, position / max(length - 1, 1), generator)
+        keys[..., D_QK - D_ROPE :] = level[:, None, None] * signs(keys.device)
     keys[length:] = float("nan")
     return keys.view(count, case.page_size, case.h_kv, D_QK)
-
-
-def _levels(values: Values, fraction: Tensor, generator: torch.Generator) -> Tensor:
-    """How far each key's score lies from the middle, from -_STEEP to _STEEP; fraction: the key's position, 0 to 1."""
-    if values == "rising":
-        return (2 * fraction - 1) * _STEEP
-    if values == "falling":
-        return (1 - 2 * fraction) * _STEEP
-    peak = torch.rand(fraction.shape, generator=generator, device=generator.device) < 0.02
-    return torch.where(peak, _STEEP, 0.0)
-
-
-def _outputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Storage and view of out, then of lse; all NaN."""
-    dtype = DTYPES[case.dtype]
-    if case.outputs == "given":
-        out = _nan((case.batch, case.s_q, case.h_q, D_V), dtype, device)
-        lse = _nan((case.batch, case.h_q, case.s_q), torch.float32, device)
-        return out, out, lse, lse
-    out = _nan((case.batch, case.s_q, case.h_q + 1, D_V + (1 if case.outputs == "odd" else 64)), dtype, device)
-    lse = _nan((case.batch, case.s_q, case.h_q + 3), torch.float32, device)
-    view = out[:, :, 1:, 1:] if case.outputs == "odd" else out[:, :, 1:, 32:-32]
-    return out, view, lse, lse[..., 1:-2].transpose(1, 2)

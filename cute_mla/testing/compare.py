@@ -26,6 +26,7 @@ class Tolerance:
 
 
 DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
+SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
 
 

@@ -21,15 +21,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .. import reference
-from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..runtime.device import simulate
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS
-from ..spec.mla import D_QK, D_V
-from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, LSE, compare, same_bits
+from .compare import LSE, Tolerance, compare, same_bits
+from .decode_case import DecodeCase, Operands
+from .operations import operation
 
 Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced"]
@@ -104,19 +102,19 @@ class _Outcome:
     seconds: float
 
 
-def skipped(case: Case, target: Target, reason: str) -> Record:
+def skipped(case: DecodeCase, target: Target, reason: str) -> Record:
     """The record of a case that is not run."""
     return Record(**_identity(case, target), schedule=None, status="skipped", reason=reason)
 
 
-def run_case(case: Case, target: Target, reduced: str = "") -> list[Record]:
+def run_case(case: DecodeCase, target: Target, reduced: str = "") -> list[Record]:
     """Runs a case, on the simulated device once under each schedule; all must give the same bits.
 
     reduced: what was cut from the case to get this one, if anything. Whatever goes wrong becomes a failed record, except
     that ArtifactError is raised: without kernels there is nothing to say about any case.
     """
     device = "cuda" if target.kind == "cuda" else "cpu"
-    tensors = make_tensors(case, device)
+    tensors = operation(case).make_tensors(case, device)
     expected: tuple[Tensor, Tensor] | None = None
     first: _Outcome | None = None
     records = []
@@ -130,14 +128,14 @@ def run_case(case: Case, target: Target, reduced: str = "") -> list[Record]:
             records.append(_finish(base, reduced, [_brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
             continue
         if expected is None:
-            expected = _reference(case, tensors)
-        records.append(_judge(base, reduced, outcome, first, expected))
+            expected = operation(case).reference(case, tensors)
+        records.append(_judge(base, reduced, outcome, first, expected, operation(case).tolerance))
         first = first or outcome
     return records
 
 
 def run_all(
-    jobs: Sequence[tuple[Case, Target, str]], workers: int | None = None, on_start: Callable[[Case], None] = lambda case: None
+    jobs: Sequence[tuple[DecodeCase, Target, str]], workers: int | None = None, on_start: Callable[[DecodeCase], None] = lambda case: None
 ) -> Iterator[tuple[int, list[Record]]]:
     """Runs jobs (case, target, what was reduced) and yields the index and records of each as it ends.
 
@@ -179,50 +177,18 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _lost(case: Case, target: Target, reduced: str, error: Exception) -> list[Record]:
+def _lost(case: DecodeCase, target: Target, reduced: str, error: Exception) -> list[Record]:
     """The records of a case that was cut off."""
     identity = _identity(case, target)
     return [_finish({**identity, "schedule": str(schedule)}, reduced, [_brief(error)]) for schedule in target.schedules]
 
 
-def call(case: Case, tensors: Tensors, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def call(case: DecodeCase, tensors: Operands, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Makes the call that a case describes, through the public API, on the device of its tensors."""
-    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _copied_plan(case, tensors)
-    return flash_mla_with_kvcache(
-        tensors.q,
-        tensors.k_cache,
-        tensors.block_table,
-        tensors.cache_seqlens,
-        D_V,
-        metadata,
-        num_splits,
-        softmax_scale=case.softmax_scale,
-        causal=case.causal,
-        out=tensors.out,
-        lse=tensors.lse,
-        workspace=workspace,
-        batch_invariant=case.batch_invariant,
-        empty_lse=float("inf") if case.empty_lse is None else case.empty_lse,
-    )
+    return operation(case).call(case, tensors, workspace)
 
 
-def _copied_plan(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    """A plan made beforehand and copied, as engines do that keep plans in buffers of their own."""
-    metadata, num_splits = get_mla_metadata(
-        tensors.cache_seqlens,
-        case.s_q * case.h_q // case.h_kv,
-        case.h_kv,
-        case.h_q,
-    )
-    return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
-
-
-def _invariant_limit(case: Case) -> int | None:
-    """Keys that the block table has room for, where batch-invariant calls ask for them."""
-    return case.pages_per_request * case.page_size if case.batch_invariant else None
-
-
-def _identity(case: Case, target: Target) -> dict[str, Any]:
+def _identity(case: DecodeCase, target: Target) -> dict[str, Any]:
     """The fields that say which case ran on what."""
     arch = ARCHS[target.arch]
     config = case.problem(arch).config.name
@@ -240,7 +206,7 @@ def _identity(case: Case, target: Target) -> dict[str, Any]:
 
 
 @contextmanager
-def _device(case: Case, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
+def _device(case: DecodeCase, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
     """Makes the target current, and gives the list that findings go to."""
     if schedule is None:
         yield []
@@ -250,7 +216,7 @@ def _device(case: Case, target: Target, schedule: Schedule | None) -> Iterator[l
         yield device.findings
 
 
-def _run(case: Case, target: Target, tensors: Tensors, schedule: Schedule | None) -> _Outcome:
+def _run(case: DecodeCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
     for storage in (tensors.out_storage, tensors.lse_storage):
         if storage is not None:
             storage.fill_(float("nan"))
@@ -264,24 +230,15 @@ def _run(case: Case, target: Target, tensors: Tensors, schedule: Schedule | None
     return _Outcome(*kept, tuple(map(str, findings)), _damage(tensors, out, lse, guarded), seconds)
 
 
-def _workspace(case: Case, tensors: Tensors) -> Tensor:
+def _workspace(case: DecodeCase, tensors: Operands) -> Tensor:
     """A workspace of exactly the bytes that the call needs, between guards."""
-    size = workspace_size(
-        case.op,
-        batch=case.batch,
-        s_q=case.s_q,
-        h_q=case.h_q,
-        h_kv=case.h_kv,
-        batch_invariant=case.batch_invariant,
-        max_cache_seqlen=_invariant_limit(case),
-        device=tensors.q.device,
-    )
+    size = operation(case).workspace_bytes(case, tensors)
     guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=tensors.q.device)
     guarded[_GUARD : _GUARD + size] = _NAN_BYTE
     return guarded
 
 
-def _damage(tensors: Tensors, out: Tensor, lse: Tensor, guarded: Tensor | None) -> str:
+def _damage(tensors: Operands, out: Tensor, lse: Tensor, guarded: Tensor | None) -> str:
     """Says which memory outside the outputs and the workspace was written, and if outputs given were not those returned."""
     if tensors.out is None or tensors.lse is None or guarded is None:
         return ""
@@ -300,21 +257,16 @@ def _damage(tensors: Tensors, out: Tensor, lse: Tensor, guarded: Tensor | None) 
     return "; ".join(faults)
 
 
-def _reference(case: Case, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    return reference.dense_decode(
-        tensors.q,
-        tensors.k_cache,
-        tensors.block_table,
-        tensors.cache_seqlens,
-        softmax_scale=D_QK**-0.5 if case.softmax_scale is None else case.softmax_scale,
-        causal=case.causal,
-        empty_lse=float("inf") if case.empty_lse is None else case.empty_lse,
-    )
-
-
-def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcome | None, expected: tuple[Tensor, Tensor]) -> Record:
+def _judge(
+    base: dict[str, Any],
+    reduced: str,
+    outcome: _Outcome,
+    first: _Outcome | None,
+    expected: tuple[Tensor, Tensor],
+    tolerance: Tolerance,
+) -> Record:
     """Compares an outcome with the reference, and with the first schedule's bits."""
-    out = compare("out", outcome.out, expected[0], DENSE_DECODE_OUT)
+    out = compare("out", outcome.out, expected[0], tolerance)
     lse = compare("lse", outcome.lse, expected[1], LSE)
     faults = [out.reason, lse.reason, outcome.damage]
     if outcome.findings:

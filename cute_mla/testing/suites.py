@@ -2,187 +2,48 @@
 
 smoke   per op 12 to 20 cases of at most 200 tiles each, in which every factor value, every line of the edge contract and, on
         every architecture, every variant occurs. The same cases for all architectures, on the simulated device and on a GPU.
-full    FlashMLA's grid in both types, its cases with zero lengths, and the smoke cases. Whole on a GPU. On the simulated
-        device: the bf16 grid whole where sequences are short and batches at most 6; of the larger ones and of fp16 a cover
-        of every pair of factor values, with the batch cut to a budget of tiles; and a few of 4,096 keys, whole.
+full    FlashMLA's grid of the op in every type, its corner cases, and the smoke cases. Whole on a GPU. On the simulated
+        device: the grid whole where sequences are short and batches at most 6 (dense decode: in bf16); of the others a cover
+        of every pair of factor values, with the batch cut to a budget of tiles; and a few long ones, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Literal
+from typing import Any
 
-from ..spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from .cases import Case
-from .pairwise import pairwise_cover
+from . import dense_suites, sparse_suites
+from .planned import Bearable, Planned
 
 SUITES = ("smoke", "full")
-OPS = ("dense_decode",)
-
-SMOKE_TILES = 200  # most tiles of a smoke case
-REDUCED_TILES = 400  # tiles to which the simulated device's full suite cuts the batch of a large case
-
-GRID_BATCH = (1, 2, 6, 64)
-GRID_S_Q = (1, 2, 4)
-GRID_S_K = (20, 140, 4096)
-GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
-GRID_H_KV = (1, 2, 3, 8)
-GRID_DTYPES = ("bf16", "fp16")
-
-_TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call cuts once
-
-Fate = Literal["whole", "reduced", "skipped"]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A case of a suite. reason says why it was reduced, or is not run."""
+class _OfOp:
+    """The suites of an op: the smoke cases, all cases of the full suite, and what the simulated device runs of these."""
 
-    case: Case
-    fate: Fate = "whole"
-    reason: str = ""
+    smoke: Sequence[Any]
+    full: Callable[[], list[Any]]
+    simulated: Bearable[Any]
 
 
-def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[Planned]:
+_OF_OP = {
+    "dense_decode": _OfOp(dense_suites.SMOKE, dense_suites.full_cases, dense_suites.SIMULATED),
+    "sparse_decode": _OfOp(sparse_suites.SMOKE, sparse_suites.full_cases, sparse_suites.SIMULATED),
+}
+OPS = tuple(_OF_OP)
+
+
+def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[Planned[Any]]:
     """The cases of a suite, all with this seed. ValueError for an unknown suite or op."""
     if name not in SUITES or op not in OPS:
         raise ValueError(f"suite is {name!r} and op {op!r}; supported: {', '.join(SUITES)} and {', '.join(OPS)}")
+    suites = _OF_OP[op]
     if name == "smoke":
-        planned = [Planned(case) for case in SMOKE]
+        planned = [Planned(case) for case in suites.smoke]
+    elif simulated:
+        planned = suites.simulated.plan(suites.full())
     else:
-        planned = _full_simulated() if simulated else [Planned(case) for case in _full_cases()]
+        planned = [Planned(case) for case in suites.full()]
     return [replace(item, case=replace(item.case, seed=seed)) for item in planned]
-
-
-SMOKE: tuple[Case, ...] = (
-    # A single request cut among all SMs: many splits, and clusters of two CTAs.
-    Case(s_k=4096, h_q=128),
-    # Many short requests, with a plan made beforehand.
-    Case("fp16", batch=64, s_k=20, h_q=64, varlen=True, metadata="tensors"),
-    # Several KV heads, few and many query heads of them, every page size, several query tokens.
-    Case(batch=6, s_q=2, s_k=140, h_q=63, h_kv=3, page_size=16, varlen=True, causal=True),
-    Case("fp16", batch=2, s_q=4, s_k=140, h_q=126, h_kv=2, page_size=32, causal=True),
-    Case(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True),
-    Case("fp16", batch=2, s_k=140, h_q=3, h_kv=3, cache_layout="heads_first", outputs="odd"),
-    Case(batch=2, s_q=2, s_k=140, h_q=9, causal=True, q_layout="odd", outputs="strided"),
-    Case(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors"),
-    Case("fp16", batch=2, s_q=3, s_k=140, h_q=128, h_kv=8, page_size=16, cache_layout="padded_rows", outputs="given"),
-    # A request that a batch-invariant call cuts, beside one that it does not, on a device of another size.
-    Case(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
-    # Requests and rows without keys, and lengths around a tile; all of them walked by one CTA.
-    Case("fp16", batch=6, s_q=4, lengths=(1, 0, 3, 63, 64, 65), causal=True, empty_lse=float("-inf"), outputs="given", sm_count=1),
-    Case(batch=0, h_q=64),
-    # The running maximum moves in every tile of a long loop, never after the first, or by far at a few keys.
-    Case(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
-    Case("fp16", s_k=1100, values="falling", sm_count=3),
-    Case(batch=2, s_q=2, s_k=300, h_q=128, values="peaks", softmax_scale=0.1, q_layout="even"),
-    # Pages beyond 2^31 elements.
-    Case(batch=2, s_k=200, varlen=True, cache_layout="far"),
-    # Decode batches as engines make them: TP8, multi-token prediction without TP, and one long request among short ones.
-    Case(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given"),
-    Case(batch=4, s_q=2, s_k=300, h_q=128, varlen=True, causal=True, q_layout="heads_first"),
-    Case("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
-)
-
-
-def _heads() -> Iterator[tuple[int, int]]:
-    return ((h_q, h_kv) for h_q, h_kv in product(GRID_H_Q, GRID_H_KV) if h_q % h_kv == 0)
-
-
-def grid(dtype: str) -> list[Case]:
-    """FlashMLA's dense-decode grid."""
-    factors = product(GRID_BATCH, GRID_S_Q, GRID_S_K, _heads(), (False, True), (False, True))
-    return [
-        Case(dtype, batch=batch, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, varlen=varlen, causal=causal)
-        for batch, s_q, s_k, (h_q, h_kv), varlen, causal in factors
-    ]
-
-
-def zero_length_cases() -> list[Case]:
-    """FlashMLA's large case in which about half of the requests are empty, and small ones like it."""
-    large = [Case(d, batch=128, s_q=2, s_k=4096, h_q=128, varlen=True, causal=c, zero_lengths=True) for d, c in _types_and_masks()]
-    small = [
-        Case(d, batch=batch, s_q=2, s_k=140, h_q=h_q, varlen=True, causal=c, zero_lengths=True)
-        for batch, h_q, (d, c) in product((1, 6), (9, 128), _types_and_masks())
-    ]
-    return small + large
-
-
-def _types_and_masks() -> Iterator[tuple[str, bool]]:
-    return product(GRID_DTYPES, (False, True))
-
-
-def _full_cases() -> list[Case]:
-    """Every case of the unreduced suite, once."""
-    return list(dict.fromkeys([*SMOKE, *(case for dtype in GRID_DTYPES for case in grid(dtype)), *zero_length_cases()]))
-
-
-def _full_simulated() -> list[Planned]:
-    """The full suite as the simulated device can bear it; every case of the unreduced suite is in it once."""
-    cases = _full_cases()
-    whole = {case for case in cases if _runs_whole(case)}
-    rest = [case for case in cases if case not in whole]
-    covering = {rest[index] for index in pairwise_cover([_factors(case) for case in rest])}
-    planned = [_planned(case, case in whole, case in covering) for case in cases]
-    return _without_repeats(planned)
-
-
-def _runs_whole(case: Case) -> bool:
-    in_bf16_grid = case.dtype == "bf16" and case.batch <= 6 and case.s_k <= 140
-    return case in _ALWAYS_WHOLE or (in_bf16_grid and case.batch > 0)
-
-
-# The smoke cases, and a few of 4,096 keys: one and several row tiles, one and several KV heads, an odd number of heads.
-_ALWAYS_WHOLE = frozenset(
-    {
-        *SMOKE,
-        Case(s_k=4096, h_q=64),
-        Case(s_q=2, s_k=4096, h_q=128, causal=True),
-        Case("fp16", s_k=4096, h_q=128),
-        Case("fp16", s_q=4, s_k=4096, h_q=9, h_kv=3, causal=True),
-        Case(batch=2, s_q=4, s_k=4096, h_q=63, varlen=True, causal=True),
-        Case(s_k=4096, h_q=64, h_kv=8, varlen=True),
-    }
-)
-
-
-def _factors(case: Case) -> tuple[str | int | bool | tuple[int, int], ...]:
-    heads = (case.h_q, case.h_kv)
-    return case.dtype, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
-
-
-def _planned(case: Case, whole: bool, covering: bool) -> Planned:
-    if whole:
-        return Planned(case)
-    if not covering:
-        why = "fp16" if case.dtype == "fp16" else "large"
-        return Planned(case, "skipped", f"{why}: the simulated device runs a cover of all pairs of factor values")
-    reduced = _reduce(case)
-    if reduced == case:
-        return Planned(case)
-    cut = f"batch {case.batch} cut to {reduced.batch}"
-    return Planned(reduced, "reduced", f"{cut}: budget of {REDUCED_TILES} tiles on the simulated device")
-
-
-def _without_repeats(planned: list[Planned]) -> list[Planned]:
-    """Skips what, once reduced, is the same as another case that runs."""
-    running = {item.case for item in planned if item.fate == "whole"}
-    result = []
-    for item in planned:
-        if item.fate == "reduced" and item.case in running:
-            item = replace(item, fate="skipped", reason="large: cut to the budget, it is another case that runs")
-        elif item.fate == "reduced":
-            running.add(item.case)
-        result.append(item)
-    return result
-
-
-def _reduce(case: Case) -> Case:
-    """The case with as large a batch as the budget of tiles allows, at least 1."""
-    while case.tiles > REDUCED_TILES and case.batch > 1:
-        fitting = case.batch * REDUCED_TILES // case.tiles
-        case = replace(case, batch=min(max(fitting, 1), case.batch - 1))
-    return case
-

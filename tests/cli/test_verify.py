@@ -14,8 +14,8 @@ from cute_mla.cli import commands, verify
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases import Case
+from cute_mla.testing.planned import Planned
 from cute_mla.testing.runner import Record, Target
-from cute_mla.testing.suites import Planned
 
 WHOLE, REDUCED, SKIPPED = Case(), Case(batch=2), Case(batch=3)
 SUITE = [
@@ -222,4 +222,4 @@ def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch:
 
 def test_names_agree_with_the_suites() -> None:
     assert verify.SUITES == suites.SUITES
-    assert verify.OPS == suites.OPS
+    assert set(verify.OPS) <= set(suites.OPS)

@@ -1,4 +1,4 @@
-"""The suites hold what they promise: the smoke cases every factor value and every line of the edge contract."""
+"""The suites of dense decode hold what they promise: the smoke cases every factor value and every line of the edge contract."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import closed_variants
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing import cases, suites
+from cute_mla.testing import cases, dense_suites
 from cute_mla.testing.cases import Case
+from cute_mla.testing.dense_suites import SMOKE, grid
 from cute_mla.testing.pairwise import pairs
-from cute_mla.testing.suites import SMOKE, Planned, grid, suite
+from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
+from cute_mla.testing.suites import suite
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
-    "batch": suites.GRID_BATCH,
-    "s_q": suites.GRID_S_Q,
-    "s_k": suites.GRID_S_K,
-    "h_q": suites.GRID_H_Q,
-    "h_kv": suites.GRID_H_KV,
+    "batch": dense_suites.GRID_BATCH,
+    "s_q": dense_suites.GRID_S_Q,
+    "s_k": dense_suites.GRID_S_K,
+    "h_q": dense_suites.GRID_H_Q,
+    "h_kv": dense_suites.GRID_H_KV,
     "page_size": (16, 32, 64, 128),
     "varlen": (False, True),
     "causal": (False, True),
@@ -61,11 +63,9 @@ EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
     "outputs with strides": lambda case: case.outputs == "strided",
     "outputs at odd elements": lambda case: case.outputs == "odd",
     "head counts that are no multiple of a tile": lambda case: case.h_q % 64 != 0,
-    "a batch-invariant request cut in two": lambda case: (
-        case.batch_invariant and max(case.key_lengths) > INVARIANT_SPLIT_TILES * TILE_KEYS
-    ),
-    "a request cut into many splits": lambda case: max(case.key_lengths, default=0) >= 32 * TILE_KEYS and (
-        case.sm_count is None or case.sm_count > 64
+    "a batch-invariant request cut in two": lambda case: case.batch_invariant and max(case.key_lengths) > INVARIANT_SPLIT_TILES * TILE_KEYS,
+    "a request cut into many splits": lambda case: (
+        max(case.key_lengths, default=0) >= 32 * TILE_KEYS and (case.sm_count is None or case.sm_count > 64)
     ),
     "a request walked by one CTA": lambda case: (
         case.sm_count is not None and case.sm_count <= case.batch and max(case.key_lengths) > 8 * TILE_KEYS
@@ -103,7 +103,7 @@ def test_smoke_has_every_variant(arch: Arch) -> None:
 
 def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
     assert 12 <= len(SMOKE) <= 20
-    assert max(case.tiles for case in SMOKE) <= suites.SMOKE_TILES
+    assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 
 
@@ -162,7 +162,7 @@ def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[Planned])
     reduced = [item for item in simulated if item.fate == "reduced"]
     assert reduced
     for item in reduced:
-        assert item.case.tiles <= suites.REDUCED_TILES or item.case.batch == 1
+        assert item.case.tiles <= REDUCED_TILES or item.case.batch == 1
         assert f"cut to {item.case.batch}: budget of 400 tiles" in item.reason
 
 

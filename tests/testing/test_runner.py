@@ -24,8 +24,9 @@ from torch import Tensor
 
 from cute_mla import reference
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.testing import runner
+from cute_mla.testing import operations, runner
 from cute_mla.testing.cases import Case, make_tensors
+from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 
 Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
@@ -63,9 +64,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A stand-in kernel without faults, until one is planted."""
     stand_in = StandIn()
     artifacts = SimpleNamespace(entry=lambda *key: SimpleNamespace(cubin_sha256="0123"))
-    monkeypatch.setattr(runner, "flash_mla_with_kvcache", stand_in.decode)
+    monkeypatch.setattr(operations, "flash_mla_with_kvcache", stand_in.decode)
     monkeypatch.setattr(runner, "simulate", stand_in.simulate)
-    monkeypatch.setattr(runner, "workspace_size", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(operations, "workspace_size", lambda *args, **kwargs: 64)
     monkeypatch.setattr(runner, "load_artifacts", lambda: artifacts)
     return stand_in
 
@@ -189,7 +190,7 @@ def test_an_output_that_is_not_the_one_given_fails(kernel: StandIn, monkeypatch:
         out, lse = kernel.decode(*args, **kwargs)
         return out.clone(), lse
 
-    monkeypatch.setattr(runner, "flash_mla_with_kvcache", decode)
+    monkeypatch.setattr(operations, "flash_mla_with_kvcache", decode)
     assert run().reason == "the out returned is not the out given"
 
 
@@ -200,8 +201,9 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
         calls.append("call")
         return kernel.decode(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "flash_mla_with_kvcache", decode)
-    monkeypatch.setattr(runner, "make_tensors", lambda case, device: calls.append(device) or make_tensors(case, "cpu"))
+    monkeypatch.setattr(operations, "flash_mla_with_kvcache", decode)
+    on_cpu = replace(OPERATIONS["dense_decode"], make_tensors=lambda case, device: calls.append(device) or make_tensors(case, "cpu"))
+    monkeypatch.setitem(OPERATIONS, "dense_decode", on_cpu)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
     record = run(target=Target("sm90", "cuda", schedules(3, 0)))

@@ -1,0 +1,108 @@
+"""The suites of dense decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from ..spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from .cases import Case
+from .planned import Bearable
+
+GRID_BATCH = (1, 2, 6, 64)
+GRID_S_Q = (1, 2, 4)
+GRID_S_K = (20, 140, 4096)
+GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
+GRID_H_KV = (1, 2, 3, 8)
+GRID_DTYPES = ("bf16", "fp16")
+
+_TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call cuts once
+
+SMOKE: tuple[Case, ...] = (
+    # A single request cut among all SMs: many splits, and clusters of two CTAs.
+    Case(s_k=4096, h_q=128),
+    # Many short requests, with a plan made beforehand.
+    Case("fp16", batch=64, s_k=20, h_q=64, varlen=True, metadata="tensors"),
+    # Several KV heads, few and many query heads of them, every page size, several query tokens.
+    Case(batch=6, s_q=2, s_k=140, h_q=63, h_kv=3, page_size=16, varlen=True, causal=True),
+    Case("fp16", batch=2, s_q=4, s_k=140, h_q=126, h_kv=2, page_size=32, causal=True),
+    Case(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True),
+    Case("fp16", batch=2, s_k=140, h_q=3, h_kv=3, cache_layout="heads_first", outputs="odd"),
+    Case(batch=2, s_q=2, s_k=140, h_q=9, causal=True, q_layout="odd", outputs="strided"),
+    Case(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors"),
+    Case("fp16", batch=2, s_q=3, s_k=140, h_q=128, h_kv=8, page_size=16, cache_layout="padded_rows", outputs="given"),
+    # A request that a batch-invariant call cuts, beside one that it does not, on a device of another size.
+    Case(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
+    # Requests and rows without keys, and lengths around a tile; all of them walked by one CTA.
+    Case("fp16", batch=6, s_q=4, lengths=(1, 0, 3, 63, 64, 65), causal=True, empty_lse=float("-inf"), outputs="given", sm_count=1),
+    Case(batch=0, h_q=64),
+    # The running maximum moves in every tile of a long loop, never after the first, or by far at a few keys.
+    Case(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
+    Case("fp16", s_k=1100, values="falling", sm_count=3),
+    Case(batch=2, s_q=2, s_k=300, h_q=128, values="peaks", softmax_scale=0.1, q_layout="even"),
+    # Pages beyond 2^31 elements.
+    Case(batch=2, s_k=200, varlen=True, cache_layout="far"),
+    # Decode batches as engines make them: TP8, multi-token prediction without TP, and one long request among short ones.
+    Case(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given"),
+    Case(batch=4, s_q=2, s_k=300, h_q=128, varlen=True, causal=True, q_layout="heads_first"),
+    Case("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
+)
+
+
+def _heads() -> Iterator[tuple[int, int]]:
+    return ((h_q, h_kv) for h_q, h_kv in product(GRID_H_Q, GRID_H_KV) if h_q % h_kv == 0)
+
+
+def grid(dtype: str) -> list[Case]:
+    """FlashMLA's dense-decode grid."""
+    factors = product(GRID_BATCH, GRID_S_Q, GRID_S_K, _heads(), (False, True), (False, True))
+    return [
+        Case(dtype, batch=batch, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, varlen=varlen, causal=causal)
+        for batch, s_q, s_k, (h_q, h_kv), varlen, causal in factors
+    ]
+
+
+def zero_length_cases() -> list[Case]:
+    """FlashMLA's large case in which about half of the requests are empty, and small ones like it."""
+    large = [Case(d, batch=128, s_q=2, s_k=4096, h_q=128, varlen=True, causal=c, zero_lengths=True) for d, c in _types_and_masks()]
+    small = [
+        Case(d, batch=batch, s_q=2, s_k=140, h_q=h_q, varlen=True, causal=c, zero_lengths=True)
+        for batch, h_q, (d, c) in product((1, 6), (9, 128), _types_and_masks())
+    ]
+    return small + large
+
+
+def _types_and_masks() -> Iterator[tuple[str, bool]]:
+    return product(GRID_DTYPES, (False, True))
+
+
+def full_cases() -> list[Case]:
+    """Every case of the unreduced suite, once."""
+    return list(dict.fromkeys([*SMOKE, *(case for dtype in GRID_DTYPES for case in grid(dtype)), *zero_length_cases()]))
+
+
+def _runs_whole(case: Case) -> bool:
+    in_bf16_grid = case.dtype == "bf16" and case.batch <= 6 and case.s_k <= 140
+    return case in _ALWAYS_WHOLE or (in_bf16_grid and case.batch > 0)
+
+
+# The smoke cases, and a few of 4,096 keys: one and several row tiles, one and several KV heads, an odd number of heads.
+_ALWAYS_WHOLE = frozenset(
+    {
+        *SMOKE,
+        Case(s_k=4096, h_q=64),
+        Case(s_q=2, s_k=4096, h_q=128, causal=True),
+        Case("fp16", s_k=4096, h_q=128),
+        Case("fp16", s_q=4, s_k=4096, h_q=9, h_kv=3, causal=True),
+        Case(batch=2, s_q=4, s_k=4096, h_q=63, varlen=True, causal=True),
+        Case(s_k=4096, h_q=64, h_kv=8, varlen=True),
+    }
+)
+
+
+def _factors(case: Case) -> tuple[str | int | bool | tuple[int, int], ...]:
+    heads = (case.h_q, case.h_kv)
+    return case.dtype, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
+
+
+SIMULATED: Bearable[Case] = Bearable(_runs_whole, _factors, lambda case: "fp16" if case.dtype == "fp16" else "large")

@@ -1,0 +1,167 @@
+"""What running a case takes of its op: its tensors, its call through the public API, and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..cache import dequantise_cache
+from ..reference import IndexedCache
+from ..spec.mla import D_QK, D_V
+from .cases import Case, Tensors, make_tensors
+from .compare import DENSE_DECODE_OUT, SPARSE_DECODE_OUT, Tolerance
+from .decode_case import DecodeCase
+from .sparse_cases import SparseCase, SparseTensors, make_sparse_tensors
+
+Result = tuple[Tensor, Tensor]  # out, lse
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One op; each function takes a case of it.
+
+    make_tensors: the operands on a device. call(case, tensors, workspace or None): through the public API.
+    workspace_bytes(case, tensors): exactly what the call needs. reference(case, tensors): in fp32.
+    tolerance: of out.
+    """
+
+    make_tensors: Callable[[Any, str | torch.device], Any]
+    call: Callable[[Any, Any, Tensor | None], Result]
+    workspace_bytes: Callable[[Any, Any], int]
+    reference: Callable[[Any, Any], Result]
+    tolerance: Tolerance
+
+
+def operation(case: DecodeCase) -> Operation:
+    """The op of a case."""
+    return OPERATIONS[case.op]
+
+
+def _empty_lse(case: DecodeCase) -> float:
+    return math.inf if case.empty_lse is None else case.empty_lse
+
+
+def _copied(plan: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A plan made beforehand and copied, as engines do that keep plans in buffers of their own."""
+    metadata, num_splits = plan
+    return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
+
+
+def _dense_call(case: Case, tensors: Tensors, workspace: Tensor | None) -> Result:
+    rows = case.s_q * case.h_q // case.h_kv
+    planned = case.metadata == "tensors"
+    plan = _copied(get_mla_metadata(tensors.cache_seqlens, rows, case.h_kv, case.h_q)) if planned else get_mla_metadata()
+    return flash_mla_with_kvcache(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        D_V,
+        plan[0],
+        plan[1],
+        softmax_scale=case.softmax_scale,
+        causal=case.causal,
+        out=tensors.out,
+        lse=tensors.lse,
+        workspace=workspace,
+        batch_invariant=case.batch_invariant,
+        empty_lse=_empty_lse(case),
+    )
+
+
+def _dense_workspace(case: Case, tensors: Tensors) -> int:
+    return workspace_size(
+        case.op,
+        batch=case.batch,
+        s_q=case.s_q,
+        h_q=case.h_q,
+        h_kv=case.h_kv,
+        batch_invariant=case.batch_invariant,
+        max_cache_seqlen=case.pages_per_request * case.page_size if case.batch_invariant else None,
+        device=tensors.q.device,
+    )
+
+
+def _dense_reference(case: Case, tensors: Tensors) -> Result:
+    return reference.dense_decode(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        softmax_scale=D_QK**-0.5 if case.softmax_scale is None else case.softmax_scale,
+        causal=case.causal,
+        empty_lse=_empty_lse(case),
+    )
+
+
+def _sparse_call(case: SparseCase, tensors: SparseTensors, workspace: Tensor | None) -> Result:
+    planned = case.metadata == "tensors"
+    plan = _copied(_sparse_plan(case, tensors.q.device)) if planned else get_mla_metadata()
+    return flash_mla_with_kvcache(
+        tensors.q,
+        tensors.k_cache,
+        None,
+        None,
+        D_V,
+        plan[0],
+        plan[1],
+        softmax_scale=case.softmax_scale,
+        is_fp8_kvcache=case.format.quantised > 0,
+        indices=tensors.indices,
+        attn_sink=tensors.attn_sink,
+        extra_k_cache=tensors.extra_k_cache,
+        extra_indices_in_kvcache=tensors.extra_indices,
+        topk_length=tensors.topk_length,
+        extra_topk_length=tensors.extra_topk_length,
+        out=tensors.out,
+        lse=tensors.lse,
+        workspace=workspace,
+        batch_invariant=case.batch_invariant,
+        empty_lse=_empty_lse(case),
+    )
+
+
+def _sparse_plan(case: SparseCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    lengths = torch.zeros(case.batch, dtype=torch.int32, device=device)  # their number alone counts
+    return get_mla_metadata(lengths, case.s_q * case.h_q, 1, case.h_q, case.format.quantised > 0, _topk(case))
+
+
+def _topk(case: SparseCase) -> int:
+    return sum(pool.topk for pool in case.pools)
+
+
+def _sparse_workspace(case: SparseCase, tensors: SparseTensors) -> int:
+    return workspace_size(
+        case.op,
+        batch=case.batch,
+        s_q=case.s_q,
+        h_q=case.h_q,
+        batch_invariant=case.batch_invariant,
+        topk=_topk(case),
+        device=tensors.q.device,
+    )
+
+
+def _sparse_reference(case: SparseCase, tensors: SparseTensors) -> Result:
+    caches = [IndexedCache(_slots(case, tensors.k_cache), tensors.indices, tensors.topk_length)]
+    if tensors.extra_k_cache is not None and tensors.extra_indices is not None:
+        caches.append(IndexedCache(_slots(case, tensors.extra_k_cache), tensors.extra_indices, tensors.extra_topk_length))
+    return reference.sparse_decode(tensors.q, caches, case.softmax_scale, tensors.attn_sink, _empty_lse(case))
+
+
+def _slots(case: SparseCase, cache: Tensor) -> Tensor:
+    """fp32 [slots, d_qk]"""
+    return dequantise_cache(cache, case.cache).flatten(0, 2)
+
+
+OPERATIONS = {
+    Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, DENSE_DECODE_OUT),
+    SparseCase.op: Operation(make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, SPARSE_DECODE_OUT),
+}
