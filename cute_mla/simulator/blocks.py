@@ -72,12 +72,16 @@ class Block:
 
 @dataclass
 class Flow:
-    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written."""
+    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written.
+
+    tensor_fences: there is a tcgen05.fence.
+    """
 
     blocks: list[Block]
     targets: dict[str, int]
     undefined: dict[str, list[int]]
     accumulators: dict[str, list[int]]
+    tensor_fences: bool = False
 
 
 def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
@@ -142,7 +146,8 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
     rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
-    return Flow(blocks, targets, undefined, {"r": rows})
+    fenced = any(item.instruction.opcode.startswith("tcgen05.fence") for item in decoded)
+    return Flow(blocks, targets, undefined, {"r": rows}, fenced)
 
 
 class _SplitState:

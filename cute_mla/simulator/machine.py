@@ -105,7 +105,7 @@ class Machine:
             return False
         cx, cy, cz = self.launch.cluster
         size = cx * cy * cz
-        clocks = Clocks(size, -(-self.launch.threads // WARP))
+        clocks = Clocks(size, -(-self.launch.threads // WARP), self.entry.flow.tensor_fences)
         cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads), clocks)
         undefined = self.entry.flow.undefined
         poisoned = any(undefined.values())

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .cta import Cta
 
 
-Clock = np.ndarray  # (2 * warps of the cluster + 2 * CTAs,) int64
+Clock = np.ndarray  # (3 * warps of the cluster + 2 * CTAs,) int64
 
 
 @dataclass
@@ -48,17 +48,22 @@ class Carrier(Protocol):
 
 
 class Clocks:
-    """now: row = what a warp of the cluster knows; columns: warps, tensor cores and copies by CTA rank, and warps again.
+    """now: row = what a warp of the cluster knows; columns: warps, tensor cores and copies by CTA rank, and warps twice again.
 
-    The last columns are the times up to which the warps' ordinary stores can be read by asynchronous work (fence.proxy.async).
+    The second time, these are the times up to which the warps' ordinary stores can be read by asynchronous work (fence.proxy.async), the
+    third time those up to which they have handed tensor memory over (tcgen05.fence::before_thread_sync). after: the third columns, and
+    those of the tensor cores, when the warp executed tcgen05.fence::after_thread_sync. tensor_fences: whether the kernel has such fences.
     """
 
-    def __init__(self, ctas: int, warps: int) -> None:
+    def __init__(self, ctas: int, warps: int, fenced: bool) -> None:
         self.warps = warps
         self.rows = ctas * warps
         self.ctas = ctas
         self.width = self.rows + 2 * ctas
-        self.now = np.zeros((self.rows, self.width + self.rows), np.int64)
+        self.handed = self.width + self.rows
+        self.now = np.zeros((self.rows, self.handed + self.rows), np.int64)
+        self.after = np.zeros((self.rows, self.rows + ctas), np.int64)
+        self.tensor_fences = fenced
         self.copies = [0] * ctas
         self.memory = Knowledge()
 
@@ -83,14 +88,28 @@ class Clocks:
 
     def fenced(self, known: Clock) -> Clock:
         """What a clock says of the times that asynchronous work can read up to, by column."""
-        return np.concatenate([known[self.width :], known[self.rows : self.width]])
+        return np.concatenate([known[self.width : self.handed], known[self.rows : self.width]])
 
     def fence(self, cta: Cta, warps: Sequence[int]) -> None:
         """fence.proxy.async: all stores that a warp knows of can be read by asynchronous work now."""
         for warp in warps:
             self.tick(cta, warp)
             row = self.now[cta.rank * self.warps + warp]
-            np.maximum(row[self.width :], row[: self.rows], out=row[self.width :])
+            np.maximum(row[self.width : self.handed], row[: self.rows], out=row[self.width : self.handed])
+
+    def before_sync(self, cta: Cta, warps: Sequence[int]) -> None:
+        """tcgen05.fence::before_thread_sync: what the warps have done in tensor memory goes with their next arrival."""
+        for warp in warps:
+            time = self.tick(cta, warp)
+            row = self.row(cta, warp)
+            self.now[row, self.handed + row] = time
+
+    def after_sync(self, cta: Cta, warps: Sequence[int]) -> None:
+        """tcgen05.fence::after_thread_sync: what the warps know now, their next accesses to tensor memory come after."""
+        for warp in warps:
+            row = self.row(cta, warp)
+            self.after[row, : self.rows] = self.now[row, self.handed :]
+            self.after[row, self.rows :] = self.now[row, self.rows : self.rows + self.ctas]
 
     def of(self, cta: Cta, warps: Sequence[int]) -> Clock:
         """What some warps know together."""

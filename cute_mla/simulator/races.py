@@ -3,8 +3,8 @@
 Each 32-bit word remembers its last writer (a warp, or the copies of a CTA) with the writer's time, and for each warp the time of its last
 read; order.py says what a warp knows of the others' times. Ordinary stores reach tensor cores and bulk copies only through
 fence.proxy.async, by the writer before it arrives or by the reader after it has waited; clocks keep a second time for that. Stores over
-stores are left out (several threads may write the same value), and so are atomic operations, the lanes of one warp, and loads of another
-CTA's shared memory as what a store must not overwrite.
+stores are left out (several threads may write the same value), and so are atomic operations among themselves, the lanes of one warp, and
+loads of another CTA's shared memory as what a store must not overwrite.
 """
 
 from __future__ import annotations

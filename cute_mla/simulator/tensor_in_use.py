@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .isa.table import Decoded
-from .tensor_pipe import Cells, Work
+from .tensor_pipe import Cells, TensorPipe, Work
 
 if TYPE_CHECKING:
     from .blocks import Block
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Move:
-    """A tcgen05.ld or tcgen05.st of one warp. time: of the warp, when it knew that this was done; None before. fresh: issued in the
-    block that runs now. holders: registers that hold what was loaded, a bit mask per bank.
+    """A tcgen05.ld or tcgen05.st of one warp. issued: time of the warp from which on this is behind it. time: when it knew that this was
+    done; None before. fresh: issued in the block that runs now. holders: registers that hold what was loaded, a bit mask per bank.
     """
 
     warp: int
     write: bool
     cells: Cells
     origin: Origin
+    issued: int
     holders: dict[str, int] = field(default_factory=dict)
     time: int | None = None
     fresh: bool = True
@@ -101,12 +102,18 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
 # ---------------------------------------------------------------- unfinished work
 
 
-def unknown_work(target: Cta, cta: Cta, warps: Sequence[int]) -> Iterator[Work]:
-    """Work of the tensor cores of a CTA and its peer that some warps (of another CTA, perhaps) do not know to be done."""
-    clocks = target.cluster.clocks
+def pair_cores(target: Cta) -> Iterator[TensorPipe]:
+    """The tensor cores that may work on a CTA's memory: its own and its peer's."""
     for other in target.cluster.ctas:
         if other.rank >> 1 == target.rank >> 1 and other.tensor_pipe is not None:
-            yield from other.tensor_pipe.unknown(clocks.least(cta, warps, clocks.core(other)))
+            yield other.tensor_pipe
+
+
+def unknown_work(target: Cta, cta: Cta, warps: Sequence[int]) -> Iterator[Work]:
+    """Work on a CTA's memory that some warps (of another CTA, perhaps) do not know to be done."""
+    clocks = target.cluster.clocks
+    for core in pair_cores(target):
+        yield from core.unknown(clocks.least(cta, warps, clocks.core(core.cta)))
 
 
 def shared_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
@@ -127,23 +134,57 @@ def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
     who = "a tcgen05.st writes" if write else "a tcgen05.ld reads"
     cta = cells.cta
     for work in unknown_work(cta, cta, (warp,)):
-        touched = [*work.written(), *work.read()] if write else work.written()
-        if any(cells.meets(other) for other in touched):
+        if meet(work, cells, write):
             report(w, f"{who} tensor memory that {work.what}{place(work.origin)} uses, without a wait for a commit of it")
             return
     for move in cta.moves.values():
-        if (move.write or write) and move.cells.meets(cells) and move.hinders(cta, warp):
-            report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
-            return
+        if (move.write or write) and move.cells.meets(cells):
+            if move.hinders(cta, warp):
+                report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
+                return
+            if check_fences(w, cta, warp, move, who):
+                return
+    clocks = cta.cluster.clocks
+    if not clocks.tensor_fences:
+        return
+    for core in pair_cores(cta):
+        for work in core.unknown(int(clocks.after[clocks.row(cta, warp), clocks.core(core.cta)])):
+            if meet(work, cells, write):
+                what = f"{who} tensor memory that {work.what}{place(work.origin)} uses"
+                message = f"{what}: no tcgen05.fence::after_thread_sync of warp {warp} since it has waited for that"
+                w.cta.report(w, "missing_fence", message)
+                return
+
+
+def meet(work: Work, cells: Cells, write: bool) -> bool:
+    """Whether work and a load or store of cells may not come together."""
+    return any(cells.meets(other) for other in ([*work.written(), *work.read()] if write else work.written()))
+
+
+def check_fences(w: Window, cta: Cta, warp: int, move: Move, who: str) -> bool:
+    """A finding when an access of another warp to the cells of a load or store has been ordered, but without tcgen05.fence."""
+    clocks = cta.cluster.clocks
+    row, other = clocks.row(cta, warp), clocks.row(move.cells.cta, move.warp)
+    if not clocks.tensor_fences or row == other or clocks.after[row, other] >= move.issued:
+        return False
+    missing = f"no tcgen05.fence::after_thread_sync of warp {warp} since it has waited for that"
+    if clocks.now[row, clocks.handed + other] < move.issued:
+        missing = f"no tcgen05.fence::before_thread_sync of warp {move.warp} between that and its arrival"
+    w.cta.report(w, "missing_fence", f"{who} tensor memory that {move.what} uses: {missing}")
+    return True
 
 
 def check_work(w: Window, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
     """A finding when work is issued on cells that a load or store may still use."""
     for cells, writes in [(cells, True) for cells in written] + [(cells, False) for cells in read]:
         for move in cells.cta.moves.values():
-            if (writes or move.write) and move.cells.meets(cells) and move.hinders(w.cta, w.warps[0]):
-                report(w, f"{what} {'writes' if writes else 'reads'} tensor memory that {move.what} uses; {reason(move)}")
-                return
+            if (writes or move.write) and move.cells.meets(cells):
+                who = f"{what} {'writes' if writes else 'reads'}"
+                if move.hinders(w.cta, w.warps[0]):
+                    report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
+                    return
+                if check_fences(w, w.cta, w.warps[0], move, who):
+                    return
 
 
 def check_release(w: Window, cells: Cells) -> None:

@@ -473,11 +473,12 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     if space == "generic":
         space = "shared::cluster" if in_shared(address) else "global"
         address = address if space == "global" else shared_part(address)
-    if space in ("shared", "shared::cta"):
-        place_shared(w, address, False)
     address = lanes_of(w, address)
     operands = [np.broadcast_to(value, (w.n,)) for value in values]
     size = values[0].dtype.itemsize
+    if space != "global":
+        for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
+            races.access(w, target, index, offsets, size, True)
     old = np.zeros((1, w.n), f"u{size}")
     for lane in range(w.n):
         where = address[lane : lane + 1]

@@ -89,6 +89,7 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
     if not w.whole:
         raise Fault("divergence", "a tensor memory load or store needs all 32 lanes of its warps")
     cta = w.cta
+    clocks = cta.cluster.clocks
     memory = cta.tensor_memory()
     verb = "tcgen05.st" if write else "tcgen05.ld"
     if address.ndim and bool((address.reshape(-1, WARP) != address[::WARP, None]).any()):
@@ -111,7 +112,8 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
             cells = Cells(cta, blocks, column + low, column + high)
             tensor_in_use.check_move(w, warp, cells, write)
             origin = origin or cta.machine.origin(w)
-            cta.moves[warp, write, cells] = Move(warp, write, cells, origin, {"r": registers})
+            issued = int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1
+            cta.moves[warp, write, cells] = Move(warp, write, cells, origin, issued, {"r": registers})
         places.append((warp, lane, column))
     return places
 

@@ -348,7 +348,8 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets != [cta])
 
 
-@op(r"tcgen05.fence::(before|after)_thread_sync", writes=(), pure=False)
+@op(r"tcgen05.fence::(?P<when>before|after)_thread_sync", writes=(), pure=False)
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Fences only order; they are shown to observers."""
+    """Orders accesses to tensor memory before arrivals, or after waits."""
+    e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta, w.warps)")
     e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
