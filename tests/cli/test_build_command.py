@@ -64,7 +64,7 @@ def test_defaults_are_everything_into_the_folder_that_is_loaded_from(
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
     assert run().exit_code == 0
     assert asked["archs"] == ["sm90", "sm100"]
-    assert asked["ops"] == ["dense_decode", "split_plan", "combine"]
+    assert asked["ops"] == ["dense_decode", "sparse_decode", "split_plan", "combine"]
     assert (asked["jobs"], asked["out"]) == (None, tmp_path)
 
 
