@@ -74,7 +74,7 @@ class Block:
 class Flow:
     """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written.
 
-    tensor_fences: there is a tcgen05.fence.
+    tensor_fences: there is a tcgen05.fence::after_thread_sync.
     """
 
     blocks: list[Block]
@@ -146,7 +146,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
     rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
-    fenced = any(item.instruction.opcode.startswith("tcgen05.fence") for item in decoded)
+    fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
     return Flow(blocks, targets, undefined, {"r": rows}, fenced)
 
 
