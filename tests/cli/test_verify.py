@@ -16,6 +16,7 @@ from cute_mla.testing import runner, suites
 from cute_mla.testing.cases import Case
 from cute_mla.testing.planned import Planned
 from cute_mla.testing.runner import Record, Target
+from cute_mla.testing.sparse_cases import SparseCase
 
 WHOLE, REDUCED, SKIPPED = Case(), Case(batch=2), Case(batch=3)
 SUITE = [
@@ -72,7 +73,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(runner, "run_all", stand_in.run_all)
     monkeypatch.setattr(runner, "skipped", stand_in.skipped)
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE)
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE if op == "dense_decode" else [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return stand_in
 
@@ -178,6 +179,16 @@ def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.M
     assert [str(s) for s in target.schedules] == ["round_robin@7", "lazy@7", "random@7", "adversarial@7", "round_robin@8"]
 
 
+def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_op = {"dense_decode": [Planned(WHOLE)], "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))]}
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
+    for arguments, ops in ([(), ["dense_decode", *["sparse_decode"] * 2]], [("--op", "sparse_decode"), ["sparse_decode"] * 2]):
+        result = invoke("--arch", "sm90", *arguments)
+        assert result.exit_code == 0, result.output
+        assert [case.op for case, _, _ in stand_in.jobs] == ops
+        assert result.output.splitlines()[-1] == f"{len(ops)} passed, 0 failed"
+
+
 def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in.failing[WHOLE.id] = {"out_max_abs": float("inf"), "out_cos_diff": float("nan"), "findings": ["a race"]}
     file = tmp_path / "records.json"
@@ -222,4 +233,4 @@ def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch:
 
 def test_names_agree_with_the_suites() -> None:
     assert verify.SUITES == suites.SUITES
-    assert set(verify.OPS) <= set(suites.OPS)
+    assert verify.OPS == suites.OPS
