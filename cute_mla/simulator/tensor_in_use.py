@@ -174,16 +174,16 @@ def check_fences(w: Window, cta: Cta, warp: int, move: Move, who: str) -> bool:
     return True
 
 
-def check_work(w: Window, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
-    """A finding when work is issued on cells that a load or store may still use."""
+def check_work(w: Window, warp: int, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
+    """A finding when a warp issues work on cells that a load or store may still use."""
     for cells, writes in [(cells, True) for cells in written] + [(cells, False) for cells in read]:
         for move in cells.cta.moves.values():
             if (writes or move.write) and move.cells.meets(cells):
                 who = f"{what} {'writes' if writes else 'reads'}"
-                if move.hinders(w.cta, w.warps[0]):
+                if move.hinders(w.cta, warp):
                     report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
                     return
-                if check_fences(w, w.cta, w.warps[0], move, who):
+                if check_fences(w, w.cta, warp, move, who):
                     return
 
 

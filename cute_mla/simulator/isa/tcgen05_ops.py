@@ -277,10 +277,11 @@ def check_chain(w: Window, chain: Chain) -> None:
             first = split_address(chain.a[0])[1]
             memory.require(first, first + forms.STEP_COLUMNS, "A")
     written = [] if w.cta.tensor_core().open_chain(chain) is not None else chain.written()
-    tensor_in_use.check_work(w, chain.read(), written, chain.what)
+    warp = chain.thread // WARP
+    tensor_in_use.check_work(w, warp, chain.read(), written, chain.what)
     for cta in chain.ctas:
         for where in (chain.operand_b(),) if chain.from_tensor_memory else (chain.operand_b(), chain.operand_a()):
-            races.check_source(w, cta, races.operand_words(where), chain.what)
+            races.check_source(w, cta, races.operand_words(where), chain.what, warp)
 
 
 # ---------------------------------------------------------------- copies
@@ -314,9 +315,10 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
         for cells in written:
             cells.cta.tensor_memory().use_group(form.group)
             cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
-        tensor_in_use.check_work(w, [], written, work.what)
+        warp = work.thread // WARP
+        tensor_in_use.check_work(w, warp, [], written, work.what)
         for owner in ctas:
-            races.check_source(w, owner, races.operand_words(work.operand()), work.what)
+            races.check_source(w, owner, races.operand_words(work.operand()), work.what, warp)
         cta.tensor_core().issue(work)
 
 
