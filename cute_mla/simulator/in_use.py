@@ -13,7 +13,7 @@ import numpy as np
 
 from . import tensor_in_use, wgmma
 from .async_units import Chain
-from .registers import WARP, Window
+from .registers import Window
 
 if TYPE_CHECKING:
     from .cta import Cta, Origin
@@ -49,21 +49,21 @@ def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -
                 yield "a bulk store", copy.origin, *copy.source
 
 
-def check_copy(w: Window, targets: list[Cta], low: int, high: int) -> None:
-    """A finding when a copy is issued to shared memory that unfinished work reads."""
+def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) -> None:
+    """A finding when a warp issues a copy to shared memory that unfinished work reads."""
     for target in targets:
         if target.pipes or target.reading or target.tensor is not None:
-            for what, origin, _, _ in readers(w, target, low, high, w.warps):
+            for what, origin, _, _ in readers(w, target, low, high, (warp,)):
                 report(w, "an asynchronous copy overwrites", what, origin)
                 return
 
 
-def check_store(w: Window, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
-    """A finding when lanes store nbytes each at offsets that unfinished work reads."""
+def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
+    """A finding when warps (one of each store) store nbytes each at offsets that unfinished work reads."""
     found = first_reader(w, target, offsets, nbytes, w.warps)
-    if found is not None and len(w.warps) > 1 and offsets.size == w.n:
+    if found is not None and len(w.warps) > 1:
         # warps that happen to be at the same place may be tiles apart, and know of different work
-        shares = ((int(warp), offsets[w.lanes // WARP == warp]) for warp in w.warps)
+        shares = ((warp, own) for warp in w.warps if len(own := offsets[warps == warp]))
         found = next((hit for warp, own in shares if (hit := first_reader(w, target, own, nbytes, (warp,))) is not None), None)
     if found is not None:
         report(w, "a store overwrites", *found)

@@ -464,12 +464,12 @@ class Machine:
         mode = self.policy.async_mode
         return 2 if mode == "eager" else int(self.rng.integers(3)) if mode == "random" else 0
 
-    def start(self, effect: Callable[[], None], w: Window, barriers: list[Mbarrier], writes: Writes = ()) -> None:
-        """Issue work that completes by itself and writes these shared bytes (CTA, start, stop)."""
+    def start(self, effect: Callable[[], None], w: Window, warp: int, barriers: list[Mbarrier], writes: Writes = ()) -> None:
+        """A warp issues work that completes by itself and writes these shared bytes (CTA, start, stop)."""
         self.progress += 1
         for target, low, high in writes:
-            races.check_overwrite(w, target, low, high)
-        order.copy(w.cta, w.warps[0], barriers, writes, self.line_of_caller())
+            races.check_overwrite(w, warp, target, low, high)
+        order.copy(w.cta, warp, barriers, writes, self.line_of_caller())
         if self.completes_now():
             effect()
         else:

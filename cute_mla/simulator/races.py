@@ -114,16 +114,16 @@ def report(w: Window, what: str, target: Cta, clocks: Clocks, word: int) -> None
     w.cta.report(w, "race", f"{what} {where} that {written}: nothing orders the two")
 
 
-def check_source(w: Window, target: Cta, words: np.ndarray, what: str, warp: int | None = None) -> None:
+def check_source(w: Window, target: Cta, words: np.ndarray, what: str, warp: int) -> None:
     """A finding when asynchronous work reads words (1-d) whose writers it does not know to be done, or not fenced.
 
-    warp: that issues it, by default the first of the window. Raises Fault for words behind the end of shared memory.
+    warp: that issues it. Raises Fault for words behind the end of shared memory.
     """
     trace, clocks = target.trace, target.cluster.clocks
     if int(words[-1]) * WORD >= target.smem.nbytes:
         end = (int(words[-1]) + 1) * WORD
         raise Fault("out_of_bounds", f"{what} reads up to {end:#x}, beyond the CTA's shared memory of {target.smem.nbytes:#x}")
-    row = clocks.row(w.cta, w.warps[0] if warp is None else warp)
+    row = clocks.row(w.cta, warp)
     known = clocks.now[row]
     writer, written = trace.writer[words], trace.written[words]
     bad = clocks.fenced(known)[writer] < written
@@ -146,20 +146,20 @@ def check_source(w: Window, target: Cta, words: np.ndarray, what: str, warp: int
     w.cta.report(w, "missing_fence", f"{what} reads shared memory at {word * WORD:#x} behind {store} without fence.proxy.async between")
 
 
-def check_range(w: Window, source: tuple[int, int], what: str) -> None:
+def check_range(w: Window, source: tuple[int, int], what: str, warp: int) -> None:
     """As check_source, for bytes [start, stop) of the warp's own CTA."""
-    check_source(w, w.cta, np.arange(source[0] // WORD, -(-source[1] // WORD)), what)
+    check_source(w, w.cta, np.arange(source[0] // WORD, -(-source[1] // WORD)), what, warp)
 
 
-def check_overwrite(w: Window, target: Cta, low: int, high: int) -> None:
-    """A finding when a copy is issued to bytes that a warp may still read."""
+def check_overwrite(w: Window, warp: int, target: Cta, low: int, high: int) -> None:
+    """A finding when a warp issues a copy to bytes that another one may still read."""
     trace, clocks = target.trace, target.cluster.clocks
-    row = clocks.row(w.cta, w.warps[0])
+    row = clocks.row(w.cta, warp)
     part = slice(low // WORD, -(-high // WORD))
     mask = int(np.bitwise_or.reduce(trace.readers[part]))
-    for warp in range(clocks.warps) if mask else ():
-        reader = clocks.row(target, warp)
-        if mask >> warp & 1 and reader != row and int(trace.read[warp, part].max()) > clocks.now[row, reader]:
+    for number in range(clocks.warps) if mask else ():
+        reader = clocks.row(target, number)
+        if mask >> number & 1 and reader != row and int(trace.read[number, part].max()) > clocks.now[row, reader]:
             name = clocks.name(reader)
             w.cta.report(w, "race", f"an asynchronous copy overwrites shared memory that {name} may still read: nothing orders the two")
             return

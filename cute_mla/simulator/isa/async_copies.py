@@ -212,9 +212,9 @@ def bulk_to_shared(
                 machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
         if peer:
-            races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy")
-        in_use.check_copy(w, targets, offset, offset + nbytes)
-        machine.start(effect, w, barriers, [(target, offset, offset + nbytes) for target in targets])
+            races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy", int(w.lanes[lane]) // WARP)
+        in_use.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
+        machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
 
 
 def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
@@ -257,7 +257,7 @@ def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size:
 
         offset = start & 0xFFFFFF
         copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
-        races.check_range(w, copy.source, "a bulk store")
+        races.check_range(w, copy.source, "a bulk store", int(w.lanes[lane]) // WARP)
         add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
         cta.reading.append(copy)
 
@@ -369,7 +369,7 @@ def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
                     copy.advance(2)
                 machine.arrive(barrier, lanes)  # type: ignore[arg-type]
 
-            machine.start(effect, w, [barrier])
+            machine.start(effect, w, warp, [barrier])
 
 
 @runtime
@@ -388,8 +388,8 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
             machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
         offset = where & 0xFFFFFF
-        in_use.check_copy(w, [target], offset, offset + nbytes)
-        machine.start(effect, w, [item], [(target, offset, offset + nbytes)])
+        in_use.check_copy(w, int(w.lanes[lane]) // WARP, [target], offset, offset + nbytes)
+        machine.start(effect, w, int(w.lanes[lane]) // WARP, [item], [(target, offset, offset + nbytes)])
 
 
 @op(r"mapa.shared::cluster.(?P<t>u32|u64)", r"mapa.(?P<t>u64)")

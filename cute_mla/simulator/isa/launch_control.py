@@ -11,7 +11,7 @@ from .. import in_use
 from ..emitter import Unsupported
 from ..findings import Fault
 from ..ptx import Instruction, Operand, Vec
-from ..registers import Window
+from ..registers import WARP, Window
 from .async_copies import TX, check_all, check_reach, lane_values
 from .memory_ops import store_loaded
 from .table import op, registers_of, runtime
@@ -80,7 +80,7 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
     """clusterlaunchcontrol.try_cancel"""
     cta = w.cta
     machine = cta.machine
-    for where, signal in zip(lane_values(w, response), lane_values(w, barrier), strict=True):
+    for lane, (where, signal) in enumerate(zip(lane_values(w, response), lane_values(w, barrier), strict=True)):
         if where % RESPONSE_BYTES:
             raise Fault("misaligned", f"the response of a try_cancel at {where & 0xFFFFFF:#x}: must be a multiple of {RESPONSE_BYTES}")
         check_reach(cta, where, signal, False)
@@ -99,8 +99,9 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
             for item in barriers:
                 machine.complete_tx(item, RESPONSE_BYTES)
 
-        in_use.check_copy(w, targets, offset, offset + RESPONSE_BYTES)
-        machine.start(effect, w, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
+        warp = int(w.lanes[lane]) // WARP
+        in_use.check_copy(w, warp, targets, offset, offset + RESPONSE_BYTES)
+        machine.start(effect, w, warp, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
 
 
 @runtime

@@ -273,7 +273,8 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             target.smem.store(offsets, part, bad)
         races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
         if target.busy or target.reading or target.tensor is not None:
-            in_use.check_store(w, target, offsets, values[0].dtype.itemsize * len(values))
+            warps = (w.lanes if index is None else w.lanes[index]) // WARP
+            in_use.check_store(w, warps, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
             cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
 
@@ -425,7 +426,7 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
     if cta.busy or cta.reading:
-        in_use.check_store(w, cta, offsets[:, : 8 * len(values)].ravel(), 16)
+        in_use.check_store(w, np.repeat(w.warps, 8 * len(values)), cta, offsets[:, : 8 * len(values)].ravel(), 16)
     races.accesses(w, cta, np.repeat(w.warps, 8 * len(values)), offsets[:, : 8 * len(values)].ravel(), 16, True)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)

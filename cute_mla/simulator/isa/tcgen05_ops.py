@@ -93,7 +93,7 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
         memory.allocate(start, count)
     order.wait(cta, w.warps, memory)
     (target, _, offsets), *_ = place_shared(w, destination, False)
-    in_use.check_store(w, target, offsets[:1], 4)
+    in_use.check_store(w, np.array(w.warps), target, offsets[:1], 4)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
     races.access(w, target, np.array([0]), offsets[:1], 4, True)
     if cta.observer is not None:

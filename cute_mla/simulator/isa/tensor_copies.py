@@ -151,8 +151,9 @@ def tma_load(
                 machine.complete_tx(item, nbytes)
 
         low, high = span(boxes)
-        in_use.check_copy(w, targets, low, high)
-        machine.start(effect, w, barriers, [(target, low, high) for target in targets])
+        warp = int(w.lanes[lane]) // WARP
+        in_use.check_copy(w, warp, targets, low, high)
+        machine.start(effect, w, warp, barriers, [(target, low, high) for target in targets])
 
 
 @runtime
@@ -174,6 +175,6 @@ def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...],
         for box in place_boxes(cta.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
             copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
             copies[key].append(copy)
-            races.check_range(w, copy.source, "a TMA store")
+            races.check_range(w, copy.source, "a TMA store", owner // WARP)
             add_grouped(cta, cta.bulk, owner, copy)
             cta.reading.append(copy)
