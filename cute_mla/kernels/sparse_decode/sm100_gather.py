@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
@@ -30,7 +30,8 @@ PIECES_PER_ROW = ROW_BYTES // PIECE
 LANES = 32
 BOX_LANES = BOX_COLUMNS // PIECE  # that fetch the e4m3 columns of one box and key
 KEYS_AT_ONCE = LANES // (BOX_LANES * LATENT_BOXES)  # of one pass over e4m3 columns
-SCALE_BYTES = 4  # of an fp32 scale
+SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
+HALVES = 2  # of a warp's lanes, and of a CTA's e4m3 columns where groups are wide
 E8M0_SMALLEST = 0x00400000  # 2^-127, whose code is 0
 E8M0_NAN = 0x7FC00000  # of code 255
 E8M0_NAN_CODE = 255
@@ -47,10 +48,6 @@ class LaneKeys:
     def row_of(self, key: Int32) -> Int64:
         """Address of a key's row."""
         return from_lane(self.row, key)
-
-    def scales_of(self, key: Int32) -> Int64:
-        """Address of a key's scales."""
-        return from_lane(self.scales, key)
 
     def seen(self) -> Int32:
         """A bit per key: whether it counts. In two copies, low and high."""
@@ -123,7 +120,9 @@ class ScaledColumns:
     """e4m3 columns, which become 16-bit: value x scale in fp32, rounded once.
 
     A pass has two keys, even and odd, in alternating quads of lanes, and 16 columns of a key a lane. rank: of this CTA.
-    wanted: whether this lane has columns; None: always. rScales: as stored, bits of an fp32 or a code of e8m0.
+    wanted: whether this lane has columns; None: always.
+    rScales: of the tile in hand, and of the next one: lane l has a word of the scales of key l % 16, an fp32 of its own in
+    either half of the lanes, or four codes of e8m0.
     """
 
     cache_format: CacheFormat
@@ -143,10 +142,11 @@ class ScaledColumns:
         box = lane // (BOX_LANES * KEYS_AT_ONCE)
         boxes = cache_format.quantised // BOX_COLUMNS
         wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + box < boxes
-        passes = WARP_KEYS // KEYS_AT_ONCE
-        rScales = cute.make_rmem_tensor(cute.make_layout(passes), Int32)
+        rScales = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        rScales.fill(0)
+        rPieces = make_pieces(WARP_KEYS // KEYS_AT_ONCE)
         key = lane // BOX_LANES % KEYS_AT_ONCE
-        return ScaledColumns(cache_format, dtype, rank, wanted, make_pieces(passes), rScales, key, box, lane % BOX_LANES)
+        return ScaledColumns(cache_format, dtype, rank, wanted, rPieces, rScales, key, box, lane % BOX_LANES)
 
     @property
     def passes(self) -> int:
@@ -154,16 +154,18 @@ class ScaledColumns:
         return len(self.rPieces)
 
     def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Starts the loads of one pass; zeros for keys that do not count."""
-        key = self._key(step)
-        row = keys.row_of(key)
-        wanted = both(row != 0, self.wanted)
-        load_piece(self.rPieces[step], row + (self.rank * CTA_COLUMNS + self.box * BOX_COLUMNS + self.piece * PIECE), wanted)
-        group = (self.rank * CTA_COLUMNS + self.box * BOX_COLUMNS) // self.cache_format.group
+        """Starts the load of one pass; zeros for keys that do not count."""
+        row = keys.row_of(self._key(step))
+        column = self.rank * CTA_COLUMNS + self.box * BOX_COLUMNS + self.piece * PIECE
+        load_piece(self.rPieces[step], row + column, both(row != 0, self.wanted))
+
+    def fetch_scales(self, keys: LaneKeys) -> None:
+        """Takes up the scales that were on their way, and starts the load of those of other keys."""
+        self.rScales[0] = self.rScales[1]
+        offset = self.rank * SCALE_WORD
         if self.cache_format.scales_inside:
-            load_word(self.rScales, step, row + (self.cache_format.quantised + group * SCALE_BYTES), wanted)
-        else:
-            load_byte(self.rScales, step, keys.scales_of(key) + group, wanted)
+            offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
+        load_word(self.rScales, 1, keys.scales + offset, keys.scales != 0)
 
     def store(self, step: int, rows: cute.Pointer) -> None:
         """Converts one pass and writes it to the warp's rows of a slot."""
@@ -185,9 +187,11 @@ class ScaledColumns:
 
     def _scale(self, step: int) -> Float32:
         rBits = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-        rBits[0] = self.rScales[step]
-        if not self.cache_format.scales_inside:
-            code = self.rScales[step]
+        if self.cache_format.scales_inside:
+            lane = self._key(step) + self.box // (LATENT_BOXES // HALVES) * WARP_KEYS
+            rBits[0] = cute.arch.shuffle_sync(self.rScales[0], lane)
+        else:
+            code = (cute.arch.shuffle_sync(self.rScales[0], self._key(step)) >> (8 * self.box)) & E8M0_NAN_CODE
             power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << FP32_EXPONENT)
             rBits[0] = cutlass.select_(code == E8M0_NAN_CODE, Int32(E8M0_NAN), power)
         return cute.recast_tensor(rBits, Float32)[0]
@@ -202,6 +206,7 @@ class ConvertedTile:
 
     def prepare(self, keys: LaneKeys) -> None:
         """Starts all loads of the first tile."""
+        self.runs[0].fetch_scales(keys)
         for run in self.runs:
             for step in range(run.passes):
                 run.fetch(step, keys)
@@ -209,6 +214,7 @@ class ConvertedTile:
     def put(self, rows: cute.Pointer, keys: LaneKeys, following: LaneKeys) -> None:
         """Writes the tile to the warp's rows of a slot, pass by pass, each followed by the loads of the same pass of the
         following tile: a tile's loads are always on their way."""
+        self.runs[0].fetch_scales(following)
         for run in self.runs:
             for step in range(run.passes):
                 run.store(step, rows)
@@ -288,14 +294,6 @@ def load_word(target: cute.Tensor, index: cutlass.Constexpr[int], address: Int64
     target[index] = Int32(0)
     if wanted:
         target[index] = gmem(Int32, address, 4).load()
-
-
-@cute.jit
-def load_byte(target: cute.Tensor, index: cutlass.Constexpr[int], address: Int64, wanted: Boolean):
-    """A byte of gmem, or zero."""
-    target[index] = Int32(0)
-    if wanted:
-        target[index] = Int32(gmem(Uint8, address, 1).load())
 
 
 def store_piece(target: cute.Pointer, words: cute.Tensor, wanted: Boolean | None) -> None:
