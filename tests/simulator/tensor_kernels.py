@@ -91,7 +91,7 @@ def store_words(columns: int, count: int, at: int = 0) -> str:
         for i, register in enumerate(registers):
             text += f"ld.global.b32 {register}, [%rd8+{4 * (first + i)}];\n"
         text += f"add.u32 %r8, %r5, {at + first};\ntcgen05.st.sync.aligned.32x32b.x8.b32 [%r8], {{{', '.join(registers)}}};\n"
-    return text + "tcgen05.wait::st.sync.aligned;\ntcgen05.fence::before_thread_sync;\nbar.sync 0;\ntcgen05.fence::after_thread_sync;\n"
+    return text + "tcgen05.wait::st.sync.aligned;\nbar.sync 0;\n"
 
 
 def fill(columns: int, group: int = 1) -> str:
