@@ -106,14 +106,6 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
             set_registers(GEOMETRY.output_registers)
             self.output(operands, tiles, pipes, thread, group - 2)
 
-    def sync_start(self) -> None:
-        """The barriers are there for all threads that share them; their fence has released them, so the arrival need not."""
-        if self.config.cluster > 1:
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
     # ---- load -------------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -123,15 +115,6 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1):
             self.await_peer(pipes, tiles_done)
-
-    @cute.jit
-    def await_peer(self, pipes: Pipes, tiles_done: Int32):
-        """Waits until every slot is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
-        which would make every warp wait for its stores."""
-        for i in cutlass.range(GEOMETRY.kv_slots, unroll=1):
-            pipes.kv_free.wait_free(tiles_done * SLOTS_PER_TILE + i)
-        for i in cutlass.range(GEOMETRY.rope_slots, unroll=1):
-            pipes.rope_free.wait_free(tiles_done + i)
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):

@@ -100,6 +100,23 @@ class RolesSm90:
         pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
 
+    def sync_start(self) -> None:
+        """The barriers are there for all threads that share them; their fence has released them, so the arrival need not."""
+        if self.config.cluster > 1:
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    @cute.jit
+    def await_peer(self, pipes: Pipes, tiles_done: Int32):
+        """Waits until every slot is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
+        which would make every warp wait for its stores."""
+        for i in cutlass.range(self.geometry.kv_slots, unroll=1):
+            pipes.kv_free.wait_free(tiles_done * SLOTS_PER_TILE + i)
+        for i in cutlass.range(self.geometry.rope_slots, unroll=1):
+            pipes.rope_free.wait_free(tiles_done + i)
+
     # ---- score ------------------------------------------------------------------------------------------------------
 
     @cute.jit

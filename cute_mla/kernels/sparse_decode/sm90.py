@@ -28,8 +28,11 @@ from ..parts.barriers import arrive, barrier_table
 from ..parts.fragments import flat, fragment_column
 from ..parts.sm90_gemm import ScoreGemm
 from ..parts.sm90_geometry import (
+    ALL_REGISTERS,
     BOX_BYTES,
+    OUTPUT_GROUPS,
     SLOT_BYTES,
+    SLOT_COLUMNS,
     SLOTS_PER_TILE,
     THREADS,
     VALID_BYTES,
@@ -40,17 +43,21 @@ from ..parts.sm90_geometry import (
     Tiles,
 )
 from ..parts.sm90_roles import RolesSm90, named_barriers, role_table, set_registers
+from ..parts.tiles import BOX_COLUMNS
 from ..parts.work import Piece, first_piece, last_request, read_extent, read_piece
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import NO_SLOT, IndexList, Operands, look_up
 from .sm90_gather import (
+    HALF_BYTES,
     KEYS_PER_WARP,
     ROPE_SLOT,
     Buffer,
+    Half,
     Keys,
     Lane,
     find_keys,
+    hand_over,
     load_step,
     position_in_tile,
     step_scales,
@@ -61,17 +68,22 @@ from .sm90_gather import (
 
 LOG2E = math.log2(math.e)
 ALL_VALID = -1
+SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # by gather and score
 
 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
-    """Two column tiles of Q in registers leave the gather role enough of them for its loads in flight."""
+    """Few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the others leave
+    room for nine slots."""
+    q_tiles_in_smem = 7
+    in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
+    first_registers = {1: 96, 2: 88}[in_registers]
     return Geometry(
         d_qk=cache_format.d_qk,
-        q_tiles_in_registers=2,
+        q_tiles_in_registers=in_registers,
         kv_slots=9,
         rope_slots=3,
-        first_registers=88,
-        score_registers=104,
+        first_registers=first_registers,
+        score_registers=SHARED_REGISTERS - first_registers,
         ready_arrivals=WARPS_PER_GROUP,
         validity=True,
     )
@@ -85,7 +97,7 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.geometry = geometry_of(config.format)
-        self.steps = tile_steps(config.format)
+        self.steps = tile_steps(config.format, config.cluster)
         self.ahead = steps_ahead(self.steps)
 
     @cute.jit
@@ -95,7 +107,7 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
         if warp == 0:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-        cute.arch.sync_threads()
+        self.sync_start()
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
@@ -128,6 +140,15 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
             piece = read_piece(schedule, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.config.cluster > 1):
+            self.await_peer(pipes, tile)
+
+    def halves(self) -> tuple[Half, Half]:
+        """The halves of a tile that a thread's two keys are in: of a pair, the first is the one that this CTA converts."""
+        if self.config.cluster == 1:
+            return 0, 1
+        rank = cute.arch.block_idx_in_cluster()
+        return rank, 1 - rank
 
     @cute.jit
     def gather_tiles(
@@ -136,11 +157,11 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
         """The tiles of one piece, in this CTA those from `tile` to `end`. Indices are asked for a tile ahead of the addresses,
         bytes a few steps ahead of their use."""
         steps, ahead = self.steps, self.ahead
-        lane = Lane.of(thread)
+        lane, halves = Lane.of(thread), self.halves()
         buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
         indices = IndexList.of(operands, req)
         position = begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, look_up(indices, position), indices.in_extra(position), thread)
+        keys = find_keys(operands, self.format, look_up(indices, position), indices.in_extra(position), halves, thread)
         row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
         index = self.look_up_ahead(indices, position + TILE_KEYS, tile + 1 < end)
         for s in cutlass.range_constexpr(ahead):
@@ -152,7 +173,7 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
                 self.finish_step(tiles, pipes, s, buffers[s % ahead], present, use, lane, thread)
                 if cutlass.const_expr(s + ahead == len(steps)):
                     # whatever is loaded from here on belongs to the next tile
-                    keys = find_keys(operands, self.format, index, indices.in_extra(position), thread)
+                    keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, thread)
                     row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
                     index = self.look_up_ahead(indices, position + TILE_KEYS, use + 2 < end)
                 step = steps[(s + ahead) % len(steps)]
@@ -172,28 +193,30 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
     ):
         """Stores the bytes of a step that have come. The first step of a slot waits for it, the last one hands it over."""
         step = self.steps[s]
-        scales = step_scales(self.format, step, buffer, keys, thread)
         first = s == 0 or self.steps[s - 1].slot != step.slot
         last = s + 1 == len(self.steps) or self.steps[s + 1].slot != step.slot
+        half = self.halves()[step.key]
+        scales = step_scales(self.format, step, buffer, keys, half, thread)
         if cutlass.const_expr(step.slot == ROPE_SLOT):
+            ring, use, boxes = pipes.rope_ready, tile, 1
             if cutlass.const_expr(first):
                 self.begin_rope(tiles, pipes, tile, keys.valid, thread)
-            target = tiles.sRope.iterator.toint() + pipes.rope_ready.slot(tile) * BOX_BYTES
-            store_step(step, buffer, scales, target, lane, self.dtype)
+            slot = tiles.sRope.iterator.toint() + ring.slot(use) * BOX_BYTES
         else:
-            use = tile * SLOTS_PER_TILE + step.slot
+            ring, use, boxes = pipes.kv_ready, tile * SLOTS_PER_TILE + step.slot, SLOT_COLUMNS // BOX_COLUMNS
             if cutlass.const_expr(first):
                 pipes.kv_free.wait_free(use)
-            target = tiles.sKv.iterator.toint() + pipes.kv_ready.slot(use) * SLOT_BYTES
-            store_step(step, buffer, scales, target, lane, self.dtype)
-            if cutlass.const_expr(last):
-                cute.arch.fence_proxy("async.shared", space="cta")
-                arrive(pipes.kv_ready.barrier(use))
-        if cutlass.const_expr(s + 1 == len(self.steps)):
-            if cutlass.const_expr(step.slot == ROPE_SLOT):
-                cute.arch.fence_proxy("async.shared", space="cta")
+            slot = tiles.sKv.iterator.toint() + ring.slot(use) * SLOT_BYTES
+        target = slot + half * HALF_BYTES
+        store_step(step, buffer, scales, target, lane, self.dtype)
+        if cutlass.const_expr(last):
+            cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(self.config.cluster == 1 or step.slot == ROPE_SLOT):
+                arrive(ring.barrier(use))
             else:
-                self.begin_rope(tiles, pipes, tile, keys.valid, thread)
+                hand_over(ring.barrier(use), target, boxes, thread)
+        if cutlass.const_expr(s + 1 == len(self.steps) and not self.geometry.has_rope):
+            self.begin_rope(tiles, pipes, tile, keys.valid, thread)
             arrive(pipes.rope_ready.barrier(tile))
 
     @cute.jit

@@ -3,16 +3,23 @@
 A thread has two keys of every tile, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth 16 bytes: a
 warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step are
 asked for several steps before they are converted and stored, across the end of the tile.
+
+Of a pair of CTAs each converts the slots' columns of one half of the keys, and every warp copies what it has stored to the
+peer. Their RoPE columns both gather: they are not converted, and P soon overwrites them, while the peer's copy may not have
+been read yet.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass.experimental import primitives
 
 from ...spec.cache_format import CacheFormat
+from ...spec.split_plan import TILE_KEYS
 from ..parts.sm90_geometry import BOX_BYTES, SLOT_COLUMNS, SLOTS_PER_TILE
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from .operands import Operands, slot_address
@@ -20,13 +27,19 @@ from .operands import Operands, slot_address
 CHUNK = 16  # bytes that a thread loads or stores at a time
 CHUNK_WORDS = CHUNK // 4
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
-KEYS_PER_THREAD = 2
+HALVES = 2  # of a tile
 LANES_PER_KEY = 4
 KEYS_PER_WARP = 8  # at a time: one per group of lanes
-KEYS_APART = 32  # from a thread's first key to its second one
-LOOKED_UP = KEYS_PER_THREAD * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
+HALF_KEYS = TILE_KEYS // HALVES
+HALF_BYTES = HALF_KEYS * ROW_BYTES  # from a key's row in a box to that of the key in the other half
+LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
+WARP_BYTES = KEYS_PER_WARP * ROW_BYTES  # of a box: what a warp stores at a time, one behind the other
 ROPE_SLOT = SLOTS_PER_TILE  # the "slot" of a tile that is in the RoPE ring
-E8M0_NAN = 255
+E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
+E8M0_ONE = 1 << 23
+IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
+
+Half = Any  # of a tile: 0 or 1, an int or an Int32
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,8 @@ class Run:
 class Step:
     """What is loaded together: some columns of one of a thread's keys.
 
-    slot: of the tile, ROPE_SLOT for the RoPE columns. key: 0 or 1. scale_source: byte of the first scale among the scales.
+    slot: of the tile, ROPE_SLOT for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
+    among the scales.
     """
 
     slot: int
@@ -71,7 +85,7 @@ class Step:
         return any(run.quantised for run in self.runs)
 
 
-def tile_steps(cache_format: CacheFormat) -> tuple[Step, ...]:
+def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
     """All steps of a tile, in order: slot by slot."""
     steps: list[Step] = []
     for first in range(0, cache_format.d_qk, SLOT_COLUMNS):
@@ -81,7 +95,9 @@ def tile_steps(cache_format: CacheFormat) -> tuple[Step, ...]:
         scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
-        steps += [Step(first // SLOT_COLUMNS, key, part, scale_source) for part in together for key in range(KEYS_PER_THREAD)]
+        slot = first // SLOT_COLUMNS
+        keys = range(HALVES if slot == ROPE_SLOT else HALVES // cluster)
+        steps += [Step(slot, key, part, scale_source) for part in together for key in keys]
     return tuple(steps)
 
 
@@ -95,7 +111,11 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
 def steps_ahead(steps: tuple[Step, ...]) -> int:
     """Steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
     has the same registers."""
-    return next(ahead for ahead in (6, 5, 4) if len(steps) % ahead == 0)
+
+    def words(ahead: int) -> int:
+        return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
+
+    return max(ahead for ahead in range(1, len(steps)) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
 
 
 @dataclass(frozen=True)
@@ -145,20 +165,23 @@ class Keys:
 def position_in_tile(thread: Int32) -> Int32:
     """The key of a tile that this thread looks up: lane l of a warp has the warp's key l % 16."""
     own = thread % LOOKED_UP
-    return own // KEYS_PER_WARP * KEYS_APART + thread // 32 * KEYS_PER_WARP + own % KEYS_PER_WARP
+    return own // KEYS_PER_WARP * HALF_KEYS + thread // 32 * KEYS_PER_WARP + own % KEYS_PER_WARP
 
 
-def source_lane(thread: Int32, key: int) -> Int32:
-    """The lane that looked up one of the thread's two keys."""
-    return thread % 32 // LANES_PER_KEY + key * KEYS_PER_WARP
+def source_lane(thread: Int32, half: int | Int32) -> Int32:
+    """The lane that looked up the thread's key of one half of the tile."""
+    return thread % 32 // LANES_PER_KEY + half * KEYS_PER_WARP
 
 
-def find_keys(operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: cutlass.Boolean, thread: Int32) -> Keys:
-    """Each lane works out one address, of the key that it has looked up, and gets those of its two keys from the others."""
+def find_keys(
+    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: cutlass.Boolean, halves: tuple[Half, Half], thread: Int32
+) -> Keys:
+    """Each lane works out one address, of the key that it has looked up, and gets those of its two keys, which lie in these
+    halves of the tile, from the others."""
     row, scales = slot_address(operands, cache_format, index, in_extra)
-    rows = [cute.arch.shuffle_sync(row, source_lane(thread, key)) for key in range(KEYS_PER_THREAD)]
+    first, second = (cute.arch.shuffle_sync(row, source_lane(thread, half)) for half in halves)
     own = (Int32(0), Int32(0)) if cache_format.scales_inside else load_scales(scales)
-    return Keys((rows[0], rows[1]), own, cute.arch.vote_ballot_sync(row != 0))
+    return Keys((first, second), own, cute.arch.vote_ballot_sync(row != 0))
 
 
 @cute.jit
@@ -221,21 +244,25 @@ def load_step(
             buffer.scale[0] = global_words(row + (cache_format.quantised + step.scale_source), 1, 4)[0]
 
 
-def step_scales(cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, thread: Int32) -> list[Float32]:
-    """The scales of a step's runs. All lanes."""
+def step_scales(
+    cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, half: Half, thread: Int32
+) -> list[Float32]:
+    """The scales of a step's runs, whose key lies in this half of the tile. All lanes."""
     if not step.quantised:
         return []
     if cache_format.scales_inside:
         return [as_float(buffer.scale[0])]
     word, byte = divmod(step.scale_source, 4)
-    scales = cute.arch.shuffle_sync(keys.own_scales[word], source_lane(thread, step.key))
-    return [power_of_two((scales >> (8 * (byte + run.scale))) & 0xFF) for run in step.runs if run.quantised]
+    scales = cute.arch.shuffle_sync(keys.own_scales[word], source_lane(thread, half))
+    return [power_of_two(scales, byte + run.scale) for run in step.runs if run.quantised]
 
 
-def power_of_two(e8m0: Int32) -> Float32:
-    """2^(e8m0 - 127), NaN for 255."""
-    bits = cutlass.select_(e8m0 == 0, Int32(1 << 22), e8m0 << 23)  # 2^-127 is subnormal
-    return as_float(cutlass.select_(e8m0 == E8M0_NAN, Int32(0x7FC00000), bits))
+def power_of_two(word: Int32, byte: int) -> Float32:
+    """2^(e8m0 - 127) of a byte of a word, NaN for 255."""
+    bits = (word << (23 - 8 * byte) if byte < 3 else word >> 1) & E8M0_BITS
+    # 2^-127 is subnormal: it and NaN, which differ from their neighbours by more than the exponent, have this bit too
+    special = ((bits + E8M0_ONE) & (E8M0_BITS - E8M0_ONE)) == 0
+    return as_float(bits | cutlass.select_(special, Int32(E8M0_ONE >> 1), Int32(0)))
 
 
 def as_float(bits: Int32) -> Float32:
@@ -260,12 +287,12 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 
 
 def store_step(
-    step: Step, buffer: Buffer, scales: list[Float32], slot: Int32, lane: Lane, dtype: type[cutlass.Numeric]
+    step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, dtype: type[cutlass.Numeric]
 ) -> None:
-    """Converts a step and stores it in the slot at a shared memory address."""
+    """Converts a step and stores it in the half of a slot at a shared memory address."""
     first = 0
     for run in step.runs:
-        base = slot + (run.box * BOX_BYTES + step.key * KEYS_APART * ROW_BYTES)
+        base = target + run.box * BOX_BYTES
         if run.quantised:
             words = dequantise(part_of(buffer.words, first, CHUNK_WORDS), scales[run.scale], dtype)
             places = (lane.narrow, lane.narrow ^ CHUNK)
@@ -275,3 +302,20 @@ def store_step(
         for i in range(2):
             store_chunk(part_of(words, i * CHUNK_WORDS, CHUNK_WORDS), base + places[i])
         first += run.words
+
+
+def hand_over(ready: cute.Pointer, target: Int32, boxes: int, thread: Int32) -> None:
+    """Signals that a warp has stored and fenced its keys of half a slot, at a shared memory address, and copies them to the
+    peer.
+
+    A barrier expects from each warp of this CTA an arrival, and the bytes of the same warp of the peer. The peer's copy may
+    come first: that slot has been free there too, since kv_free counts the consumers of both."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * WARP_BYTES)
+        peer = 1 - cute.arch.block_idx_in_cluster()
+        there = primitives.mapa(ready.raw_ptr(), peer)
+        first = target + thread // 32 * WARP_BYTES
+        for box in range(boxes):
+            source = cute.make_ptr(Uint8, first + box * BOX_BYTES, cute.AddressSpace.smem, assumed_align=CHUNK).raw_ptr()
+            primitives.cp_async_bulk_shared_cluster_shared_cta(primitives.mapa(source, peer), source, there, WARP_BYTES)
