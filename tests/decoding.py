@@ -1,4 +1,4 @@
-"""Dense decode on the simulated device, for tests: one call, or a case judged against the reference."""
+"""Decode on the simulated device, for tests: one call, or a case judged against the reference."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla import reference
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases import Case, Tensors, make_tensors
-from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE, compare, same_bits
-from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
+from cute_mla.testing.cases import Tensors
+from cute_mla.testing.compare import LSE, compare, same_bits
+from cute_mla.testing.decode_case import DecodeCase
+from cute_mla.testing.operations import operation
+from cute_mla.testing.runner import Operands, Record, Schedule, Target, call, run_case
+from cute_mla.testing.sparse_cases import SparseTensors
 
 Result = tuple[Tensor, Tensor]
 
@@ -21,27 +23,28 @@ ROUND_ROBIN = Schedule("round_robin", 0)
 
 @dataclass(frozen=True)
 class Decoder:
-    """Dense decode on the simulated device of one architecture."""
+    """Dense and sparse decode on the simulated device of one architecture."""
 
     arch: Arch
 
-    def judge(self, case: Case, *schedules: Schedule) -> list[Record]:
+    def judge(self, case: DecodeCase, *schedules: Schedule) -> list[Record]:
         """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
         records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
         for record in records:
             assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
         return records
 
-    def decode(self, case: Case, tensors: Tensors | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
+    def decode(self, case: DecodeCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
         """Makes a case's call, with other operands if given. A finding of the simulator raises."""
         with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
-            return call(case, make_tensors(case) if tensors is None else tensors)
+            return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
 
 
-def expect(case: Case, tensors: Tensors, result: Result) -> None:
+def expect(case: DecodeCase, tensors: Operands, result: Result) -> None:
     """Asserts that a result agrees with the reference for these operands."""
-    expected = reference.dense_decode(tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, causal=case.causal)
-    for name, actual, wanted, tolerance in zip(("out", "lse"), result, expected, (DENSE_DECODE_OUT, LSE), strict=True):
+    op = operation(case)
+    expected = op.reference(case, tensors)
+    for name, actual, wanted, tolerance in zip(("out", "lse"), result, expected, (op.tolerance, LSE), strict=True):
         comparison = compare(name, actual, wanted, tolerance)
         assert comparison.passed, comparison.reason
 
@@ -58,6 +61,26 @@ def request_of(tensors: Tensors, request: int) -> Tensors:
         tensors.k_cache,
         tensors.block_table[request : request + 1],
         tensors.cache_seqlens[request : request + 1],
+    )
+
+
+def sparse_request_of(tensors: SparseTensors, request: int) -> SparseTensors:
+    """The operands of one request alone, over the same caches."""
+
+    def own(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[request : request + 1]
+
+    return replace(
+        tensors,
+        q=tensors.q[request : request + 1],
+        indices=tensors.indices[request : request + 1],
+        topk_length=own(tensors.topk_length),
+        extra_indices=own(tensors.extra_indices),
+        extra_topk_length=own(tensors.extra_topk_length),
+        out=None,
+        lse=None,
+        out_storage=None,
+        lse_storage=None,
     )
 
 

@@ -1,0 +1,151 @@
+"""Which bits sparse decode gives: the same for the same inputs, and with batch_invariant for the same request; and plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decoding import Decoder, Result, expect, identical, sparse_request_of
+from torch import Tensor
+
+import cute_mla
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.testing.runner import call, schedules
+from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
+
+CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
+
+MIXED = SparseCase(
+    batch=3, s_q=2, h_q=10, main=Pool(512, 140, 61, (140, 70, 0)), extra=Pool(256, 90, 64, (90, 0, 65)),
+    indices="mixed", sinks="drawn", sm_count=14,
+)  # fmt: skip
+
+
+def part_of(result: Result, request: int) -> Result:
+    """Out and lse of one request."""
+    return result[0][request : request + 1], result[1][request : request + 1]
+
+
+def alone(case: SparseCase, request: int) -> SparseCase:
+    """The case of one request."""
+
+    def own(pool: Pool) -> Pool:
+        return pool._replace(lengths=(pool.lengths[request],)) if isinstance(pool.lengths, tuple) else pool
+
+    return replace(case, batch=1, main=own(case.main), extra=None if case.extra is None else own(case.extra))
+
+
+@pytest.mark.parametrize("cache", ["fp8_656", "fp8_584", "latent"])
+def test_every_schedule_gives_the_same_bits(decoder: Decoder, cache: str) -> None:
+    records = decoder.judge(replace(MIXED, cache=cache), *schedules(4, 0))
+    assert len(records) == 4
+
+
+def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(decoder: Decoder) -> None:
+    case = replace(MIXED, batch_invariant=True)
+    tensors = make_sparse_tensors(case)
+    together = decoder.decode(case, tensors)
+    expect(case, tensors, together)
+    for sm_count in (1, 132):
+        assert identical(decoder.decode(replace(case, sm_count=sm_count), tensors), together)
+        for request in range(3):
+            single = decoder.decode(replace(alone(case, request), sm_count=sm_count), sparse_request_of(tensors, request))
+            assert identical(single, part_of(together, request))
+
+
+def test_invariant_bits_of_a_request_that_is_cut(decoder: Decoder) -> None:
+    """Inside its second cache, with a sink on every head."""
+    case = SparseCase(
+        batch=2, h_q=3, main=Pool(6000, CUT // 2 + 4, 64, (37, CUT // 2 + 4)), extra=Pool(6000, CUT // 2 + 77, 61, (63, CUT // 2 + 77)),
+        batch_invariant=True, sinks="infinite", sm_count=132,
+    )  # fmt: skip
+    tensors = make_sparse_tensors(case)
+    together = decoder.decode(case, tensors)
+    expect(case, tensors, together)
+    single = decoder.decode(replace(alone(case, 1), sm_count=1), sparse_request_of(tensors, 1))
+    assert identical(single, part_of(together, 1))
+
+
+def test_without_invariance_bits_do_depend_on_the_sm_count(decoder: Decoder) -> None:
+    tensors = make_sparse_tensors(MIXED)
+    assert not identical(decoder.decode(replace(MIXED, sm_count=1), tensors), decoder.decode(replace(MIXED, sm_count=60), tensors))
+
+
+def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
+    """A call of MIXED with a plan made beforehand."""
+    return cute_mla.flash_mla_with_kvcache(
+        tensors.q,
+        tensors.k_cache,
+        None,
+        None,
+        512,
+        *plan,
+        is_fp8_kvcache=True,
+        indices=tensors.indices,
+        attn_sink=tensors.attn_sink,
+        topk_length=tensors.topk_length,
+        extra_k_cache=tensors.extra_k_cache,
+        extra_indices_in_kvcache=tensors.extra_indices,
+        extra_topk_length=tensors.extra_topk_length,
+        **options,
+    )
+
+
+def told(tensors: SparseTensors, lengths: list[int] | None, extra: list[int] | None) -> SparseTensors:
+    """The same operands with other lengths."""
+    as_tensors = [None if given is None else torch.tensor(given, dtype=torch.int32) for given in (lengths, extra)]
+    return replace(tensors, topk_length=as_tensors[0], extra_topk_length=as_tensors[1])
+
+
+OTHER_LENGTHS = [([0, 140, 1], None), (None, [0, 0, 90]), ([0, 0, 0], [0, 7, 0])]
+
+
+def spacious() -> SparseTensors:
+    """Operands of MIXED in which every index counts, so that nothing that lengths may reach is NaN."""
+    return make_sparse_tensors(replace(MIXED, main=Pool(512, 140, 61), extra=Pool(256, 90, 64)))
+
+
+@pytest.mark.parametrize(("topk", "invariant"), [(230, False), (1, False), (20_000, False), (1, True)])
+def test_a_plan_made_for_another_number_of_indices_gives_the_right_answer(decoder: Decoder, topk: int, invariant: bool) -> None:
+    tensors = spacious()
+    with cute_mla.simulate(decoder.arch, 14):
+        plan = cute_mla.get_mla_metadata(torch.zeros(3, dtype=torch.int32), 20, 1, 10, True, topk)
+        for lengths in OTHER_LENGTHS:
+            used = told(tensors, *lengths)
+            expect(MIXED, used, planned(used, plan, batch_invariant=invariant))
+
+
+def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(decoder: Decoder) -> None:
+    tensors = spacious()
+    with cute_mla.simulate(decoder.arch, 14) as device:
+        schedule = cute_mla.get_mla_metadata()
+        for lengths in OTHER_LENGTHS:
+            used = told(tensors, *lengths)
+            expect(MIXED, used, planned(used, schedule))  # type: ignore[arg-type]
+        assert device.launches == 1 + 2 * len(OTHER_LENGTHS), "planned once"
+
+
+@pytest.mark.parametrize("value", [1, -1, (1 << 31) - 1])
+def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(decoder: Decoder, value: int) -> None:
+    case = replace(MIXED, batch=2, main=Pool(128, 100, 64, (100, 3)), extra=Pool(64, 30, 2, (0, 30)))
+    tensors = make_sparse_tensors(case)
+    with cute_mla.simulate(decoder.arch, 14, on_finding="collect") as device:
+        plan = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 20, 1, 10, True, 130)
+        for part in plan:
+            part.fill_(value)
+        for invariant in (False, True):
+            planned(tensors, plan, batch_invariant=invariant)
+    assert {finding.kind for finding in device.findings} <= {"poison"}, device.findings
+
+
+def test_int8_and_e4m3_views_of_a_cache_are_the_same_cache(decoder: Decoder) -> None:
+    case = replace(MIXED, batch=1, s_q=1, h_q=3, main=Pool(128, 100, 64), extra=Pool(64, 30, 2))
+    tensors = make_sparse_tensors(case)
+    results = []
+    for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+        assert tensors.extra_k_cache is not None
+        views = replace(tensors, k_cache=tensors.k_cache.view(dtype), extra_k_cache=tensors.extra_k_cache.view(dtype))
+        with cute_mla.simulate(decoder.arch, case.sm_count):
+            results.append(call(case, views))
+    assert all(identical(results[0], result) for result in results[1:])
