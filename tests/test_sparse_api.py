@@ -19,6 +19,7 @@ from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.sparse_decode import SparseDecodeProblem
 from cute_mla.tensors import TensorSpec
 
 LOG2_E = math.log2(math.e)
@@ -83,8 +84,8 @@ class SparseCall:
 def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
     out, lse = SparseCall(s_q=2, h_q=128).run()
     plan, decode, combine = device.launches
-    cluster = 2 if device.arch is SM100 else 1
-    names = ("split_plan_{}_i32", f"sparse_decode_{{}}_bf16_fp8_656_cluster{cluster}", "combine_{}_bf16")
+    variant = SparseDecodeProblem(device.arch, "bf16", "fp8_656", batch=2, s_q=2, h_q=128, topk=128).config.name
+    names = ("split_plan_{}_i32", f"sparse_decode_{{}}_{variant}", "combine_{}_bf16")
     assert (plan.kernel, decode.kernel, combine.kernel) == tuple(name.format(device.arch.name) for name in names)
     assert (plan.pdl, decode.pdl, combine.pdl) == (False, True, True)
     assert (plan.grid, decode.grid, combine.grid) == ((1, 1, 1), (2, 2, 33), (4, 16, 4))
