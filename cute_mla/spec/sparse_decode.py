@@ -133,7 +133,8 @@ class SparseDecodeProblem:
         """The variant that serves this problem."""
         tiling = TILINGS[self.arch.name]
         wide = self.row_alignment % tiling.wide_bytes == 0
-        return SparseDecodeConfig(self.dtype, self.cache, 2 if tiling.paired else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
+        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
+        return SparseDecodeConfig(self.dtype, self.cache, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
 
     @property
     def max_keys(self) -> int:
@@ -157,6 +158,6 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
     tiling = TILINGS[arch.name]
-    cluster = 2 if tiling.paired else 1
-    widths = (tiling.wide_bytes, ELEMENT_BYTES)
-    return tuple(SparseDecodeConfig(dtype, cache, cluster, width) for dtype, cache in QUERY_AND_CACHE for width in widths)
+    clusters = (2,) if tiling.paired else (1, 2)
+    shapes = (*((cluster, tiling.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES))
+    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in QUERY_AND_CACHE for shape in shapes)

@@ -43,6 +43,11 @@ SMOKE: tuple[SparseCase, ...] = (
         outputs="strided",
     ),
     SparseCase("fp16", cache="latent", batch=5, h_q=96, main=Pool(128, 63, 61), indices="mixed", q_layout="odd", outputs="given"),
+    # Pairs of CTAs that convert a tile together.
+    SparseCase("fp16", cache="latent", batch=3, h_q=128, main=Pool(128, 100, 61)),
+    SparseCase(
+        cache="latent", batch=2, s_q=2, h_q=80, main=Pool(300, 200), extra=Pool(100, 70, 1), indices="mixed", sinks="drawn"
+    ),
     SparseCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="odd"),
     SparseCase(
         cache="fp8_584", batch=5, s_q=2, h_q=3, main=Pool(200, 130, 2), indices="mixed", cache_layout="tight", index_layout="odd",
