@@ -111,6 +111,14 @@ def test_lse_in_base_2(workshop: Workshop) -> None:
     assert workshop.survivors(WALK, "0f3F317218", "0f3F800000") == []
 
 
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_a_missing_fence_of_tensor_memory(kind: str, workshop: Workshop) -> None:
+    *fences, around_dealloc = workshop.places(WALK, rf"tcgen05\.fence::{kind}_thread_sync;")
+    assert workshop.shipped_ptx(WALK)[around_dealloc.end() :].count("tcgen05.dealloc") == 1
+    for fence in fences:
+        assert workshop.is_found(WALK, "", [fence]) or workshop.is_found(RISING, "", [fence])
+
+
 @pytest.mark.parametrize(
     "pattern", [r"fence\.proxy\.async[^;]*;", r"tcgen05\.wait::ld[^;]*;"], ids=["proxy fence", "waits for loads"]
 )
