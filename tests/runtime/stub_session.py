@@ -53,7 +53,7 @@ def main() -> None:
     workspace = torch.empty(8192, dtype=torch.uint8)
     kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)
     tensors = [torch.empty(4) for _ in range(7)]
-    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(10), 0.5, 1.5, *range(7))
+    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(10), 0.5, 1.5, *range(9))
     for _ in range(2):
         device.launch(kernel, (2, 1, 66), args, pdl=True)
     record = Record.in_dll(stub, "stub_record")

@@ -21,6 +21,7 @@ from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.split_plan import NO_LIMIT
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
@@ -34,7 +35,7 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
     """Arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
-    return lengths, plan, splits, batch, 132
+    return lengths, NULL, plan, splits, batch, 132, NO_LIMIT, 0
 
 
 def decode_args() -> tuple[Any, ...]:
