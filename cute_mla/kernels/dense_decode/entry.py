@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.experimental import cuda as tensor_maps
 
-from ...manifest import Barrier, NamedBarrier, Role, kernel_name
-from ...spec.arch import Arch
-from ...spec.dense_decode import PARAMS, DenseDecodeConfig
+from ...spec.dense_decode import PARAMS
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.example_arguments import example_arguments
+from ..parts.decode_kernel import DecodeKernel
 from ..parts.lengths import Lengths
 from ..parts.work import Schedule
-from ..source import KernelSource
 from .operands import BOX_COLUMNS, Operands
 
 
-class DenseDecode:
+class DenseDecode(DecodeKernel):
     """One variant of a kernel. An architecture's kernel is a subclass that has `threads` and `run`."""
 
-    threads: int
-
-    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
-        self.config = config
-        self.name = kernel_name("dense_decode", arch.name, config.name)
-        self.dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    op = "dense_decode"
+    params = PARAMS
 
     def run(self, operands: Operands) -> None:
         """The body of the kernel."""
@@ -85,30 +76,3 @@ class DenseDecode:
             Schedule(plan, num_splits, Lengths(cache_seqlens, None, max_keys, Int32(0)), batch, max_splits, accum_rows),
         )  # fmt: skip
         self.run(operands)
-
-    def source(
-        self,
-        smem_bytes: int,
-        barriers: tuple[Barrier, ...],
-        named_barriers: tuple[NamedBarrier, ...],
-        roles: tuple[Role, ...],
-        expected: dict[str, int],
-        tmem_columns: int = 0,
-    ) -> KernelSource:
-        """The variant, ready to compile."""
-        elements: dict[str, Any] = {"q": self.dtype, "out": self.dtype, "lse": Float32, "out_accum": Float32, "lse_accum": Float32}
-        return KernelSource(
-            op="dense_decode",
-            config=self.config,
-            host=self.host,
-            args=example_arguments(PARAMS, elements),
-            params=PARAMS,
-            block=(self.threads, 1, 1),
-            cluster=(self.config.cluster, 1, 1),
-            smem_bytes=smem_bytes,
-            barriers=barriers,
-            named_barriers=named_barriers,
-            roles=roles,
-            expected=expected,
-            tmem_columns=tmem_columns,
-        )

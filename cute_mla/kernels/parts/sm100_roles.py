@@ -62,10 +62,10 @@ from .sm100_geometry import (
 )
 from .sm100_mma import PairGemm
 from .sm100_score import ScoreRows
+from .softmax import LN2
 from .tiles import first_query_row
 from .work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece
 
-LN2 = 0.6931471805599453
 WORD_ELEMENTS = 2  # 16-bit elements of a 32-bit word
 COPY_WORDS = 16  # of Q or O a thread moves between its lane of tensor memory and gmem at a time
 STORED_AT_ONCE = COPY_WORDS * WORD_ELEMENTS  # columns of O

@@ -35,11 +35,9 @@ from .sm90_geometry import (
     Pipes,
     Tiles,
 )
-from .softmax import OnlineSoftmax
+from .softmax import LN2, OnlineSoftmax
 from .tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
 from .work import Extent, Piece, first_piece, last_request, read_extent, read_piece
-
-LN2 = 0.6931471805599453
 
 
 class RolesSm90:

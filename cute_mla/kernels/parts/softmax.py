@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, cute
 from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
 
 RESCALE_LOG2 = 8.0
+LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
 
 
 def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:

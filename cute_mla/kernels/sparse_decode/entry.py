@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
-from ...manifest import Barrier, NamedBarrier, Role, kernel_name
-from ...spec.arch import Arch
-from ...spec.sparse_decode import PARAMS, SparseDecodeConfig
-from ..parts.example_arguments import example_arguments
+from ...spec.cache_format import CacheFormat
+from ...spec.sparse_decode import PARAMS
+from ..parts.decode_kernel import DecodeKernel
 from ..parts.lengths import Lengths
 from ..parts.work import Schedule
-from ..source import KernelSource
 from .operands import Operands, SlotCache
 
 
-class SparseDecode:
+class SparseDecode(DecodeKernel):
     """One variant of a kernel. An architecture's kernel is a subclass that has `threads` and `run`."""
 
-    threads: int
+    op = "sparse_decode"
+    params = PARAMS
 
-    def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
-        self.config = config
-        self.format = config.format
-        self.name = kernel_name("sparse_decode", arch.name, config.name)
-        self.dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's layout."""
+        return self.config.format
+
+    def elements(self) -> dict[str, type[cutlass.Numeric]]:
+        """As of every decode kernel; caches are bytes."""
+        return {**super().elements(), "cache": Uint8, "extra_cache": Uint8}
 
     def run(self, operands: Operands) -> None:
         """The body of the kernel."""
@@ -92,31 +92,3 @@ class SparseDecode:
             ),
         )  # fmt: skip
         self.run(operands)
-
-    def source(
-        self,
-        smem_bytes: int,
-        barriers: tuple[Barrier, ...],
-        named_barriers: tuple[NamedBarrier, ...],
-        roles: tuple[Role, ...],
-        expected: dict[str, int],
-        tmem_columns: int = 0,
-    ) -> KernelSource:
-        """The variant, ready to compile."""
-        floats = ("attn_sink", "lse", "out_accum", "lse_accum")
-        elements: dict[str, Any] = {"q": self.dtype, "out": self.dtype, "cache": Uint8, "extra_cache": Uint8}
-        return KernelSource(
-            op="sparse_decode",
-            config=self.config,
-            host=self.host,
-            args=example_arguments(PARAMS, elements | dict.fromkeys(floats, Float32)),
-            params=PARAMS,
-            block=(self.threads, 1, 1),
-            cluster=(self.config.cluster, 1, 1),
-            smem_bytes=smem_bytes,
-            barriers=barriers,
-            named_barriers=named_barriers,
-            roles=roles,
-            expected=expected,
-            tmem_columns=tmem_columns,
-        )

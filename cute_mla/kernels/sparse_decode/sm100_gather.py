@@ -213,7 +213,7 @@ class ConvertedTile:
 
     def put(self, rows: cute.Pointer, keys: LaneKeys, following: LaneKeys) -> None:
         """Writes the tile to the warp's rows of a slot, pass by pass, each followed by the loads of the same pass of the
-        following tile: a tile's loads are always on their way."""
+        following tile, in the order of the source: ptxas moves most of them behind the stores."""
         self.runs[0].fetch_scales(following)
         for run in self.runs:
             for step in range(run.passes):
