@@ -84,6 +84,10 @@ class DecodePlan:
         """out_accum followed by lse_accum."""
         return self.out_accum_bytes + self.lse_accum_bytes
 
+    def scale_log2(self, softmax_scale: float | None) -> float:
+        """The softmax scale of a call, or the default, for exponentials in base 2."""
+        return (self.default_scale if softmax_scale is None else softmax_scale) * math.log2(math.e)
+
     @property
     def is_empty(self) -> bool:
         """Whether there is no output to compute."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -103,7 +102,7 @@ class DenseOperands(NamedTuple):
             tensors.lse,
             *accumulators(plan, tensors.workspace),
             *plan.int64s,
-            (plan.default_scale if softmax_scale is None else softmax_scale) * math.log2(math.e),
+            plan.scale_log2(softmax_scale),
             empty_lse,
             *plan.int32s,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -125,7 +124,7 @@ class SparseOperands(NamedTuple):
             tensors.lse,
             *accumulators(plan, tensors.workspace),
             *plan.int64s,
-            (plan.default_scale if softmax_scale is None else softmax_scale) * math.log2(math.e),
+            plan.scale_log2(softmax_scale),
             empty_lse,
             *plan.int32s,
         )
