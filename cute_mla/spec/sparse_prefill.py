@@ -1,0 +1,127 @@
+"""Sparse prefill: each query token attends to its own topk rows of an unpaged latent.
+
+out = softmax(sm_scale * q k^T) v over the valid rows among the first topk_length of a token's topk indices; v = k[:512].
+
+Nothing is split: the heads of a token are one or two CTAs, and a group of them takes every grid-th token, so that what a
+token needs at its beginning and end overlaps with its neighbours. A token is counted over the batch: request * s_q + place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .abi import Param, float32s, int32s, int64s, pointers
+from .arch import Arch
+from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, row_ctas
+from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES
+
+HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
+
+PARAMS: tuple[Param, ...] = (
+    *pointers(
+        "q",  # dtype [batch, s_q, h_q, d_qk]
+        "kv",  # dtype [batch, s_kv, d_qk], or all requests' rows one behind the other (kv_stride_batch 0)
+        "kv_offsets",  # int32 [batch + 1]: a request's rows are kv_offsets[r] .. kv_offsets[r + 1] - 1; null: 0 .. s_kv - 1
+        "indices",  # int32 [batch, s_q, topk], counted from the request's first row; what is not one of its rows is skipped
+        "topk_length",  # int32 [batch * s_q], or null: all topk indices count
+        "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
+        "out",  # dtype [batch, s_q, h_q, 512]
+        "max_logits",  # fp32 [batch, s_q, h_q]: the greatest sm_scale * score of a row, -inf for a row that attends to nothing
+        "lse",  # fp32 [batch, s_q, h_q], natural log
+    ),
+    # in elements
+    *int64s(
+        "q_stride_batch",
+        "q_stride_token",
+        "q_stride_head",
+        "out_stride_batch",
+        "out_stride_token",
+        "out_stride_head",
+        "max_logits_stride_batch",
+        "max_logits_stride_token",
+        "max_logits_stride_head",
+        "lse_stride_batch",
+        "lse_stride_token",
+        "lse_stride_head",
+        "indices_stride_batch",
+        "indices_stride_token",
+    ),
+    # in bytes, multiples of 16
+    *int64s(
+        "kv_stride_batch",
+        "kv_stride_row",
+    ),
+    *float32s(
+        "scale_log2",  # sm_scale * log2(e)
+        "empty_lse",  # lse of a row that attends to nothing
+    ),
+    *int32s(
+        "tokens",  # batch * s_q
+        "s_q",
+        "h_q",
+        "s_kv",  # rows of kv, or with kv_stride_batch of a request's
+        "topk",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class SparsePrefillConfig:
+    """One compiled variant.
+
+    dtype: element type of q, kv and out. d_qk: columns of a row, 576 or 512.
+    cluster: CTAs that share the gathered tiles (1 or 2). access_bytes: as in dense_decode.
+    """
+
+    dtype: str
+    d_qk: int
+    cluster: int
+    access_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return f"{self.dtype}_d{self.d_qk}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+
+
+@dataclass(frozen=True)
+class SparsePrefillProblem:
+    """The shapes of one call, which with the architecture decide variant and grid. row_alignment: as in DenseDecodeProblem."""
+
+    arch: Arch
+    dtype: str
+    d_qk: int
+    batch: int
+    s_q: int
+    h_q: int
+    row_alignment: int = MAX_ROW_ALIGNMENT
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of all requests."""
+        return self.batch * self.s_q
+
+    @property
+    def row_ctas(self) -> int:
+        """CTAs along the heads of one query token."""
+        return row_ctas(self.arch, self.h_q)
+
+    @property
+    def config(self) -> SparsePrefillConfig:
+        """The variant that serves this problem."""
+        tiling = TILINGS[self.arch.name]
+        wide = self.row_alignment % tiling.wide_bytes == 0
+        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
+        return SparsePrefillConfig(self.dtype, self.d_qk, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
+
+    def grid(self, sm_count: int) -> tuple[int, int, int]:
+        """CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
+        return self.row_ctas, 1, min(max(sm_count // self.row_ctas, 1), self.tokens)
+
+
+def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
+    """Every variant that ships for an architecture."""
+    tiling = TILINGS[arch.name]
+    clusters = (2,) if tiling.paired else (1, 2)
+    shapes = (*((cluster, tiling.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES))
+    return tuple(SparsePrefillConfig(dtype, d_qk, *shape) for dtype in DTYPES for d_qk in HEAD_DIMS for shape in shapes)
