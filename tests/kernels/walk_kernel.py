@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_ptr
 
 from cute_mla.kernels.parts.lengths import Lengths
-from cute_mla.kernels.parts.work import Schedule, first_piece, last_request, read_extent, read_piece
+from cute_mla.kernels.parts.work import Schedule
 from cute_mla.kernels.source import KernelSource
 from cute_mla.spec.abi import int32s, pointers
 
@@ -46,10 +46,10 @@ def walk(
     part = cute.arch.block_idx()[2]
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:
-        req, begin_tile = first_piece(schedule)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
-            piece = read_piece(schedule, req, begin_tile)
+        req, begin_tile = schedule.first_piece()
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             record = records + (part * capacity + done) * RECORD
             record[0] = req
             record[1] = begin_tile

@@ -9,13 +9,13 @@ from cutlass.experimental import cuda as tensor_maps
 from ...spec.dense_decode import PARAMS
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.decode_kernel import DecodeKernel
+from ..parts.attention_kernel import AttentionKernel
 from ..parts.lengths import Lengths
 from ..parts.work import Schedule
 from .operands import BOX_COLUMNS, Operands
 
 
-class DenseDecode(DecodeKernel):
+class DenseDecode(AttentionKernel):
     """One variant of a kernel. An architecture's kernel is a subclass that has `threads` and `run`."""
 
     op = "dense_decode"

@@ -9,7 +9,6 @@ from cutlass import Int32, Int64, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..parts.lengths import smaller
-from ..parts.work import first_piece, last_request, read_extent, read_piece
 from .operands import NO_PAGE, LaneBox, Operands, count_boxes
 
 
@@ -18,10 +17,10 @@ def load_pieces(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneB
     """Calls load_tile(box of this lane, number of the tile) for every tile of every piece. One warp; lane l has the box of
     keys that begins at l boxes. Returns the tiles done."""
     schedule = operands.schedule
-    req, begin_tile = first_piece(schedule)
+    req, begin_tile = schedule.first_piece()
     tile = Int32(0)
-    while req <= last_request(schedule):
-        extent = read_extent(schedule, req, begin_tile)
+    while req <= schedule.last_request():
+        extent = schedule.extent(req, begin_tile)
         entry, row = operands.place_in_table(begin_tile * TILE_KEYS)
         page = look_up(operands, req, entry, extent.keys)
         boxes = count_boxes(page)
@@ -34,7 +33,7 @@ def load_pieces(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneB
             page, boxes = next_page, count_boxes(next_page)
             entry, row = next_entry, next_row
         tile = tile + extent.tiles
-        piece = read_piece(schedule, req, begin_tile)
+        piece = schedule.piece(req, begin_tile)
         req, begin_tile = piece.next_req, piece.next_tile
     return tile
 

@@ -64,7 +64,7 @@ from .sm100_mma import PairGemm
 from .sm100_score import ScoreRows
 from .softmax import LN2
 from .tiles import first_query_row
-from .work import Extent, Piece, Schedule, first_piece, last_request, read_extent, read_piece
+from .work import Extent, Piece, Schedule
 
 WORD_ELEMENTS = 2  # 16-bit elements of a 32-bit word
 COPY_WORDS = 16  # of Q or O a thread moves between its lane of tensor memory and gmem at a time
@@ -194,10 +194,10 @@ class PairDecode:
         """Waits kv_ready, query_ready, scores_free, probs_ready, output_ready. Signals scores_ready, kv_free.
 
         S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax."""
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile, queries = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             if extent.tiles > 0:
                 pipes.query_ready.wait_ready(queries)
                 queries = queries + 1
@@ -207,7 +207,7 @@ class PairDecode:
                     if t > 0:
                         self.multiply_output(pipes, gemm, tile + t - 1, t > 1)
             tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         pipes.scores_free.wait_free(tile)  # the peer's last arrival must not reach a CTA that is gone
 
@@ -240,10 +240,10 @@ class PairDecode:
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
         rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2)
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             rows.reset()
             if extent.tiles > 0:
                 # every score of the piece before has been computed, so its Q is free
@@ -255,7 +255,7 @@ class PairDecode:
             total = self.publish_sums(operands, rows, req, begin_tile)
             arrive(pipes.stats_ready.barrier(pieces))
             pieces = pieces + 1
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             self.store_lse(operands, rows, req, piece, total)
             req, begin_tile = piece.next_req, piece.next_tile
 
@@ -343,14 +343,14 @@ class PairDecode:
         """Waits alpha_ready, kv_free, stats_ready. Signals output_ready, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             for t in cutlass.range(extent.tiles, unroll=1):
                 self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
             tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             if extent.tiles > 0:
                 pipes.kv_free.wait_ready(tile - 1)
                 tcgen05.fence_after_wait()

@@ -37,7 +37,7 @@ from .sm90_geometry import (
 )
 from .softmax import LN2, OnlineSoftmax
 from .tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
-from .work import Extent, Piece, first_piece, last_request, read_extent, read_piece
+from .work import Extent, Piece
 
 
 class RolesSm90:
@@ -121,18 +121,18 @@ class RolesSm90:
     def score(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_ready, rope_ready, stats_free. Signals probs_ready, stats_ready. Writes lse."""
         schedule = operands.schedule
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         gemm = ScoreGemm.create(self.geometry, self.dtype, tiles, thread)
         softmax = OnlineSoftmax.create(operands.scale_log2)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             softmax.reset()
             if extent.tiles > 0:
                 self.load_queries(operands, gemm, req, thread)
                 self.score_tiles(operands, tiles, pipes, gemm, softmax, extent, tile)
             tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             pipes.stats_free.wait_free(pieces)
             self.finish_rows(operands, tiles, req, piece, softmax, thread)
             arrive(pipes.stats_ready.barrier(pieces))
@@ -219,11 +219,11 @@ class RolesSm90:
     def output(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
         """Waits kv_ready, probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         gemm = OutputGemm.create(self.geometry, self.dtype, tiles, thread)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             gemm.clear()
             for t in cutlass.range(extent.tiles, unroll=1):
                 self.output_tile(tiles, pipes, gemm, tile + t, extent.keys - t * TILE_KEYS, side)
@@ -231,7 +231,7 @@ class RolesSm90:
             pipes.stats_ready.wait_ready(pieces)
             inverses = [tiles.sInverse[fragment_row(thread, row_half)] for row_half in (0, 1)]
             arrive(pipes.stats_free.barrier(pieces))
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             if piece.direct:
                 self.store_out(operands, gemm, inverses, req, side)
             else:

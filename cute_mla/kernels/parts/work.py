@@ -35,23 +35,6 @@ assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are roun
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What decides the pieces: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
-
-    plan: cute.Pointer  # int32 [num_parts, 8]
-    num_splits: cute.Pointer  # int32 [batch + 1]
-    lengths: Lengths
-    batch: Int32
-    max_splits: Int32
-    accum_rows: Int32
-
-    @property
-    def invariant(self) -> Boolean:
-        """Whether requests are cut at multiples of INVARIANT_SPLIT_TILES, wherever the plan cuts them."""
-        return self.max_splits > 0
-
-
-@dataclass(frozen=True)
 class Extent:
     """What the main loop needs of a piece: tiles to do, and the keys in the cache from its first tile on."""
 
@@ -68,84 +51,93 @@ class Piece:
     """
 
     length: Int32
-    direct: Boolean
+    direct: Boolean | bool
     accum_row: Int32
     next_req: Int32
     next_tile: Int32
 
 
-def plan_row(schedule: Schedule) -> cute.Pointer:
-    """This CTA's part: the row of the plan at its z index."""
-    return schedule.plan + cute.arch.block_idx()[2] * PLAN_COLUMNS
+@dataclass(frozen=True)
+class Schedule:
+    """What decides the pieces: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
 
+    plan: cute.Pointer  # int32 [num_parts, 8]
+    num_splits: cute.Pointer  # int32 [batch + 1]
+    lengths: Lengths
+    batch: Int32
+    max_splits: Int32
+    accum_rows: Int32
 
-def cut_tile(schedule: Schedule, column: int) -> Int32:
-    """A tile at which this CTA's part begins or ends: where the plan says, or the last place before it where a
-    batch-invariant call may cut."""
-    tile = clip((plan_row(schedule) + column).load(), Int32(MOST_TILES))
-    return tile & cutlass.select_(schedule.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
+    @property
+    def invariant(self) -> Boolean:
+        """Whether requests are cut at multiples of INVARIANT_SPLIT_TILES, wherever the plan cuts them."""
+        return self.max_splits > 0
 
+    def _plan_row(self) -> cute.Pointer:
+        """This CTA's part: the row of the plan at its z index."""
+        return self.plan + cute.arch.block_idx()[2] * PLAN_COLUMNS
 
-def first_piece(schedule: Schedule) -> tuple[Int32, Int32]:
-    """(request, tile) at which this CTA's part begins; a request past the last one if it has no work.
+    def _cut_tile(self, column: int) -> Int32:
+        """A tile at which this CTA's part begins or ends: where the plan says, or the last place before it where a
+        batch-invariant call may cut."""
+        tile = clip((self._plan_row() + column).load(), Int32(MOST_TILES))
+        return tile & cutlass.select_(self.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
 
-    Of a request whose last tiles were this part's, there may be nothing left: by the length as it is now, or by rounding.
-    That takes an empty piece where all splits that were planned are merged; a batch-invariant call merges only those of
-    the length, and the row of an empty one may be another part's."""
-    req = clip((plan_row(schedule) + PART_BEGIN_REQ).load(), schedule.batch)
-    tile = cut_tile(schedule, PART_BEGIN_TILE)
-    _, part_end, _ = piece_bounds(schedule, smaller(req, schedule.batch - 1), tile)
-    nothing_left = schedule.invariant & (tile > 0) & (part_end <= tile)
-    return cutlass.select_(nothing_left, req + 1, req), cutlass.select_(nothing_left, Int32(0), tile)
+    def first_piece(self) -> tuple[Int32, Int32]:
+        """(request, tile) at which this CTA's part begins; a request past the last one if it has no work.
 
+        Of a request whose last tiles were this part's, there may be nothing left: by the length as it is now, or by rounding.
+        That takes an empty piece where all splits that were planned are merged; a batch-invariant call merges only those of
+        the length, and the row of an empty one may be another part's."""
+        req = clip((self._plan_row() + PART_BEGIN_REQ).load(), self.batch)
+        tile = self._cut_tile(PART_BEGIN_TILE)
+        _, part_end, _ = self._piece_bounds(smaller(req, self.batch - 1), tile)
+        nothing_left = self.invariant & (tile > 0) & (part_end <= tile)
+        return cutlass.select_(nothing_left, req + 1, req), cutlass.select_(nothing_left, Int32(0), tile)
 
-def ends_inside(schedule: Schedule) -> Boolean:
-    """Whether this CTA's part ends at a tile of its last request, and not with it."""
-    return (plan_row(schedule) + PART_END_OPEN).load() == 0
+    def _ends_inside(self) -> Boolean:
+        """Whether this CTA's part ends at a tile of its last request, and not with it."""
+        return (self._plan_row() + PART_END_OPEN).load() == 0
 
+    def last_request(self) -> Int32:
+        """The last request of this CTA's part; less than the first one if the part has no work."""
+        rounded_away = self.invariant & self._ends_inside() & (self._cut_tile(PART_END_TILE) == 0)
+        last = (self._plan_row() + PART_END_REQ).load() - cutlass.select_(rounded_away, Int32(1), Int32(0))
+        return smaller(last, self.batch - 1)
 
-def last_request(schedule: Schedule) -> Int32:
-    """The last request of this CTA's part; less than the first one if the part has no work."""
-    rounded_away = schedule.invariant & ends_inside(schedule) & (cut_tile(schedule, PART_END_TILE) == 0)
-    last = (plan_row(schedule) + PART_END_REQ).load() - cutlass.select_(rounded_away, Int32(1), Int32(0))
-    return smaller(last, schedule.batch - 1)
+    def _piece_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
+        length = self.lengths.keys(req)
+        tiles = (length + (TILE_KEYS - 1)) // TILE_KEYS
+        cut = (req == (self._plan_row() + PART_END_REQ).load()) & self._ends_inside()
+        part_end = cutlass.select_(cut, smaller(self._cut_tile(PART_END_TILE), tiles), tiles)
+        next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
+        return length, part_end, cutlass.select_(self.invariant, smaller(part_end, next_multiple), part_end)
 
+    def extent(self, req: Int32, begin_tile: Int32) -> Extent:
+        """The main loop's view of the piece that begins at (req, begin_tile)."""
+        length, _, end = self._piece_bounds(req, begin_tile)
+        return Extent(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS)
 
-def piece_bounds(schedule: Schedule, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
-    """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
-    length = schedule.lengths.keys(req)
-    tiles = (length + (TILE_KEYS - 1)) // TILE_KEYS
-    cut = (req == (plan_row(schedule) + PART_END_REQ).load()) & ends_inside(schedule)
-    part_end = cutlass.select_(cut, smaller(cut_tile(schedule, PART_END_TILE), tiles), tiles)
-    next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
-    return length, part_end, cutlass.select_(schedule.invariant, smaller(part_end, next_multiple), part_end)
-
-
-def read_extent(schedule: Schedule, req: Int32, begin_tile: Int32) -> Extent:
-    """The main loop's view of the piece that begins at (req, begin_tile)."""
-    length, _, end = piece_bounds(schedule, req, begin_tile)
-    return Extent(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS)
-
-
-def read_piece(schedule: Schedule, req: Int32, begin_tile: Int32) -> Piece:
-    """The epilogue's view of the piece that begins at (req, begin_tile)."""
-    length, part_end, end = piece_bounds(schedule, req, begin_tile)
-    more = end < part_end
-    first_row = (schedule.num_splits + req).load()
-    is_whole = cutlass.select_(
-        schedule.invariant,
-        length <= INVARIANT_SPLIT_TILES * TILE_KEYS,
-        (schedule.num_splits + (req + 1)).load() == first_row,
-    )
-    row = plan_row(schedule)
-    begin_split = cutlass.select_(req == (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_SPLIT).load(), Int32(0))
-    accum_row = cutlass.select_(
-        schedule.invariant, req * schedule.max_splits + begin_tile // INVARIANT_SPLIT_TILES, first_row + begin_split
-    )
-    return Piece(
-        length=length,
-        direct=is_whole | (schedule.accum_rows == 0),
-        accum_row=clip(accum_row, schedule.accum_rows - 1),
-        next_req=cutlass.select_(more, req, req + 1),
-        next_tile=cutlass.select_(more, end, Int32(0)),
-    )
+    def piece(self, req: Int32, begin_tile: Int32) -> Piece:
+        """The epilogue's view of the piece that begins at (req, begin_tile)."""
+        length, part_end, end = self._piece_bounds(req, begin_tile)
+        more = end < part_end
+        first_row = (self.num_splits + req).load()
+        is_whole = cutlass.select_(
+            self.invariant,
+            length <= INVARIANT_SPLIT_TILES * TILE_KEYS,
+            (self.num_splits + (req + 1)).load() == first_row,
+        )
+        row = self._plan_row()
+        begin_split = cutlass.select_(req == (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_SPLIT).load(), Int32(0))
+        accum_row = cutlass.select_(
+            self.invariant, req * self.max_splits + begin_tile // INVARIANT_SPLIT_TILES, first_row + begin_split
+        )
+        return Piece(
+            length=length,
+            direct=is_whole | (self.accum_rows == 0),
+            accum_row=clip(accum_row, self.accum_rows - 1),
+            next_req=cutlass.select_(more, req, req + 1),
+            next_tile=cutlass.select_(more, end, Int32(0)),
+        )

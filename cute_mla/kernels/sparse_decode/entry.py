@@ -7,13 +7,13 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import PARAMS
-from ..parts.decode_kernel import DecodeKernel
+from ..parts.attention_kernel import AttentionKernel
 from ..parts.lengths import Lengths
 from ..parts.work import Schedule
 from .operands import Operands, SlotCache
 
 
-class SparseDecode(DecodeKernel):
+class SparseDecode(AttentionKernel):
     """One variant of a kernel. An architecture's kernel is a subclass that has `threads` and `run`."""
 
     op = "sparse_decode"

@@ -57,7 +57,7 @@ from ..parts.sm100_mma import PairGemm
 from ..parts.sm100_roles import EVEN_CTA, PairDecode
 from ..parts.sm100_score import ScoreRows
 from ..parts.tiles import first_query_row
-from ..parts.work import Extent, first_piece, last_request, read_extent, read_piece
+from ..parts.work import Extent
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import IndexList, Operands, look_up, slot_address
@@ -130,14 +130,14 @@ class SparseDecodeSm100(PairDecode, SparseDecode):
         """Waits kv_free. Signals kv_ready, seen_ready."""
         schedule = operands.schedule
         columns = columns_of_cta(self.format, self.dtype, cute.arch.block_idx_in_cluster())
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile = Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             first_key = begin_tile * TILE_KEYS + warp * WARP_KEYS + cute.arch.lane_idx() % WARP_KEYS
             self.gather_piece(operands, tiles, pipes, columns, extent, req, first_key, tile, warp)
             tile = tile + extent.tiles
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(columns.lag > 0):
@@ -208,7 +208,7 @@ class SparseDecodeSm100(PairDecode, SparseDecode):
     def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32):
         """1 / (row sum + weight of the sink), which is added where the output is written and not in parts of a request."""
         head = first_query_row() + rows.row
-        piece = read_piece(operands.schedule, req, begin_tile)
+        piece = operands.schedule.piece(req, begin_tile)
         weighed = total
         if operands.attn_sink.toint() != 0 and piece.direct and head < operands.rows():
             sink = (operands.attn_sink + head).load()

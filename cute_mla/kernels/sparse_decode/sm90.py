@@ -44,7 +44,7 @@ from ..parts.sm90_geometry import (
 )
 from ..parts.sm90_roles import RolesSm90, named_barriers, role_table, set_registers
 from ..parts.tiles import BOX_COLUMNS
-from ..parts.work import Piece, first_piece, last_request, read_extent, read_piece
+from ..parts.work import Piece
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import NO_SLOT, IndexList, Operands, look_up
@@ -129,15 +129,15 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
     def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         schedule = operands.schedule
-        req, begin_tile = first_piece(schedule)
+        req, begin_tile = schedule.first_piece()
         tile = Int32(0)
-        while req <= last_request(schedule):
-            extent = read_extent(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
             end = tile + extent.tiles
             if extent.tiles > 0:
                 self.gather_tiles(operands, tiles, pipes, req, begin_tile, tile, end, thread)
             tile = end
-            piece = read_piece(schedule, req, begin_tile)
+            piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1):

@@ -1,4 +1,4 @@
-"""What the decode kernels of every op and architecture have in common: names and types of a variant, and what the build needs."""
+"""What the kernels of every attention op and architecture have in common: names and types of a variant, and what the build needs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...spec.arch import Arch
 from ..source import KernelSource
 from .example_arguments import example_arguments
 
-FLOATS = ("attn_sink", "lse", "out_accum", "lse_accum")  # parameters that point to fp32, where an op has them
+FLOATS = ("attn_sink", "max_logits", "lse", "out_accum", "lse_accum")  # parameters that point to fp32, where an op has them
 
 
-class DecodeKernel:
+class AttentionKernel:
     """One variant of a kernel. An op's entry is a subclass that has `op`, `params`, and `host`, the function to compile; an
     architecture's kernel is a subclass of that with `threads` and `run`."""
 

@@ -1,0 +1,122 @@
+"""The operands of the sparse prefill kernels: where a query row lies in each of them, and where the rows lie that an index names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from ..parts.lengths import clip, entry_or, larger
+from ..parts.tokens import TokenSchedule
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The rows that indices name. Strides in bytes, multiples of 16, as is the address."""
+
+    base: cute.Pointer
+    offsets: cute.Pointer  # int32 [batch + 1], or null: every request has the rows 0 .. s_kv - 1
+    batch_stride: Int64
+    row_stride: Int64
+    s_kv: Int32
+
+    def rows_of(self, req: Int32) -> tuple[Int32, Int32]:
+        """(first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
+        first = clip(entry_or(self.offsets, req, Int32(0)), self.s_kv)
+        end = clip(entry_or(self.offsets, req + 1, self.s_kv), self.s_kv)
+        return first, larger(end - first, Int32(0))
+
+
+@dataclass(frozen=True)
+class IndexList:
+    """The indices of one query token that count, and what they are counted from.
+
+    indices: the first one. count: how many. base: address of the request's first row. rows: of the request.
+    """
+
+    indices: cute.Pointer
+    count: Int32
+    base: Int64
+    rows: Int32
+    row_stride: Int64
+
+    def look_up(self, position: Int32) -> Int32:
+        """The index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
+        index = entry_before(self.indices, position, self.count)
+        return cutlass.select_(Uint32(index) < Uint32(self.rows), index, Int32(NO_ROW))
+
+    def row_address(self, index: Int32) -> Int64:
+        """The address of a row as a number, 0 for NO_ROW."""
+        return cutlass.select_(index >= 0, self.base + Int64(index) * self.row_stride, Int64(0))
+
+
+@cute.jit
+def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
+    """An entry of a list of so many, NO_ROW outside of it."""
+    index = Int32(NO_ROW)
+    if Uint32(position) < Uint32(count):
+        index = (entries + position).load()
+    return index
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The kernel's parameters, by meaning. Strides in elements, of (batch, token, head)."""
+
+    q: cute.Pointer
+    out: cute.Pointer
+    max_logits: cute.Pointer
+    lse: cute.Pointer
+    attn_sink: cute.Pointer  # fp32 [h_q], or null
+    latent: Latent
+    indices: cute.Pointer  # int32 [batch, s_q, topk]
+    q_strides: tuple[Int64, Int64, Int64]
+    out_strides: tuple[Int64, Int64, Int64]
+    max_logits_strides: tuple[Int64, Int64, Int64]
+    lse_strides: tuple[Int64, Int64, Int64]
+    index_strides: tuple[Int64, Int64]  # batch, token
+    scale_log2: Float32
+    empty_lse: Float32
+    s_q: Int32
+    h_q: Int32
+    schedule: TokenSchedule
+
+    def rows(self) -> Int32:
+        """Query rows that share this CTA's keys: the heads of one query token."""
+        return self.h_q
+
+    def q_row(self, token: Int32, row: Int32) -> cute.Pointer:
+        """Element 0 of a query row."""
+        return self.q + self._offset(self.q_strides, token, row)
+
+    def out_row(self, token: Int32, row: Int32) -> cute.Pointer:
+        """Element 0 of an output row."""
+        return self.out + self._offset(self.out_strides, token, row)
+
+    def max_logit_of(self, token: Int32, row: Int32) -> cute.Pointer:
+        """The greatest logit of a query row."""
+        return self.max_logits + self._offset(self.max_logits_strides, token, row)
+
+    def lse_of(self, token: Int32, row: Int32) -> cute.Pointer:
+        """The lse of a query row."""
+        return self.lse + self._offset(self.lse_strides, token, row)
+
+    def index_list(self, token: Int32) -> IndexList:
+        """The indices of a query token."""
+        req, place = self._request(token)
+        first, rows = self.latent.rows_of(req)
+        indices = self.indices + (Int64(req) * self.index_strides[0] + Int64(place) * self.index_strides[1])
+        base = Int64(self.latent.base.toint()) + Int64(req) * self.latent.batch_stride + Int64(first) * self.latent.row_stride
+        return IndexList(indices, self.schedule.keys(token), base, rows, self.latent.row_stride)
+
+    def _request(self, token: Int32) -> tuple[Int32, Int32]:
+        """(request, place among its tokens)."""
+        req = Int32(Uint32(token) // Uint32(self.s_q))
+        return req, token - req * self.s_q
+
+    def _offset(self, strides: tuple[Int64, Int64, Int64], token: Int32, row: Int32) -> Int64:
+        req, place = self._request(token)
+        return Int64(req) * strides[0] + Int64(place) * strides[1] + Int64(row) * strides[2]
