@@ -7,7 +7,7 @@ from typing import Any, overload
 
 import torch
 
-from .decode_op import DecodeTensors, Wanted, accumulator_bytes, alignment
+from .decode_op import DecodeTensors, Wanted, accumulator_bytes
 from .dense_decode_op import DenseOperands
 from .runtime.device import device_for
 from .schedule import GivenPlan, KeyCounts, MlaSchedule
@@ -17,7 +17,7 @@ from .spec.dense_decode import MAX_KEYS, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
 from .support import OPS, PLANNED_OPS, heads_problem, is_supported
-from .tensors import WORKSPACE_ALIGNMENT, address_of, check_address, check_contiguous, check_dtype, check_shape, spec_of
+from .tensors import WORKSPACE_ALIGNMENT, address_of, alignment, check_address, check_contiguous, check_dtype, check_shape, spec_of
 
 __all__ = ["MlaSchedule", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
 

@@ -14,11 +14,11 @@ from .runtime.device import Device
 from .schedule import KeyCounts, PlanSpecs, ScheduleKey, check_plan
 from .spec.combine import CombineConfig
 from .spec.combine import grid as combine_grid
-from .spec.dense_decode import MAX_ROW_ALIGNMENT, DenseDecodeProblem
+from .spec.dense_decode import DenseDecodeProblem
 from .spec.mla import D_V
 from .spec.sparse_decode import SparseDecodeProblem
 from .spec.split_plan import accumulator_rows
-from .tensors import TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape, check_writable
+from .tensors import TensorSpec, check_last_contiguous, output_strides
 
 _FLOAT_BYTES = 4
 
@@ -114,12 +114,8 @@ def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpe
     """Where the results of a call with a plan of num_parts parts go. ValueError if the caller's plan or tensors do not fit."""
     out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
     lse_shape = (problem.batch, problem.h_q, problem.s_q)
-    for name, spec, shape, dtype in (("out", wanted.out, out_shape, q.dtype), ("lse", wanted.lse, lse_shape, torch.float32)):
-        if spec is not None:
-            check_shape(name, spec, shape)
-            check_dtype(name, spec, dtype)
-            check_device(name, spec, q.device)
-            check_writable(name, spec)
+    out_strides = output_strides("out", wanted.out, out_shape, q.dtype, q)
+    lse_strides = output_strides("lse", wanted.lse, lse_shape, torch.float32, q)
     if wanted.out is not None:
         check_last_contiguous("out", wanted.out)
     if wanted.given_plan is not None:
@@ -127,8 +123,8 @@ def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpe
     return Results(
         out_shape=out_shape,
         lse_shape=lse_shape,
-        out_strides=wanted.out.stride[:3] if wanted.out is not None else _contiguous_strides(out_shape)[:3],
-        lse_strides=wanted.lse.stride if wanted.lse is not None else _contiguous_strides(lse_shape),
+        out_strides=out_strides[:3],
+        lse_strides=lse_strides,
         accum_rows=0 if 0 in out_shape else accumulator_rows(problem.batch, num_parts, problem.max_splits),
     )
 
@@ -176,26 +172,3 @@ def launch(
         *plan.combine_int32s,
     )
     device.launch(device.kernel("combine", plan.combine_kernel), plan.combine_grid, merged, pdl=True)
-
-
-def row_alignment(wanted: Wanted, q: TensorSpec) -> int:
-    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides the address of every row of q and out."""
-    return alignment(wanted.address_alignment, *_row_strides(q), *(() if wanted.out is None else _row_strides(wanted.out)))
-
-
-def alignment(*distances: int) -> int:
-    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides all of these numbers of bytes."""
-    bits = MAX_ROW_ALIGNMENT
-    for distance in distances:
-        bits |= distance
-    return bits & -bits
-
-
-def _row_strides(spec: TensorSpec) -> list[int]:
-    """Bytes between neighbouring rows, along each dimension that has more than one."""
-    pairs = zip(spec.shape[:-1], spec.stride[:-1], strict=True)
-    return [stride * spec.dtype.itemsize for size, stride in pairs if size > 1]
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

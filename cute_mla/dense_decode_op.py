@@ -17,7 +17,6 @@ from .decode_op import (
     accumulators,
     check_results,
     plan_combine,
-    row_alignment,
 )
 from .decode_op import launch as launch_decode
 from .runtime.arguments import NULL, Argument
@@ -38,6 +37,7 @@ from .tensors import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    row_alignment,
     spec_of,
 )
 
@@ -178,7 +178,7 @@ def _check_inputs(call: DenseDecodeCall, arch: Arch) -> tuple[DenseDecodeProblem
             page_size=cache.page_size,
             pages_per_request=call.block_table.shape[1],
             batch_invariant=call.wanted.batch_invariant,
-            row_alignment=row_alignment(call.wanted, q),
+            row_alignment=row_alignment(call.wanted.address_alignment, q, call.wanted.out),
         ),
         cache,
     )

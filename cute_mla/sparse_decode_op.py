@@ -16,28 +16,17 @@ from .decode_op import (
     accumulators,
     check_results,
     plan_combine,
-    row_alignment,
 )
 from .decode_op import launch as launch_decode
-from .runtime.arguments import NULL, Argument, Memory
+from .runtime.arguments import Argument
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
+from .sparse_op import check_counts, check_indices, check_queries, check_sink, optional_spec, or_null
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
-from .spec.mla import D_QK, D_V
 from .spec.sparse_decode import SparseDecodeProblem
-from .support import MAX_GRID_TOKENS, heads_problem
-from .tensors import (
-    DTYPE_NAMES,
-    TensorSpec,
-    check_address,
-    check_contiguous,
-    check_device,
-    check_dtype,
-    check_last_contiguous,
-    check_shape,
-    spec_of,
-)
+from .support import MAX_GRID_TOKENS
+from .tensors import DTYPE_NAMES, TensorSpec, check_address, row_alignment, spec_of
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
 
@@ -81,7 +70,7 @@ class SparseOperands(NamedTuple):
             q=spec_of("q", self.q),
             main=_selection(("k_cache", "indices", "topk_length"), self.k_cache, self.indices, self.topk_length),
             extra=self._extra(),
-            attn_sink=_optional("attn_sink", self.attn_sink),
+            attn_sink=optional_spec("attn_sink", self.attn_sink),
             is_fp8_kvcache=self.is_fp8_kvcache,
             wanted=wanted,
         )
@@ -108,15 +97,15 @@ class SparseOperands(NamedTuple):
 
     def launch(self, device: Device, plan: DecodePlan, tensors: DecodeTensors, softmax_scale: float | None, empty_lse: float) -> None:
         """Launches sparse_decode, and combine where requests may be split. Allocates nothing."""
-        attn_sink = _or_null(self.attn_sink)
+        attn_sink = or_null(self.attn_sink)
         args: tuple[Argument, ...] = (
             self.q,
             self.k_cache,
             self.indices,
-            _or_null(self.topk_length),
-            _or_null(self.extra_k_cache),
-            _or_null(self.extra_indices),
-            _or_null(self.extra_topk_length),
+            or_null(self.topk_length),
+            or_null(self.extra_k_cache),
+            or_null(self.extra_indices),
+            or_null(self.extra_topk_length),
             attn_sink,
             tensors.metadata,
             tensors.num_splits,
@@ -131,16 +120,8 @@ class SparseOperands(NamedTuple):
         launch_decode(device, plan, tensors, args, self.counts(plan), attn_sink, empty_lse)
 
 
-def _or_null(tensor: torch.Tensor | None) -> Memory:
-    return NULL if tensor is None else tensor
-
-
 def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:
-    return Selection(names, spec_of(names[0], k_cache), spec_of(names[1], indices), _optional(names[2], length))
-
-
-def _optional(name: str, tensor: torch.Tensor | None) -> TensorSpec | None:
-    return None if tensor is None else spec_of(name, tensor)
+    return Selection(names, spec_of(names[0], k_cache), spec_of(names[1], indices), optional_spec(names[2], length))
 
 
 @lru_cache(maxsize=4096)
@@ -149,7 +130,7 @@ def plan_call(call: SparseDecodeCall, arch: Arch, sm_count: int) -> DecodePlan:
     _check_queries(call.q)
     cache, topk, index_strides = _check_selection(call, call.main)
     extra, extra_topk, extra_strides = (_NO_CACHE, 0, (0, 0)) if call.extra is None else _check_selection(call, call.extra)
-    _check_sink(call)
+    check_sink(call.attn_sink, call.q)
     batch, s_q, h_q, d_qk = call.q.shape
     if topk + extra_topk > MAX_KEYS:
         raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
@@ -163,7 +144,7 @@ def plan_call(call: SparseDecodeCall, arch: Arch, sm_count: int) -> DecodePlan:
         topk=topk,
         extra_topk=extra_topk,
         batch_invariant=call.wanted.batch_invariant,
-        row_alignment=row_alignment(call.wanted, call.q),
+        row_alignment=row_alignment(call.wanted.address_alignment, call.q, call.wanted.out),
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
     results = check_results(problem, call.wanted, num_parts, call.q)
@@ -200,15 +181,9 @@ def plan_call(call: SparseDecodeCall, arch: Arch, sm_count: int) -> DecodePlan:
 
 
 def _check_queries(q: TensorSpec) -> None:
-    if len(q.shape) != 4 or q.shape[3] not in (D_QK, D_V):
-        raise ValueError(f"q has shape {list(q.shape)}; supported with indices: [batch, s_q, h_q, {D_QK} or {D_V}]")
-    check_dtype("q", q, torch.bfloat16, torch.float16)
-    check_last_contiguous("q", q)
+    check_queries(q, ("batch", "s_q"))
     if q.shape[1] > MAX_GRID_TOKENS:
         raise ValueError(f"q has shape {list(q.shape)}; supported with indices: s_q to {MAX_GRID_TOKENS}")
-    problem = heads_problem(q.shape[2], 1)
-    if problem is not None:
-        raise ValueError(f"q has shape {list(q.shape)}: {problem}")
 
 
 def _check_selection(call: SparseDecodeCall, selection: Selection) -> tuple[GatheredCache, int, tuple[int, int]]:
@@ -216,22 +191,7 @@ def _check_selection(call: SparseDecodeCall, selection: Selection) -> tuple[Gath
     (cache_name, indices_name, length_name), k_cache, indices, length = selection
     cache = gathered_cache(cache_name, k_cache, call.q, call.is_fp8_kvcache)
     batch, s_q = call.q.shape[:2]
-    check_shape(indices_name, indices, (batch, s_q, "topk"))
-    check_last_contiguous(indices_name, indices)
-    given = [(indices_name, indices)]
+    check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
     if length is not None:
-        check_shape(length_name, length, (batch,))
-        check_contiguous(length_name, length)
-        given.append((length_name, length))
-    for name, table in given:
-        check_dtype(name, table, torch.int32)
-        check_device(name, table, call.q.device)
+        check_counts(length_name, length, (batch,), call.q)
     return cache, indices.shape[2], (indices.stride[0], indices.stride[1])
-
-
-def _check_sink(call: SparseDecodeCall) -> None:
-    if call.attn_sink is not None:
-        check_shape("attn_sink", call.attn_sink, (call.q.shape[2],))
-        check_dtype("attn_sink", call.attn_sink, torch.float32)
-        check_contiguous("attn_sink", call.attn_sink)
-        check_device("attn_sink", call.attn_sink, call.q.device)

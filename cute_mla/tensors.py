@@ -5,9 +5,12 @@ Checks look at a TensorSpec, not at the tensor, so that a call whose specs were 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+
+from .spec.dense_decode import MAX_ROW_ALIGNMENT
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -45,12 +48,15 @@ def address_of(name: str, tensor: Any) -> int:
     return address
 
 
-def check_shape(name: str, spec: TensorSpec, expected: tuple[int | str, ...]) -> None:
-    """ValueError unless the shape is as expected, where a string stands for any size and names it."""
+def check_shape(name: str, spec: TensorSpec, expected: tuple[int | str, ...], where: str = "") -> None:
+    """ValueError unless the shape is as expected, where a string stands for any size and names it.
+
+    where: the kind of call that expects it, such as " with kv_offsets", for the message.
+    """
     fits = len(spec.shape) == len(expected)
     fits = fits and all(isinstance(size, str) or size == got for size, got in zip(expected, spec.shape, strict=True))
     if not fits:
-        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: [{', '.join(str(size) for size in expected)}]")
+        raise ValueError(f"{name} has shape {list(spec.shape)}; supported{where}: [{', '.join(str(size) for size in expected)}]")
 
 
 def check_dtype(name: str, spec: TensorSpec, *supported: torch.dtype) -> None:
@@ -93,3 +99,36 @@ def check_address(name: str, address: int, alignment: int) -> None:
     """ValueError unless the address is a multiple of the alignment."""
     if address % alignment:
         raise ValueError(f"{name} starts at address {address:#x}; supported: multiples of {alignment} bytes")
+
+
+def output_strides(name: str, given: TensorSpec | None, shape: tuple[int, ...], dtype: torch.dtype, q: TensorSpec) -> tuple[int, ...]:
+    """The strides of an output, in elements: of the caller's tensor, or of a new one. ValueError if the caller's does not fit."""
+    if given is None:
+        return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    check_shape(name, given, shape)
+    check_dtype(name, given, dtype)
+    check_device(name, given, q.device)
+    check_writable(name, given)
+    return given.stride
+
+
+def row_alignment(address_alignment: int, *tensors: TensorSpec | None) -> int:
+    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides the address of every row of these tensors.
+
+    address_alignment: the same of the addresses of the tensors alone. None: a tensor that has not been made yet.
+    """
+    return alignment(address_alignment, *(stride for spec in tensors if spec is not None for stride in _row_strides(spec)))
+
+
+def alignment(*distances: int) -> int:
+    """The greatest power of two, at most MAX_ROW_ALIGNMENT, that divides all of these numbers of bytes."""
+    bits = MAX_ROW_ALIGNMENT
+    for distance in distances:
+        bits |= distance
+    return bits & -bits
+
+
+def _row_strides(spec: TensorSpec) -> list[int]:
+    """Bytes between neighbouring rows, along each dimension that has more than one."""
+    pairs = zip(spec.shape[:-1], spec.stride[:-1], strict=True)
+    return [stride * spec.dtype.itemsize for size, stride in pairs if size > 1]
