@@ -1,0 +1,1 @@
+"""Dense prefill: attention of packed sequences over their own keys and values."""

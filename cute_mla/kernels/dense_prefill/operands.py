@@ -1,0 +1,118 @@
+"""The operands of the dense prefill kernels: what a work item is, and where its rows lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+
+from ..parts.lengths import clip, larger, smaller
+
+
+@dataclass(frozen=True)
+class Item:
+    """A block of query rows of one head of one sequence.
+
+    head, kv_head: of q, and of k and v. first_row: row of q, counted over all sequences. rows: of the sequence from there on,
+    0 or less if the sequence ends before. first_key: row of k and v. keys: that any row of the block sees. diagonal: a row i of
+    the block sees the keys 0 .. diagonal + i of the sequence, if causal; all of them if not.
+    """
+
+    head: Int32
+    kv_head: Int32
+    first_row: Int32
+    rows: Int32
+    first_key: Int32
+    keys: Int32
+    diagonal: Int32
+
+
+@dataclass(frozen=True)
+class Items:
+    """The work items of a call, and the lengths that decide what is in them. rows_each: query rows of an item."""
+
+    cu_seqlens_q: cute.Pointer
+    cu_seqlens_k: cute.Pointer
+    batch: Int32
+    h_q: Int32
+    heads_per_kv: Int32
+    total_q: Int32
+    total_k: Int32
+    row_blocks: Int32
+    causal: Boolean
+    rows_each: int
+
+    def count(self) -> Int32:
+        """Items, those included that a sequence does not have."""
+        return self.batch * self.h_q * self.row_blocks
+
+    def of_round(self, turn: Int32) -> Int32:
+        """This CTA's item of a round, at or past count() if it has none."""
+        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        place = cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)
+        return turn * ctas + place
+
+    def read(self, index: Int32) -> Item:
+        """What an item is by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
+        of_head = Int32(Uint32(index) // Uint32(self.row_blocks))
+        block = self.row_blocks - 1 - (index - of_head * self.row_blocks)
+        sequence = Int32(Uint32(of_head) // Uint32(self.h_q))
+        head = of_head - sequence * self.h_q
+        first_query, queries = span(self.cu_seqlens_q, sequence, self.total_q)
+        first_key, keys = span(self.cu_seqlens_k, sequence, self.total_k)
+        skipped = block * self.rows_each
+        rows = queries - skipped
+        diagonal = skipped + keys - queries
+        seen = clip(diagonal + smaller(rows, Int32(self.rows_each)), keys)
+        return Item(
+            head=head,
+            kv_head=Int32(Uint32(head) // Uint32(self.heads_per_kv)),
+            first_row=first_query + skipped,
+            rows=rows,
+            first_key=first_key,
+            keys=cutlass.select_(rows > 0, cutlass.select_(self.causal, seen, keys), Int32(0)),
+            diagonal=cutlass.select_(self.causal, diagonal, keys),
+        )
+
+
+def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, Int32]:
+    """(first row, rows) of a sequence, within 0 .. total whatever the offsets are."""
+    first = clip((offsets + sequence).load(), total)
+    end = clip((offsets + (sequence + 1)).load(), total)
+    return first, larger(end - first, Int32(0))
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The kernel's parameters, by meaning. Strides in elements, of (token, head)."""
+
+    q_map: Any
+    k_map: Any
+    v_map: Any
+    q: cute.Pointer
+    out: cute.Pointer
+    lse: cute.Pointer
+    q_strides: tuple[Int64, Int64]
+    out_strides: tuple[Int64, Int64]
+    lse_strides: tuple[Int64, Int64]
+    scale_log2: Float32
+    empty_lse: Float32
+    items: Items
+
+    def q_row(self, item: Item, row: Int32) -> cute.Pointer:
+        """Element 0 of a query row of the item's block."""
+        return self.q + _offset(self.q_strides, item, row)
+
+    def out_row(self, item: Item, row: Int32) -> cute.Pointer:
+        """Element 0 of an output row."""
+        return self.out + _offset(self.out_strides, item, row)
+
+    def lse_of(self, item: Item, row: Int32) -> cute.Pointer:
+        """The lse of a query row."""
+        return self.lse + _offset(self.lse_strides, item, row)
+
+
+def _offset(strides: tuple[Int64, Int64], item: Item, row: Int32) -> Int64:
+    return Int64(item.first_row + row) * strides[0] + Int64(item.head) * strides[1]

@@ -1,0 +1,126 @@
+"""Dense prefill: attention of packed sequences over their own keys and values, decompressed per head, forward only.
+
+out = softmax(softmax_scale * q k^T) v for each sequence and query head; query heads share the keys of a KV head in groups.
+
+A work item is TILE_ROWS query rows of one head of one sequence. Items are numbered by sequence, then head, then block of
+rows, the last block in front (under a causal mask it has the most keys): CTAs that run at the same time share the keys of a
+few heads, which L2 holds. Each round gives every CTA one item, the odd rounds in reverse order of CTAs, so that none gets
+the longest block every time. What follows from shapes alone is here; kernels skip items that a sequence does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
+from .arch import SM90, SM100, Arch
+from .dense_decode import MAX_ROW_ALIGNMENT
+from .mla import DTYPES, ELEMENT_BYTES, ceil_div
+
+D_V = 128
+HEAD_DIMS = (192, 128)  # columns of q and k
+TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
+BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
+BOX_ROWS = 64
+MAX_ITEMS = (1 << 31) - 1
+
+PARAMS: tuple[Param, ...] = (
+    *tensor_maps(
+        "q_map",  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
+        "k_map",  # dims (d_qk, h_kv, total_k), likewise
+        "v_map",  # dims (128, h_kv, total_k), likewise
+    ),
+    *pointers(
+        "q",  # dtype [total_q, h_q, d_qk]
+        "cu_seqlens_q",  # int32 [batch + 1]: a sequence's query rows are cu[r] .. cu[r + 1] - 1, clipped to 0 .. total_q
+        "cu_seqlens_k",  # int32 [batch + 1]: its keys, clipped to 0 .. total_k
+        "out",  # dtype [total_q, h_q, 128]
+        "lse",  # fp32 [total_q, h_q], natural log
+    ),
+    # in elements
+    *int64s(
+        "q_stride_token",
+        "q_stride_head",
+        "out_stride_token",
+        "out_stride_head",
+        "lse_stride_token",
+        "lse_stride_head",
+    ),
+    *float32s(
+        "scale_log2",  # softmax_scale * log2(e)
+        "empty_lse",  # lse of a row that attends to nothing
+    ),
+    *int32s(
+        "batch",
+        "h_q",
+        "heads_per_kv",  # h_q / h_kv
+        "total_q",
+        "total_k",
+        "row_blocks",  # blocks of TILE_ROWS query rows that the longest sequence may have
+        "causal",  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
+    ),
+)
+
+
+@dataclass(frozen=True)
+class DensePrefillConfig:
+    """One compiled variant.
+
+    dtype: element type of q, k, v and out. d_qk: columns of q and k.
+    access_bytes: 16: rows of q and out begin at multiples of it, and q comes by TMA; 2: at any element.
+    """
+
+    dtype: str
+    d_qk: int
+    access_bytes: int
+
+    cluster = 1  # CTAs do not work together
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return f"{self.dtype}_d{self.d_qk}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+
+
+@dataclass(frozen=True)
+class DensePrefillProblem:
+    """The shapes of one call, which with the architecture decide variant and grid.
+
+    max_seqlen_q: query rows of the longest sequence. row_alignment: as in DenseDecodeProblem.
+    """
+
+    arch: Arch
+    dtype: str
+    d_qk: int
+    batch: int
+    h_q: int
+    h_kv: int
+    max_seqlen_q: int
+    row_alignment: int = MAX_ROW_ALIGNMENT
+
+    @property
+    def config(self) -> DensePrefillConfig:
+        """The variant that serves this problem."""
+        wide = self.row_alignment % MAX_ROW_ALIGNMENT == 0
+        return DensePrefillConfig(self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of query rows that a sequence may have."""
+        return ceil_div(self.max_seqlen_q, TILE_ROWS[self.arch.name])
+
+    @property
+    def items(self) -> int:
+        """Work items, those included of blocks that a sequence turns out not to have."""
+        return self.row_blocks * self.batch * self.h_q
+
+    def grid(self, sm_count: int) -> tuple[int, int, int]:
+        """One CTA for every SM, or for every item."""
+        return min(self.items, sm_count), 1, 1
+
+
+def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
+    """Every variant that ships for an architecture."""
+    return tuple(
+        DensePrefillConfig(dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
+    )
