@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import flash_mla_with_kvcache, get_mla_metadata, is_supported, workspace_size
+    from .api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, is_supported, workspace_size
     from .runtime.device import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
@@ -21,6 +21,7 @@ __all__ = [
     "DeviceError",
     "SimulationError",
     "__version__",
+    "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
     "is_supported",
@@ -32,6 +33,7 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
+    "flash_mla_sparse_fwd": ".api",
     "flash_mla_with_kvcache": ".api",
     "get_mla_metadata": ".api",
     "is_supported": ".api",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -13,13 +14,25 @@ from .runtime.device import device_for
 from .schedule import GivenPlan, KeyCounts, MlaSchedule
 from .schedule import plan as plan_splits
 from .sparse_decode_op import SparseOperands
+from .sparse_prefill_op import PrefillOperands, Results
+from .sparse_prefill_op import Wanted as WantedOfPrefill
 from .spec.dense_decode import MAX_KEYS, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
 from .support import OPS, PLANNED_OPS, heads_problem, is_supported
-from .tensors import WORKSPACE_ALIGNMENT, address_of, alignment, check_address, check_contiguous, check_dtype, check_shape, spec_of
+from .tensors import (
+    WORKSPACE_ALIGNMENT,
+    address_of,
+    alignment,
+    check_address,
+    check_contiguous,
+    check_dtype,
+    check_shape,
+    optional_spec,
+    spec_of,
+)
 
-__all__ = ["MlaSchedule", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
+__all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
 
 
 @overload
@@ -172,7 +185,10 @@ def flash_mla_with_kvcache(
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
     _reject("in this version", descale_q=descale_q, descale_k=descale_k)
-    _check_scalars(head_dim_v, softmax_scale, empty_lse)
+    _check_columns("head_dim_v", head_dim_v)
+    if softmax_scale is not None:
+        _check_scale("softmax_scale", softmax_scale)
+    _check_empty_lse(empty_lse)
     schedule = _read_schedule(tile_scheduler_metadata, num_splits)
     operands: DenseOperands | SparseOperands
     if indices is None:
@@ -201,8 +217,8 @@ def flash_mla_with_kvcache(
         )
     wanted = Wanted(
         given_plan=schedule.specs,
-        out=None if out is None else spec_of("out", out),
-        lse=None if lse is None else spec_of("lse", lse),
+        out=optional_spec("out", out),
+        lse=optional_spec("lse", lse),
         batch_invariant=bool(batch_invariant),
         address_alignment=alignment(address_of("q", q), 0 if out is None else out.data_ptr()),
     )
@@ -222,6 +238,82 @@ def flash_mla_with_kvcache(
     return out, lse
 
 
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of each query token over the rows of an unpaged latent that its indices name: sparse prefill.
+
+    out = softmax(sm_scale * q k^T) v, where k are a token's rows and v = k[:, :512].
+
+    q                bf16 or fp16 [s_q, h_q, d_qk], d_qk 576 or 512, h_q 1 to 128; last dimension contiguous, other strides free
+    kv               same dtype [s_kv, 1, d_qk]; address and strides multiples of 16 bytes, last dimension contiguous
+    indices          int32 [s_q, 1, topk], last dimension contiguous, any topk: rows of kv. Anything outside [0, s_kv) is
+                     skipped, and what no valid index names may be anything, NaN too
+    sm_scale         positive and finite
+    d_v              512
+    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse and max_logits are
+                     not. -inf: no sink
+    topk_length      int32 [s_q], contiguous: only so many of a token's first indices count (a negative one counts as 0, one
+                     above topk as topk); what is behind them is never read. None: all. Never read by the host
+
+    A batch of requests, each with its own rows: q [batch, s_q, h_q, d_qk], indices [batch, s_q, 1, topk], topk_length
+    [batch, s_q], the results with the batch in front as well, and kv one of
+
+        [batch, s_kv, 1, d_qk], whose batch may be expanded (all requests over the same rows), or
+        [rows, 1, d_qk] with kv_offsets, int32 [batch + 1], contiguous: request r has the rows kv_offsets[r] to
+        kv_offsets[r + 1] - 1, and its indices count from the first of them. Offsets are clipped to [0, rows] on the device,
+        and a request whose rows end before they begin has none. Never read by the host
+
+    out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
+    max_logits, lse  fp32 [.., s_q, h_q], any strides
+    empty_lse        lse of a row that attends to nothing, inf or -inf
+
+    Returns (out, max_logits, lse). max_logits is the greatest sm_scale * score of a row, in natural units; lse is the
+    natural log of the sum of exp(sm_scale * score). A row that attends to nothing has out 0, max_logits -inf and lse
+    empty_lse. The bits of a token depend neither on the tokens beside it nor on the number of SMs.
+
+    With out, lse and max_logits given, nothing is allocated; no workspace is needed, and no plan. s_q, s_kv, topk or batch 0
+    and offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a
+    CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate().
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
+    refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+    _check_columns("d_v", d_v)
+    _check_scale("sm_scale", sm_scale)
+    _check_empty_lse(empty_lse)
+    wanted = WantedOfPrefill(
+        out=optional_spec("out", out),
+        max_logits=optional_spec("max_logits", max_logits),
+        lse=optional_spec("lse", lse),
+        address_alignment=alignment(address_of("q", q), 0 if out is None else out.data_ptr()),
+    )
+    device = device_for(q.device)
+    operands = PrefillOperands(q, kv, indices, topk_length, attn_sink, kv_offsets)
+    plan = operands.plan(wanted, device)
+    results = Results(
+        out=q.new_empty(plan.out_shape) if out is None else out,
+        max_logits=q.new_empty(plan.row_shape, dtype=torch.float32) if max_logits is None else max_logits,
+        lse=q.new_empty(plan.row_shape, dtype=torch.float32) if lse is None else lse,
+    )
+    if not plan.is_empty:
+        device.undefined(*results)
+        operands.launch(device, plan, results, sm_scale, empty_lse)
+    return results.out, results.max_logits, results.lse
+
+
 def workspace_size(
     op: str,
     *,
@@ -236,7 +328,7 @@ def workspace_size(
 ) -> int:
     """The bytes of workspace that a call needs: a function of its shapes and the device, never of lengths.
 
-    op: "dense_decode" or "sparse_decode". batch, s_q, h_q, h_kv: as in the call.
+    op: "dense_decode", "sparse_decode", or "sparse_prefill", which needs none. batch, s_q, h_q, h_kv: as in the call.
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
     needed with batch_invariant.
@@ -245,7 +337,7 @@ def workspace_size(
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
     """
     if op not in OPS:
-        known = f" ({', '.join(PLANNED_OPS)} are not in this version)"
+        known = f" ({', '.join(PLANNED_OPS)}: not in this version)"
         raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}{known}")
     for name, value in (("batch", batch), ("s_q", s_q)):
         if value < 0:
@@ -255,7 +347,7 @@ def workspace_size(
         raise ValueError(problem_of_heads)
     most_keys = _most_keys(op, batch_invariant, max_cache_seqlen, topk)
     where = device_for(torch.device(device))
-    if batch == 0 or s_q == 0:
+    if batch == 0 or s_q == 0 or op == "sparse_prefill":
         return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(where.arch, rows, columns, where.sm_count)
@@ -271,11 +363,18 @@ def _reject(where: str, **given: Any) -> None:
             raise ValueError(f"{name} is {shown}: not supported {where}; supported: None or False")
 
 
-def _check_scalars(head_dim_v: int, softmax_scale: float | None, empty_lse: float) -> None:
-    if head_dim_v != D_V:
-        raise ValueError(f"head_dim_v is {head_dim_v!r}; supported: {D_V}")
-    if softmax_scale is not None and not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale is {softmax_scale}; supported: a positive finite number, or None for q.shape[-1] ** -0.5")
+def _check_columns(name: str, d_v: int) -> None:
+    if d_v != D_V:
+        raise ValueError(f"{name} is {d_v!r}; supported: {D_V}")
+
+
+def _check_scale(name: str, scale: Any) -> None:
+    fp32 = torch.finfo(torch.float32)  # which it must fit multiplied by log2(e), too
+    if not isinstance(scale, Real) or not fp32.tiny <= float(scale) <= fp32.max / 2:
+        raise ValueError(f"{name} is {scale!r}; supported: a positive finite number of fp32")
+
+
+def _check_empty_lse(empty_lse: float) -> None:
     if empty_lse not in (math.inf, -math.inf):
         raise ValueError(f"empty_lse is {empty_lse}; supported: inf and -inf")
 
@@ -311,13 +410,13 @@ def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, top
     if dense and topk is not None:
         raise ValueError(f"topk is {topk}; supported with dense_decode: None")
     if not dense and max_cache_seqlen is not None:
-        raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported with sparse_decode: None, and topk with batch_invariant=True")
+        raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported with {op}: None")
     if dense and batch_invariant != (max_cache_seqlen is not None):
         raise ValueError(
             f"batch_invariant is {batch_invariant} and max_cache_seqlen {max_cache_seqlen}; supported: "
             "max_cache_seqlen (block_table.shape[1] * page size) with batch_invariant=True, and neither"
         )
-    if not dense and batch_invariant and topk is None:
+    if op == "sparse_decode" and batch_invariant and topk is None:
         raise ValueError("batch_invariant is True and topk None; supported: topk (of both caches together) with batch_invariant=True")
     name, most = ("max_cache_seqlen", max_cache_seqlen) if dense else ("topk", topk)
     if most is not None and most < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,12 +21,16 @@ def attention(
     Returns out fp32 [heads, rows, d_v] and lse fp32 [heads, rows], natural log; a row that sees nothing has out 0 and
     lse empty_lse.
     """
-    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
-    scores = scores.masked_fill(~visible, -math.inf)
+    scores = masked_scores(q, k, scale, visible)
     lse = scores.logsumexp(dim=-1)
     empty = ~visible.any(dim=-1)
     weights = (scores - lse.masked_fill(empty, 0.0).unsqueeze(-1)).exp()
     return weights @ v.float(), lse.masked_fill(empty, empty_lse)
+
+
+def masked_scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
+    """fp32 [heads, rows, keys]: scale * q k^T where a row sees the key, else -inf. Operands as of attention."""
+    return ((q.float() @ k.float().transpose(-1, -2)) * scale).masked_fill(~visible, -math.inf)
 
 
 def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> torch.Tensor:
@@ -84,10 +89,27 @@ class IndexedCache(NamedTuple):
 
     def keys(self, request: int, token: int) -> torch.Tensor:
         """fp32 [n, d_qk]: the keys of one query token, once per index that names them. No other slot is looked at."""
-        indices = self.indices[request, token]
-        if self.length is not None:
-            indices = indices[: max(int(self.length[request]), 0)]
-        return self.slots[indices[(indices >= 0) & (indices < len(self.slots))].long()].float()
+        length = None if self.length is None else self.length[request]
+        return named_rows(self.slots, self.indices[request, token], length)
+
+
+def named_rows(rows: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> torch.Tensor:
+    """fp32 [n, d]: the rows that the first `length` indices name (None: all of them), once per index that names one. No other
+    row is looked at."""
+    if length is not None:
+        indices = indices[: max(int(length), 0)]
+    return rows[indices[(indices >= 0) & (indices < len(rows))].long()].float()
+
+
+def attend_to_all(
+    q: torch.Tensor, keys: torch.Tensor, scale: float, attn_sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One query token [h_q, d_qk] over keys [n, d_qk], at least one: fp32 out [h_q, 512], max_logits [h_q] and lse [h_q]."""
+    visible = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device)
+    (out,), (lse,) = attention(q[None], keys[None], keys[None, :, :D_V], scale, visible)
+    if attn_sink is not None:
+        out = out * (lse - attn_sink).sigmoid().unsqueeze(-1)
+    return out, masked_scores(q[None], keys[None], scale, visible)[0].amax(dim=-1), lse
 
 
 def sparse_decode(
@@ -110,11 +132,39 @@ def sparse_decode(
     for request in range(batch):
         for token in range(s_q):
             keys = torch.cat([cache.keys(request, token) for cache in caches])
-            if not len(keys):
-                continue
-            visible = torch.ones(h_q, len(keys), dtype=torch.bool, device=q.device)
-            (row_out,), (row_lse,) = attention(q[request, token][None], keys[None], keys[None, :, :D_V], scale, visible)
-            if attn_sink is not None:
-                row_out = row_out * (row_lse - attn_sink).sigmoid().unsqueeze(-1)
-            out[request, token], lse[request, :, token] = row_out, row_lse
+            if len(keys):
+                out[request, token], _, lse[request, :, token] = attend_to_all(q[request, token], keys, scale, attn_sink)
     return out, lse
+
+
+def sparse_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    kv_offsets: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """flash_mla_sparse_fwd, with operands as there: each query token over the rows that it names, of a request or of all there are.
+
+    Returns fp32 out [.., s_q, h_q, 512], max_logits [.., s_q, h_q] and lse [.., s_q, h_q], with the batch in front if q has one.
+    """
+    out = torch.zeros(*q.shape[:-1], D_V, device=q.device)
+    max_logits = torch.full(q.shape[:-1], -math.inf, device=q.device)
+    lse = torch.full(q.shape[:-1], empty_lse, device=q.device)
+    for token in itertools.product(*map(range, q.shape[:-2])):
+        rows = rows_of_request(kv, kv_offsets, token[:-1]).squeeze(1)
+        keys = named_rows(rows, indices[token].squeeze(0), None if topk_length is None else topk_length[token])
+        if len(keys):
+            out[token], max_logits[token], lse[token] = attend_to_all(q[token], keys, sm_scale, attn_sink)
+    return out, max_logits, lse
+
+
+def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: tuple[int, ...]) -> torch.Tensor:
+    """[n, 1, d_qk]: what the indices of a request count in. request: its number, or nothing where there is one only."""
+    if kv_offsets is None:
+        return kv[request]
+    first, end = kv_offsets[request[0] : request[0] + 2].clamp(0, len(kv)).tolist()
+    return kv[first:end]

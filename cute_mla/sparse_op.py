@@ -7,7 +7,7 @@ import torch
 from .runtime.arguments import NULL, Memory
 from .spec.mla import D_LATENT, D_QK
 from .support import heads_problem
-from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_last_contiguous, check_shape, spec_of
+from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_last_contiguous, check_shape
 
 
 def check_queries(q: TensorSpec, *leading: tuple[str, ...]) -> None:
@@ -46,11 +46,6 @@ def check_sink(attn_sink: TensorSpec | None, q: TensorSpec) -> None:
         check_dtype("attn_sink", attn_sink, torch.float32)
         check_contiguous("attn_sink", attn_sink)
         check_device("attn_sink", attn_sink, q.device)
-
-
-def optional_spec(name: str, tensor: torch.Tensor | None) -> TensorSpec | None:
-    """The spec of an argument that may be absent. ValueError if it is neither a tensor nor None."""
-    return None if tensor is None else spec_of(name, tensor)
 
 
 def or_null(tensor: torch.Tensor | None) -> Memory:

@@ -11,10 +11,11 @@ from .cache import page_size_problem
 from .spec.arch import ALIASES, ARCHS
 from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
+from .spec.sparse_prefill import HEAD_DIMS, MAX_TOKENS
 from .tensors import DTYPE_NAMES
 
-OPS = ("dense_decode", "sparse_decode")
-PLANNED_OPS = ("dense_prefill", "sparse_prefill")
+OPS = ("dense_decode", "sparse_decode", "sparse_prefill")
+PLANNED_OPS = ("dense_prefill",)
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # of sparse decode, whose grid has them along its second dimension
@@ -25,7 +26,7 @@ def heads_problem(h_q: int, h_kv: int, op: str = "dense_decode") -> str | None:
     problem = _between("h_q", 1, MAX_HEADS)(h_q)
     if problem is not None:
         return problem
-    if op == "sparse_decode" and h_kv != 1:
+    if op in ("sparse_decode", "sparse_prefill") and h_kv != 1:
         return f"h_kv is {h_kv}; supported with indices: 1"
     if h_kv < 1 or h_q % h_kv:
         return f"h_kv is {h_kv} with h_q {h_q}; supported: divisors of h_q"
@@ -66,6 +67,7 @@ _DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     "extra_cache": _one_of("extra_cache", False),
     "topk_length": _one_of("topk_length", False),
     "topk": _one_of("topk", None),
+    "kv_offsets": _one_of("kv_offsets", False),
 }
 _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     **_DENSE_DECODE,
@@ -77,7 +79,15 @@ _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     **{name: _one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
     "topk": _between("topk", 0, MAX_KEYS),
 }
-_FEATURES_OF = {"dense_decode": _DENSE_DECODE, "sparse_decode": _SPARSE_DECODE}
+_SPARSE_PREFILL: dict[str, Callable[[Any], str | None]] = {
+    **_SPARSE_DECODE,
+    "s_q": _between("s_q", 1, MAX_TOKENS),
+    "head_dim": _one_of("head_dim", *HEAD_DIMS),
+    "page_size": _one_of("page_size", None),
+    **{name: _one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
+    "kv_offsets": _one_of("kv_offsets", False, True),
+}
+_FEATURES_OF = {"dense_decode": _DENSE_DECODE, "sparse_decode": _SPARSE_DECODE, "sparse_prefill": _SPARSE_PREFILL}
 
 FEATURES = tuple(_DENSE_DECODE)
 
@@ -85,15 +95,15 @@ FEATURES = tuple(_DENSE_DECODE)
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode" ("dense_prefill" and "sparse_prefill" are known, and not supported yet).
+    op: "dense_decode", "sparse_decode", "sparse_prefill" ("dense_prefill" is known, and not supported yet).
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
         dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode), 512
-        page_size        keys of a page
-        causal, batch_invariant        True or False
-        fp8_kvcache, attn_sink, extra_cache, topk_length   True if the call passes such an argument
+        head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode and in sparse prefill), 512
+        page_size        keys of a page; None in sparse prefill, whose latent has no pages
+        causal, batch_invariant        True or False; sparse prefill is always batch invariant, without being asked
+        fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
         topk             indices of a query token; None in dense decode
 
     Returns (True, what stands behind the kernels: whether they have run on hardware, and what was done instead) or (False,

@@ -41,6 +41,11 @@ def spec_of(name: str, tensor: Any) -> TensorSpec:
         raise ValueError(f"{name} is {tensor!r}; supported: a torch tensor") from None
 
 
+def optional_spec(name: str, tensor: Any) -> TensorSpec | None:
+    """The spec of an argument that may be None. ValueError if it is neither that nor a tensor."""
+    return None if tensor is None else spec_of(name, tensor)
+
+
 def address_of(name: str, tensor: Any) -> int:
     """The address of an argument. ValueError if it is not a tensor."""
     spec_of(name, tensor)

@@ -85,6 +85,9 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("scale 0", {"softmax_scale": 0.0}, "softmax_scale is 0.0; supported: a positive finite number"),
     ("scale negative", {"softmax_scale": -1.0}, "softmax_scale is -1.0; supported"),
     ("scale nan", {"softmax_scale": math.nan}, "softmax_scale is nan; supported"),
+    ("scale beyond fp32", {"softmax_scale": 3e38}, r"softmax_scale is 3e\+38; supported: a positive finite number of fp32"),
+    ("scale 0 in fp32", {"softmax_scale": 1e-50}, "softmax_scale is 1e-50; supported: a positive finite number of fp32"),
+    ("scale a tensor", {"softmax_scale": torch.tensor(1.0)}, r"softmax_scale is tensor\(1.\); supported: a positive finite number"),
     ("empty_lse", {"empty_lse": 0.0}, "empty_lse is 0.0; supported: inf and -inf"),
     ("descale_q", {"descale_q": torch.ones(1)}, r"descale_q is a tensor of shape \[1\]: not supported in this version"),
     ("descale_k", {"descale_k": torch.ones(1)}, "descale_k is .*not supported in this version"),
@@ -174,7 +177,7 @@ def test_get_mla_metadata(device: RecordingDevice, args: tuple[Any, ...], option
 
 
 SIZES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("op to come", "sparse_prefill", {}, "op is 'sparse_prefill'; supported: dense_decode, sparse_decode .*not in this version"),
+    ("op to come", "dense_prefill", {}, "op is 'dense_prefill'; supported: dense_decode, .*, sparse_prefill .*not in this version"),
     ("negative batch", "dense_decode", {"batch": -1}, "batch is -1; supported: 0 or more"),
     ("negative s_q", "dense_decode", {"s_q": -1}, "s_q is -1; supported: 0 or more"),
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),
@@ -187,6 +190,9 @@ SIZES: list[tuple[str, str, dict[str, Any], str]] = [
     ("sparse length", "sparse_decode", {"max_cache_seqlen": 64}, "max_cache_seqlen is 64; supported with sparse_decode: None"),
     ("sparse invariant", "sparse_decode", {"batch_invariant": True}, "batch_invariant is True and topk None; supported: topk"),
     ("negative topk", "sparse_decode", {"topk": -1}, "topk is -1; supported: 0 or more"),
+    ("prefill KV heads", "sparse_prefill", {"h_kv": 2}, "h_kv is 2; supported with indices: 1"),
+    ("prefill length", "sparse_prefill", {"max_cache_seqlen": 64}, "max_cache_seqlen is 64; supported with sparse_prefill: None"),
+    ("prefill topk", "sparse_prefill", {"topk": -1}, "topk is -1; supported: 0 or more"),
     ("device", "dense_decode", {"device": "meta"}, "got tensors on meta: supported are CUDA tensors"),
 ]  # fmt: skip
 

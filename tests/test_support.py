@@ -27,6 +27,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "extra_cache": (False,),
         "topk_length": (False,),
         "topk": (None,),
+        "kv_offsets": (False,),
     },
     "sparse_decode": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
@@ -43,6 +44,24 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "extra_cache": (False, True),
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
+        "kv_offsets": (False,),
+    },
+    "sparse_prefill": {
+        "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+        "h_q": (1, 3, 63, 128),
+        "h_kv": (1,),
+        "s_q": (1, 7, 65_536, 2_000_000_000),
+        "head_dim": (576, 512),
+        "head_dim_v": (512,),
+        "page_size": (None,),
+        "causal": (False,),
+        "batch_invariant": (False, True),
+        "fp8_kvcache": (False,),
+        "attn_sink": (False, True),
+        "extra_cache": (False,),
+        "topk_length": (False, True),
+        "topk": (0, 1, 63, 2048),
+        "kv_offsets": (False, True),
     },
 }
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -61,6 +80,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "extra_cache": (True,),
         "topk_length": (True,),
         "topk": (64,),
+        "kv_offsets": (True,),
     },
     "sparse_decode": {
         "dtype": ("fp8", torch.float32),
@@ -77,6 +97,24 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "extra_cache": (2,),
         "topk_length": (2,),
         "topk": (-1, None),
+        "kv_offsets": (True,),
+    },
+    "sparse_prefill": {
+        "dtype": ("fp8", torch.float32),
+        "h_q": (0, 129, 1.5),
+        "h_kv": (0, 2),
+        "s_q": (0, 1 << 31),
+        "head_dim": (128,),
+        "head_dim_v": (128,),
+        "page_size": (64,),
+        "causal": (True,),
+        "batch_invariant": (2,),
+        "fp8_kvcache": (True,),
+        "attn_sink": (2,),
+        "extra_cache": (True,),
+        "topk_length": (2,),
+        "topk": (-1, None),
+        "kv_offsets": (2,),
     },
 }
 
@@ -123,9 +161,17 @@ def test_features_of_sparse_decode_together() -> None:
     assert is_supported("sparse_decode", "sm90", h_q=64, h_kv=2) == (False, "h_kv is 2; supported: 1")
 
 
+@pytest.mark.parametrize("head_dim", [576, 512])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Arch) -> None:
+    options = {"attn_sink": True, "topk_length": True, "kv_offsets": True}
+    assert is_supported("sparse_prefill", arch.name, h_q=96, h_kv=1, head_dim=head_dim, dtype=dtype, topk=77, **options)[0]
+    assert is_supported("sparse_prefill", arch.name, fp8_kvcache=False, head_dim=head_dim, dtype=dtype)[0]
+
+
 def test_what_is_to_come() -> None:
-    listed = "dense_decode, sparse_decode"
-    assert is_supported("sparse_prefill", "sm90") == (False, f"sparse_prefill is not in this version, which has {listed}")
+    listed = "dense_decode, sparse_decode, sparse_prefill"
+    assert is_supported("dense_prefill", "sm90") == (False, f"dense_prefill is not in this version, which has {listed}")
     assert is_supported("dense_prefill", "sm100")[0] is False
 
 

@@ -16,6 +16,8 @@ from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, row_ctas
 from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES
 
 HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
+MAX_GROUPS = (1 << 16) - 1  # groups of CTAs: what the third dimension of a grid can hold
+MAX_TOKENS = (1 << 31) - 1 - MAX_GROUPS  # so that the token after a group's last one can be counted in 32 bits
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
@@ -116,7 +118,7 @@ class SparsePrefillProblem:
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
-        return self.row_ctas, 1, min(max(sm_count // self.row_ctas, 1), self.tokens)
+        return self.row_ctas, 1, min(max(sm_count // self.row_ctas, 1), self.tokens, MAX_GROUPS)
 
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
