@@ -196,7 +196,12 @@ def _summarise(records: list[list[Record]], figures: Figures) -> None:
             click.echo(f"FAILED {record.arch} {record.device} {record.schedule or ''} {record.case}: {record.reason}")
             for finding in record.findings[:_FINDINGS_SHOWN]:
                 click.echo(f"    {finding}")
-    titles = (("out max abs", "out_max_abs"), ("out cos diff", "out_cos_diff"), ("lse max abs", "lse_max_abs"))
+    titles = (
+        ("out max abs", "out_max_abs"),
+        ("out cos diff", "out_cos_diff"),
+        ("lse max abs", "lse_max_abs"),
+        ("max_logits max abs", "max_logits_max_abs"),
+    )
     for arch, (title, name) in product(sorted({record.arch for record in ran}), titles):
         errors = [(getattr(record, name), record.case) for record in ran if record.arch == arch and getattr(record, name) is not None]
         if errors:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.spec.arch import Arch
+from cute_mla.testing.case import BaseCase
 from cute_mla.testing.cases import Tensors
-from cute_mla.testing.compare import LSE, compare, same_bits
-from cute_mla.testing.decode_case import DecodeCase
+from cute_mla.testing.compare import compare, same_bits
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import Operands, Record, Schedule, Target, call, run_case
 from cute_mla.testing.sparse_cases import SparseTensors
 
-Result = tuple[Tensor, Tensor]
+Result = tuple[Tensor, ...]
 
 ROUND_ROBIN = Schedule("round_robin", 0)
 
@@ -27,24 +27,24 @@ class Decoder:
 
     arch: Arch
 
-    def judge(self, case: DecodeCase, *schedules: Schedule) -> list[Record]:
+    def judge(self, case: BaseCase, *schedules: Schedule) -> list[Record]:
         """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
         records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
         for record in records:
             assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
         return records
 
-    def decode(self, case: DecodeCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
+    def decode(self, case: BaseCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
         """Makes a case's call, with other operands if given. A finding of the simulator raises."""
         with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
             return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
 
 
-def expect(case: DecodeCase, tensors: Operands, result: Result) -> None:
+def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
     """Asserts that a result agrees with the reference for these operands."""
     op = operation(case)
     expected = op.reference(case, tensors)
-    for name, actual, wanted, tolerance in zip(("out", "lse"), result, expected, (op.tolerance, LSE), strict=True):
+    for (name, tolerance), actual, wanted in zip(op.results.items(), result, expected, strict=True):
         comparison = compare(name, actual, wanted, tolerance)
         assert comparison.passed, comparison.reason
 
@@ -77,10 +77,7 @@ def sparse_request_of(tensors: SparseTensors, request: int) -> SparseTensors:
         topk_length=own(tensors.topk_length),
         extra_indices=own(tensors.extra_indices),
         extra_topk_length=own(tensors.extra_topk_length),
-        out=None,
-        lse=None,
-        out_storage=None,
-        lse_storage=None,
+        given={},
     )
 
 

@@ -7,7 +7,8 @@ page and whatever lies between the rows of a strided tensor are NaN; unused bloc
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -18,12 +19,11 @@ from ..spec.arch import Arch
 from ..spec.dense_decode import TILE_ROWS, DenseDecodeProblem
 from ..spec.mla import D_QK, D_ROPE, ceil_div
 from ..spec.split_plan import TILE_KEYS
-from .decode_case import (
+from .case import (
     DTYPES,
     STEEP,
     TAGS,
-    DecodeCase,
-    Metadata,
+    Given,
     Outputs,
     QLayout,
     Tags,
@@ -32,10 +32,10 @@ from .decode_case import (
     levels,
     nan_tensor,
     normal,
-    outputs,
     q_storage,
     signs,
 )
+from .decode_case import DecodeCase, Metadata, given_results
 
 __all__ = [
     "DTYPES",
@@ -158,18 +158,15 @@ class Tensors:
     """The operands of a case.
 
     q dtype [b, s_q, h_q, 576]; k_cache dtype [pages, page, h_kv, 576]; block_table int32 [b, columns];
-    cache_seqlens int32 [b]; out dtype [b, s_q, h_q, 512] and lse fp32 [b, h_q, s_q], filled with NaN, or None when the call
-    is to allocate them; out_storage, lse_storage: the tensors that out and lse are slices of.
+    cache_seqlens int32 [b]; given: out dtype [b, s_q, h_q, 512] and lse fp32 [b, h_q, s_q], unless the call is to allocate
+    them.
     """
 
     q: Tensor
     k_cache: Tensor
     block_table: Tensor
     cache_seqlens: Tensor
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    out_storage: Tensor | None = None
-    lse_storage: Tensor | None = None
+    given: Mapping[str, Given] = field(default_factory=dict)
 
 
 def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
@@ -181,10 +178,7 @@ def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
         q[..., D_QK - D_ROPE :] = STEEP * signs(q.device)
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
-    if case.outputs == "allocated":
-        return Tensors(q, k_cache, block_table, cache_seqlens)
-    out_storage, out, lse_storage, lse = outputs(case, q.device)
-    return Tensors(q, k_cache, block_table, cache_seqlens, out, lse, out_storage, lse_storage)
+    return Tensors(q, k_cache, block_table, cache_seqlens, given_results(case, q.device))
 
 
 def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:

@@ -27,7 +27,9 @@ class Tolerance:
 
 DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
 SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
+SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
+SPARSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # and max_logits
 
 
 @dataclass(frozen=True)

@@ -1,205 +1,31 @@
-"""What the cases of all decode ops have in common, and the operands that they share: q, out and lse in their layouts.
-
-Whatever lies in and around a tensor before it gets its values is NaN.
-"""
+"""What the cases of all decode ops have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from torch import Tensor
 
-from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.mla import D_ROPE, D_V
+from .case import BaseCase, Given, given_fp32, given_out
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-_CPU_ELEMENTS = 1 << 25  # tensors up to this size are made on the CPU, so that every device gets the same bits
-STEEP = 4.0  # with "rising" and its kin: rope part of q, and bound of the rope part of k; scores span +-43 at the usual scale
-
-Values = Literal["normal", "rising", "falling", "peaks"]
-QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
-Outputs = Literal["allocated", "given", "strided", "odd"]
 Metadata = Literal["tensors", "object"]
-Tags = dict[str, Callable[[Any], str]]
-
-_ROW_ALIGNMENTS = {"odd": 2, "even": 4}  # bytes, of q or out in that layout; the others have the most there is
-
-# How each field that is not part of the shape appears in a case's id, when it is not at its default.
-TAGS: Tags = {
-    "values": str,
-    "q_layout": lambda layout: f"q_{layout}",
-    "cache_layout": lambda layout: f"kv_{layout}",
-    "outputs": lambda outputs: f"out_{outputs}",
-    "metadata": lambda _: "tensor_plan",
-    "softmax_scale": lambda scale: f"scale{scale:g}",
-    "batch_invariant": lambda _: "invariant",
-    "empty_lse": lambda value: f"empty{value:g}",
-    "sm_count": lambda count: f"sm{count}",
-    "seed": lambda seed: f"seed{seed}",
-}
-
-
-class Config(Protocol):
-    """A compiled variant."""
-
-    @property
-    def name(self) -> str:
-        """The kernel's name in the manifest, without op and arch."""
-
-
-class Problem(Protocol):
-    """The shapes of a call."""
-
-    @property
-    def config(self) -> Config:
-        """The variant that serves it."""
-
-
-class Operands(Protocol):
-    """The tensors of a call that every op has; see Tensors."""
-
-    @property
-    def q(self) -> Tensor:
-        """dtype [b, s_q, h_q, d_qk]."""
-
-    @property
-    def out(self) -> Tensor | None:
-        """dtype [b, s_q, h_q, 512], full of NaN, or None when the call is to allocate it."""
-
-    @property
-    def lse(self) -> Tensor | None:
-        """fp32 [b, h_q, s_q], likewise."""
-
-    @property
-    def out_storage(self) -> Tensor | None:
-        """The tensor that out is a slice of."""
-
-    @property
-    def lse_storage(self) -> Tensor | None:
-        """The tensor that lse is a slice of."""
 
 
 @dataclass(frozen=True)
-class DecodeCase:
+class DecodeCase(BaseCase):
     """One call of a decode op, as far as all of them go.
 
-    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows one element longer than d_qk, aligned to nothing
-        but the element; "even": rows two elements longer, aligned to two of them; "heads_first": a transposed
-        [h_q, b, s_q, d_qk], as engines' absorption matmuls leave it.
-    outputs: "given": out, lse and workspace come from the caller; "strided": so, out and lse being 16-byte aligned slices;
-        "odd": so, rows of out being 513 elements apart.
     metadata: "tensors": form A of get_mla_metadata; "object": form B.
-    sm_count: streaming multiprocessors of the simulated device, None for those of the usual board; a GPU has its own.
     """
 
-    op: ClassVar[str]
-    tags: ClassVar[Tags] = TAGS
-
-    dtype: str = "bf16"
-    batch: int = 1
-    s_q: int = 1
-    h_q: int = 16
-    q_layout: QLayout = "packed"
-    outputs: Outputs = "allocated"
     metadata: Metadata = "object"
-    softmax_scale: float | None = None
     batch_invariant: bool = False
-    empty_lse: float | None = None
-    sm_count: int | None = None
-    seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """A short name that differs between cases: the shape, then every other field that is not at its default."""
-        defaults = {field.name: field.default for field in fields(self)}
-        unusual = ((name, tag) for name, tag in self.tags.items() if name in defaults and getattr(self, name) != defaults[name])
-        return "-".join([self.shape_id, *(tag(getattr(self, name)) for name, tag in unusual)])
-
-    @property
-    def shape_id(self) -> str:
-        """The first part of the id."""
-        raise NotImplementedError
-
-    @property
-    def d_qk(self) -> int:
-        """Columns of q."""
-        raise NotImplementedError
-
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; an empty request counts as one key tile."""
-        raise NotImplementedError
-
-    def problem(self, arch: Arch) -> Problem:
-        """The shapes of the call."""
-        raise NotImplementedError
-
-    @property
-    def row_alignment(self) -> int:
-        """As in DenseDecodeProblem."""
-        return min(_ROW_ALIGNMENTS.get(layout, MAX_ROW_ALIGNMENT) for layout in (self.q_layout, self.outputs))
 
 
-def generator_for(case: DecodeCase, elements: int, device: torch.device, offset: int = 0) -> torch.Generator:
-    """Draws a tensor of so many elements of a case; a case's tensors have an offset each."""
-    home = torch.device("cpu") if elements <= _CPU_ELEMENTS else device
-    return torch.Generator(home).manual_seed(case.seed + offset)
-
-
-def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """fp32: N(0, 1)/10 clamped to +-1."""
-    return torch.randn(shape, generator=generator, device=generator.device).div_(10).clamp_(-1, 1)
-
-
-def signs(device: torch.device) -> Tensor:
-    """fp32 [64] of +1 and -1: the direction in which the ramps of q and k lie."""
-    return 1.0 - 2.0 * (torch.arange(D_ROPE, device=device) % 3 == 0)
-
-
-def levels(values: str, fraction: Tensor, generator: torch.Generator) -> Tensor:
-    """How far each key's score lies from the middle, from -STEEP to STEEP; fraction: the key's position, 0 to 1."""
-    if values == "rising":
-        return (2 * fraction - 1) * STEEP
-    if values == "falling":
-        return (1 - 2 * fraction) * STEEP
-    peak = torch.rand(fraction.shape, generator=generator, device=generator.device) < 0.02
-    return torch.where(peak, STEEP, 0.0)
-
-
-def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Full of NaN."""
-    return torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-
-def q_storage(case: DecodeCase, device: torch.device) -> Tensor:
-    """q [b, s_q, h_q, d_qk] in its layout, NaN in and around it."""
-    batch, s_q, h_q, d_qk, dtype = case.batch, case.s_q, case.h_q, case.d_qk, DTYPES[case.dtype]
-    match case.q_layout:
-        case "packed":
-            return nan_tensor((batch, s_q, h_q, d_qk), dtype, device)
-        case "sliced":
-            return nan_tensor((batch, s_q, h_q + 2, d_qk + 64), dtype, device)[:, :, 1:-1, 32:-32]
-        case "odd":
-            return nan_tensor((batch, s_q, h_q, d_qk + 1), dtype, device)[..., 1:]
-        case "even":
-            return nan_tensor((batch, s_q, h_q, d_qk + 2), dtype, device)[..., 2:]
-        case "heads_first":
-            return nan_tensor((h_q, batch, s_q, d_qk), dtype, device).permute(1, 2, 0, 3)
-
-
-def outputs(case: DecodeCase, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Storage and view of out, then of lse; all NaN."""
-    dtype = DTYPES[case.dtype]
-    if case.outputs == "given":
-        out = nan_tensor((case.batch, case.s_q, case.h_q, D_V), dtype, device)
-        lse = nan_tensor((case.batch, case.h_q, case.s_q), torch.float32, device)
-        return out, out, lse, lse
-    out = nan_tensor((case.batch, case.s_q, case.h_q + 1, D_V + (1 if case.outputs == "odd" else 64)), dtype, device)
-    lse = nan_tensor((case.batch, case.s_q, case.h_q + 3), torch.float32, device)
-    view = out[:, :, 1:, :-1] if case.outputs == "odd" else out[:, :, 1:, 32:-32]
-    return out, view, lse, lse[..., 1:-2].transpose(1, 2)
+def given_results(case: DecodeCase, device: torch.device) -> dict[str, Given]:
+    """out, and lse [b, h_q, s_q], if the call is given them."""
+    if case.outputs == "allocated":
+        return {}
+    lse = given_fp32(case, (case.batch, case.h_q, case.s_q), 1, device)
+    return {"out": given_out(case, device), "lse": lse}

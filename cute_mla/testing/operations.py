@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cache import dequantise_cache
 from ..reference import IndexedCache
 from ..spec.mla import D_QK, D_V
+from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, SPARSE_DECODE_OUT, Tolerance
-from .decode_case import DecodeCase
+from .compare import DENSE_DECODE_OUT, LSE, SPARSE_DECODE_OUT, Tolerance
 from .sparse_cases import SparseCase, SparseTensors, make_sparse_tensors
 
-Result = tuple[Tensor, Tensor]  # out, lse
+Result = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,29 @@ class Operation:
 
     make_tensors: the operands on a device. call(case, tensors, workspace or None): through the public API.
     workspace_bytes(case, tensors): exactly what the call needs. reference(case, tensors): in fp32.
-    tolerance: of out.
+    results: the name of each result of call and reference, in order, and how far it may be off.
     """
 
     make_tensors: Callable[[Any, str | torch.device], Any]
     call: Callable[[Any, Any, Tensor | None], Result]
     workspace_bytes: Callable[[Any, Any], int]
     reference: Callable[[Any, Any], Result]
-    tolerance: Tolerance
+    results: Mapping[str, Tolerance]
 
 
-def operation(case: DecodeCase) -> Operation:
+def operation(case: BaseCase) -> Operation:
     """The op of a case."""
     return OPERATIONS[case.op]
 
 
-def _empty_lse(case: DecodeCase) -> float:
+def _empty_lse(case: BaseCase) -> float:
     return math.inf if case.empty_lse is None else case.empty_lse
+
+
+def _given(tensors: Operands, name: str) -> Tensor | None:
+    """The tensor that a call is given for a result."""
+    given = tensors.given.get(name)
+    return None if given is None else given.tensor
 
 
 def _copied(plan: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -68,8 +74,8 @@ def _dense_call(case: Case, tensors: Tensors, workspace: Tensor | None) -> Resul
         plan[1],
         softmax_scale=case.softmax_scale,
         causal=case.causal,
-        out=tensors.out,
-        lse=tensors.lse,
+        out=_given(tensors, "out"),
+        lse=_given(tensors, "lse"),
         workspace=workspace,
         batch_invariant=case.batch_invariant,
         empty_lse=_empty_lse(case),
@@ -120,8 +126,8 @@ def _sparse_call(case: SparseCase, tensors: SparseTensors, workspace: Tensor | N
         extra_indices_in_kvcache=tensors.extra_indices,
         topk_length=tensors.topk_length,
         extra_topk_length=tensors.extra_topk_length,
-        out=tensors.out,
-        lse=tensors.lse,
+        out=_given(tensors, "out"),
+        lse=_given(tensors, "lse"),
         workspace=workspace,
         batch_invariant=case.batch_invariant,
         empty_lse=_empty_lse(case),
@@ -162,6 +168,8 @@ def _slots(case: SparseCase, cache: Tensor) -> Tensor:
 
 
 OPERATIONS = {
-    Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, DENSE_DECODE_OUT),
-    SparseCase.op: Operation(make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, SPARSE_DECODE_OUT),
+    Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}),
+    SparseCase.op: Operation(
+        make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, {"out": SPARSE_DECODE_OUT, "lse": LSE}
+    ),
 }

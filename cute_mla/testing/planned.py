@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
-from .decode_case import DecodeCase
+from .case import BaseCase
 from .pairwise import pairwise_cover
 
 SMOKE_TILES = 200  # most tiles of a smoke case
-REDUCED_TILES = 400  # tiles to which the simulated device's full suite cuts the batch of a large case
+REDUCED_TILES = 400  # tiles to which the simulated device's full suite cuts a large case
 
 Fate = Literal["whole", "reduced", "skipped"]
-C = TypeVar("C", bound=DecodeCase)
+C = TypeVar("C", bound=BaseCase)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Bearable(Generic[C]):
         reduced = _reduce(case)
         if reduced == case:
             return Planned(case)
-        cut = f"batch {case.batch} cut to {reduced.batch}"
+        cut = f"{case.cut_by} {getattr(case, case.cut_by)} cut to {getattr(reduced, case.cut_by)}"
         return Planned(reduced, "reduced", f"{cut}: budget of {REDUCED_TILES} tiles on the simulated device")
 
 
@@ -70,8 +70,8 @@ def _without_repeats(planned: list[Planned[C]]) -> list[Planned[C]]:
 
 
 def _reduce(case: C) -> C:
-    """The case with as large a batch as the budget of tiles allows, at least 1."""
-    while case.tiles > REDUCED_TILES and case.batch > 1:
-        fitting = case.batch * REDUCED_TILES // case.tiles
-        case = replace(case, batch=min(max(fitting, 1), case.batch - 1))
+    """The case with as large a batch, or whatever it is cut by, as the budget of tiles allows, at least 1."""
+    while case.tiles > REDUCED_TILES and (size := getattr(case, case.cut_by)) > 1:
+        fitting = size * REDUCED_TILES // case.tiles
+        case = replace(case, **{case.cut_by: min(max(fitting, 1), size - 1)})
     return case

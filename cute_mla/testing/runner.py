@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -25,9 +25,9 @@ from ..runtime.device import simulate
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS
-from .compare import LSE, Tolerance, compare, same_bits
-from .decode_case import DecodeCase, Operands
-from .operations import operation
+from .case import BaseCase, Given, Operands
+from .compare import Comparison, compare, same_bits
+from .operations import Result, operation
 
 Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced"]
@@ -87,6 +87,7 @@ class Record:
     out_max_abs: float | None = None
     out_cos_diff: float | None = None
     lse_max_abs: float | None = None
+    max_logits_max_abs: float | None = None
     findings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -95,19 +96,18 @@ class Record:
 class _Outcome:
     """What a call left behind."""
 
-    out: Tensor
-    lse: Tensor
+    results: Result
     findings: tuple[str, ...]
     damage: str
     seconds: float
 
 
-def skipped(case: DecodeCase, target: Target, reason: str) -> Record:
+def skipped(case: BaseCase, target: Target, reason: str) -> Record:
     """The record of a case that is not run."""
     return Record(**_identity(case, target), schedule=None, status="skipped", reason=reason)
 
 
-def run_case(case: DecodeCase, target: Target, reduced: str = "") -> list[Record]:
+def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
     """Runs a case, on the simulated device once under each schedule; all must give the same bits.
 
     reduced: what was cut from the case to get this one, if anything. Whatever goes wrong becomes a failed record, except
@@ -115,7 +115,7 @@ def run_case(case: DecodeCase, target: Target, reduced: str = "") -> list[Record
     """
     device = "cuda" if target.kind == "cuda" else "cpu"
     tensors = operation(case).make_tensors(case, device)
-    expected: tuple[Tensor, Tensor] | None = None
+    expected: Result | None = None
     first: _Outcome | None = None
     records = []
     for schedule in target.schedules if target.kind == "sim" else (None,):
@@ -129,13 +129,13 @@ def run_case(case: DecodeCase, target: Target, reduced: str = "") -> list[Record
             continue
         if expected is None:
             expected = operation(case).reference(case, tensors)
-        records.append(_judge(base, reduced, outcome, first, expected, operation(case).tolerance))
+        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected)))
         first = first or outcome
     return records
 
 
 def run_all(
-    jobs: Sequence[tuple[DecodeCase, Target, str]], workers: int | None = None, on_start: Callable[[DecodeCase], None] = lambda case: None
+    jobs: Sequence[tuple[BaseCase, Target, str]], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
 ) -> Iterator[tuple[int, list[Record]]]:
     """Runs jobs (case, target, what was reduced) and yields the index and records of each as it ends.
 
@@ -177,18 +177,18 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _lost(case: DecodeCase, target: Target, reduced: str, error: Exception) -> list[Record]:
+def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:
     """The records of a case that was cut off."""
     identity = _identity(case, target)
     return [_finish({**identity, "schedule": str(schedule)}, reduced, [_brief(error)]) for schedule in target.schedules]
 
 
-def call(case: DecodeCase, tensors: Operands, workspace: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def call(case: BaseCase, tensors: Operands, workspace: Tensor | None = None) -> Result:
     """Makes the call that a case describes, through the public API, on the device of its tensors."""
     return operation(case).call(case, tensors, workspace)
 
 
-def _identity(case: DecodeCase, target: Target) -> dict[str, Any]:
+def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
     """The fields that say which case ran on what."""
     arch = ARCHS[target.arch]
     config = case.problem(arch).config.name
@@ -206,7 +206,7 @@ def _identity(case: DecodeCase, target: Target) -> dict[str, Any]:
 
 
 @contextmanager
-def _device(case: DecodeCase, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
+def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
     """Makes the target current, and gives the list that findings go to."""
     if schedule is None:
         yield []
@@ -216,21 +216,20 @@ def _device(case: DecodeCase, target: Target, schedule: Schedule | None) -> Iter
         yield device.findings
 
 
-def _run(case: DecodeCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
-    for storage in (tensors.out_storage, tensors.lse_storage):
-        if storage is not None:
-            storage.fill_(float("nan"))
+def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
+    for given in tensors.given.values():
+        given.storage.fill_(float("nan"))
     start = time.perf_counter()
     with _device(case, target, schedule) as findings:
-        guarded = _workspace(case, tensors) if tensors.out is not None else None
-        out, lse = call(case, tensors, None if guarded is None else guarded[_GUARD : guarded.numel() - _GUARD])
+        guarded = _workspace(case, tensors) if tensors.given else None
+        results = call(case, tensors, None if guarded is None else guarded[_GUARD : guarded.numel() - _GUARD])
     seconds = time.perf_counter() - start
-    # Later schedules write to the same outputs.
-    kept = out.clone(), lse.clone()
-    return _Outcome(*kept, tuple(map(str, findings)), _damage(tensors, out, lse, guarded), seconds)
+    kept = tuple(result.clone() for result in results)  # later schedules write to the same outputs
+    returned = dict(zip(operation(case).results, results, strict=True))
+    return _Outcome(kept, tuple(map(str, findings)), "; ".join(_damage(tensors.given, returned, guarded)), seconds)
 
 
-def _workspace(case: DecodeCase, tensors: Operands) -> Tensor:
+def _workspace(case: BaseCase, tensors: Operands) -> Tensor:
     """A workspace of exactly the bytes that the call needs, between guards."""
     size = operation(case).workspace_bytes(case, tensors)
     guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=tensors.q.device)
@@ -238,42 +237,33 @@ def _workspace(case: DecodeCase, tensors: Operands) -> Tensor:
     return guarded
 
 
-def _damage(tensors: Operands, out: Tensor, lse: Tensor, guarded: Tensor | None) -> str:
+def _damage(expected: Mapping[str, Given], returned: Mapping[str, Tensor], guarded: Tensor | None) -> Iterator[str]:
     """Says which memory outside the outputs and the workspace was written, and if outputs given were not those returned."""
-    if tensors.out is None or tensors.lse is None or guarded is None:
-        return ""
-    faults = []
-    for name, returned, given, storage in (
-        ("out", out, tensors.out, tensors.out_storage),
-        ("lse", lse, tensors.lse, tensors.lse_storage),
-    ):
-        if returned is not given:
-            faults.append(f"the {name} returned is not the {name} given")
-        given.fill_(float("nan"))
-        if storage is not None and not storage.isnan().all():
-            faults.append(f"memory between the rows of {name} was written")
-    if (guarded[:_GUARD] != _GUARD_BYTE).any() or (guarded[-_GUARD:] != _GUARD_BYTE).any():
-        faults.append("memory next to the workspace was written")
-    return "; ".join(faults)
+    for name, given in expected.items():
+        if returned[name] is not given.tensor:
+            yield f"the {name} returned is not the {name} given"
+        given.tensor.fill_(float("nan"))
+        if not given.storage.isnan().all():
+            yield f"memory between the rows of {name} was written"
+    if guarded is not None and ((guarded[:_GUARD] != _GUARD_BYTE).any() or (guarded[-_GUARD:] != _GUARD_BYTE).any()):
+        yield "memory next to the workspace was written"
 
 
-def _judge(
-    base: dict[str, Any],
-    reduced: str,
-    outcome: _Outcome,
-    first: _Outcome | None,
-    expected: tuple[Tensor, Tensor],
-    tolerance: Tolerance,
-) -> Record:
-    """Compares an outcome with the reference, and with the first schedule's bits."""
-    out = compare("out", outcome.out, expected[0], tolerance)
-    lse = compare("lse", outcome.lse, expected[1], LSE)
-    faults = [out.reason, lse.reason, outcome.damage]
+def _compared(case: BaseCase, outcome: _Outcome, expected: Result) -> dict[str, Comparison]:
+    """Each result beside the reference's."""
+    pairs = zip(operation(case).results.items(), outcome.results, expected, strict=True)
+    return {name: compare(name, actual, wanted, tolerance) for (name, tolerance), actual, wanted in pairs}
+
+
+def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcome | None, compared: Mapping[str, Comparison]) -> Record:
+    """The record of an outcome that was compared with the reference; here it meets the first schedule's bits."""
+    faults = [*(comparison.reason for comparison in compared.values()), outcome.damage]
     if outcome.findings:
         faults.append(f"{len(outcome.findings)} findings, first {outcome.findings[0]}")
-    if first is not None and not (same_bits(outcome.out, first.out) and same_bits(outcome.lse, first.lse)):
+    if first is not None and not all(map(same_bits, outcome.results, first.results)):
         faults.append("other bits than under the first schedule")
-    figures = {"out_max_abs": out.max_abs, "out_cos_diff": out.cos_diff, "lse_max_abs": lse.max_abs}
+    figures = {f"{name}_max_abs": comparison.max_abs for name, comparison in compared.items()}
+    figures["out_cos_diff"] = compared["out"].cos_diff
     return _finish(base, reduced, faults, **figures, findings=list(outcome.findings), seconds=outcome.seconds)
 
 

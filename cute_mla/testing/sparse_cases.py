@@ -8,7 +8,8 @@ what lies between pages or rows. Indices beyond a length name slots like any oth
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
@@ -22,7 +23,8 @@ from ..spec.dense_decode import TILE_ROWS
 from ..spec.mla import D_ROPE, ceil_div
 from ..spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem
 from ..spec.split_plan import TILE_KEYS
-from .decode_case import DTYPES, STEEP, TAGS, DecodeCase, Tags, generator_for, levels, normal, outputs, q_storage, signs
+from .case import DTYPES, STEEP, TAGS, Given, Tags, generator_for, levels, normal, q_storage, signs
+from .decode_case import DecodeCase, given_results
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 SPARE_PAGES = 3  # pages of a cache that no request uses
@@ -193,7 +195,7 @@ class SparseTensors:
 
     q dtype [b, s_q, h_q, d_qk]; k_cache, extra_k_cache as cache.codec describes them; indices int32 [b, s_q, topk], likewise
     extra_indices; topk_length, extra_topk_length int32 [b]; attn_sink fp32 [h_q]; what is None is absent from the call.
-    out, lse, out_storage, lse_storage: as in Tensors.
+    given: as in Tensors.
     """
 
     q: Tensor
@@ -204,23 +206,18 @@ class SparseTensors:
     extra_indices: Tensor | None = None
     extra_topk_length: Tensor | None = None
     attn_sink: Tensor | None = None
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    out_storage: Tensor | None = None
-    lse_storage: Tensor | None = None
+    given: Mapping[str, Given] = field(default_factory=dict)
 
 
 def make_sparse_tensors(case: SparseCase, device: str | torch.device = "cpu") -> SparseTensors:
     """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
     device = torch.device(device)
     k_cache, indices, topk_length = _pool(case, 0, case.main, device)
-    tensors = SparseTensors(_q(case, device), k_cache, indices, topk_length, attn_sink=_sinks(case, device))
+    given = given_results(case, device)
+    tensors = SparseTensors(_q(case, device), k_cache, indices, topk_length, attn_sink=_sinks(case, device), given=given)
     if case.extra is not None:
         k_cache, indices, topk_length = _pool(case, 1, case.extra, device)
         tensors = replace(tensors, extra_k_cache=k_cache, extra_indices=indices, extra_topk_length=topk_length)
-    if case.outputs != "allocated":
-        out_storage, out, lse_storage, lse = outputs(case, device)
-        tensors = replace(tensors, out=out, lse=lse, out_storage=out_storage, lse_storage=lse_storage)
     return tensors
 
 

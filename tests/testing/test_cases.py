@@ -69,12 +69,11 @@ def test_tensors_have_the_shapes_of_the_call() -> None:
     assert tensors.k_cache.shape == (2 + 5 + 3, 32, 2, 576)
     assert tensors.block_table.shape == (3, 7)
     assert tensors.cache_seqlens.tolist() == [37, 0, 130]
-    assert tensors.out is not None
-    assert tensors.lse is not None
-    assert tensors.out.shape == (3, 2, 6, 512)
-    assert tensors.lse.shape == (3, 6, 2)
+    assert list(tensors.given) == ["out", "lse"]
+    assert tensors.given["out"].tensor.shape == (3, 2, 6, 512)
+    assert tensors.given["lse"].tensor.shape == (3, 6, 2)
     assert {tensors.block_table.dtype, tensors.cache_seqlens.dtype} == {torch.int32}
-    assert {tensors.q.dtype, tensors.k_cache.dtype, tensors.out.dtype} == {torch.bfloat16}
+    assert {tensors.q.dtype, tensors.k_cache.dtype, tensors.given["out"].tensor.dtype} == {torch.bfloat16}
 
 
 def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:
@@ -164,21 +163,21 @@ def test_what_lies_between_strided_rows_is_nan() -> None:
     whole_row = tensors.q.as_strided((640,), (1,), tensors.q.storage_offset() - 32)
     assert whole_row[:32].isnan().all()
     assert whole_row[-32:].isnan().all()
-    assert tensors.out is not None
-    assert tensors.out_storage is not None
-    assert tensors.out_storage.isnan().all()
-    assert not tensors.out.is_contiguous()
+    for given in tensors.given.values():
+        assert given.storage.isnan().all()
+        assert not given.tensor.is_contiguous()
 
 
 @pytest.mark.parametrize(("outputs", "aligned"), [("strided", True), ("odd", False)])
 def test_strided_outputs_leave_room_on_every_side(outputs: str, aligned: bool) -> None:
-    tensors = make_tensors(replace(PAGED, outputs=outputs))  # type: ignore[arg-type]
-    assert tensors.out is not None
-    assert tensors.out_storage is not None
-    assert tensors.out.shape == (3, 2, 6, 512)
-    assert (all(stride % 8 == 0 for stride in tensors.out.stride()[:3]) and tensors.out.storage_offset() % 8 == 0) == aligned
-    tensors.out.fill_(0)
-    assert tensors.out_storage.isnan().sum() == tensors.out_storage.numel() - tensors.out.numel()
+    given = make_tensors(replace(PAGED, outputs=outputs)).given  # type: ignore[arg-type]
+    out = given["out"].tensor
+    assert out.shape == (3, 2, 6, 512)
+    assert given["lse"].tensor.shape == (3, 6, 2)
+    assert (all(stride % 8 == 0 for stride in out.stride()[:3]) and out.storage_offset() % 8 == 0) == aligned
+    for tensor, storage in given.values():
+        tensor.fill_(0)
+        assert storage.isnan().sum() == storage.numel() - tensor.numel() > 0
 
 
 def test_the_far_cache_lies_beyond_what_32_bits_can_index() -> None:

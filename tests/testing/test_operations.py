@@ -10,11 +10,11 @@ from torch import Tensor
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
 from cute_mla.testing import dense_suites, sparse_suites
-from cute_mla.testing.decode_case import DecodeCase
+from cute_mla.testing.case import BaseCase
 from cute_mla.testing.operations import OPERATIONS, operation
 from cute_mla.testing.sparse_cases import Pool, SparseCase
 
-SMOKE: list[DecodeCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE]
+SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
@@ -22,7 +22,7 @@ def test_every_op_has_its_cases() -> None:
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: f"{case.op}-{case.id}")
-def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: DecodeCase, arch: Arch) -> None:
+def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseCase, arch: Arch) -> None:
     op = operation(case)
     tensors = op.make_tensors(case, "cpu")
     with RecordingDevice(arch, case.sm_count or arch.sm_count).active() as device:

@@ -91,8 +91,7 @@ def test_tensors_have_the_shapes_of_the_call() -> None:
     assert tensors.topk_length.tolist() == list(CASE.topk_lengths[0] or ())
     assert tensors.attn_sink is not None
     assert tensors.attn_sink.shape == (3,)
-    assert tensors.out is not None
-    assert tensors.out.shape == (7, 2, 3, 512)
+    assert tensors.given["out"].tensor.shape == (7, 2, 3, 512)
     assert tensors.indices.dtype == tensors.topk_length.dtype == torch.int32
     assert tensors.k_cache.dtype == torch.uint8
 

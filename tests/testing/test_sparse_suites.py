@@ -11,6 +11,7 @@ import pytest
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE, closed_variants
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.testing import case as base
 from cute_mla.testing import decode_case, sparse_cases, sparse_suites
 from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
@@ -23,12 +24,12 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "h_q": sparse_suites.HEADS,
     "values": get_args(sparse_cases.SparseValues),
     "power_of_two": (False, True),
-    "q_layout": get_args(decode_case.QLayout),
+    "q_layout": get_args(base.QLayout),
     "cache_layout": get_args(sparse_cases.SparseCacheLayout),
     "indices": get_args(sparse_cases.Indices),
     "index_layout": get_args(sparse_cases.IndexLayout),
     "sinks": get_args(sparse_cases.Sinks),
-    "outputs": get_args(decode_case.Outputs),
+    "outputs": get_args(base.Outputs),
     "metadata": get_args(decode_case.Metadata),
     "batch_invariant": (False, True),
     "empty_lse": (None, float("-inf")),
