@@ -97,6 +97,14 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+class NoReads(TorchDispatchMode):
+    """Fails where the host reads a tensor's value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "local_scalar_dense" not in str(func), "a tensor's value was read"
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
     call = Call(s_q=2, h_q=128)
     out, lse = call.run(causal=True)
@@ -236,11 +244,6 @@ def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) 
 
 
 def test_lengths_are_never_read_by_the_host(device: RecordingDevice) -> None:
-    class NoReads(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            assert "local_scalar_dense" not in str(func), "a tensor's value was read"
-            return func(*args, **(kwargs or {}))
-
     call = Call()
     with NoReads():
         call.run()
