@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cute_mla.reference import IndexedCache, attention, dense_decode, sparse_decode, visible_keys
+from cute_mla.reference import IndexedCache, attention, dense_decode, sparse_decode, sparse_prefill, visible_keys
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
@@ -149,3 +149,93 @@ def test_sparse_decode_over_every_slot_is_dense_decode() -> None:
     sparse = sparse_decode(q, [IndexedCache(k_cache.flatten(0, 2), indices, lengths)], softmax_scale=0.1)
     for got, want in zip(sparse, dense, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def prefill_operands(d_qk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, kv, indices and lengths of 4 tokens of 3 heads over 40 rows: one whole, one cut off, one of no valid index, one of length
+    0. Every row that no index names is NaN."""
+    torch.manual_seed(0)
+    kv = torch.full((40, 1, d_qk), math.nan)
+    kv[:20] = torch.randn(20, 1, d_qk)
+    indices = torch.randint(0, 20, (4, 1, 11), dtype=torch.int32)  # some occur twice
+    indices[..., 2:9] = torch.tensor(INVALID, dtype=torch.int32)
+    indices[1, :, 9:] = 30  # beyond the token's length
+    indices[2] = -1
+    return torch.randn(4, 3, d_qk), kv, indices, torch.tensor([99, 9, 11, -5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("d_qk", [576, 512])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_sparse_prefill_by_hand(d_qk: int, with_lengths: bool) -> None:
+    q, kv, indices, lengths = prefill_operands(d_qk)
+    if not with_lengths:
+        q, indices = q[[0, 2]], indices[[0, 2]]
+    sinks = [-math.inf, 0.5, math.inf]
+    options = {"topk_length": lengths} if with_lengths else {}
+    out, max_logits, lse = sparse_prefill(q, kv, indices, 0.1, attn_sink=torch.tensor(sinks), **options)
+    assert out.shape == (*q.shape[:2], 512)
+    assert max_logits.shape == lse.shape == q.shape[:2]
+    for token, most in enumerate((11, 9, 11, 0) if with_lengths else (11, 11)):
+        keys = [kv[index, 0] for index in indices[token, 0].tolist()[:most] if 0 <= index < 40]
+        assert len(keys) == ((4, 2, 0, 0) if with_lengths else (4, 0))[token]
+        for head, sink in enumerate(sinks):
+            expected, expected_lse = sparse_by_hand(q[token, head], keys, 0.1, sink)
+            torch.testing.assert_close(out[token, head].double(), expected, rtol=1e-5, atol=1e-5)
+            assert float(lse[token, head]) == pytest.approx(expected_lse, rel=1e-5, abs=1e-6)
+            largest = max((float(q[token, head].double() @ key.double()) * 0.1 for key in keys), default=-math.inf)
+            assert float(max_logits[token, head]) == pytest.approx(largest, rel=1e-5, abs=1e-6)
+
+
+def test_sparse_prefill_of_nothing() -> None:
+    q, kv, indices, lengths = prefill_operands(576)
+    for options in ({"topk_length": lengths.clamp(max=0)}, {"kv": kv[:0]}, {"indices": indices[..., :0]}):
+        out, max_logits, lse = sparse_prefill(
+            **{"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "attn_sink": torch.zeros(3), "empty_lse": -math.inf, **options}
+        )
+        assert out.count_nonzero() == 0
+        assert (lse == -math.inf).all()
+        assert (max_logits == -math.inf).all()
+
+
+def test_sparse_prefill_of_a_batch_is_that_of_its_requests() -> None:
+    q, kv, indices, lengths = prefill_operands(576)
+    q, indices, lengths = q.unflatten(0, (2, 2)), indices.unflatten(0, (2, 2)), lengths.unflatten(0, (2, 2))
+    requests = torch.stack([kv, kv.flip(0)])
+    got = sparse_prefill(q, requests, indices, 0.1, topk_length=lengths)
+    for request in range(2):
+        alone = sparse_prefill(q[request], requests[request], indices[request], 0.1, topk_length=lengths[request])
+        for whole, expected in zip(got, alone, strict=True):
+            torch.testing.assert_close(whole[request], expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "rows"),
+    [
+        ([0, 15, 20], [(0, 15), (15, 20)]),
+        ([3, 3, 9], [(3, 3), (3, 9)]),
+        ([-7, 4, 99], [(0, 4), (4, 20)]),
+        ([8, 2, 5], [(0, 0), (2, 5)]),
+        ([-(2**31), 2**31 - 1, 2**31 - 1], [(0, 20), (0, 0)]),
+    ],
+)
+def test_sparse_prefill_of_requests_with_offsets(offsets: list[int], rows: list[tuple[int, int]]) -> None:
+    torch.manual_seed(0)
+    q, kv = torch.randn(2, 3, 2, 512), torch.randn(20, 1, 512)
+    indices = torch.randint(-2, 20, (2, 3, 1, 30), dtype=torch.int32)
+    got = sparse_prefill(q, kv, indices, 0.1, kv_offsets=torch.tensor(offsets, dtype=torch.int32))
+    for request, (first, end) in enumerate(rows):
+        for whole, expected in zip(got, sparse_prefill(q[request], kv[first:end], indices[request], 0.1), strict=True):
+            torch.testing.assert_close(whole[request], expected)
+
+
+def test_sparse_prefill_and_sparse_decode_agree() -> None:
+    q, caches = sparse_operands(576, False)
+    indices, sink = caches[0].indices, torch.tensor([0.0, 1.0, -1.0, -math.inf])
+    lengths = caches[0].length
+    assert lengths is not None
+    out, lse = sparse_decode(q, caches, 0.1, sink)
+    got, _, got_lse = sparse_prefill(
+        q, caches[0].slots[:, None].expand(3, -1, -1, -1), indices[:, :, None], 0.1, sink, lengths[:, None].expand(3, 2)
+    )
+    torch.testing.assert_close(got, out)
+    torch.testing.assert_close(got_lse.mT, lse)
