@@ -8,13 +8,13 @@ from importlib import import_module
 
 from cute_mla.kernels.source import KernelConfig, KernelSource
 from cute_mla.manifest import kernel_name
-from cute_mla.spec import dense_decode, sparse_decode
+from cute_mla.spec import dense_decode, merge_states, sparse_decode
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
 from cute_mla.spec.mla import DTYPES
 from cute_mla.spec.split_plan import SplitPlanConfig
 
-OPS = ("dense_decode", "sparse_decode", "split_plan", "combine")
+OPS = ("dense_decode", "sparse_decode", "split_plan", "combine", "merge_states")
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,6 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         *(Variant("dense_decode", arch, config, dense) for config in dense_decode.closed_variants(arch)),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
         *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
+        *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
     )
     return tuple(variant for variant in listed if variant.op in ops)

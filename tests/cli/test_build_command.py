@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, KernelReport, Progress
 from cute_mla.aot_build.tools import ToolError
+from cute_mla.aot_build.variants import OPS
 from cute_mla.cli import commands
 from cute_mla.manifest import KernelEntry
 
@@ -64,7 +65,7 @@ def test_defaults_are_everything_into_the_folder_that_is_loaded_from(
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
     assert run().exit_code == 0
     assert asked["archs"] == ["sm90", "sm100"]
-    assert asked["ops"] == ["dense_decode", "sparse_decode", "split_plan", "combine"]
+    assert asked["ops"] == list(OPS)
     assert (asked["jobs"], asked["out"]) == (None, tmp_path)
 
 

@@ -1,0 +1,189 @@
+"""merge_states: merges attention over disjoint sets of keys. Every architecture.
+
+    w_s = exp(lse_s - max lse), 0 where lse_s is infinite     out = sum_s w_s out_s / sum_s w_s     lse = ln sum_s exp(lse_s)
+
+    grid     (batch * tokens, ceil(heads / 8)), 256 threads, no shared memory; one warp merges one row (token, head)
+    a row    as in parts/merging.py, 2 states of 16 columns a lane in flight per buffer (head_dim 512), or 8 of 4 (128)
+
+The trick is shared with combine: every load of a row is on its way before the first is summed, and a state without weight is
+not read. A warp reads its row of every state before it writes it, so the result may replace a state. Operands and their
+meaning: cute_mla/spec/merge_states.py.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+
+from ...manifest import Role, kernel_name
+from ...spec.arch import Arch
+from ...spec.merge_states import PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
+from ..parts.example_arguments import example_arguments
+from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
+from ..parts.softmax import LN2
+from ..source import KernelSource
+
+THREADS = 32 * ROWS_PER_BLOCK
+DTYPES = {"bf16": BFloat16, "fp16": Float16}
+WIDE_BYTES = 2 * VECTOR
+LOG2E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class States(Results):
+    """The states of a row. first: this lane's first column in state 0. lse_row: its lse. offsets: bytes to the other states' rows and
+    lses, of the first 7 and between all others."""
+
+    dtype: type[cutlass.Numeric]
+    first: cute.Pointer
+    lse_row: cute.Pointer
+    out_offsets: tuple[Int64, ...]
+    lse_offsets: tuple[Int64, ...]
+    out_stride: Int64
+    lse_stride: Int64
+
+    def lse(self, result: Int32) -> Float32:
+        """In base 2; of a state without keys -inf, whatever its convention."""
+        value = pointer_at(self.lse_row, offset_of(result, self.lse_offsets, self.lse_stride)).load()
+        infinite = (value == Float32.inf) | (value == -Float32.inf)
+        return cutlass.select_(infinite, -Float32.inf, value * LOG2E)
+
+    def row(self, result: Int32) -> cute.Pointer:
+        """Of one state."""
+        return pointer_at(self.first, offset_of(result, self.out_offsets, self.out_stride))
+
+    def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
+        """At once where the row allows it."""
+        load_columns(target, source, (source.toint() & (WIDE_BYTES - 1)) == 0)
+
+
+@cute.jit
+def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
+    """4 columns of a row that may start at any element."""
+    if wide:
+        cute.autovec_copy(vector_at(source, WIDE_BYTES), target)
+    else:
+        for i in cutlass.range_constexpr(VECTOR):
+            target[i] = source[i]
+
+
+def offset_of(state: Int32, offsets: tuple[Int64, ...], stride: Int64) -> Int64:
+    """Bytes from state 0 to another."""
+    offset = Int64(state) * stride
+    for listed, own in enumerate(offsets, start=1):
+        offset = cutlass.select_(state == listed, own, offset)
+    return offset
+
+
+def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: Int32) -> Int64:
+    """Elements from the first row to another."""
+    return req * strides[0] + token * strides[1] + head * strides[2]
+
+
+def pointer_at(base: cute.Pointer, offset: Int64) -> cute.Pointer:
+    """So many bytes on."""
+    return cute.make_ptr(base.dtype, base.toint() + offset, cute.AddressSpace.gmem, assumed_align=base.dtype.width // 8)
+
+
+class MergeStates:
+    """One variant of the kernel."""
+
+    def __init__(self, config: MergeStatesConfig, arch: Arch) -> None:
+        self.config = config
+        self.name = kernel_name("merge_states", arch.name, config.name)
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def host(
+        self,
+        state_outs: cute.Pointer, state_lses: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        out_offset_1: Int64, out_offset_2: Int64, out_offset_3: Int64, out_offset_4: Int64, out_offset_5: Int64,
+        out_offset_6: Int64, out_offset_7: Int64, lse_offset_1: Int64, lse_offset_2: Int64, lse_offset_3: Int64,
+        lse_offset_4: Int64, lse_offset_5: Int64, lse_offset_6: Int64, lse_offset_7: Int64,
+        out_stride_state: Int64, lse_stride_state: Int64,
+        state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
+        state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
+        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
+        lse_stride_batch: Int64, lse_stride_token: Int64, lse_stride_head: Int64,
+        empty_lse: Float32, tokens: Int32, heads: Int32, states: Int32,
+    ):  # fmt: skip
+        """Compiled for its types, never run: the runtime launches the kernel itself."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            state_outs, state_lses, out, lse,
+            out_offset_1, out_offset_2, out_offset_3, out_offset_4, out_offset_5, out_offset_6, out_offset_7,
+            lse_offset_1, lse_offset_2, lse_offset_3, lse_offset_4, lse_offset_5, lse_offset_6, lse_offset_7,
+            out_stride_state, lse_stride_state, state_out_stride_batch, state_out_stride_token, state_out_stride_head,
+            state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head,
+            out_stride_batch, out_stride_token, out_stride_head, lse_stride_batch, lse_stride_token, lse_stride_head,
+            empty_lse, tokens, heads, states,
+        ).launch(
+            grid=(1, 1, 1),
+            block=(THREADS, 1, 1),
+            use_pdl=True,
+            min_blocks_per_mp=2,  # as in combine
+            preferred_smem_carveout=100,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        state_outs: cute.Pointer, state_lses: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
+        out_offset_1: Int64, out_offset_2: Int64, out_offset_3: Int64, out_offset_4: Int64, out_offset_5: Int64,
+        out_offset_6: Int64, out_offset_7: Int64, lse_offset_1: Int64, lse_offset_2: Int64, lse_offset_3: Int64,
+        lse_offset_4: Int64, lse_offset_5: Int64, lse_offset_6: Int64, lse_offset_7: Int64,
+        out_stride_state: Int64, lse_stride_state: Int64,
+        state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
+        state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
+        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
+        lse_stride_batch: Int64, lse_stride_token: Int64, lse_stride_head: Int64,
+        empty_lse: Float32, tokens: Int32, heads: Int32, states: Int32,
+    ):  # fmt: skip
+        place, head_block, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        lane, head = thread % 32, head_block * ROWS_PER_BLOCK + thread // 32
+        req, token = place // tokens, place % tokens
+
+        # The next kernel may be launched now: one that reads out waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+
+        if head < heads:
+            strides = (state_out_stride_batch, state_out_stride_token, state_out_stride_head)
+            first = state_outs + (offset(strides, req, token, head) + lane * VECTOR)
+            strides = (state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head)
+            lse_row = state_lses + offset(strides, req, token, head)
+            results = States(
+                self.dtype, first, lse_row,
+                (out_offset_1, out_offset_2, out_offset_3, out_offset_4, out_offset_5, out_offset_6, out_offset_7),
+                (lse_offset_1, lse_offset_2, lse_offset_3, lse_offset_4, lse_offset_5, lse_offset_6, lse_offset_7),
+                out_stride_state, lse_stride_state,
+            )  # fmt: skip
+            out_row = out + (offset((out_stride_batch, out_stride_token, out_stride_head), req, token, head) + lane * VECTOR)
+            groups = self.config.head_dim // GROUP
+            shift, total = merge_row(out_row, results, states, -Float32.inf, groups)
+            if lane == 0:
+                value = empty_lse
+                if total != 0:  # true for NaN
+                    value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+                (lse + offset((lse_stride_batch, lse_stride_token, lse_stride_head), req, token, head)).store(value)
+
+
+def build(config: MergeStatesConfig, arch: Arch) -> KernelSource:
+    """The variant, ready to compile."""
+    kernel = MergeStates(config, arch)
+    elements = {"state_outs": kernel.dtype, "state_lses": Float32, "out": kernel.dtype, "lse": Float32}
+    return KernelSource(
+        op="merge_states",
+        config=config,
+        host=kernel.host,
+        args=example_arguments(PARAMS, elements),
+        params=PARAMS,
+        block=(THREADS, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=0,
+        roles=(Role("merge", 0, ROWS_PER_BLOCK),),
+        expected={"FFMA": 2 * BUFFER, "LDG.E.64": 3 * BUFFER // VECTOR},
+    )

@@ -1,0 +1,150 @@
+"""Merging of results over disjoint sets of keys, each with its lse: a warp merges one row.
+
+    m = max_s lse_s     w_s = 2^(lse_s - m)     out = sum_s w_s out_s / (sum_s w_s + 2^(sink - m))     lse_s, sink in base 2
+
+    lane     columns 128 g + 4 lane + {0..3}: loads and stores that a warp makes contiguous
+    weights  lane l holds w_s of result 32 k + l; a shuffle hands them round, so any number of results fits in registers
+    loads    two register buffers of 32 elements a lane: one is summed while the other fills
+
+A result whose weight is 0 is not read. Columns are summed over the results in their order, by one lane.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+VECTOR = 4  # elements that a lane loads at a time
+GROUP = 32 * VECTOR  # columns that a warp covers with one load
+BUFFER = 32  # elements a lane has in flight per buffer
+
+
+class Results:
+    """What is merged. A kernel's subclass says where it lies.
+
+    dtype: of the elements.
+    """
+
+    dtype: type[cutlass.Numeric]
+
+    def lse(self, result: Int32) -> Float32:
+        """In base 2; what is -inf has no weight."""
+        raise NotImplementedError
+
+    def row(self, result: Int32) -> cute.Pointer:
+        """This lane's first column of a result."""
+        raise NotImplementedError
+
+    def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
+        """4 columns."""
+        raise NotImplementedError
+
+
+@cute.jit
+def lane_lse(results: Any, result: Int32, count: Int32) -> Float32:
+    """lse of a result; -inf past the last one."""
+    lse = Float32(-math.inf)
+    if result < count:
+        lse = results.lse(result)
+    return lse
+
+
+@cute.jit
+def lane_weight(results: Any, result: Int32, count: Int32, shift: Float32) -> Float32:
+    """2^(lse - shift) of a result; 0 past the last one."""
+    return cute.math.exp2(lane_lse(results, result, count) - shift, fastmath=True)
+
+
+@cute.jit
+def row_weights(results: Any, count: Int32):
+    """(m, or 0 if every result is empty; the weight of result `lane`; the sum of all weights). A NaN lse makes the sum NaN."""
+    lane = cute.arch.lane_idx()
+    own = lane_lse(results, lane, count)
+    largest = own
+    for base in cutlass.range(32, count, 32, unroll=1):
+        largest = cute.arch.fmax(largest, lane_lse(results, base + lane, count))
+    largest = cute.arch.warp_reduction_max(largest)
+    shift = largest if largest > -math.inf else Float32(0)  # not -inf - -inf
+    held = cute.math.exp2(own - shift, fastmath=True)
+    total = held
+    for base in cutlass.range(32, count, 32, unroll=1):
+        total += lane_weight(results, base + lane, count, shift)
+    return shift, held, cute.arch.warp_reduction_sum(total)
+
+
+def vector_at(pointer: cute.Pointer, align: int) -> cute.Tensor:
+    """The VECTOR elements at a pointer that is a multiple of `align` bytes."""
+    aligned = cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(aligned, cute.make_layout(VECTOR))
+
+
+@cute.jit
+def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, held: Float32):
+    """Loads the results [first, first + size(weights)) where their weight is not 0, and 0 elsewhere.
+
+    buffer: (4, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
+    """
+    for step in cutlass.range_constexpr(cute.size(weights)):
+        weight = cute.arch.shuffle_sync(held, (first & 31) + step)
+        weights[step] = weight
+        source = results.row(first + step)
+        for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
+            for i in cutlass.range_constexpr(VECTOR):
+                buffer[i, group, step] = buffer.element_type(0)
+        if weight != 0:  # true for NaN
+            for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
+                results.load(buffer[None, group, step], source + group * GROUP)
+
+
+@cute.jit
+def accumulate(sums: cute.Tensor, buffer: cute.Tensor, weights: cute.Tensor):
+    """sums += weights * buffer, result after result."""
+    for step in cutlass.range_constexpr(cute.size(weights)):
+        for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
+            for i in cutlass.range_constexpr(VECTOR):
+                sums[i, group] = sums[i, group] + weights[step] * Float32(buffer[i, group, step])
+
+
+@cute.jit
+def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
+    """Writes sums * scale to the columns of this lane. out_row: this lane's first column; its row may start at any element."""
+    for group in cutlass.range_constexpr(cute.size(sums, mode=[1])):
+        values = cute.make_rmem_tensor(VECTOR, out_row.dtype)
+        values.store((sums[None, group].load() * scale).to(out_row.dtype))
+        target = out_row + group * GROUP
+        if (target.toint() & (2 * VECTOR - 1)) == 0:
+            cute.autovec_copy(values, vector_at(target, 2 * VECTOR))
+        else:
+            for i in cutlass.range_constexpr(VECTOR):
+                target[i] = values[i]
+
+
+@cute.jit
+def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32, groups: cutlass.Constexpr):
+    """Merges `groups` groups of columns of a row and returns (m, sum of the weights). out_row: this lane's first column.
+
+    count: results. sink: base 2, -inf for none; it weighs on out alone.
+    """
+    steps = BUFFER // (VECTOR * groups)
+    shape = cute.make_layout((VECTOR, groups, steps))
+    even, odd = cute.make_rmem_tensor(shape, results.dtype), cute.make_rmem_tensor(shape, results.dtype)
+    even_weights, odd_weights = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
+    sums = cute.make_rmem_tensor(cute.make_layout((VECTOR, groups)), Float32)
+    sums.fill(0.0)
+    lane = cute.arch.lane_idx()
+    shift, held, total = row_weights(results, count)
+    fill(even, even_weights, results, Int32(0), held)
+    for first in cutlass.range(0, count, 2 * steps, unroll=1):
+        fill(odd, odd_weights, results, first + steps, held)
+        accumulate(sums, even, even_weights)
+        following = first + 2 * steps
+        if following % 32 == 0:
+            held = lane_weight(results, following + lane, count, shift)
+        fill(even, even_weights, results, following, held)
+        accumulate(sums, odd, odd_weights)
+    below = total + cute.math.exp2(sink - shift, fastmath=True)
+    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
+    return shift, total
