@@ -1,10 +1,10 @@
-"""Tile geometry, shared memory, barriers and registers of the SM90 decode kernels."""
+"""Tile geometry, shared memory, barriers and registers of the SM90 attention kernels over a latent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute
+from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
@@ -42,6 +42,7 @@ class Geometry:
     d_qk: columns of a key, the values among them. q_tiles_in_registers: column tiles of Q that the score role keeps there.
     kv_slots, rope_slots: of the rings. first_registers, score_registers: of the role that brings the keys, and of score.
     ready_arrivals: on kv_ready and rope_ready, per phase. validity: whether a bit per key tells if it is there.
+    skips_tiles: whether those bits come ahead of the keys, on a barrier of their own, so that a tile without keys is passed by.
     """
 
     d_qk: int
@@ -52,6 +53,7 @@ class Geometry:
     score_registers: int
     ready_arrivals: int
     validity: bool
+    skips_tiles: bool = False
 
     output_registers = 160
 
@@ -91,6 +93,7 @@ class Geometry:
             ("probs_ready", self.rope_slots),
             ("stats_ready", 1),
             ("stats_free", 1),
+            *((("valid_ready", self.rope_slots),) if self.skips_tiles else ()),
         )
 
     @property
@@ -129,3 +132,9 @@ class Pipes:
     probs_ready: Ring
     stats_ready: Ring
     stats_free: Ring
+    valid_ready: Ring | None = None  # where tiles are skipped
+
+    def await_validity(self, tile: Int32) -> None:
+        """Blocks until it is known which keys of a tile are there."""
+        assert self.valid_ready is not None, "only where tiles are skipped"
+        self.valid_ready.wait_ready(tile)

@@ -1,4 +1,4 @@
-"""The roles of the SM90 decode kernels that do not depend on where the keys come from: score and output.
+"""The roles of the SM90 kernels over a latent that do not depend on where the keys come from: score and output.
 
 A kernel is a subclass that brings the keys to the slots (its first warpgroup), and says which of them a row does not see.
 dense_decode/sm90.py describes the tiles, the pipelines and the trick.
@@ -46,6 +46,7 @@ class RolesSm90:
     geometry: Geometry
     config: Any  # cluster, access_bytes
     dtype: type[cutlass.Numeric]
+    keeps_maximum = False  # whether the greatest logit of every row is a result, too
 
     def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32) -> None:
         """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on;
@@ -96,6 +97,8 @@ class RolesSm90:
         pipes.probs_ready.initialise(WARPS_PER_GROUP)
         pipes.stats_ready.initialise(WARPS_PER_GROUP)
         pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
+        if pipes.valid_ready is not None:
+            pipes.valid_ready.initialise(1)
         cute.arch.mbarrier_init_fence()
 
     def sync_start(self) -> None:
@@ -124,7 +127,7 @@ class RolesSm90:
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         gemm = ScoreGemm.create(self.geometry, self.dtype, tiles, thread)
-        softmax = OnlineSoftmax.create(operands.scale_log2)
+        softmax = OnlineSoftmax.create(operands.scale_log2, self.keeps_maximum)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
             softmax.reset()
@@ -168,7 +171,6 @@ class RolesSm90:
     ):
         """P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the
         next softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once."""
-        thread = gemm.thread
         withheld = Int32(0)
         for t in cutlass.range(extent.tiles, unroll=1):
             use = tile + t
@@ -177,21 +179,59 @@ class RolesSm90:
                 if not cute.arch.vote_all_sync(here):
                     arrive(pipes.probs_ready.barrier(use - 1))
                     withheld = Int32(0)
-            gemm.multiply(pipes, use)
-            if withheld != 0:
-                arrive(pipes.probs_ready.barrier(use - 1))
-            # P goes over the RoPE columns that every warp's WGMMA has read by now
-            cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
-            self.mask(operands, tiles, gemm, pipes.rope_ready.slot(use), extent.keys - t * TILE_KEYS)
-            alpha = softmax.add_tile(gemm.scores)
-            gemm.store_probs(pipes.rope_ready.slot(use))
-            if thread % 4 == 0:
-                for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    tiles.sAlpha[fragment_row(thread, row_half), pipes.rope_ready.slot(use)] = alpha[row_half]
-            cute.arch.fence_proxy("async.shared", space="cta")
-            withheld = Int32(1)
+            if cutlass.const_expr(self.geometry.skips_tiles):
+                pipes.await_validity(use)
+                if self.has_keys(tiles, pipes.rope_ready.slot(use)):
+                    self.multiply_tile(pipes, gemm, use, withheld)
+                    self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)
+                    withheld = Int32(1)
+                else:
+                    self.pass_tile(pipes, use, withheld)
+                    withheld = Int32(0)
+            else:
+                self.multiply_tile(pipes, gemm, use, withheld)
+                self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)
+                withheld = Int32(1)
         if withheld != 0:
             arrive(pipes.probs_ready.barrier(tile + extent.tiles - 1))
+
+    @cute.jit
+    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemm, use: Int32, withheld: Int32):
+        """S of one tile. Hands over P of the tile before, if it was withheld."""
+        gemm.multiply(pipes, use)
+        if withheld != 0:
+            arrive(pipes.probs_ready.barrier(use - 1))
+        # P goes over the RoPE columns that every warp's WGMMA has read by now
+        cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def weigh_tile(
+        self, operands: Any, tiles: Tiles, pipes: Pipes, gemm: ScoreGemm, softmax: OnlineSoftmax, use: Int32, left: Int32
+    ):
+        """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
+        thread = gemm.thread
+        self.mask(operands, tiles, gemm, pipes.rope_ready.slot(use), left)
+        alpha = softmax.add_tile(gemm.scores)
+        gemm.store_probs(pipes.rope_ready.slot(use))
+        if thread % 4 == 0:
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                tiles.sAlpha[fragment_row(thread, row_half), pipes.rope_ready.slot(use)] = alpha[row_half]
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def pass_tile(self, pipes: Pipes, use: Int32, withheld: Int32):
+        """A tile without keys: nothing but its handshakes, in the order of any other tile."""
+        if withheld != 0:
+            arrive(pipes.probs_ready.barrier(use - 1))
+        for i in cutlass.range_constexpr(SLOTS_PER_TILE):
+            pipes.kv_ready.wait_ready(use * SLOTS_PER_TILE + i)
+        pipes.rope_ready.wait_ready(use)
+        arrive(pipes.probs_ready.barrier(use))
+
+    def has_keys(self, tiles: Tiles, slot: Int32) -> Int32:
+        """Whether any key of the tile with this RoPE slot is there. The same for all lanes."""
+        low, high = valid_words(tiles, slot)
+        return cute.arch.make_warp_uniform(low | high) != 0
 
     @cute.jit
     def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, piece: Piece, softmax: OnlineSoftmax, thread: Int32):
@@ -206,12 +246,17 @@ class RolesSm90:
                 inverse = cutlass.select_(empty, Float32(0), 1.0 / divisor)
                 tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
-                    if piece.direct:
-                        target = operands.lse_of(req, row)
-                        target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                    if cutlass.const_expr(piece.always_direct):
+                        operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                     else:
-                        target = operands.lse_accum + operands.accum_row(piece, row)
-                        target.store(cutlass.select_(empty, -Float32.inf, lse))
+                        if piece.direct:
+                            target = operands.lse_of(req, row)
+                            target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                        else:
+                            target = operands.lse_accum + operands.accum_row(piece, row)
+                            target.store(cutlass.select_(empty, -Float32.inf, lse))
+                    if cutlass.const_expr(self.keeps_maximum):
+                        operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
@@ -232,10 +277,13 @@ class RolesSm90:
             inverses = [tiles.sInverse[fragment_row(thread, row_half)] for row_half in (0, 1)]
             arrive(pipes.stats_free.barrier(pieces))
             piece = schedule.piece(req, begin_tile)
-            if piece.direct:
+            if cutlass.const_expr(piece.always_direct):
                 self.store_out(operands, gemm, inverses, req, side)
             else:
-                self.store_accum(operands, gemm, inverses, piece, side)
+                if piece.direct:
+                    self.store_out(operands, gemm, inverses, req, side)
+                else:
+                    self.store_accum(operands, gemm, inverses, piece, side)
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
 
@@ -246,6 +294,20 @@ class RolesSm90:
         for chunk in cutlass.range_constexpr(gemm.chunks):
             pipes.kv_ready.wait_ready(first_use + chunk)
         pipes.probs_ready.wait_ready(tile)
+        if cutlass.const_expr(self.geometry.skips_tiles):
+            if self.has_keys(tiles, pipes.probs_ready.slot(tile)):
+                self.add_values(tiles, pipes, gemm, tile, left, side)
+            else:
+                for chunk in cutlass.range_constexpr(gemm.chunks):
+                    arrive_cluster(pipes.kv_free.barrier(first_use + chunk), self.config.cluster)
+        else:
+            self.add_values(tiles, pipes, gemm, tile, left, side)
+        arrive_cluster(pipes.rope_free.barrier(tile), self.config.cluster)
+
+    @cute.jit
+    def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
+        """O += P V of a tile whose keys and probabilities have come. Signals kv_free."""
+        first_use = tile * SLOTS_PER_TILE + side * gemm.chunks
         slot = pipes.probs_ready.slot(tile)
         alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
         if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
@@ -257,7 +319,6 @@ class RolesSm90:
         for chunk in cutlass.range_constexpr(gemm.chunks):
             warpgroup.wait_group(gemm.chunks - 1 - chunk)
             arrive_cluster(pipes.kv_free.barrier(first_use + chunk), self.config.cluster)
-        arrive_cluster(pipes.rope_free.barrier(tile), self.config.cluster)
 
     @cute.jit
     def store_out(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], req: Int32, side: Int32):
@@ -283,6 +344,11 @@ class RolesSm90:
                     rPair[0], rPair[1] = gemm.pair(eight, row_half, inverses[row_half])
                     cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
 
+
+def valid_words(tiles: Tiles, slot: Int32) -> tuple[Int32, Int32]:
+    """Which of the keys 0..31 and 32..63 of the tile with this RoPE slot are there."""
+    words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
+    return words.load(), (words + 1).load()
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:

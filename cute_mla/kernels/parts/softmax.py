@@ -35,17 +35,19 @@ def shift_of(reference: Float32) -> Float32:
 class OnlineSoftmax:
     """Running state of the thread's two rows.
 
-    rMax: the reference, log2 units. rSum: this thread's share of the row sum.
+    rMax: the reference, log2 units. rSum: this thread's share of the row sum. rTop: the maximum itself, log2 units, where it
+    is asked for.
     """
 
     scale_log2: Float32
     rMax: cute.Tensor
     rSum: cute.Tensor
+    rTop: cute.Tensor | None = None
 
     @staticmethod
-    def create(scale_log2: Float32) -> OnlineSoftmax:
+    def create(scale_log2: Float32, keeps_maximum: bool = False) -> OnlineSoftmax:
         """State of a row that has seen nothing."""
-        state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(2)]
+        state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(3 if keeps_maximum else 2)]
         softmax = OnlineSoftmax(scale_log2, *state)
         softmax.reset()
         return softmax
@@ -55,6 +57,8 @@ class OnlineSoftmax:
         for row in range(ROWS_PER_THREAD):
             self.rMax[row] = -Float32.inf
             self.rSum[row] = Float32(0)
+            if self.rTop is not None:
+                self.rTop[row] = -Float32.inf
 
     def add_tile(self, scores: cute.Tensor) -> list[Float32]:
         """Replaces a 64x64 score fragment by unnormalised probabilities and brings the state up to date.
@@ -67,7 +71,10 @@ class OnlineSoftmax:
             row_max = rS[registers[0]]
             for i in registers[1:]:
                 row_max = cute.arch.fmax(row_max, rS[i])
-            new, alpha = follow_maximum(self.rMax[row], quad_max(row_max) * self.scale_log2)
+            top = quad_max(row_max) * self.scale_log2
+            if self.rTop is not None:
+                self.rTop[row] = cute.arch.fmax(self.rTop[row], top)
+            new, alpha = follow_maximum(self.rMax[row], top)
             reference = shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
@@ -77,6 +84,11 @@ class OnlineSoftmax:
             self.rSum[row] = total
             factors.append(alpha)
         return factors
+
+    def maximum(self, row: int) -> Float32:
+        """The greatest score seen, log2 units."""
+        assert self.rTop is not None, "only where it is asked for"
+        return self.rTop[row]
 
     def row_sum(self, row: int) -> Float32:
         """Sum over all keys seen: 0 iff the row attends to nothing."""

@@ -15,18 +15,14 @@ warp, instead of bytes. In fp8_584 a key has no columns but its values: the RoPE
 
 from __future__ import annotations
 
-import math
-
 import cutlass
-from cutlass import Float32, Int32, Uint8, cute
+from cutlass import Int32, Uint8, cute
 
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import arrive, barrier_table
-from ..parts.fragments import flat, fragment_column
-from ..parts.sm90_gemm import ScoreGemm
 from ..parts.sm90_geometry import (
     ALL_REGISTERS,
     BOX_BYTES,
@@ -34,30 +30,25 @@ from ..parts.sm90_geometry import (
     SLOT_BYTES,
     SLOT_COLUMNS,
     SLOTS_PER_TILE,
-    THREADS,
     VALID_BYTES,
-    WARPGROUP,
     WARPS_PER_GROUP,
     Geometry,
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import RolesSm90, named_barriers, role_table, set_registers
+from ..parts.sm90_roles import named_barriers, role_table
+from ..parts.sm90_shares import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over
+from ..parts.sm90_sparse import SparseRolesSm90
 from ..parts.tiles import BOX_COLUMNS
-from ..parts.work import Piece
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import NO_SLOT, IndexList, Operands, look_up
 from .sm90_gather import (
-    HALF_BYTES,
-    KEYS_PER_WARP,
     ROPE_SLOT,
     Buffer,
-    Half,
     Keys,
     Lane,
     find_keys,
-    hand_over,
     load_step,
     position_in_tile,
     step_scales,
@@ -66,8 +57,6 @@ from .sm90_gather import (
     tile_steps,
 )
 
-LOG2E = math.log2(math.e)
-ALL_VALID = -1
 SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # by gather and score
 
 
@@ -89,39 +78,14 @@ def geometry_of(cache_format: CacheFormat) -> Geometry:
     )
 
 
-class SparseDecodeSm90(RolesSm90, SparseDecode):
+class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
     """One variant of the kernel."""
-
-    threads = THREADS
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.geometry = geometry_of(config.format)
         self.steps = tile_steps(config.format, config.cluster)
         self.ahead = steps_ahead(self.steps)
-
-    @cute.jit
-    def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            with cute.arch.elect_one():
-                self.initialise(pipes)
-        self.sync_start()
-        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
-        cute.arch.griddepcontrol_wait()
-
-        group = warp // WARPS_PER_GROUP
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        if group == 0:
-            set_registers(self.geometry.first_registers)
-            self.gather(operands, tiles, pipes, thread)
-        elif group == 1:
-            set_registers(self.geometry.score_registers)
-            self.score(operands, tiles, pipes, thread)
-        else:
-            set_registers(self.geometry.output_registers)
-            self.output(operands, tiles, pipes, thread, group - 2)
 
     # ---- gather -----------------------------------------------------------------------------------------------------
 
@@ -143,13 +107,6 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
         if cutlass.const_expr(self.config.cluster > 1):
             self.await_peer(pipes, tile)
 
-    def halves(self) -> tuple[Half, Half]:
-        """The halves of a tile that a thread's two keys are in: of a pair, the first is the one that this CTA converts."""
-        if self.config.cluster == 1:
-            return 0, 1
-        rank = cute.arch.block_idx_in_cluster()
-        return rank, 1 - rank
-
     @cute.jit
     def gather_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, begin_tile: Int32, tile: Int32, end: Int32, thread: Int32
@@ -157,7 +114,7 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
         """The tiles of one piece, in this CTA those from `tile` to `end`. Indices are asked for a tile ahead of the addresses,
         bytes a few steps ahead of their use."""
         steps, ahead = self.steps, self.ahead
-        lane, halves = Lane.of(thread), self.halves()
+        lane, halves = Lane.of(thread), halves_of_cta(self.config.cluster)
         buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
         indices = IndexList.of(operands, req)
         position = begin_tile * TILE_KEYS + position_in_tile(thread)
@@ -195,7 +152,7 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
         step = self.steps[s]
         first = s == 0 or self.steps[s - 1].slot != step.slot
         last = s + 1 == len(self.steps) or self.steps[s + 1].slot != step.slot
-        half = self.halves()[step.key]
+        half = halves_of_cta(self.config.cluster)[step.key]
         scales = step_scales(self.format, step, buffer, keys, half, thread)
         if cutlass.const_expr(step.slot == ROPE_SLOT):
             ring, use, boxes = pipes.rope_ready, tile, 1
@@ -227,35 +184,6 @@ class SparseDecodeSm90(RolesSm90, SparseDecode):
             target = tiles.sValid + (pipes.rope_ready.slot(tile) * VALID_BYTES + thread // 32)
             target.store(Uint8(valid & 0xFF))
             (target + WARPS_PER_GROUP).store(Uint8((valid >> KEYS_PER_WARP) & 0xFF))
-
-    # ---- what differs in score --------------------------------------------------------------------------------------
-
-    @cute.jit
-    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32):
-        """Keys that are not there. Every row of a CTA sees the same keys."""
-        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
-        low, high = words.load(), (words + 1).load()
-        if (low & high) != ALL_VALID:
-            mask_absent(gemm.scores, gemm.thread, low, high)
-
-    @cute.jit
-    def denominator(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """The row sum, and the sink where this piece writes the output."""
-        divisor = total
-        if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
-            sink = (operands.attn_sink + row).load()
-            divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
-        return divisor
-
-
-def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:
-    """Sets the scores of keys 0..31, 32..63 whose bit is 0 to -inf. Selects, so that NaN vanishes."""
-    rS = flat(scores)
-    halves = (low >> fragment_column(thread, 0), high >> fragment_column(thread, 0))
-    for i in range(cute.size(rS)):
-        half_of_tile, bit = divmod(fragment_column(0, i), TILE_KEYS // 2)
-        absent = (halves[half_of_tile] & Int32(1 << bit)) == 0
-        rS[i] = cutlass.select_(absent, -Float32.inf, rS[i])
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelSource:

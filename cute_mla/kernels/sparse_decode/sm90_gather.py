@@ -4,42 +4,30 @@ A thread has two keys of every tile, lane / 4 + 8 warp and the one 32 further, a
 warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step are
 asked for several steps before they are converted and stored, across the end of the tile.
 
-Of a pair of CTAs each converts the slots' columns of one half of the keys, and every warp copies what it has stored to the
-peer. Their RoPE columns both gather: they are not converted, and P soon overwrites them, while the peer's copy may not have
-been read yet.
+Of a pair of CTAs each converts the slots' columns of one half of the keys (parts/sm90_shares.py). Their RoPE columns both
+gather: they are not converted.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
-from cutlass.experimental import primitives
+from cutlass import Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.split_plan import TILE_KEYS
 from ..parts.sm90_geometry import BOX_BYTES, SLOT_COLUMNS, SLOTS_PER_TILE
+from ..parts.sm90_shares import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, ROW_BYTES, Half
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from .operands import Operands, slot_address
 
-CHUNK = 16  # bytes that a thread loads or stores at a time
 CHUNK_WORDS = CHUNK // 4
-ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
-HALVES = 2  # of a tile
 LANES_PER_KEY = 4
-KEYS_PER_WARP = 8  # at a time: one per group of lanes
-HALF_KEYS = TILE_KEYS // HALVES
-HALF_BYTES = HALF_KEYS * ROW_BYTES  # from a key's row in a box to that of the key in the other half
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
-WARP_BYTES = KEYS_PER_WARP * ROW_BYTES  # of a box: what a warp stores at a time, one behind the other
 ROPE_SLOT = SLOTS_PER_TILE  # the "slot" of a tile that is in the RoPE ring
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
 E8M0_ONE = 1 << 23
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
-
-Half = Any  # of a tile: 0 or 1, an int or an Int32
 
 
 @dataclass(frozen=True)
@@ -302,20 +290,3 @@ def store_step(
         for i in range(2):
             store_chunk(part_of(words, i * CHUNK_WORDS, CHUNK_WORDS), base + places[i])
         first += run.words
-
-
-def hand_over(ready: cute.Pointer, target: Int32, boxes: int, thread: Int32) -> None:
-    """Signals that a warp has stored and fenced its keys of half a slot, at a shared memory address, and copies them to the
-    peer.
-
-    A barrier expects from each warp of this CTA an arrival, and the bytes of the same warp of the peer. The peer's copy may
-    come first: that slot has been free there too, since kv_free counts the consumers of both."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * WARP_BYTES)
-        peer = 1 - cute.arch.block_idx_in_cluster()
-        there = primitives.mapa(ready.raw_ptr(), peer)
-        first = target + thread // 32 * WARP_BYTES
-        for box in range(boxes):
-            source = cute.make_ptr(Uint8, first + box * BOX_BYTES, cute.AddressSpace.smem, assumed_align=CHUNK).raw_ptr()
-            primitives.cp_async_bulk_shared_cluster_shared_cta(primitives.mapa(source, peer), source, there, WARP_BYTES)

@@ -1,0 +1,52 @@
+"""How the keys of a gathered tile are shared out on SM90: to the four warps that gather, and to the two CTAs of a pair.
+
+A tile has two halves. Of each a warp has eight neighbouring keys, which are neighbours in a box of shared memory, too. Of a
+pair of CTAs each brings the slots' columns of one half, and every warp copies its keys to the peer. The RoPE columns both
+bring: P soon overwrites them, while the peer's copy may not have been read yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutlass import Int32, Uint8, cute
+from cutlass.experimental import primitives
+
+from ...spec.split_plan import TILE_KEYS
+from .sm90_geometry import BOX_BYTES, WARPS_PER_GROUP
+from .tiles import BOX_COLUMNS, ELEMENT_BYTES
+
+CHUNK = 16  # bytes that a thread loads or stores at a time
+ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a key in a box
+HALVES = 2
+HALF_KEYS = TILE_KEYS // HALVES
+HALF_BYTES = HALF_KEYS * ROW_BYTES  # from a key's row in a box to that of the key in the other half
+KEYS_PER_WARP = HALF_KEYS // WARPS_PER_GROUP
+WARP_BYTES = KEYS_PER_WARP * ROW_BYTES  # of half a box: a warp's keys, one behind the other
+
+Half = Any  # of a tile: 0 or 1, an int or an Int32
+
+
+def halves_of_cta(cluster: int) -> tuple[Half, Half]:
+    """The halves of a tile, the one first whose slots' columns this CTA brings if another CTA brings the other's."""
+    if cluster == 1:
+        return 0, 1
+    rank = cute.arch.block_idx_in_cluster()
+    return rank, 1 - rank
+
+
+def hand_over(ready: cute.Pointer, target: Int32, boxes: int, thread: Int32) -> None:
+    """Signals that a warp has stored and fenced its keys of half a slot, at a shared memory address, and copies them to the
+    peer.
+
+    A barrier expects from each warp of this CTA an arrival, and the bytes of the same warp of the peer. The peer's copy may
+    come first: that slot has been free there too, since kv_free counts the consumers of both."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * WARP_BYTES)
+        peer = 1 - cute.arch.block_idx_in_cluster()
+        there = primitives.mapa(ready.raw_ptr(), peer)
+        first = target + thread // 32 * WARP_BYTES
+        for box in range(boxes):
+            source = cute.make_ptr(Uint8, first + box * BOX_BYTES, cute.AddressSpace.smem, assumed_align=CHUNK).raw_ptr()
+            primitives.cp_async_bulk_shared_cluster_shared_cta(primitives.mapa(source, peer), source, there, WARP_BYTES)

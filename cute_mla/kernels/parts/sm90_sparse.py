@@ -1,0 +1,80 @@
+"""The SM90 kernels whose keys are named by indices: a warpgroup gathers them, score masks those that are not there, and every
+head may have a sink."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.split_plan import TILE_KEYS
+from .fragments import flat, fragment_column
+from .sm90_gemm import ScoreGemm
+from .sm90_geometry import THREADS, WARPGROUP, WARPS_PER_GROUP, Pipes, Tiles
+from .sm90_roles import RolesSm90, set_registers, valid_words
+from .work import Piece
+
+LOG2E = math.log2(math.e)
+ALL_VALID = -1
+
+
+class SparseRolesSm90(RolesSm90):
+    """All roles but gather. Every row of a CTA sees the same keys; operands have attn_sink, fp32 [rows] or null."""
+
+    threads = THREADS
+
+    def gather(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32) -> None:
+        """Brings the keys of every tile to its slots. Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        raise NotImplementedError
+
+    @cute.jit
+    def run(self, operands: Any):
+        """The body of the kernel."""
+        tiles, pipes = self.carve_smem()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.initialise(pipes)
+        self.sync_start()
+        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = warp // WARPS_PER_GROUP
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(self.geometry.first_registers)
+            self.gather(operands, tiles, pipes, thread)
+        elif group == 1:
+            set_registers(self.geometry.score_registers)
+            self.score(operands, tiles, pipes, thread)
+        else:
+            set_registers(self.geometry.output_registers)
+            self.output(operands, tiles, pipes, thread, group - 2)
+
+    @cute.jit
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32):
+        """Keys that are not there."""
+        low, high = valid_words(tiles, slot)
+        if (low & high) != ALL_VALID:
+            mask_absent(gemm.scores, gemm.thread, low, high)
+
+    @cute.jit
+    def denominator(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """The row sum, and the sink where this piece writes the output."""
+        divisor = total
+        if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
+            sink = (operands.attn_sink + row).load()
+            divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
+        return divisor
+
+
+def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:
+    """Sets the scores of keys 0..31, 32..63 whose bit is 0 to -inf. Selects, so that NaN vanishes."""
+    rS = flat(scores)
+    halves = (low >> fragment_column(thread, 0), high >> fragment_column(thread, 0))
+    for i in range(cute.size(rS)):
+        half_of_tile, bit = divmod(fragment_column(0, i), TILE_KEYS // 2)
+        absent = (halves[half_of_tile] & Int32(1 << bit)) == 0
+        rS[i] = cutlass.select_(absent, -Float32.inf, rS[i])
