@@ -28,7 +28,7 @@ class Ring:
         """The parity that completes with a use."""
         return (use // self.slots) & 1
 
-    def initialise(self, arrivals: int) -> None:
+    def initialise(self, arrivals: int | Int32) -> None:
         """Sets the arrivals that complete a phase. One thread, before any use."""
         for slot in range(self.slots):
             cute.arch.mbarrier_init(self.base + slot, arrivals)

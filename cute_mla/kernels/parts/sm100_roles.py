@@ -41,6 +41,7 @@ from ...spec.split_plan import TILE_KEYS
 from . import tcgen05
 from .barriers import Ring, arrive, arrive_at
 from .fragments import aligned, load_pair, pack_pair, store_pair
+from .lengths import smaller
 from .sm100_geometry import (
     BARRIERS,
     CTA_COLUMNS,
@@ -104,6 +105,8 @@ class PairDecode:
 
     dtype: 16-bit element type. config: the variant; it has access_bytes. has_rope: whether keys have columns that are no values.
     mma_warp: warp of that role. kv_arrivals: arrivals that fill a slot.
+    loads_queries_ahead: the output role loads Q of the following piece before it stores the results of one; otherwise the score
+    role loads it when its piece begins. keeps_maximum: the greatest logit of every row is a result, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -111,11 +114,17 @@ class PairDecode:
     has_rope: bool
     mma_warp: int
     kv_arrivals: int
+    loads_queries_ahead = False
+    keeps_maximum = False
 
     @property
     def vectors(self) -> bool:
         """Whether query and output rows may be accessed 16 bytes at a time."""
         return bool(self.config.access_bytes == 4 * VECTOR)
+
+    def kv_free_arrivals(self) -> int | Int32:
+        """Arrivals that empty a slot, in this CTA: what is committed."""
+        return 1
 
     def mask(self, operands: Any, pipes: Any, rows: ScoreRows, left: Int32, tile: Int32) -> None:
         """Sets scores of keys that do not count to -inf, in a tile `left` keys before the end."""
@@ -147,7 +156,7 @@ class PairDecode:
     def initialise(self, pipes: Pipes) -> None:
         """Sets the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits."""
         pipes.kv_ready.initialise(self.kv_arrivals)
-        pipes.kv_free.initialise(1)
+        pipes.kv_free.initialise(self.kv_free_arrivals())
         pipes.query_ready.initialise(PAIR * GROUP_WARPS)
         pipes.scores_ready.initialise(1)
         pipes.scores_free.initialise(PAIR * GROUP_WARPS)
@@ -201,15 +210,20 @@ class PairDecode:
             if extent.tiles > 0:
                 pipes.query_ready.wait_ready(queries)
                 queries = queries + 1
-                for t in cutlass.range(extent.tiles + 1, unroll=1):
-                    if t < extent.tiles:
-                        self.multiply_scores(pipes, gemm, tile + t)
-                    if t > 0:
-                        self.multiply_output(pipes, gemm, tile + t - 1, t > 1)
+                self.multiply_tiles(pipes, gemm, extent.tiles, tile)
             tile = tile + extent.tiles
             piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         pipes.scores_free.wait_free(tile)  # the peer's last arrival must not reach a CTA that is gone
+
+    @cute.jit
+    def multiply_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
+        """The products of a piece that begins with the tile-th tile."""
+        for t in cutlass.range(tiles + 1, unroll=1):
+            if t < tiles:
+                self.multiply_scores(pipes, gemm, tile + t)
+            if t > 0:
+                self.multiply_output(pipes, gemm, tile + t - 1, t > 1)
 
     def multiply_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32) -> None:
         """S of one tile."""
@@ -239,16 +253,17 @@ class PairDecode:
         lse."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2)
+        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2, self.keeps_maximum)
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
             rows.reset()
             if extent.tiles > 0:
-                # every score of the piece before has been computed, so its Q is free
-                self.load_queries(operands, req, thread, lanes)
-                arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
+                if cutlass.const_expr(not self.loads_queries_ahead):
+                    # every score of the piece before has been computed, so its Q is free
+                    self.load_queries(operands, req, thread, lanes)
+                    arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
                 self.score_tiles(operands, pipes, rows, extent, tile)
             tile = tile + extent.tiles
             pipes.stats_free.wait_free(pieces)
@@ -257,6 +272,8 @@ class PairDecode:
             pieces = pieces + 1
             piece = schedule.piece(req, begin_tile)
             self.store_lse(operands, rows, req, piece, total)
+            if cutlass.const_expr(self.keeps_maximum):
+                self.store_maximum(operands, rows, req, total)
             req, begin_tile = piece.next_req, piece.next_tile
 
     @cute.jit
@@ -294,24 +311,27 @@ class PairDecode:
     def score_tiles(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, extent: Extent, tile: Int32):
         """The softmax of a piece, tile by tile."""
         for t in cutlass.range(extent.tiles, unroll=1):
-            use = tile + t
-            left = extent.keys - t * TILE_KEYS
-            pipes.scores_ready.wait_ready(use)
-            tcgen05.fence_after_wait()
-            others = rows.take_partial_sums()
-            arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
-            rows.add_partial_sums(others)
-            self.mask(operands, pipes, rows, left, use)
-            alpha = rows.advance()
-            if rows.half == 0:
-                (rows.tiles.sAlpha + ((use % PARITIES) * TILE_ROWS + rows.row)).store(alpha)
-                arrive(pipes.alpha_ready.barrier(use))
-            rows.exponentiate(alpha)
-            slot = pipes.kv_ready.slot(use)
-            rows.store_probs(slot)
-            self.clear_values(rows, slot, left)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
+            self.score_tile(operands, pipes, rows, extent.keys - t * TILE_KEYS, tile + t)
+
+    @cute.jit
+    def score_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, left: Int32, use: Int32):
+        """The softmax of one tile."""
+        pipes.scores_ready.wait_ready(use)
+        tcgen05.fence_after_wait()
+        others = rows.take_partial_sums()
+        arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
+        rows.add_partial_sums(others)
+        self.mask(operands, pipes, rows, left, use)
+        alpha = rows.advance()
+        if rows.half == 0:
+            (rows.tiles.sAlpha + ((use % PARITIES) * TILE_ROWS + rows.row)).store(alpha)
+            arrive(pipes.alpha_ready.barrier(use))
+        rows.exponentiate(alpha)
+        slot = pipes.kv_ready.slot(use)
+        rows.store_probs(slot)
+        self.clear_values(rows, slot, left)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
 
     @cute.jit
     def publish_sums(self, operands: QueryOperands, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
@@ -330,11 +350,22 @@ class PairDecode:
         row = first_query_row() + rows.row
         lse = rows.rMax[0] + cute.math.log2(total, fastmath=True)
         if rows.half == 0 and row < operands.rows():
-            if piece.direct:
+            if cutlass.const_expr(piece.always_direct):
                 operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
             else:
-                target = operands.lse_accum + operands.accum_row(piece, row)
-                target.store(cutlass.select_(empty, -Float32.inf, lse))
+                if piece.direct:
+                    operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                else:
+                    target = operands.lse_accum + operands.accum_row(piece, row)
+                    target.store(cutlass.select_(empty, -Float32.inf, lse))
+
+    @cute.jit
+    def store_maximum(self, operands: Any, rows: ScoreRows, req: Int32, total: Float32):
+        """The greatest logit of every row, natural units."""
+        row = first_query_row() + rows.row
+        logit = cutlass.select_(total == 0.0, -Float32.inf, rows.rBest[0] * (operands.scale_log2 * LN2))
+        if rows.half == 0 and row < operands.rows():
+            operands.max_logit_of(req, row).store(logit)
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
@@ -345,12 +376,16 @@ class PairDecode:
         thread, lanes = thread_and_lanes(tmem)
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
+        if cutlass.const_expr(self.loads_queries_ahead):
+            self.load_ahead(operands, pipes, req, begin_tile, thread, lanes)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
-            for t in cutlass.range(extent.tiles, unroll=1):
-                self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
+            self.scale_tiles(tiles, pipes, extent.tiles, tile, thread, lanes)
             tile = tile + extent.tiles
             piece = schedule.piece(req, begin_tile)
+            if cutlass.const_expr(self.loads_queries_ahead):
+                # the score role has had every score of this piece
+                self.load_ahead(operands, pipes, piece.next_req, piece.next_tile, thread, lanes)
             if extent.tiles > 0:
                 pipes.kv_free.wait_ready(tile - 1)
                 tcgen05.fence_after_wait()
@@ -360,6 +395,24 @@ class PairDecode:
             self.store_rows(operands, req, piece, thread, lanes, inverse)
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
+
+    @cute.jit
+    def load_ahead(
+        self, operands: QueryOperands, pipes: Pipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32
+    ):  # fmt: skip
+        """Q of a piece that is still to come, if there is one and it has keys."""
+        schedule = operands.schedule
+        last = schedule.last_request()
+        if req <= last and schedule.extent(smaller(req, last), begin_tile).tiles > 0:
+            tcgen05.fence_after_wait()
+            self.load_queries(operands, req, thread, lanes)
+            arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
+
+    @cute.jit
+    def scale_tiles(self, tiles: Tiles, pipes: Pipes, count: Int32, tile: Int32, thread: Int32, lanes: Int32):
+        """Rescales of a piece that begins with the tile-th tile."""
+        for t in cutlass.range(count, unroll=1):
+            self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
 
     @cute.jit
     def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
@@ -386,7 +439,9 @@ class PairDecode:
         stored = row < operands.rows()
         column = (thread // TILE_ROWS) * CTA_COLUMNS
         out = operands.out_row(req, row) + column
-        out_accum = operands.out_accum + (operands.accum_row(piece, row) * D_LATENT + column)
+        out_accum = None
+        if cutlass.const_expr(not piece.always_direct):
+            out_accum = operands.out_accum + (operands.accum_row(piece, row) * D_LATENT + column)
         for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
@@ -394,10 +449,13 @@ class PairDecode:
             # a row that attends to nothing is 0 whatever tensor memory holds
             normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(STORED_AT_ONCE)]
             if stored:
-                if piece.direct:
+                if cutlass.const_expr(piece.always_direct):
                     self.store_words(out + first, normal)
                 else:
-                    store_floats(out_accum + first, normal)
+                    if piece.direct:
+                        self.store_words(out + first, normal)
+                    else:
+                        store_floats(out_accum + first, normal)
 
     def store_words(self, target: cute.Pointer, values: list[Float32]) -> None:
         """Contiguous elements of out."""

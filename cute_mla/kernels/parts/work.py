@@ -56,6 +56,11 @@ class Piece:
     next_req: Int32
     next_tile: Int32
 
+    @property
+    def always_direct(self) -> bool:
+        """Whether nothing is ever split, known when compiling: `if piece.direct` is a branch at run time all the same."""
+        return self.direct is True
+
 
 @dataclass(frozen=True)
 class Schedule:
