@@ -45,7 +45,14 @@ class IndexList:
 
     def look_up(self, position: Int32) -> Int32:
         """The index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
-        index = entry_before(self.indices, position, self.count)
+        return self.checked(self.entry(position))
+
+    def entry(self, position: Int32) -> Int32:
+        """What stands at a position of the list, NO_ROW past its end, where nothing is read."""
+        return entry_before(self.indices, position, self.count)
+
+    def checked(self, index: Int32) -> Int32:
+        """An index, NO_ROW for one that names no row."""
         return cutlass.select_(Uint32(index) < Uint32(self.rows), index, Int32(NO_ROW))
 
     def row_address(self, index: Int32) -> Int64:
