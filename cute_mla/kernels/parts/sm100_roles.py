@@ -253,7 +253,7 @@ class PairDecode:
         lse."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2, self.keeps_maximum)
+        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2)
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         while req <= schedule.last_request():

@@ -41,7 +41,7 @@ class ScoreRows:
 
     tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rS: scores, then
     probabilities. rMax: the reference, log2 units. rSum: this thread's share of the row sum. rBest: the greatest score of the
-    row, unscaled, which the reference only follows; None where nobody asks for it.
+    row, unscaled, which the reference only follows. Where nobody reads it, the compiler drops it.
     """
 
     dtype: type[cutlass.Numeric]
@@ -53,24 +53,20 @@ class ScoreRows:
     rS: cute.Tensor
     rMax: cute.Tensor
     rSum: cute.Tensor
-    rBest: cute.Tensor | None
+    rBest: cute.Tensor
 
     @staticmethod
-    def create(
-        dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32, keeps_best: bool
-    ) -> ScoreRows:  # fmt: skip
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> ScoreRows:
         """State of a row that has seen nothing."""
         rS = cute.make_rmem_tensor(cute.make_layout(HALF_KEYS), Float32)
-        rMax, rSum = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(2))
-        rBest = cute.make_rmem_tensor(cute.make_layout(1), Float32) if keeps_best else None
+        rMax, rSum, rBest = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(3))
         return ScoreRows(dtype, tiles, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, rMax, rSum, rBest)
 
     def reset(self) -> None:
         """Forgets all keys."""
         self.rMax[0] = -Float32.inf
         self.rSum[0] = Float32(0)
-        if self.rBest is not None:
-            self.rBest[0] = -Float32.inf
+        self.rBest[0] = -Float32.inf
 
     def sync_halves(self) -> None:
         """Waits for the warp that has the other half of this warp's rows."""
@@ -132,8 +128,7 @@ class ScoreRows:
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
         best = reduce(cute.arch.fmax, chains)
         best = cute.arch.fmax(best, self.swap(best))
-        if self.rBest is not None:
-            self.rBest[0] = cute.arch.fmax(self.rBest[0], best)
+        self.rBest[0] = cute.arch.fmax(self.rBest[0], best)
         self.rMax[0], alpha = follow_maximum(self.rMax[0], best * self.scale_log2)
         return alpha
 
