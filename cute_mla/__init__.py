@@ -9,7 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, is_supported, workspace_size
+    from .api import (
+        flash_mla_sparse_fwd,
+        flash_mla_with_kvcache,
+        get_mla_metadata,
+        is_supported,
+        merge_states,
+        workspace_size,
+    )
     from .runtime.device import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
@@ -25,6 +32,7 @@ __all__ = [
     "flash_mla_with_kvcache",
     "get_mla_metadata",
     "is_supported",
+    "merge_states",
     "simulate",
     "workspace_size",
 ]
@@ -37,6 +45,7 @@ _HOME_OF = {
     "flash_mla_with_kvcache": ".api",
     "get_mla_metadata": ".api",
     "is_supported": ".api",
+    "merge_states": ".api",
     "simulate": ".runtime.device",
     "workspace_size": ".api",
 }

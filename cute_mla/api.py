@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any, overload
 
@@ -10,6 +11,7 @@ import torch
 
 from .decode_op import DecodeTensors, Wanted, accumulator_bytes
 from .dense_decode_op import DenseOperands
+from .merge_states_op import MergeOperands
 from .runtime.device import device_for
 from .schedule import GivenPlan, KeyCounts, MlaSchedule
 from .schedule import plan as plan_splits
@@ -32,7 +34,15 @@ from .tensors import (
     spec_of,
 )
 
-__all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata", "is_supported", "workspace_size"]
+__all__ = [
+    "MlaSchedule",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "is_supported",
+    "merge_states",
+    "workspace_size",
+]
 
 
 @overload
@@ -312,6 +322,49 @@ def flash_mla_sparse_fwd(
         device.undefined(*results)
         operands.launch(device, plan, results, sm_scale, empty_lse)
     return results.out, results.max_logits, results.lse
+
+
+def merge_states(
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    lses: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention of the same queries over disjoint sets of keys, such as chunks of a long context.
+
+    out = sum_s w_s outs[s] / sum_s w_s and lse = ln sum_s exp(lses[s]), with w_s = exp(lses[s]).
+
+    outs             states: 1 to 8 tensors, or any number stacked in one whose first dimension counts them; each bf16 or fp16
+                     [tokens, heads, 512 or 128], with or without a batch in front, all with the same strides; last dimension
+                     contiguous, other strides free
+    lses             as many, likewise: fp32 [tokens, heads], natural log, any strides (decode gives [batch, heads, tokens]:
+                     transpose it). An infinite one, of either sign, weighs nothing, and its row of outs may be anything, NaN too
+    out, lse         for the results, shaped as a state; each may be one of the states
+    empty_lse        lse of a row that is empty in all states, inf or -inf; its out is 0
+
+    Returns (out, lse). With both given, nothing is allocated. Sums are in fp32, over the states in their order. Runs on the
+    current stream, does not synchronise, and can be captured in a CUDA graph. CPU tensors run on the simulated device inside
+    cute_mla.simulate().
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
+    refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+    _check_empty_lse(empty_lse)
+    operands = MergeOperands.of(outs, lses)
+    plan = operands.plan(out, lse)
+    first = operands.outs[0]
+    device = device_for(first.device)
+    if out is None:
+        out = first.new_empty(plan.out_shape)
+        device.undefined(out)
+    if lse is None:
+        lse = first.new_empty(plan.lse_shape, dtype=torch.float32)
+        device.undefined(lse)
+    if not plan.is_empty:
+        operands.launch(device, plan, out, lse, empty_lse)
+    return out, lse
 
 
 def workspace_size(

@@ -168,3 +168,17 @@ def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: 
         return kv[request]
     first, end = kv_offsets[request[0] : request[0] + 2].clamp(0, len(kv)).tolist()
     return kv[first:end]
+
+
+def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention over the union of disjoint sets of keys is, from what it is over each.
+
+    outs: [states, .., d]; lses: [states, ..], natural log; an infinite one counts for nothing, nor does its out.
+    Returns out fp32 [.., d] and lse fp32 [..].
+    """
+    lses = lses.float().masked_fill(lses.isinf(), -math.inf)
+    lse = lses.logsumexp(dim=0)
+    empty = lse == -math.inf
+    weights = (lses - lse.masked_fill(empty, 0.0)).exp().unsqueeze(-1)
+    out = torch.where(weights == 0, 0.0, outs.float() * weights).sum(dim=0)
+    return out, lse.masked_fill(empty, empty_lse)

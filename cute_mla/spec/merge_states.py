@@ -13,20 +13,24 @@ from .mla import DTYPES, ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (token, head)
 LISTED_STATES = 8  # that may lie anywhere; more of them lie at one distance from each other
+MAX_TOKENS = (1 << 31) - 1  # over the batch: the grid's first dimension
+MAX_HEADS = 65_535 * ROWS_PER_BLOCK  # its second
 HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
 
 PARAMS: tuple[Param, ...] = (
+    # dtype [batch, tokens, heads, head_dim]: of each state, as far as there are states; with a stride between states, of all
+    # of them the first alone. The others are null
+    *pointers(*(f"state_out_{state}" for state in range(LISTED_STATES))),
+    *pointers(*(f"state_lse_{state}" for state in range(LISTED_STATES))),  # fp32 [batch, tokens, heads], natural log, likewise
     *pointers(
-        "state_outs",  # dtype [batch, tokens, heads, head_dim] of state 0
-        "state_lses",  # fp32 [batch, tokens, heads], natural log, of state 0
         "out",  # dtype [batch, tokens, heads, head_dim]; may be one of the states
         "lse",  # fp32 [batch, tokens, heads]; may be one of the states'
     ),
-    # bytes from state 0 to state s, for s up to 7; beyond, and for no other, s times the stride between states
-    *int64s(*(f"out_offset_{state}" for state in range(1, LISTED_STATES))),
-    *int64s(*(f"lse_offset_{state}" for state in range(1, LISTED_STATES))),
-    *int64s("out_stride_state", "lse_stride_state"),
     # in elements
+    *int64s(
+        "state_out_stride_state",  # 0: every state has a pointer
+        "state_lse_stride_state",
+    ),
     *int64s(
         "state_out_stride_batch",
         "state_out_stride_token",

@@ -19,7 +19,7 @@ from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.merge_states import PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
 from ..parts.example_arguments import example_arguments
 from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..parts.softmax import LN2
@@ -32,27 +32,41 @@ LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where something of a row lies in each state: `offset` elements from the state's first. stride: elements from state to state,
+    counted from the first; 0 if each has a pointer."""
+
+    firsts: tuple[cute.Pointer, ...]
+    offset: Int64
+    stride: Int64
+
+    def of(self, state: Int32) -> cute.Pointer:
+        """In one state."""
+        first = self.firsts[0]
+        address = first.toint()
+        for listed, own in enumerate(self.firsts):
+            address = cutlass.select_((state == listed) & (self.stride == 0), own.toint(), address)
+        pointer = cute.make_ptr(first.dtype, address, cute.AddressSpace.gmem, assumed_align=first.dtype.width // 8)
+        return pointer + (self.offset + Int64(state) * self.stride)
+
+
+@dataclass(frozen=True)
 class States(Results):
-    """The states of a row. first: this lane's first column in state 0. lse_row: its lse. offsets: bytes to the other states' rows and
-    lses, of the first 7 and between all others."""
+    """The states of a row: this lane's first column, and the lse."""
 
     dtype: type[cutlass.Numeric]
-    first: cute.Pointer
-    lse_row: cute.Pointer
-    out_offsets: tuple[Int64, ...]
-    lse_offsets: tuple[Int64, ...]
-    out_stride: Int64
-    lse_stride: Int64
+    outs: Places
+    lses: Places
 
     def lse(self, result: Int32) -> Float32:
         """In base 2; of a state without keys -inf, whatever its convention."""
-        value = pointer_at(self.lse_row, offset_of(result, self.lse_offsets, self.lse_stride)).load()
+        value = self.lses.of(result).load()
         infinite = (value == Float32.inf) | (value == -Float32.inf)
         return cutlass.select_(infinite, -Float32.inf, value * LOG2E)
 
     def row(self, result: Int32) -> cute.Pointer:
         """Of one state."""
-        return pointer_at(self.first, offset_of(result, self.out_offsets, self.out_stride))
+        return self.outs.of(result)
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
         """At once where the row allows it."""
@@ -69,22 +83,9 @@ def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
             target[i] = source[i]
 
 
-def offset_of(state: Int32, offsets: tuple[Int64, ...], stride: Int64) -> Int64:
-    """Bytes from state 0 to another."""
-    offset = Int64(state) * stride
-    for listed, own in enumerate(offsets, start=1):
-        offset = cutlass.select_(state == listed, own, offset)
-    return offset
-
-
 def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: Int32) -> Int64:
     """Elements from the first row to another."""
     return req * strides[0] + token * strides[1] + head * strides[2]
-
-
-def pointer_at(base: cute.Pointer, offset: Int64) -> cute.Pointer:
-    """So many bytes on."""
-    return cute.make_ptr(base.dtype, base.toint() + offset, cute.AddressSpace.gmem, assumed_align=base.dtype.width // 8)
 
 
 class MergeStates:
@@ -98,11 +99,11 @@ class MergeStates:
     @cute.jit
     def host(
         self,
-        state_outs: cute.Pointer, state_lses: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        out_offset_1: Int64, out_offset_2: Int64, out_offset_3: Int64, out_offset_4: Int64, out_offset_5: Int64,
-        out_offset_6: Int64, out_offset_7: Int64, lse_offset_1: Int64, lse_offset_2: Int64, lse_offset_3: Int64,
-        lse_offset_4: Int64, lse_offset_5: Int64, lse_offset_6: Int64, lse_offset_7: Int64,
-        out_stride_state: Int64, lse_stride_state: Int64,
+        state_out_0: cute.Pointer, state_out_1: cute.Pointer, state_out_2: cute.Pointer, state_out_3: cute.Pointer,
+        state_out_4: cute.Pointer, state_out_5: cute.Pointer, state_out_6: cute.Pointer, state_out_7: cute.Pointer,
+        state_lse_0: cute.Pointer, state_lse_1: cute.Pointer, state_lse_2: cute.Pointer, state_lse_3: cute.Pointer,
+        state_lse_4: cute.Pointer, state_lse_5: cute.Pointer, state_lse_6: cute.Pointer, state_lse_7: cute.Pointer,
+        out: cute.Pointer, lse: cute.Pointer, state_out_stride_state: Int64, state_lse_stride_state: Int64,
         state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
         state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
         out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
@@ -112,10 +113,10 @@ class MergeStates:
         """Compiled for its types, never run: the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
-            state_outs, state_lses, out, lse,
-            out_offset_1, out_offset_2, out_offset_3, out_offset_4, out_offset_5, out_offset_6, out_offset_7,
-            lse_offset_1, lse_offset_2, lse_offset_3, lse_offset_4, lse_offset_5, lse_offset_6, lse_offset_7,
-            out_stride_state, lse_stride_state, state_out_stride_batch, state_out_stride_token, state_out_stride_head,
+            state_out_0, state_out_1, state_out_2, state_out_3, state_out_4, state_out_5, state_out_6, state_out_7,
+            state_lse_0, state_lse_1, state_lse_2, state_lse_3, state_lse_4, state_lse_5, state_lse_6, state_lse_7,
+            out, lse, state_out_stride_state, state_lse_stride_state,
+            state_out_stride_batch, state_out_stride_token, state_out_stride_head,
             state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head,
             out_stride_batch, out_stride_token, out_stride_head, lse_stride_batch, lse_stride_token, lse_stride_head,
             empty_lse, tokens, heads, states,
@@ -130,11 +131,11 @@ class MergeStates:
     @cute.kernel
     def kernel(
         self,
-        state_outs: cute.Pointer, state_lses: cute.Pointer, out: cute.Pointer, lse: cute.Pointer,
-        out_offset_1: Int64, out_offset_2: Int64, out_offset_3: Int64, out_offset_4: Int64, out_offset_5: Int64,
-        out_offset_6: Int64, out_offset_7: Int64, lse_offset_1: Int64, lse_offset_2: Int64, lse_offset_3: Int64,
-        lse_offset_4: Int64, lse_offset_5: Int64, lse_offset_6: Int64, lse_offset_7: Int64,
-        out_stride_state: Int64, lse_stride_state: Int64,
+        state_out_0: cute.Pointer, state_out_1: cute.Pointer, state_out_2: cute.Pointer, state_out_3: cute.Pointer,
+        state_out_4: cute.Pointer, state_out_5: cute.Pointer, state_out_6: cute.Pointer, state_out_7: cute.Pointer,
+        state_lse_0: cute.Pointer, state_lse_1: cute.Pointer, state_lse_2: cute.Pointer, state_lse_3: cute.Pointer,
+        state_lse_4: cute.Pointer, state_lse_5: cute.Pointer, state_lse_6: cute.Pointer, state_lse_7: cute.Pointer,
+        out: cute.Pointer, lse: cute.Pointer, state_out_stride_state: Int64, state_lse_stride_state: Int64,
         state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
         state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
         out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
@@ -152,15 +153,18 @@ class MergeStates:
 
         if head < heads:
             strides = (state_out_stride_batch, state_out_stride_token, state_out_stride_head)
-            first = state_outs + (offset(strides, req, token, head) + lane * VECTOR)
+            outs = Places(
+                (state_out_0, state_out_1, state_out_2, state_out_3, state_out_4, state_out_5, state_out_6, state_out_7),
+                offset(strides, req, token, head) + lane * VECTOR,
+                state_out_stride_state,
+            )
             strides = (state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head)
-            lse_row = state_lses + offset(strides, req, token, head)
-            results = States(
-                self.dtype, first, lse_row,
-                (out_offset_1, out_offset_2, out_offset_3, out_offset_4, out_offset_5, out_offset_6, out_offset_7),
-                (lse_offset_1, lse_offset_2, lse_offset_3, lse_offset_4, lse_offset_5, lse_offset_6, lse_offset_7),
-                out_stride_state, lse_stride_state,
-            )  # fmt: skip
+            lses = Places(
+                (state_lse_0, state_lse_1, state_lse_2, state_lse_3, state_lse_4, state_lse_5, state_lse_6, state_lse_7),
+                offset(strides, req, token, head),
+                state_lse_stride_state,
+            )
+            results = States(self.dtype, outs, lses)
             out_row = out + (offset((out_stride_batch, out_stride_token, out_stride_head), req, token, head) + lane * VECTOR)
             groups = self.config.head_dim // GROUP
             shift, total = merge_row(out_row, results, states, -Float32.inf, groups)
@@ -174,7 +178,8 @@ class MergeStates:
 def build(config: MergeStatesConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
     kernel = MergeStates(config, arch)
-    elements = {"state_outs": kernel.dtype, "state_lses": Float32, "out": kernel.dtype, "lse": Float32}
+    outs, lses = ([f"state_{name}_{state}" for state in range(LISTED_STATES)] for name in ("out", "lse"))
+    elements = {**dict.fromkeys((*outs, "out"), kernel.dtype), **dict.fromkeys((*lses, "lse"), Float32)}
     return KernelSource(
         op="merge_states",
         config=config,
