@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+from cutlass import cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
@@ -134,7 +134,8 @@ class Pipes:
     stats_free: Ring
     valid_ready: Ring | None = None  # where tiles are skipped
 
-    def await_validity(self, tile: Int32) -> None:
-        """Blocks until it is known which keys of a tile are there."""
+    @property
+    def validity(self) -> Ring:
+        """valid_ready, in a kernel that has it."""
         assert self.valid_ready is not None, "only where tiles are skipped"
-        self.valid_ready.wait_ready(tile)
+        return self.valid_ready

@@ -180,7 +180,7 @@ class RolesSm90:
                     arrive(pipes.probs_ready.barrier(use - 1))
                     withheld = Int32(0)
             if cutlass.const_expr(self.geometry.skips_tiles):
-                pipes.await_validity(use)
+                pipes.validity.wait_ready(use)
                 if self.has_keys(tiles, pipes.rope_ready.slot(use)):
                     self.multiply_tile(pipes, gemm, use, withheld)
                     self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)

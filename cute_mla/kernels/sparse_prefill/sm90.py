@@ -132,7 +132,7 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
             words = cute.recast_ptr(tiles.sValid, dtype=Int32) + pipes.rope_ready.slot(tile) * HALVES
             words.store(found.low)
             (words + 1).store(found.high)
-            cute.arch.mbarrier_arrive(pipes.valid_ready.barrier(tile))
+            cute.arch.mbarrier_arrive(pipes.validity.barrier(tile))
 
     def copy_step(self, tiles: Tiles, pipes: Pipes, found: Found, lane: CopyLane, step: int, tile: Int32) -> None:
         """Starts the copies of one slot, of a pair those of the CTA's own half; in the end those of the RoPE columns, if there
