@@ -22,8 +22,10 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, cute
+from cutlass.experimental import primitives
 
 from ...spec.arch import Arch
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
@@ -31,14 +33,16 @@ from ..parts import tcgen05
 from ..parts.barriers import arrive, arrive_at
 from ..parts.sm100_columns import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
 from ..parts.sm100_gathered import SEEN_WORDS, GatheredPair, SeenPipes, gathered_source
-from ..parts.sm100_geometry import HALF_KEYS, Tiles
+from ..parts.sm100_geometry import CTA_COLUMNS, CTA_ROPE, HALF_KEYS, Tiles
 from ..parts.sm100_mma import PairGemm
 from ..parts.sm100_roles import EVEN_CTA
 from ..parts.sm100_score import ScoreRows
-from ..parts.tiles import ELEMENT_BYTES
+from ..parts.tiles import ELEMENT_BYTES, first_query_row
 from ..source import KernelSource
 from .entry import SparsePrefill
 from .operands import IndexList, Operands
+
+LINE_ELEMENTS = 128 // ELEMENT_BYTES  # of a cache line
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,22 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
         if keys.any_seen():
             columns.start(rows, keys)
         columns.finish()
+
+    # ---- Q, a token ahead --------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_ahead(self, operands: Operands, pipes: SeenPipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32):
+        """Q of a token that is still to come, if there is one, and a hint for the one after it."""
+        GatheredPair.load_ahead(self, operands, pipes, req, begin_tile, thread, lanes)
+        following = operands.schedule.piece(req, begin_tile).next_req
+        row = first_query_row() + thread % TILE_ROWS
+        if following <= operands.schedule.last_request() and row < operands.rows():
+            half = thread // TILE_ROWS
+            source = operands.q_row(following, row)
+            for line in range(CTA_COLUMNS // LINE_ELEMENTS):
+                primitives.prefetch_l2((source + (half * CTA_COLUMNS + line * LINE_ELEMENTS)).raw_ptr())
+            if cutlass.const_expr(self.has_rope):
+                primitives.prefetch_l2((source + (D_LATENT + half * CTA_ROPE)).raw_ptr())
 
     # ---- what is done with a tile, and with one that has no keys ------------------------------------------------------
 
