@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
-from cute_mla.testing.sparse_cases import INT_MAX, INT_MIN, Pool, SparseCase, make_sparse_tensors
+from cute_mla.testing.indexed import INT_MAX, INT_MIN
+from cute_mla.testing.sparse_cases import Pool, SparseCase, make_sparse_tensors
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
 FP8 = pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])

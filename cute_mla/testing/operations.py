@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cache import dequantise_cache
 from ..reference import IndexedCache
 from ..spec.mla import D_QK, D_V
 from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, LSE, SPARSE_DECODE_OUT, Tolerance
+from .compare import DENSE_DECODE_OUT, LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_LSE, SPARSE_PREFILL_OUT, Tolerance
+from .prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
 from .sparse_cases import SparseCase, SparseTensors, make_sparse_tensors
 
 Result = tuple[Tensor, ...]
@@ -167,9 +168,50 @@ def _slots(case: SparseCase, cache: Tensor) -> Tensor:
     return dequantise_cache(cache, case.cache).flatten(0, 2)
 
 
+def _prefill_call(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> Result:
+    return flash_mla_sparse_fwd(
+        tensors.q,
+        tensors.kv,
+        tensors.indices,
+        case.scale,
+        D_V,
+        tensors.attn_sink,
+        tensors.topk_length,
+        kv_offsets=tensors.kv_offsets,
+        out=_given(tensors, "out"),
+        lse=_given(tensors, "lse"),
+        max_logits=_given(tensors, "max_logits"),
+        empty_lse=_empty_lse(case),
+    )
+
+
+def _prefill_workspace(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> int:
+    return workspace_size(case.op, batch=case.batch, s_q=case.s_q, h_q=case.h_q, device=tensors.q.device)
+
+
+def _prefill_reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Result:
+    return reference.sparse_prefill(
+        tensors.q,
+        tensors.kv,
+        tensors.indices,
+        case.scale,
+        tensors.attn_sink,
+        tensors.topk_length,
+        tensors.kv_offsets,
+        _empty_lse(case),
+    )
+
+
 OPERATIONS = {
     Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}),
     SparseCase.op: Operation(
         make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, {"out": SPARSE_DECODE_OUT, "lse": LSE}
+    ),
+    SparsePrefillCase.op: Operation(
+        make_prefill_tensors,
+        _prefill_call,
+        _prefill_workspace,
+        _prefill_reference,
+        {"out": SPARSE_PREFILL_OUT, "max_logits": SPARSE_PREFILL_LSE, "lse": SPARSE_PREFILL_LSE},
     ),
 }

@@ -7,7 +7,6 @@ what lies between pages or rows. Indices beyond a length name slots like any oth
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,21 +24,30 @@ from ..spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem
 from ..spec.split_plan import TILE_KEYS
 from .case import DTYPES, STEEP, TAGS, Given, Tags, generator_for, levels, normal, q_storage, signs
 from .decode_case import DecodeCase, given_results
+from .indexed import (
+    FAR_BYTES,
+    INT_MAX,
+    INT_MIN,
+    IndexLayout,
+    Indices,
+    Lengths,
+    Sinks,
+    counted,
+    drawn_sinks,
+    index_values,
+    laid_out,
+    lengths_tag,
+    named_keys,
+    told_lengths,
+)
 
-INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 SPARE_PAGES = 3  # pages of a cache that no request uses
-FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
 V4_PAGE_MULTIPLE = 576  # FlashMLA pads pages of fp8_584 to a multiple of this
 
 _NAN_BYTE = 0xFF
-_EDGES = (1, 64, 65, 63, 0, 1 << 20, -7)  # lengths, the last two to be clipped
 
 SparseValues = Literal["normal", "rising", "falling", "peaks", "spread", "coherent"]
 SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far"]
-Indices = Literal["valid", "mixed", "none"]
-IndexLayout = Literal["packed", "odd"]
-Sinks = Literal["none", "drawn", "infinite"]
-Lengths = Literal["drawn", "zeros", "edges"] | tuple[int, ...]
 
 
 class Pool(NamedTuple):
@@ -58,8 +66,8 @@ class Pool(NamedTuple):
     @property
     def id(self) -> str:
         """Like "k512t64p69-drawn"."""
-        lengths = "_".join(map(str, self.lengths)) if isinstance(self.lengths, tuple) else self.lengths
-        return f"k{self.s_k}t{self.topk}p{self.page_size}" + (f"_{lengths}" if lengths else "")
+        lengths = "" if self.lengths is None else f"_{lengths_tag(self.lengths)}"
+        return f"k{self.s_k}t{self.topk}p{self.page_size}{lengths}"
 
 
 SMALL_POOL = Pool(512, 64)
@@ -77,10 +85,8 @@ class SparseCase(DecodeCase):
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, others have no padding; "tight": pages of fp8_584
         without padding; "layers": one layer of a cache that packs three in a block; "padded_rows": rows further apart than
         they are long, not for fp8_584; "far": the last page begins beyond 2^32 bytes.
-    indices: "valid": without repetition; "mixed": a fifth of them invalid, of every kind, a tenth of them repeated, and some
-        tokens with a tile of invalid ones, in front or at the end, or with nothing else; "none": all -1.
-    index_layout: "odd": rows that are aligned to nothing but the element.
-    sinks: "none": no attn_sink; "drawn": N(0, 3); "infinite": so, but of every three heads one has +inf and one -inf.
+    indices, index_layout: as named_keys and laid_out have them; invalid ones are of every kind.
+    sinks: as drawn_sinks has them.
     """
 
     op: ClassVar[str] = "sparse_decode"
@@ -136,16 +142,16 @@ class SparseCase(DecodeCase):
     @cached_property
     def topk_lengths(self) -> tuple[tuple[int, ...] | None, ...]:
         """Of each pool, what the call is told of how many indices of each request count."""
-        return tuple(_lengths(self, number, pool) for number, pool in enumerate(self.pools))
+        return tuple(
+            told_lengths(pool.lengths, self.batch, pool.topk, f"{self.seed} {self.batch} {number} {pool}", 3 * number)
+            for number, pool in enumerate(self.pools)
+        )
 
     @cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
         """Of each pool, how many indices of each request count."""
         told = zip(self.pools, self.topk_lengths, strict=True)
-        return tuple(
-            tuple(min(max(length, 0), pool.topk) for length in ((pool.topk,) * self.batch if lengths is None else lengths))
-            for pool, lengths in told
-        )
+        return tuple(counted(lengths, self.batch, pool.topk) for pool, lengths in told)
 
     @property
     def key_counts(self) -> tuple[int, ...]:
@@ -174,21 +180,6 @@ class SparseCase(DecodeCase):
         return key_tiles * self.s_q * ceil_div(self.h_q, TILE_ROWS)
 
 
-def _lengths(case: SparseCase, number: int, pool: Pool) -> tuple[int, ...] | None:
-    draw = random.Random(f"{case.seed} {case.batch} {number} {pool}")
-    match pool.lengths:
-        case None:
-            return None
-        case "drawn":
-            return tuple(draw.randint(0, pool.topk) for _ in range(case.batch))
-        case "zeros":
-            return tuple(0 if index == 0 or draw.random() < 0.5 else draw.randint(1, pool.topk) for index in range(case.batch))
-        case "edges":
-            return tuple(_EDGES[(index + 3 * number) % len(_EDGES)] for index in range(case.batch))
-        case given:
-            return given
-
-
 @dataclass(frozen=True)
 class SparseTensors:
     """The operands of a case.
@@ -213,8 +204,8 @@ def make_sparse_tensors(case: SparseCase, device: str | torch.device = "cpu") ->
     """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
     device = torch.device(device)
     k_cache, indices, topk_length = _pool(case, 0, case.main, device)
-    given = given_results(case, device)
-    tensors = SparseTensors(_q(case, device), k_cache, indices, topk_length, attn_sink=_sinks(case, device), given=given)
+    sinks = drawn_sinks(case.sinks, case.h_q, case.seed, device)
+    tensors = SparseTensors(_q(case, device), k_cache, indices, topk_length, attn_sink=sinks, given=given_results(case, device))
     if case.extra is not None:
         k_cache, indices, topk_length = _pool(case, 1, case.extra, device)
         tensors = replace(tensors, extra_k_cache=k_cache, extra_indices=indices, extra_topk_length=topk_length)
@@ -232,15 +223,6 @@ def _q(case: SparseCase, device: torch.device) -> Tensor:
     return q.copy_(values)
 
 
-def _sinks(case: SparseCase, device: torch.device) -> Tensor | None:
-    if case.sinks == "none":
-        return None
-    sinks = 3 * torch.randn(case.h_q, generator=torch.Generator().manual_seed(case.seed + 3))
-    if case.sinks == "infinite":
-        sinks[0::3], sinks[1::3] = float("inf"), float("-inf")
-    return sinks.to(device)
-
-
 def _pool(case: SparseCase, number: int, pool: Pool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """A cache with the keys that indices refer to, the indices, and their numbers."""
     pages_each = ceil_div(pool.s_k, pool.page_size)
@@ -254,45 +236,23 @@ def _pool(case: SparseCase, number: int, pool: Pool, device: torch.device) -> tu
     generator = generator_for(case, case.batch * pool.s_k * case.d_qk, device, 10 * (number + 1) + 1)
     for request, count in enumerate(case.counts[number]):
         positions = torch.stack([_positions(case, request * case.s_q + token, pool, draw) for token in range(case.s_q)])
-        indices[request] = _slots(positions, pages_of[request], pool, pages)
-        counted = positions[:, :count]
+        indices[request] = index_values(positions, _slots(pages_of[request], pool), _invalid(pages * pool.page_size))
+        named = positions[:, :count]
         keys = _request_keys(case, pool, pages_each, generator)
         unreferenced = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
-        unreferenced[counted[counted >= 0].to(keys.device)] = False
+        unreferenced[named[named >= 0].to(keys.device)] = False
         keys[unreferenced] = float("nan")
         storage[pages_of[request].to(device)] = _encoded(case, keys.view(pages_each, pool.page_size, 1, case.d_qk)).to(device)
     cache = storage if case.format.quantised else storage.view(DTYPES[case.dtype])
     lengths = case.topk_lengths[number]
     topk_length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-    return cache, _laid_out(case, indices).to(device), topk_length
+    return cache, laid_out(indices, case.index_layout).to(device), topk_length
 
 
 def _positions(case: SparseCase, row: int, pool: Pool, draw: torch.Generator) -> Tensor:
-    """int64 [topk]: which of its request's keys a token names, or -1 minus the number of an invalid value."""
-    positions = torch.full((pool.topk,), -1)
-    if case.indices == "none":
-        return positions
-    chosen = torch.randperm(pool.s_k, generator=draw)[: pool.topk]
-    if case.values in ("rising", "falling"):
-        chosen = chosen.sort().values
-    at = torch.randperm(pool.topk, generator=draw)[: len(chosen)].sort().values
-    positions[at] = chosen
-    if case.indices == "valid":
-        return positions
-    again = torch.rand(pool.topk, generator=draw) < 0.1
-    positions[again] = positions[torch.randint(pool.topk, (int(again.sum()),), generator=draw)]
-    kinds = -1 - torch.randint(len(_invalid(1)), (pool.topk,), generator=draw)
-    invalid = torch.rand(pool.topk, generator=draw) < 0.2
-    match row % 5:
-        case 1:
-            invalid[: TILE_KEYS + 6] = True
-        case 3:
-            invalid[:] = True
-        case 4:
-            invalid[pool.topk // 2 :] = True
-        case _:
-            pass
-    return torch.where(invalid, kinds, positions)
+    """int64 [topk]: the keys of its request that a token names, as named_keys has them."""
+    ordered = case.values in ("rising", "falling")
+    return named_keys(case.indices, row, pool.s_k, pool.topk, ordered=ordered, kinds=len(_invalid(1)), draw=draw)
 
 
 def _invalid(slots: int) -> tuple[int, ...]:
@@ -300,13 +260,9 @@ def _invalid(slots: int) -> tuple[int, ...]:
     return -1, INT_MIN, -123456, slots, slots + 1, 2_147_480_000, INT_MAX
 
 
-def _slots(positions: Tensor, pages: Tensor, pool: Pool, all_pages: int) -> Tensor:
-    """The indices for positions among the keys of a request."""
-    valid = positions >= 0
-    key = torch.where(valid, positions, 0)
-    slots = pages[key // pool.page_size] * pool.page_size + key % pool.page_size
-    invalid = torch.tensor(_invalid(all_pages * pool.page_size))
-    return torch.where(valid, slots, invalid[torch.where(valid, 0, -1 - positions)]).int()
+def _slots(pages: Tensor, pool: Pool) -> Tensor:
+    """int64: the slot of each key of a request with these pages."""
+    return (pages[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()
 
 
 def _request_keys(case: SparseCase, pool: Pool, pages: int, generator: torch.Generator) -> Tensor:
@@ -363,12 +319,3 @@ def _cache_storage(case: SparseCase, pool: Pool, pages: int, device: torch.devic
     if case.cache_layout != "far":
         storage.fill_(_NAN_BYTE)
     return storage.as_strided((pages, pool.page_size, 1, token), (stride, row, row, 1), offset)
-
-
-def _laid_out(case: SparseCase, indices: Tensor) -> Tensor:
-    """The indices in their layout; beside them lie indices of slots."""
-    if case.index_layout == "packed":
-        return indices
-    storage = torch.zeros(*indices.shape[:2], indices.shape[2] + 3, dtype=torch.int32)
-    storage[..., 1:-2] = indices
-    return storage[..., 1:-2]

@@ -15,6 +15,7 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases import Case
 from cute_mla.testing.planned import Planned
+from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.runner import Record, Target
 from cute_mla.testing.sparse_cases import SparseCase
 
@@ -99,6 +100,12 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     ]
 
 
+def test_the_worst_max_logits_are_shown_where_there_are_any(stand_in: StandIn) -> None:
+    assert "max_logits" not in invoke("--arch", "sm90").output
+    stand_in.failing[WHOLE.id] = {"max_logits_max_abs": 0.25}
+    assert f"worst max_logits max abs on sm90: 2.50e-01 in {WHOLE.id}" in invoke("--arch", "sm90").output.splitlines()
+
+
 def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
     stand_in.failing[WHOLE.id] = {"reason": "out: wrong", "findings": ["deadlock", *"abcdef"]}
     result = invoke("--schedules", "1")
@@ -180,9 +187,14 @@ def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.M
 
 
 def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_op = {"dense_decode": [Planned(WHOLE)], "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))]}
+    of_op: dict[str, list[Planned[Any]]] = {
+        "dense_decode": [Planned(WHOLE)],
+        "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))],
+        "sparse_prefill": [Planned(SparsePrefillCase())],
+    }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
-    for arguments, ops in ([(), ["dense_decode", *["sparse_decode"] * 2]], [("--op", "sparse_decode"), ["sparse_decode"] * 2]):
+    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill"]
+    for arguments, ops in ([(), every], [("--op", "sparse_decode"), every[1:3]], [("--op", "sparse_prefill"), every[3:]]):
         result = invoke("--arch", "sm90", *arguments)
         assert result.exit_code == 0, result.output
         assert [case.op for case, _, _ in stand_in.jobs] == ops

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
-from cute_mla.testing import dense_suites, sparse_suites
+from cute_mla.testing import dense_suites, prefill_suites, sparse_suites
 from cute_mla.testing.case import BaseCase
 from cute_mla.testing.operations import OPERATIONS, operation
+from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.sparse_cases import Pool, SparseCase
 
-SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE]
+SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_suites.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
@@ -27,15 +28,40 @@ def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseC
     tensors = op.make_tensors(case, "cpu")
     with RecordingDevice(arch, case.sm_count or arch.sm_count).active() as device:
         nbytes = op.workspace_bytes(case, tensors)
-        out, lse = op.call(case, tensors, torch.zeros(nbytes, dtype=torch.uint8))
+        results = dict(zip(op.results, op.call(case, tensors, torch.zeros(nbytes, dtype=torch.uint8)), strict=True))
         if nbytes:
             with pytest.raises(ValueError, match="workspace has"):
                 op.call(case, tensors, torch.zeros(nbytes - 1, dtype=torch.uint8))
-    assert out.shape == (case.batch, case.s_q, case.h_q, 512)
-    assert lse.shape == (case.batch, case.h_q, case.s_q)
+    assert results["out"].shape == (*tensors.q.shape[:-1], 512)
+    expected = op.reference(case, tensors)
+    assert [result.shape for result in results.values()] == [wanted.shape for wanted in expected]
+    assert all(results[name] is given.tensor for name, given in tensors.given.items())
     launched = [launch.kernel for launch in device.launches]
     config = case.problem(arch).config
     assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.batch > 0)
+
+
+def test_every_operand_of_a_prefill_case_reaches_the_kernel(arch: Arch) -> None:
+    case = SparsePrefillCase(
+        batch=2, form="ragged", s_q=3, h_q=5, s_kv=40, topk=20, lengths="drawn", sinks="drawn", softmax_scale=0.5,
+        empty_lse=float("-inf"), outputs="strided", index_layout="odd", kv_layout="padded_rows",
+    )  # fmt: skip
+    op = operation(case)
+    tensors = op.make_tensors(case, "cpu")
+    with RecordingDevice(arch).active() as device:
+        op.call(case, tensors, None)
+    (launch,) = device.launches
+    names = {"q": tensors.q, "kv": tensors.kv, "indices": tensors.indices, "topk_length": tensors.topk_length}
+    names |= {"attn_sink": tensors.attn_sink, "kv_offsets": tensors.kv_offsets}
+    names |= {name: given.tensor for name, given in tensors.given.items()}
+    for name, tensor in names.items():
+        assert isinstance(launch.args[name], Tensor)
+        assert launch.args[name].data_ptr() == tensor.data_ptr(), name
+    assert [launch.args[name] for name in ("tokens", "s_q", "h_q", "s_kv", "topk")] == [6, 3, 5, case.kv_rows, 20]
+    assert [launch.args[f"max_logits_stride_{name}"] for name in ("batch", "token", "head")] == [5 * 6, 1, 6]
+    assert [launch.args[f"lse_stride_{name}"] for name in ("batch", "token", "head")] == [3 * 8, 8, 1]
+    assert (launch.args["kv_stride_batch"], launch.args["kv_stride_row"], launch.args["indices_stride_token"]) == (0, 1280, 23)
+    assert (launch.args["scale_log2"], launch.args["empty_lse"]) == (pytest.approx(0.5 * 1.442695), float("-inf"))
 
 
 @pytest.mark.parametrize("metadata", ["object", "tensors"])

@@ -27,6 +27,7 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import operations, runner
 from cute_mla.testing.cases import Case, make_tensors
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 
 Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
@@ -164,6 +165,68 @@ def test_a_planted_fault_fails(kernel: StandIn, fault: Fault, reason: str) -> No
     assert record.status == "failed"
     assert record.passed is False
     assert record.reason.startswith(reason)
+
+
+PREFILL = SparsePrefillCase(s_q=2, h_q=4, topk=70, lengths=(70, 0), outputs="strided")
+
+
+class PrefillStandIn:
+    """Computes the reference of sparse prefill, then applies a fault to max_logits."""
+
+    def __init__(self) -> None:
+        self.fault: Callable[[Tensor], object] = lambda max_logits: None
+
+    def __call__(self, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        results = [kwargs[name] for name in ("out", "max_logits", "lse")]
+        expected = reference.sparse_prefill(q, kv, indices, sm_scale, *args)
+        for result, wanted in zip(results, expected, strict=True):
+            assert result.isnan().all()
+            result.copy_(wanted)
+        self.fault(results[1])
+        return tuple(results)
+
+
+@pytest.fixture
+def prefill(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> PrefillStandIn:
+    """A stand-in kernel of sparse prefill without faults, until one is planted."""
+    stand_in = PrefillStandIn()
+    monkeypatch.setattr(operations, "flash_mla_sparse_fwd", stand_in)
+    return stand_in
+
+
+def test_a_third_result_is_judged_and_recorded(prefill: PrefillStandIn) -> None:
+    record = run(PREFILL)
+    assert record.passed, record.reason
+    assert (record.op, record.max_logits_max_abs, record.lse_max_abs) == ("sparse_prefill", 0, 0)
+    prefill.fault = lambda max_logits: max_logits[0, 1].add_(1e-3)
+    record = run(PREFILL)
+    assert record.reason.startswith("max_logits: 1 of 8 elements out of bounds, worst at [0, 1]")
+    assert record.max_logits_max_abs == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (lambda max_logits: max_logits[1].fill_(0), "max_logits: 4 misplaced NaN or infinity, first at [1, 0]: 0, expected -inf"),
+        (lambda max_logits: max_logits[0, :1].fill_(float("nan")), "max_logits: 1 misplaced NaN"),
+        (lambda max_logits: max_logits.as_strided((1,), (1,), 0).fill_(0), "memory between the rows of max_logits was written"),
+    ],
+)
+def test_a_fault_in_a_third_result_fails(prefill: PrefillStandIn, fault: Callable[[Tensor], object], reason: str) -> None:
+    prefill.fault = fault
+    record = run(PREFILL)
+    assert record.status == "failed"
+    assert record.reason.startswith(reason)
+
+
+def test_other_bits_of_a_third_result_fail(prefill: PrefillStandIn, kernel: StandIn) -> None:
+    def differ(max_logits: Tensor) -> None:
+        if kernel.schedules[-1] == "lazy":
+            max_logits[0, 0] = torch.nextafter(max_logits[0, 0], torch.tensor(9.0))
+
+    prefill.fault = differ
+    records = run_case(PREFILL, Target("sm90", "sim", schedules(2, 0)))
+    assert [record.reason for record in records] == ["", "other bits than under the first schedule"]
 
 
 def test_a_finding_fails_a_right_answer(kernel: StandIn) -> None:

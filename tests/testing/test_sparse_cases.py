@@ -13,8 +13,9 @@ from cute_mla.cache import dequantise_cache
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.testing import sparse_cases
 from cute_mla.testing.compare import LSE, SPARSE_DECODE_OUT, compare, same_bits
+from cute_mla.testing.indexed import FAR_BYTES, INT_MAX, INT_MIN
 from cute_mla.testing.operations import OPERATIONS
-from cute_mla.testing.sparse_cases import FAR_BYTES, INT_MAX, INT_MIN, Pool, SparseCase, SparseTensors, make_sparse_tensors
+from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
 
 CASE = SparseCase(batch=7, s_q=2, h_q=3, main=Pool(200, 130, 61, "edges"), extra=Pool(90, 70, 64, "edges"), indices="mixed")
 SMALL = SparseCase(batch=2, h_q=2, main=Pool(40, 20, 16))
@@ -165,6 +166,9 @@ def test_mixed_indices_have_every_invalid_value_and_whole_tiles_of_them() -> Non
     assert len(indices[0][rows[0]].unique()) < rows[0].sum(), "some are repeated"
     assert not rows[1][:64].any()
     assert rows[1][70:].any()
+    assert rows[2][:61].any()
+    assert not rows[2][61:133].any()
+    assert rows[2][133:].any()
     assert not rows[3].any()
     assert rows[4][:250].any()
     assert not rows[4][250:].any()

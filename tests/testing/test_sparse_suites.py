@@ -12,7 +12,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE, closed_variants
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing import case as base
-from cute_mla.testing import decode_case, sparse_cases, sparse_suites
+from cute_mla.testing import decode_case, indexed, sparse_cases, sparse_suites
 from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
 from cute_mla.testing.sparse_cases import Pool, SparseCase
@@ -26,9 +26,9 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "power_of_two": (False, True),
     "q_layout": get_args(base.QLayout),
     "cache_layout": get_args(sparse_cases.SparseCacheLayout),
-    "indices": get_args(sparse_cases.Indices),
-    "index_layout": get_args(sparse_cases.IndexLayout),
-    "sinks": get_args(sparse_cases.Sinks),
+    "indices": get_args(indexed.Indices),
+    "index_layout": get_args(indexed.IndexLayout),
+    "sinks": get_args(indexed.Sinks),
     "outputs": get_args(base.Outputs),
     "metadata": get_args(decode_case.Metadata),
     "batch_invariant": (False, True),
