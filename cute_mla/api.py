@@ -16,8 +16,7 @@ from .runtime.device import device_for
 from .schedule import GivenPlan, KeyCounts, MlaSchedule
 from .schedule import plan as plan_splits
 from .sparse_decode_op import SparseOperands
-from .sparse_prefill_op import PrefillOperands, Results
-from .sparse_prefill_op import Wanted as WantedOfPrefill
+from .sparse_prefill_op import PrefillOperands, PrefillResults, PrefillWanted
 from .spec.dense_decode import MAX_KEYS, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
@@ -304,7 +303,7 @@ def flash_mla_sparse_fwd(
     _check_columns("d_v", d_v)
     _check_scale("sm_scale", sm_scale)
     _check_empty_lse(empty_lse)
-    wanted = WantedOfPrefill(
+    wanted = PrefillWanted(
         out=optional_spec("out", out),
         max_logits=optional_spec("max_logits", max_logits),
         lse=optional_spec("lse", lse),
@@ -313,7 +312,7 @@ def flash_mla_sparse_fwd(
     device = device_for(q.device)
     operands = PrefillOperands(q, kv, indices, topk_length, attn_sink, kv_offsets)
     plan = operands.plan(wanted, device)
-    results = Results(
+    results = PrefillResults(
         out=q.new_empty(plan.out_shape) if out is None else out,
         max_logits=q.new_empty(plan.row_shape, dtype=torch.float32) if max_logits is None else max_logits,
         lse=q.new_empty(plan.row_shape, dtype=torch.float32) if lse is None else lse,

@@ -32,7 +32,7 @@ from .tensors import (
 )
 
 
-class Wanted(NamedTuple):
+class PrefillWanted(NamedTuple):
     """The results that a caller gives. address_alignment: what row_alignment takes, of q and out (the caller's, if given)."""
 
     out: TensorSpec | None
@@ -50,7 +50,7 @@ class SparsePrefillCall(NamedTuple):
     topk_length: TensorSpec | None
     attn_sink: TensorSpec | None
     kv_offsets: TensorSpec | None
-    wanted: Wanted
+    wanted: PrefillWanted
 
     @property
     def leading(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class SparsePrefillPlan:
         return 0 in self.out_shape
 
 
-class Results(NamedTuple):
+class PrefillResults(NamedTuple):
     """What a call writes."""
 
     out: torch.Tensor
@@ -97,7 +97,7 @@ class PrefillOperands(NamedTuple):
     attn_sink: torch.Tensor | None
     kv_offsets: torch.Tensor | None
 
-    def plan(self, wanted: Wanted, device: Device) -> SparsePrefillPlan:
+    def plan(self, wanted: PrefillWanted, device: Device) -> SparsePrefillPlan:
         """What the call needs on a device. ValueError on anything not supported."""
         call = SparsePrefillCall(
             q=spec_of("q", self.q),
@@ -112,7 +112,7 @@ class PrefillOperands(NamedTuple):
         check_address("kv", self.kv.data_ptr(), GATHER_ALIGNMENT)
         return plan
 
-    def launch(self, device: Device, plan: SparsePrefillPlan, results: Results, sm_scale: float, empty_lse: float) -> None:
+    def launch(self, device: Device, plan: SparsePrefillPlan, results: PrefillResults, sm_scale: float, empty_lse: float) -> None:
         """Launches sparse_prefill. Allocates nothing."""
         args: tuple[Argument, ...] = (
             self.q,

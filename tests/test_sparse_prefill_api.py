@@ -14,7 +14,7 @@ from test_api import Allocations, NoReads, row_ctas
 
 import cute_mla
 from cute_mla.runtime.arguments import NULL, ArgumentBlock
-from cute_mla.sparse_prefill_op import SparsePrefillCall, Wanted, plan_call
+from cute_mla.sparse_prefill_op import PrefillWanted, SparsePrefillCall, plan_call
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
@@ -196,7 +196,7 @@ def test_operands_far_apart(arch: Arch) -> None:
         topk_length=None,
         attn_sink=None,
         kv_offsets=None,
-        wanted=Wanted(TensorSpec((2, 3, 128, 512), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
+        wanted=PrefillWanted(TensorSpec((2, 3, 128, 512), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
     )
     plan = plan_call(call, arch, 132)
     assert plan.int64s == (*[5 * far, 2 * far, far] * 4, 2 * far, far, 6 * far, 2 * far)

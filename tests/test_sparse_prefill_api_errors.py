@@ -12,7 +12,7 @@ from recording_device import RecordingDevice
 from test_api_errors import ints, zeros
 from test_sparse_prefill_api import PrefillCall
 
-from cute_mla.sparse_prefill_op import SparsePrefillCall, Wanted, plan_call
+from cute_mla.sparse_prefill_op import PrefillWanted, SparsePrefillCall, plan_call
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.sparse_prefill import MAX_TOKENS
@@ -206,7 +206,7 @@ def test_more_than_32_bits_count(arch: Arch, sizes: tuple[int, int, int], said: 
         topk_length=None,
         attn_sink=None,
         kv_offsets=None,
-        wanted=Wanted(None, None, None, 16),
+        wanted=PrefillWanted(None, None, None, 16),
     )
     with pytest.raises(ValueError, match=said):
         plan_call(call, arch, 132)
