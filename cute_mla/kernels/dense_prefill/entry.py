@@ -47,14 +47,16 @@ class DensePrefill(AttentionKernel):
         lse_stride_token: Int64, lse_stride_head: Int64, scale_log2: Float32, empty_lse: Float32,
         batch: Int32, h_q: Int32, heads_per_kv: Int32, total_q: Int32, total_k: Int32, row_blocks: Int32, causal: Int32,
     ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+        """Compiled for its types, never run: the runtime launches the kernel itself.
+
+        Unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             self.typed_map(q_map, self.config.d_qk), self.typed_map(k_map, self.config.d_qk), self.typed_map(v_map, D_V),
             q, cu_seqlens_q, cu_seqlens_k, out, lse, q_stride_token, q_stride_head, out_stride_token, out_stride_head,
             lse_stride_token, lse_stride_head, scale_log2, empty_lse,
             batch, h_q, heads_per_kv, total_q, total_k, row_blocks, causal,
-        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1))  # fmt: skip
+        ).launch(grid=(1, 1, 1), block=(self.threads, 1, 1), min_blocks_per_mp=1)  # fmt: skip
 
     @cute.kernel
     def kernel(

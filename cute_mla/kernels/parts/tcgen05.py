@@ -1,6 +1,6 @@
-"""Matrix products of a pair of Blackwell SMs, and tensor memory.
+"""Matrix products of Blackwell SMs, alone or of a pair together, and tensor memory.
 
-Every tcgen05 instruction here is of cta_group 2. An address of tensor memory is lane << 16 | column.
+A kernel's tcgen05 instructions are all of one group: a pair's unless said otherwise. An address of tensor memory is lane << 16 | column.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int8, Int16, Int32, cute
 from cutlass.experimental import primitives
 
 PAIR_GROUP = primitives.CTAGroup.CTA_2
+OWN_GROUP = primitives.CTAGroup.CTA_1
 Keep = primitives.Tcgen05MMACollectorOp  # whether the tensor core keeps A for the product that follows
 BOTH_CTAS = 0b11
 SWIZZLE_128B = 2
@@ -21,19 +22,19 @@ A_FORMAT, B_FORMAT, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 16, 17, 24  # bit posi
 FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1}
 
 
-def allocate(cell: cute.Pointer, columns: int) -> None:
-    """Takes columns of tensor memory in both CTAs and writes their address to `cell`. One whole warp of each CTA."""
-    primitives.tcgen05_alloc(cell.raw_ptr(), columns, group=PAIR_GROUP)
-    primitives.tcgen05_relinquish_alloc_permit(group=PAIR_GROUP)
+def allocate(cell: cute.Pointer, columns: int, group: primitives.CTAGroup = PAIR_GROUP) -> None:
+    """Takes columns of tensor memory in every CTA of the group and writes their address to `cell`. One whole warp of each."""
+    primitives.tcgen05_alloc(cell.raw_ptr(), columns, group=group)
+    primitives.tcgen05_relinquish_alloc_permit(group=group)
 
 
-def free(address: Int32, columns: int) -> None:
+def free(address: Int32, columns: int, group: primitives.CTAGroup = PAIR_GROUP) -> None:
     """Gives them back. The warps that allocated, when nobody uses tensor memory any more."""
-    primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=PAIR_GROUP)
+    primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=group)
 
 
 def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> int:
-    """Descriptor of rows x columns x 16 with fp32 accumulators; rows and columns of both CTAs together."""
+    """Descriptor of rows x columns x 16 with fp32 accumulators; rows and columns of all CTAs of the group together."""
     a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_b) << B_MN_MAJOR
     return F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD
 
@@ -63,13 +64,12 @@ def multiply(
     shape: int,
     accumulate: bool | Boolean,
     keep_a: primitives.Tcgen05MMACollectorOp = Keep.DISCARD,
+    group: primitives.CTAGroup = PAIR_GROUP,
 ) -> None:
-    """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread of
-    the even CTA."""
+    """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of
+    a pair's even CTA."""
     target = primitives.make_tmem_ptr(accumulator, Int8)
-    primitives.tcgen05_mma(
-        primitives.Tcgen05MMAKind.F16, PAIR_GROUP, target, a, b, shape, accumulate, collector_op=keep_a
-    )
+    primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, group, target, a, b, shape, accumulate, collector_op=keep_a)
 
 
 def a_in_tmem(address: Int32) -> Any:
@@ -80,6 +80,11 @@ def a_in_tmem(address: Int32) -> Any:
 def commit(barrier: cute.Pointer) -> None:
     """One arrival on the barrier of both CTAs when everything this thread has issued is done."""
     primitives.tcgen05_commit(barrier.raw_ptr(), multicast_mask=Int16(BOTH_CTAS), group=PAIR_GROUP)
+
+
+def commit_alone(barrier: cute.Pointer) -> None:
+    """The same of an SM that works alone."""
+    primitives.tcgen05_commit(barrier.raw_ptr(), group=OWN_GROUP)
 
 
 def load_columns(address: Int32, count: int, dtype: type[cutlass.Numeric] = Float32) -> Any:
