@@ -16,6 +16,7 @@ from cute_mla import simulator
 from cute_mla.kernels.source import KernelSource
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.tensor_map import TensorMap
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
@@ -68,15 +69,17 @@ def nbytes(tensor: torch.Tensor) -> int:
 def launch(
     kernel: CompiledKernel,
     grid: tuple[int, int, int],
-    args: Sequence[int | float | torch.Tensor],
+    args: Sequence[int | float | torch.Tensor | TensorMap],
     memory: simulator.GlobalMemory,
     policy: simulator.Policy | None = None,
 ) -> list[simulator.Finding]:
     """Runs the kernel with arguments in the order of its parameters; returns the findings."""
-    raw = []
+    raw: list[bytes | TensorMap] = []
     for param, arg in zip(kernel.source.params, args, strict=True):
-        value = arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
-        raw.append(struct.pack(FORMATS[param.kind], value))
+        if isinstance(arg, TensorMap):
+            raw.append(arg)
+        else:
+            raw.append(struct.pack(FORMATS[param.kind], arg.data_ptr() if isinstance(arg, torch.Tensor) else arg))
     shape = simulator.Launch(
         module=module(kernel.ptx),
         entry=kernel.entry,
@@ -85,6 +88,10 @@ def launch(
         cluster=kernel.source.cluster,
         smem_bytes=kernel.source.smem_bytes,
         args=raw,
-        names=simulator.Names(roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.source.roles)),
+        names=simulator.Names(
+            barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.source.barriers),
+            named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.source.named_barriers),
+            roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.source.roles),
+        ),
     )
     return simulator.run(shape, memory, policy or simulator.Policy()).findings

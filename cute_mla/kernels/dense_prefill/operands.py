@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -53,6 +53,19 @@ class Items:
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         place = cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)
         return turn * ctas + place
+
+    def rounds(self) -> Int32:
+        """Rounds after which every item has had its turn."""
+        ctas = Uint32(cute.arch.grid_dim()[0])
+        return Int32((Uint32(self.count()) + ctas - 1) // ctas)
+
+    def take(self, turn: Int32) -> Item:
+        """This CTA's item of a round; one without rows or keys if it has none."""
+        index, count = self.of_round(turn), self.count()
+        there = Uint32(index) < Uint32(count)
+        item = self.read(cutlass.select_(there, index, count - 1))
+        rows, keys = (cutlass.select_(there, number, Int32(0)) for number in (item.rows, item.keys))
+        return replace(item, rows=rows, keys=keys)
 
     def read(self, index: Int32) -> Item:
         """What an item is by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""

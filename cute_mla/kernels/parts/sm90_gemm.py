@@ -198,17 +198,19 @@ class OutputGemm:
 
 
 @cute.jit
-def clear_rows(sKv: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32):
-    """Zeroes keys first_row .. 63 of a slot. Whole 128-byte rows, so the swizzle does not matter."""
+def clear_rows(tiles: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32, threads: int = WARPGROUP):
+    """Zeroes the rows from first_row on of a slot of (rows, columns, slots). Whole 128-byte rows, so the swizzle does not
+    matter. `thread` is one of `threads`, a multiple of 8."""
+    rows, columns = cute.size(tiles, mode=[0]), cute.size(tiles, mode=[1])
     chunk_elements = 8  # 16 bytes
     chunks_per_row = BOX_COLUMNS // chunk_elements
-    rows_per_pass = WARPGROUP // chunks_per_row
-    zeros = cute.make_rmem_tensor(cute.make_layout(chunk_elements), sKv.element_type)
+    rows_per_pass = threads // chunks_per_row
+    zeros = cute.make_rmem_tensor(cute.make_layout(chunk_elements), tiles.element_type)
     zeros.fill(0.0)
-    base = sKv.iterator + slot * (TILE_KEYS * SLOT_COLUMNS)
-    for box in cutlass.range_constexpr(SLOT_COLUMNS // BOX_COLUMNS):
-        for step in cutlass.range_constexpr(TILE_KEYS // rows_per_pass):
+    base = tiles.iterator + slot * (rows * columns)
+    for box in cutlass.range_constexpr(columns // BOX_COLUMNS):
+        for step in cutlass.range_constexpr(rows // rows_per_pass):
             row = step * rows_per_pass + thread // chunks_per_row
             if row >= first_row:
-                offset = (box * TILE_KEYS + row) * BOX_COLUMNS + thread % chunks_per_row * chunk_elements
+                offset = (box * rows + row) * BOX_COLUMNS + thread % chunks_per_row * chunk_elements
                 cute.autovec_copy(zeros, cute.make_tensor(aligned(base + offset, 16), cute.make_layout(chunk_elements)))

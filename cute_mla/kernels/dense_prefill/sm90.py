@@ -1,0 +1,363 @@
+"""Dense prefill on Hopper.
+
+For every sequence and query head, over the keys j that row r sees:
+
+    s_rj = <q_r, k_j> over 192 or 128 columns     p = softmax(scale * s)     out_r = sum_j p_rj v_j     (128 columns)
+
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, the last tile first, so that
+the tiles that need a mask come before those that do not.
+
+Roles (384 threads):
+  keys     warp 0: TMA of K
+  values   warp 1: TMA of V; zeroes what lies behind the last key
+  queries  warp 2: TMA of Q (not in the `elements` variants, where the warpgroups load their rows themselves)
+  attend   warpgroups 1, 2: 64 rows each: S = Q K^T, softmax, O += P V with P and O in registers, out, lse
+
+Shared memory: Q (128 rows), and as many tiles of K and of V as fit: 2 each with 192 columns, 3 with 128.
+
+Pipelines (producer -> consumer; arrivals per phase):
+  key_ready[n]     keys -> attend      1 and the bytes of a tile
+  key_free[n]      attend -> keys      8: the warps of both warpgroups
+  value_ready[n]   values -> attend    1 and the bytes of a tile; without them for a tile that ends behind the last key
+  value_free[n]    attend -> values    8
+  value_landed     values -> itself    1 and the bytes of such a tile, which it clears the rest of before it hands it on
+  query_ready[2]   queries -> attend   1 and the bytes of a warpgroup's rows, once per item
+  query_free[2]    attend -> queries   4: the last S of the item is there
+  turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
+
+The trick: nothing that is computed waits for the tensor cores, or they for it. S of the next tile is issued before P V of
+this one, so a warpgroup has products in flight during its softmax; and the two warpgroups issue in turn, so that each has
+the tensor cores for itself while the other one is at its softmax. README.md has the clocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from ...manifest import NamedBarrier, Role
+from ...spec.arch import SM90, Arch
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS, DensePrefillConfig
+from ...spec.mla import ELEMENT_BYTES
+from ..parts.barriers import Ring, arrive, barrier_table
+from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_pair, pack_pair, store_pair
+from ..parts.lengths import smaller
+from ..parts.sm90_gemm import clear_rows
+from ..parts.sm90_roles import set_registers
+from ..parts.softmax import LN2, OnlineSoftmax, mask_keys
+from ..parts.tma import load_box, prefetch_map
+from ..source import KernelSource
+from .entry import DensePrefill
+from .operands import Item, Operands
+from .sm90_gemm import Products, QueryStage
+from .sm90_geometry import (
+    COMPUTE_REGISTERS,
+    GROUP_ROWS,
+    GROUPS,
+    KEY_WARP,
+    LOAD_REGISTERS,
+    QUERY_WARP,
+    STAGE_BARRIER,
+    THREADS,
+    TILE_ALIGNMENT,
+    TILE_KEYS,
+    TURN_BARRIER,
+    VALUE_WARP,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
+
+
+class DensePrefillSm90(DensePrefill):
+    """One variant of the kernel."""
+
+    threads = THREADS
+    rows_each = TILE_ROWS[SM90.name]
+
+    def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.geometry = Geometry(config.d_qk)
+        self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
+
+    @cute.jit
+    def run(self, operands: Operands):
+        tiles, pipes = self.carve_smem()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.initialise(pipes)
+                for tensor_map in (operands.q_map, operands.k_map, operands.v_map):
+                    prefetch_map(tensor_map)
+        cute.arch.sync_threads()
+        # Q, K, V and the lengths may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = warp // WARPS_PER_GROUP
+        if group == 0:
+            set_registers(LOAD_REGISTERS)
+            if warp == KEY_WARP:
+                self.load_keys(operands, tiles, pipes)
+            if warp == VALUE_WARP:
+                self.load_values(operands, tiles, pipes)
+            if warp == QUERY_WARP:
+                self.load_queries(operands, tiles, pipes)
+        else:
+            set_registers(COMPUTE_REGISTERS)
+            self.attend(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
+
+    def tile_layout(self, rows: int, columns: int, slots: int) -> cute.ComposedLayout:
+        """rows x columns x slots in boxes of 64 columns, each `rows` rows of 128 bytes, 128-byte swizzle."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
+        return cute.tile_to_shape(atom, (rows, columns, slots), (0, 1, 2))
+
+    def carve_smem(self) -> tuple[Tiles, Pipes]:
+        """Places tiles and barriers, in the order of sm90_geometry."""
+        geometry = self.geometry
+        smem = cutlass.memory.SmemAllocator()
+        shapes = (
+            (GROUP_ROWS, geometry.d_qk, GROUPS),
+            (TILE_KEYS, geometry.d_qk, geometry.slots),
+            (TILE_KEYS, D_V, geometry.slots),
+        )
+        layouts = [self.tile_layout(*shape) for shape in shapes]
+        tensors = [smem.allocate_tensor(self.dtype, layout.outer, TILE_ALIGNMENT, layout.inner) for layout in layouts]
+        rings = {name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers}
+        return Tiles(*tensors), Pipes(**rings)
+
+    def initialise(self, pipes: Pipes) -> None:
+        """Sets the arrivals of every barrier."""
+        for ready in (pipes.key_ready, pipes.value_ready, pipes.value_landed, pipes.query_ready):
+            ready.initialise(1)
+        for free in (pipes.key_free, pipes.value_free):
+            free.initialise(GROUPS * WARPS_PER_GROUP)
+        pipes.query_free.initialise(WARPS_PER_GROUP)
+        cute.arch.mbarrier_init_fence()
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits key_free. Signals key_ready."""
+        use = Int32(0)
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            count = tile_count(item)
+            for i in cutlass.range(count, unroll=1):
+                slot, ready = pipes.key_ready.slot(use + i), pipes.key_ready.barrier(use + i)
+                pipes.key_free.wait_free(use + i)
+                where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
+                load_tile(tiles.sK, slot, operands.k_map, where, ready, self.geometry.key_bytes)
+            use = use + count
+
+    @cute.jit
+    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits value_free. Signals value_ready.
+
+        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN."""
+        use, cleared = Int32(0), Int32(0)
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            count = tile_count(item)
+            for i in cutlass.range(count, unroll=1):
+                slot, ready = pipes.value_ready.slot(use + i), pipes.value_ready.barrier(use + i)
+                pipes.value_free.wait_free(use + i)
+                first = (count - 1 - i) * TILE_KEYS
+                where = (item.kv_head, item.first_key + first)
+                whole = first + TILE_KEYS <= item.keys
+                landed = cutlass.select_(whole, ready, pipes.value_landed.barrier(cleared))
+                load_tile(tiles.sV, slot, operands.v_map, where, landed, self.geometry.value_bytes)
+                if not whole:
+                    pipes.value_landed.wait_ready(cleared)
+                    clear_rows(tiles.sV, slot, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    arrive(ready)
+                    cleared = cleared + 1
+            use = use + count
+
+    @cute.jit
+    def load_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits query_free. Signals query_ready. Rows behind the sequence's are those of the next one, or zeros."""
+        if cutlass.const_expr(self.by_tma):
+            done = Int32(0)
+            for turn in cutlass.range(operands.items.rounds(), unroll=1):
+                item = operands.items.take(turn)
+                if item.keys > 0:
+                    for group in cutlass.range_constexpr(GROUPS):
+                        use = done * GROUPS + group
+                        pipes.query_free.wait_free(use)
+                        where = (item.head, item.first_row + group * GROUP_ROWS)
+                        load_tile(tiles.sQ, group, operands.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
+                    done = done + 1
+
+    # ---- attend -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def attend(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
+        """Waits key_ready, value_ready, query_ready. Signals key_free, value_free, query_free. Writes out and lse."""
+        products = Products.create(self.dtype, tiles, thread, group)
+        softmax = OnlineSoftmax.create(operands.scale_log2)
+        if group != 0:
+            give_turn(group)
+        use, done = Int32(0), Int32(0)
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            if item.rows > 0:
+                softmax.reset()
+                products.clear_output()
+                if item.keys > 0:
+                    self.take_queries(operands, tiles, pipes, item, products, done)
+                    self.attend_tiles(pipes, item, products, softmax, use, done)
+                    use = use + tile_count(item)
+                    done = done + 1
+                self.finish_rows(operands, item, products, softmax)
+        if group == 0:
+            take_turn(group)  # the one that the other warpgroup has given last
+
+    @cute.jit
+    def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, products: Products, done: Int32):
+        """Returns when the warpgroup's rows of Q are in shared memory. Rows behind the sequence's repeat its last one, or are
+        whatever lies there; their results go nowhere."""
+        if cutlass.const_expr(self.by_tma):
+            pipes.query_ready.wait_ready(done * GROUPS + products.group)
+        else:
+            stage = QueryStage.create(self.dtype, tiles, products.thread)
+            rows = []
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                row = smaller(block_row(products, row_half), item.rows - 1)
+                rows.append(operands.q_row(item, row) + 2 * (products.thread % 4))
+            for tile in cutlass.range_constexpr(self.config.d_qk // BOX_COLUMNS):
+                for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
+                        source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
+                        stage.words[2 * eight + row_half] = load_pair(source, False)
+                stage.store(tile, products.group)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def attend_tiles(self, pipes: Pipes, item: Item, products: Products, softmax: OnlineSoftmax, use: Int32, done: Int32):
+        """O and the row sums of an item that has keys."""
+        group, count = products.group, tile_count(item)
+        pipes.key_ready.wait_ready(use)
+        take_turn(group)
+        warpgroup.fence()
+        products.start_scores(pipes.key_ready.slot(use))
+        give_turn(group)
+        warpgroup.wait_group(0)
+        arrive(pipes.key_free.barrier(use))
+        self.mask(item, products, count - 1)
+        softmax.add_tile(products.scores)
+        products.round_probs()
+
+        for i in cutlass.range(1, count, unroll=1):
+            pipes.key_ready.wait_ready(use + i)
+            take_turn(group)
+            warpgroup.fence()
+            products.start_scores(pipes.key_ready.slot(use + i))
+            pipes.value_ready.wait_ready(use + i - 1)
+            products.start_output(pipes.value_ready.slot(use + i - 1))
+            give_turn(group)
+            warpgroup.wait_group(1)
+            arrive(pipes.key_free.barrier(use + i))
+            self.mask(item, products, count - 1 - i)
+            factors = softmax.add_tile(products.scores)
+            warpgroup.wait_group(0)
+            arrive(pipes.value_free.barrier(use + i - 1))
+            if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+                products.scale_output(factors)
+            products.round_probs()
+
+        if cutlass.const_expr(self.by_tma):
+            arrive(pipes.query_free.barrier(done * GROUPS + group))
+        last = use + count - 1
+        pipes.value_ready.wait_ready(last)
+        warpgroup.fence()
+        products.start_output(pipes.value_ready.slot(last))
+        warpgroup.wait_group(0)
+        arrive(pipes.value_free.barrier(last))
+
+    @cute.jit
+    def mask(self, item: Item, products: Products, tile: Int32):
+        """Keys past the end, and causally hidden ones."""
+        left = item.keys - tile * TILE_KEYS
+        seen = item.diagonal + 1 - tile * TILE_KEYS  # by row 0 of the block
+        if smaller(left, seen + products.group * GROUP_ROWS) < TILE_KEYS:
+            limits = [smaller(left, seen + block_row(products, row_half)) for row_half in range(ROWS_PER_THREAD)]
+            mask_keys(products.scores, products.thread, limits)
+
+    @cute.jit
+    def finish_rows(self, operands: Operands, item: Item, products: Products, softmax: OnlineSoftmax):
+        """Normalises, and writes the rows that the sequence has: the quad writes 16 contiguous bytes of a row."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = block_row(products, row_half)
+            total = softmax.row_sum(row_half)
+            empty = total == 0.0
+            inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
+            lse = (softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)) * LN2
+            if row < item.rows:
+                if products.thread % 4 == 0:
+                    operands.lse_of(item, row).store(cutlass.select_(empty, operands.empty_lse, lse))
+                target = operands.out_row(item, row) + 2 * (products.thread % 4)
+                for eight in cutlass.range_constexpr(D_V // 8):
+                    low, high = products.pair(eight, row_half, inverse)
+                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.by_tma)
+
+
+@cute.jit
+def load_tile(target: cute.Tensor, slot: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
+    """One warp starts the copy of a slot of (rows, columns, slots), from (head, first row) on; its bytes count on `ready`."""
+    rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
+    head, first = where
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, nbytes)
+        for column in cutlass.range_constexpr(0, columns, BOX_COLUMNS):
+            for row in cutlass.range_constexpr(0, rows, BOX_ROWS):
+                box = target.iterator + (slot * (rows * columns) + column * rows + row * BOX_COLUMNS)
+                load_box(box, tensor_map, (column, head, first + row), ready)
+
+
+def tile_count(item: Item) -> Int32:
+    """Key tiles of an item."""
+    return (item.keys + (TILE_KEYS - 1)) // TILE_KEYS
+
+
+def block_row(products: Products, row_half: int) -> Int32:
+    """Row of the item's block that one of the thread's fragment rows is."""
+    return products.group * GROUP_ROWS + fragment_row(products.thread, row_half)
+
+
+def take_turn(group: Int32) -> None:
+    """Waits until the other warpgroup has issued its products."""
+    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+
+
+def give_turn(group: Int32) -> None:
+    """Lets the other warpgroup issue."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
+
+
+def build(config: DensePrefillConfig, arch: Arch) -> KernelSource:
+    """The variant, ready to compile."""
+    kernel = DensePrefillSm90(config, arch)
+    geometry = kernel.geometry
+    scores, output = geometry.wgmma_per_tile
+    named = [(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)]
+    staged = [] if kernel.by_tma else [(f"stage_{group}", STAGE_BARRIER + group) for group in range(GROUPS)]
+    return kernel.source(
+        smem_bytes=geometry.smem_bytes,
+        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+        named_barriers=tuple(NamedBarrier(name, number) for name, number in named + staged),
+        roles=(
+            Role("keys", KEY_WARP, 1),
+            Role("values", VALUE_WARP, 1),
+            Role("queries", QUERY_WARP, 1),
+            *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
+        ),
+        expected={"HGMMA": 2 * (scores + output)},  # the first S and the last P V of an item stand outside the loop
+    )

@@ -1,0 +1,136 @@
+"""The two matrix products of one warpgroup: S = Q K^T for 64 rows and 128 keys, and O += P V with P from registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ..parts.fragments import flat, half, packed, tile_writer
+from ..parts.sm90_gemm import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, tiled_mma
+from .sm90_geometry import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
+
+PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
+
+
+@dataclass(frozen=True)
+class Products:
+    """The operands of both, partitioned for one thread."""
+
+    dtype: type[cutlass.Numeric]
+    thread: Int32
+    group: Int32
+    overwrite_scores: cute.TiledMma
+    add_scores: cute.TiledMma
+    output_mma: cute.TiledMma
+    tQ: cute.Tensor
+    tK: cute.Tensor
+    tV: cute.Tensor
+    scores: cute.Tensor
+    probs: cute.Tensor  # P as it comes out of the scores
+    tP: cute.Tensor  # the same registers as an A operand
+    output: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32, group: Int32) -> Products:
+        """For one thread of a warpgroup that computes."""
+        # an MMA whose accumulation were switched in a loop would be a value that leaves the loop
+        overwrite_scores, add_scores = (tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
+        output_mma = tiled_mma(dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        overwrite_scores.set(warpgroup.Field.ACCUMULATE, False)
+        add_scores.set(warpgroup.Field.ACCUMULATE, True)
+        output_mma.set(warpgroup.Field.ACCUMULATE, True)
+        of_scores, of_output = add_scores.get_slice(thread), output_mma.get_slice(thread)
+        slots = cute.size(tiles.sV, mode=[2])
+        transposed = cute.make_layout((D_V, TILE_KEYS, slots), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
+        scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, TILE_KEYS)), Float32)
+        probs = cute.make_rmem_tensor_like(scores, dtype)
+        steps = cute.make_layout((A_VALUES, 1, TILE_KEYS // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
+        return Products(
+            dtype=dtype,
+            thread=thread,
+            group=group,
+            overwrite_scores=overwrite_scores,
+            add_scores=add_scores,
+            output_mma=output_mma,
+            tQ=of_scores.make_fragment_A(of_scores.partition_A(tiles.sQ)),
+            tK=of_scores.make_fragment_B(of_scores.partition_B(tiles.sK)),
+            tV=of_output.make_fragment_B(of_output.partition_B(cute.composition(tiles.sV, transposed))),
+            scores=scores,
+            probs=probs,
+            tP=cute.make_tensor(probs.iterator, steps),
+            output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, D_V)), Float32),
+        )
+
+    def start_scores(self, slot: Int32) -> None:
+        """S = Q K^T as a group of WGMMAs."""
+        for step in range(cute.size(self.tQ, mode=[2])):
+            mma = self.add_scores if step else self.overwrite_scores
+            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, slot], self.scores)
+        warpgroup.commit_group()
+
+    def start_output(self, slot: Int32) -> None:
+        """O += P V as a group of WGMMAs."""
+        for step in range(cute.size(self.tP, mode=[2])):
+            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, slot], self.output)
+        warpgroup.commit_group()
+
+    def round_probs(self) -> None:
+        """The scores, by now probabilities, to the A operand of P V.
+
+        In PTX, because LLVM would move a conversion of its own to the use, past the WGMMAs of the next scores: 64 registers
+        more than there are."""
+        rP, rS = packed(self.probs), flat(self.scores)
+        for i in range(cute.size(rP)):
+            rP[i] = cute.arch.inline_ptx(
+                f"cvt.rn.{PAIRS[self.dtype]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+                write_only_types=[Int32],
+                read_only_args=[rS[2 * i + 1], rS[2 * i]],
+            )
+
+    def clear_output(self) -> None:
+        """O = 0."""
+        self.output.fill(0.0)
+
+    def scale_output(self, factors: list[Float32]) -> None:
+        """Multiplies the thread's two rows of O."""
+        rO = flat(self.output)
+        for i in range(cute.size(rO)):
+            rO[i] = rO[i] * factors[half(i)]
+
+    def pair(self, eight: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
+        """Columns 8 eight + 2 (t % 4) and the next of one of the thread's rows, normalised. A row that attends to nothing
+        (inverse 0) is 0 whatever was accumulated."""
+        rO = flat(self.output)
+        first = 4 * eight + 2 * row_half
+        low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
+        return low, high
+
+
+@dataclass(frozen=True)
+class QueryStage:
+    """64 columns of a warpgroup's Q on their way through registers to shared memory."""
+
+    rQ: cute.Tensor
+    copy: cute.TiledCopy
+    tQ: cute.Tensor  # where stmatrix puts them: (..., column tile, warpgroup)
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> QueryStage:
+        """For one thread."""
+        mma = tiled_mma(dtype, BOX_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
+        fragment = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((GROUP_ROWS, BOX_COLUMNS)), dtype)
+        copy = tile_writer(mma, dtype, thread)
+        return QueryStage(fragment, copy, copy.partition_D(tiles.sQ))
+
+    @property
+    def words(self) -> cute.Tensor:
+        """Of row half h and columns 8 e + 2 (t % 4) and the next, register 2 e + h."""
+        return packed(self.rQ)
+
+    def store(self, tile: int, group: Int32) -> None:
+        """To smem, for the async proxy after a fence."""
+        cute.copy(self.copy, self.copy.retile(self.rQ)[None, None, 0], self.tQ[None, None, tile, group])
