@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from decoding import Decoder
+from bench import Bench
 
 from cute_mla.spec.arch import ARCHS, Arch
 
@@ -16,6 +16,6 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 
 
 @pytest.fixture
-def decoder(arch: Arch) -> Decoder:
-    """Dense decode on the simulated device of every architecture in turn."""
-    return Decoder(arch)
+def bench(arch: Arch) -> Bench:
+    """The simulated device of every architecture in turn."""
+    return Bench(arch)

@@ -1,57 +1,14 @@
-"""Decode on the simulated device, for tests: one call, or a case judged against the reference."""
+"""Operands of decode made from others, for tests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-import cute_mla
-from cute_mla.spec.arch import Arch
-from cute_mla.testing.case import BaseCase
 from cute_mla.testing.cases import Tensors
-from cute_mla.testing.compare import compare, same_bits
-from cute_mla.testing.operations import operation
-from cute_mla.testing.runner import Operands, Record, Schedule, Target, call, run_case
 from cute_mla.testing.sparse_cases import SparseTensors
-
-Result = tuple[Tensor, ...]
-
-ROUND_ROBIN = Schedule("round_robin", 0)
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """Dense and sparse decode on the simulated device of one architecture."""
-
-    arch: Arch
-
-    def judge(self, case: BaseCase, *schedules: Schedule) -> list[Record]:
-        """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
-        records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
-        for record in records:
-            assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
-        return records
-
-    def decode(self, case: BaseCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
-        """Makes a case's call, with other operands if given. A finding of the simulator raises."""
-        with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
-            return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
-
-
-def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
-    """Asserts that a result agrees with the reference for these operands."""
-    op = operation(case)
-    expected = op.reference(case, tensors)
-    for (name, tolerance), actual, wanted in zip(op.results.items(), result, expected, strict=True):
-        comparison = compare(name, actual, wanted, tolerance)
-        assert comparison.passed, comparison.reason
-
-
-def identical(result: Result, other: Result) -> bool:
-    """Whether two results agree in every bit."""
-    return all(same_bits(x, y) for x, y in zip(result, other, strict=True))
 
 
 def request_of(tensors: Tensors, request: int) -> Tensors:

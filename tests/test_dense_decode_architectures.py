@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decoding import Decoder, Result
+from bench import Bench, Result
 from torch import Tensor
 
 import cute_mla
@@ -30,14 +30,14 @@ def differences(result: Result, other: Result) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_the_architectures_agree(case: Case) -> None:
-    hopper, blackwell = (Decoder(arch).decode(case) for arch in (SM90, SM100))
+    hopper, blackwell = (Bench(arch).run(case) for arch in (SM90, SM100))
     assert differences(blackwell, hopper) == []
 
 
 def test_a_result_that_is_wrong_on_one_architecture_is_seen() -> None:
     case = CASES[0]
-    out, lse = Decoder(SM100).decode(case)
-    hopper = Decoder(SM90).decode(case)
+    out, lse = Bench(SM100).run(case)
+    hopper = Bench(SM90).run(case)
     wrong = out.clone()
     wrong[0, 0, 0] *= 1.05
     assert differences((wrong, lse), hopper) != []
@@ -77,4 +77,4 @@ def test_a_plan_of_one_architecture_serves_the_other(arch: Arch) -> None:
             operands = (tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens)
             results.append(cute_mla.flash_mla_with_kvcache(*operands, 512, *plan, causal=True))
     assert all(same_bits(mine, theirs) for mine, theirs in zip(*results, strict=True))
-    assert differences(results[0], Decoder(other).decode(case)) == []
+    assert differences(results[0], Bench(other).run(case)) == []

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding import Decoder, expect, identical, request_of, with_lengths
+from bench import Bench, expect, identical
+from decoding import request_of, with_lengths
 from torch import Tensor
 
 import cute_mla
@@ -26,45 +27,45 @@ def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: boo
     )
 
 
-def test_the_same_inputs_give_the_same_bits(decoder: Decoder) -> None:
+def test_the_same_inputs_give_the_same_bits(bench: Bench) -> None:
     tensors = make_tensors(MIXED)
-    assert identical(decoder.decode(MIXED, tensors), decoder.decode(MIXED, tensors))
+    assert identical(bench.run(MIXED, tensors), bench.run(MIXED, tensors))
 
 
-def test_every_schedule_gives_the_same_bits(decoder: Decoder) -> None:
-    records = decoder.judge(MIXED, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
+def test_every_schedule_gives_the_same_bits(bench: Bench) -> None:
+    records = bench.judge(MIXED, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
     assert len(records) == 6
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_every_schedule_gives_the_same_bits_in_clusters(decoder: Decoder, dtype: str) -> None:
-    decoder.judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
+def test_every_schedule_gives_the_same_bits_in_clusters(bench: Bench, dtype: str) -> None:
+    bench.judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
 
 
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(decoder: Decoder) -> None:
+def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(bench: Bench) -> None:
     case = replace(MIXED, batch_invariant=True)
     tensors = make_tensors(case)
-    together = decoder.decode(case, tensors)
+    together = bench.run(case, tensors)
     for sm_count in (1, 9, 132):
-        assert identical(decoder.decode(replace(case, sm_count=sm_count), tensors), together)
+        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
         for request in range(3):
             single = replace(case, batch=1, lengths=(case.key_lengths[request],), sm_count=sm_count)
-            alone = decoder.decode(single, request_of(tensors, request))
+            alone = bench.run(single, request_of(tensors, request))
             assert identical(alone, tuple(part[request : request + 1] for part in together))  # type: ignore[arg-type]
 
 
-def test_invariant_bits_of_a_request_that_is_cut(decoder: Decoder) -> None:
+def test_invariant_bits_of_a_request_that_is_cut(bench: Bench) -> None:
     case = Case(batch=3, lengths=(30, CUT + 70, 200), h_q=4, page_size=128, batch_invariant=True, sm_count=132)
     tensors = make_tensors(case)
-    together = decoder.decode(case, tensors)
-    alone = decoder.decode(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
+    together = bench.run(case, tensors)
+    alone = bench.run(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
     assert identical(alone, tuple(part[1:2] for part in together))  # type: ignore[arg-type]
     expect(case, tensors, together)
 
 
-def test_without_invariance_bits_do_depend_on_the_sm_count(decoder: Decoder) -> None:
+def test_without_invariance_bits_do_depend_on_the_sm_count(bench: Bench) -> None:
     tensors = make_tensors(MIXED)
-    assert not identical(decoder.decode(replace(MIXED, sm_count=1), tensors), decoder.decode(replace(MIXED, sm_count=40), tensors))
+    assert not identical(bench.run(replace(MIXED, sm_count=1), tensors), bench.run(replace(MIXED, sm_count=40), tensors))
 
 
 OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [0, 0, 0], [1, 2, 3]]
@@ -76,9 +77,9 @@ def spacious() -> Tensors:
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_plan_used_with_other_lengths_gives_the_right_answer(decoder: Decoder, invariant: bool) -> None:
+def test_a_plan_used_with_other_lengths_gives_the_right_answer(bench: Bench, invariant: bool) -> None:
     tensors = spacious()
-    with cute_mla.simulate(decoder.arch, 12):
+    with cute_mla.simulate(bench.arch, 12):
         for planned_for in ([500, 70, 260], [0, 0, 0], [1, 512, 64]):
             plan = cute_mla.get_mla_metadata(torch.tensor(planned_for, dtype=torch.int32), 80, 1, 40)
             for lengths in OTHER_LENGTHS:
@@ -86,17 +87,17 @@ def test_a_plan_used_with_other_lengths_gives_the_right_answer(decoder: Decoder,
                 expect(MIXED, used, decode_planned(used, plan, batch_invariant=invariant))
 
 
-def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(decoder: Decoder) -> None:
+def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(bench: Bench) -> None:
     tensors = spacious()
-    with cute_mla.simulate(decoder.arch, 12):
+    with cute_mla.simulate(bench.arch, 12):
         schedule, none = cute_mla.get_mla_metadata()
         for lengths in OTHER_LENGTHS:
             used = with_lengths(tensors, lengths)
             expect(MIXED, used, decode_planned(used, (schedule, none)))  # type: ignore[arg-type]
 
 
-def test_layers_share_a_schedule_object(decoder: Decoder) -> None:
-    with cute_mla.simulate(decoder.arch, 12) as device:
+def test_layers_share_a_schedule_object(bench: Bench) -> None:
+    with cute_mla.simulate(bench.arch, 12) as device:
         schedule, none = cute_mla.get_mla_metadata()
         for layer in range(3):
             tensors = make_tensors(replace(MIXED, seed=layer))

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding import Decoder, expect, identical, with_lengths
+from bench import Bench, expect, identical
+from decoding import with_lengths
 from torch import Tensor
 
 import cute_mla
@@ -58,9 +59,9 @@ def with_columns(tensors: Tensors, columns: int) -> Tensors:
     return replace(tensors, block_table=table)
 
 
-def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_any_width(decoder: Decoder) -> None:
+def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_any_width(bench: Bench) -> None:
     tensors = make_tensors(LONG)
-    with cute_mla.simulate(decoder.arch, SM_COUNT):
+    with cute_mla.simulate(bench.arch, SM_COUNT):
         plan = make_plan(LONG, [300, 90, CUT])
         bits = []
         for invariant, columns in ((False, 140), (True, 140), (True, 400)):
@@ -73,10 +74,10 @@ def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_an
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_plan_for_longer_requests_serves_a_table_that_none_of_them_would_fit(decoder: Decoder, invariant: bool) -> None:
+def test_a_plan_for_longer_requests_serves_a_table_that_none_of_them_would_fit(bench: Bench, invariant: bool) -> None:
     tensors = make_tensors(SHORT)
     narrow = with_columns(tensors, 10)
-    with cute_mla.simulate(decoder.arch, SM_COUNT):
+    with cute_mla.simulate(bench.arch, SM_COUNT):
         for planned_for in ([9 * CUT, 9 * CUT, 9 * CUT], [0, 5 * CUT, 0], [7, 0, 70_000]):
             expect(SHORT, narrow, decode_planned(SHORT, narrow, make_plan(SHORT, planned_for), invariant))
 
@@ -126,7 +127,7 @@ def invariant_limit(case: Case) -> int:
 @pytest.mark.parametrize("columns", [None, 600], ids=["as needed", "wide"])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("contents", CONTENTS)
-def test_numbers_that_are_no_plan(decoder: Decoder, contents: str, invariant: bool, columns: int | None) -> None:
+def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, columns: int | None) -> None:
     """The only findings allowed are those of accumulator rows that such a plan leaves unwritten, and merges."""
     draw = random.Random(contents)
     tensors = make_tensors(SHORT)
@@ -135,7 +136,7 @@ def test_numbers_that_are_no_plan(decoder: Decoder, contents: str, invariant: bo
     limit = tensors.block_table.shape[1] * SHORT.page_size if invariant else None
     out, out_storage = guarded((3, 2, 9, 512), torch.bfloat16)
     lse, lse_storage = guarded((3, 9, 2), torch.float32)
-    with cute_mla.simulate(decoder.arch, SM_COUNT, on_finding="collect") as device:
+    with cute_mla.simulate(bench.arch, SM_COUNT, on_finding="collect") as device:
         plan = make_plan(SHORT, [1, 1, 1])
         for tensor in plan:
             CONTENTS[contents](tensor, draw)
@@ -165,10 +166,10 @@ def test_numbers_that_are_no_plan(decoder: Decoder, contents: str, invariant: bo
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_lengths_that_the_table_has_no_room_for(decoder: Decoder, invariant: bool) -> None:
+def test_lengths_that_the_table_has_no_room_for(bench: Bench, invariant: bool) -> None:
     tensors = make_tensors(replace(SHORT, lengths=(320, 320, 320)))
     tensors = with_columns(tensors, 10)
-    with cute_mla.simulate(decoder.arch, SM_COUNT):
+    with cute_mla.simulate(bench.arch, SM_COUNT):
         for given, meant in (([321, -1, 1 << 30], [320, 0, 320]), ([(1 << 31) - 1, -(1 << 31), 63], [320, 0, 63])):
             asked, answered = with_lengths(tensors, given), with_lengths(tensors, meant)
             for plan in (make_plan(SHORT, given), make_plan(SHORT, meant)):
@@ -176,9 +177,9 @@ def test_lengths_that_the_table_has_no_room_for(decoder: Decoder, invariant: boo
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_a_plan_for_another_number_of_parts_is_refused(decoder: Decoder, invariant: bool) -> None:
+def test_a_plan_for_another_number_of_parts_is_refused(bench: Bench, invariant: bool) -> None:
     tensors = make_tensors(SHORT)
-    with cute_mla.simulate(decoder.arch, 9):
+    with cute_mla.simulate(bench.arch, 9):
         plan = make_plan(SHORT, [300, 0, 70])
-    with cute_mla.simulate(decoder.arch, SM_COUNT), pytest.raises(ValueError, match=r"rows; supported: \d+, as get_mla_metadata returns"):
+    with cute_mla.simulate(bench.arch, SM_COUNT), pytest.raises(ValueError, match=r"rows; supported: \d+, as get_mla_metadata returns"):
         decode_planned(SHORT, tensors, plan, invariant)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding import Decoder, Result, expect, identical, sparse_request_of
+from bench import Bench, Result, expect, identical
+from decoding import sparse_request_of
 from torch import Tensor
 
 import cute_mla
@@ -37,39 +38,39 @@ def alone(case: SparseCase, request: int) -> SparseCase:
 
 
 @pytest.mark.parametrize("cache", ["fp8_656", "fp8_584", "latent"])
-def test_every_schedule_gives_the_same_bits(decoder: Decoder, cache: str) -> None:
-    records = decoder.judge(replace(MIXED, cache=cache), *schedules(4, 0))
+def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
+    records = bench.judge(replace(MIXED, cache=cache), *schedules(4, 0))
     assert len(records) == 4
 
 
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(decoder: Decoder) -> None:
+def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(bench: Bench) -> None:
     case = replace(MIXED, batch_invariant=True)
     tensors = make_sparse_tensors(case)
-    together = decoder.decode(case, tensors)
+    together = bench.run(case, tensors)
     expect(case, tensors, together)
     for sm_count in (1, 132):
-        assert identical(decoder.decode(replace(case, sm_count=sm_count), tensors), together)
+        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
         for request in range(3):
-            single = decoder.decode(replace(alone(case, request), sm_count=sm_count), sparse_request_of(tensors, request))
+            single = bench.run(replace(alone(case, request), sm_count=sm_count), sparse_request_of(tensors, request))
             assert identical(single, part_of(together, request))
 
 
-def test_invariant_bits_of_a_request_that_is_cut(decoder: Decoder) -> None:
+def test_invariant_bits_of_a_request_that_is_cut(bench: Bench) -> None:
     """Inside its second cache, with a sink on every head."""
     case = SparseCase(
         batch=2, h_q=3, main=Pool(6000, CUT // 2 + 4, 64, (37, CUT // 2 + 4)), extra=Pool(6000, CUT // 2 + 77, 61, (63, CUT // 2 + 77)),
         batch_invariant=True, sinks="infinite", sm_count=132,
     )  # fmt: skip
     tensors = make_sparse_tensors(case)
-    together = decoder.decode(case, tensors)
+    together = bench.run(case, tensors)
     expect(case, tensors, together)
-    single = decoder.decode(replace(alone(case, 1), sm_count=1), sparse_request_of(tensors, 1))
+    single = bench.run(replace(alone(case, 1), sm_count=1), sparse_request_of(tensors, 1))
     assert identical(single, part_of(together, 1))
 
 
-def test_without_invariance_bits_do_depend_on_the_sm_count(decoder: Decoder) -> None:
+def test_without_invariance_bits_do_depend_on_the_sm_count(bench: Bench) -> None:
     tensors = make_sparse_tensors(MIXED)
-    assert not identical(decoder.decode(replace(MIXED, sm_count=1), tensors), decoder.decode(replace(MIXED, sm_count=60), tensors))
+    assert not identical(bench.run(replace(MIXED, sm_count=1), tensors), bench.run(replace(MIXED, sm_count=60), tensors))
 
 
 def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
@@ -107,18 +108,18 @@ def spacious() -> SparseTensors:
 
 
 @pytest.mark.parametrize(("topk", "invariant"), [(230, False), (1, False), (20_000, False), (1, True)])
-def test_a_plan_made_for_another_number_of_indices_gives_the_right_answer(decoder: Decoder, topk: int, invariant: bool) -> None:
+def test_a_plan_made_for_another_number_of_indices_gives_the_right_answer(bench: Bench, topk: int, invariant: bool) -> None:
     tensors = spacious()
-    with cute_mla.simulate(decoder.arch, 14):
+    with cute_mla.simulate(bench.arch, 14):
         plan = cute_mla.get_mla_metadata(torch.zeros(3, dtype=torch.int32), 20, 1, 10, True, topk)
         for lengths in OTHER_LENGTHS:
             used = told(tensors, *lengths)
             expect(MIXED, used, planned(used, plan, batch_invariant=invariant))
 
 
-def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(decoder: Decoder) -> None:
+def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(bench: Bench) -> None:
     tensors = spacious()
-    with cute_mla.simulate(decoder.arch, 14) as device:
+    with cute_mla.simulate(bench.arch, 14) as device:
         schedule = cute_mla.get_mla_metadata()
         for lengths in OTHER_LENGTHS:
             used = told(tensors, *lengths)
@@ -127,10 +128,10 @@ def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(decode
 
 
 @pytest.mark.parametrize("value", [1, -1, (1 << 31) - 1])
-def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(decoder: Decoder, value: int) -> None:
+def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(bench: Bench, value: int) -> None:
     case = replace(MIXED, batch=2, main=Pool(128, 100, 64, (100, 3)), extra=Pool(64, 30, 2, (0, 30)))
     tensors = make_sparse_tensors(case)
-    with cute_mla.simulate(decoder.arch, 14, on_finding="collect") as device:
+    with cute_mla.simulate(bench.arch, 14, on_finding="collect") as device:
         plan = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 20, 1, 10, True, 130)
         for part in plan:
             part.fill_(value)
@@ -139,13 +140,13 @@ def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(decoder: Decoder,
     assert {finding.kind for finding in device.findings} <= {"poison"}, device.findings
 
 
-def test_int8_and_e4m3_views_of_a_cache_are_the_same_cache(decoder: Decoder) -> None:
+def test_int8_and_e4m3_views_of_a_cache_are_the_same_cache(bench: Bench) -> None:
     case = replace(MIXED, batch=1, s_q=1, h_q=3, main=Pool(128, 100, 64), extra=Pool(64, 30, 2))
     tensors = make_sparse_tensors(case)
     results = []
     for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
         assert tensors.extra_k_cache is not None
         views = replace(tensors, k_cache=tensors.k_cache.view(dtype), extra_k_cache=tensors.extra_k_cache.view(dtype))
-        with cute_mla.simulate(decoder.arch, case.sm_count):
+        with cute_mla.simulate(bench.arch, case.sm_count):
             results.append(call(case, views))
     assert all(identical(results[0], result) for result in results[1:])
