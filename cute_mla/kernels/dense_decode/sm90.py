@@ -71,7 +71,7 @@ GEOMETRY = Geometry(
     first_registers=32,
     score_registers=160,
     ready_arrivals=1,
-    validity=False,
+    valid_slots=0,
 )
 
 
@@ -83,7 +83,7 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem()
+        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -158,7 +158,7 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
     # ---- what a row does not see ------------------------------------------------------------------------------------
 
     @cute.jit
-    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32):
+    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):
         """Keys past the end, and causally hidden ones."""
         if operands.least_limit(left) < TILE_KEYS:
             limits = [operands.key_limit(left, query_row(gemm.thread, row_half)) for row_half in (0, 1)]

@@ -41,8 +41,8 @@ class Geometry:
 
     d_qk: columns of a key, the values among them. q_tiles_in_registers: column tiles of Q that the score role keeps there.
     kv_slots, rope_slots: of the rings. first_registers, score_registers: of the role that brings the keys, and of score.
-    ready_arrivals: on kv_ready and rope_ready, per phase. validity: whether a bit per key tells if it is there.
-    skips_tiles: whether those bits come ahead of the keys, on a barrier of their own, so that a tile without keys is passed by.
+    ready_arrivals: on kv_ready and rope_ready, per phase. valid_slots: of the ring of bits that tell which keys are there, 0
+    where all are.
     """
 
     d_qk: int
@@ -52,8 +52,7 @@ class Geometry:
     first_registers: int
     score_registers: int
     ready_arrivals: int
-    validity: bool
-    skips_tiles: bool = False
+    valid_slots: int
 
     output_registers = 160
 
@@ -93,15 +92,13 @@ class Geometry:
             ("probs_ready", self.rope_slots),
             ("stats_ready", 1),
             ("stats_free", 1),
-            *((("valid_ready", self.rope_slots),) if self.skips_tiles else ()),
         )
 
     @property
     def barrier_offset(self) -> int:
         """Bytes of shared memory in front of the barriers."""
         tiles = self.kv_slots * SLOT_BYTES + (self.rope_slots + self.q_tiles_in_smem) * BOX_BYTES
-        valid = self.rope_slots * VALID_BYTES if self.validity else 0
-        return tiles + (self.rope_slots + 1) * TILE_ROWS * 4 + valid
+        return tiles + (self.rope_slots + 1) * TILE_ROWS * 4 + self.valid_slots * VALID_BYTES
 
     @property
     def smem_bytes(self) -> int:
@@ -118,7 +115,7 @@ class Tiles:
     sQ: cute.Tensor  # (64 rows, 64 columns, q_tiles_in_smem): the last column tiles of Q
     sAlpha: cute.Tensor  # (64 rows, rope_slots) fp32: rescale factors, beside P
     sInverse: cute.Tensor  # (64 rows) fp32: 1 / row sum, 0 for a row that attends to nothing
-    sValid: cute.Pointer | None  # 8 bytes a RoPE slot: bit i of byte j is set if key 8 j + i is there
+    sValid: cute.Pointer | None  # 8 bytes a slot of its ring: bit i of byte j is set if key 8 j + i is there
 
 
 @dataclass(frozen=True)
@@ -132,10 +129,3 @@ class Pipes:
     probs_ready: Ring
     stats_ready: Ring
     stats_free: Ring
-    valid_ready: Ring | None = None  # where tiles are skipped
-
-    @property
-    def validity(self) -> Ring:
-        """valid_ready, in a kernel that has it."""
-        assert self.valid_ready is not None, "only where tiles are skipped"
-        return self.valid_ready

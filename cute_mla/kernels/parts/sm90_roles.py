@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
@@ -47,10 +47,14 @@ class RolesSm90:
     config: Any  # cluster, access_bytes
     dtype: type[cutlass.Numeric]
     keeps_maximum = False  # whether the greatest logit of every row is a result, too
+    skips_tiles = False  # whether it is known ahead which keys are there, so that a tile that has none is passed by
 
-    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32) -> None:
-        """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on;
-        `slot` is its RoPE slot."""
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32) -> None:
+        """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on."""
+        raise NotImplementedError
+
+    def await_validity(self, pipes: Any, use: Int32) -> None:
+        """Blocks until it is known which keys of a tile are there, where tiles are skipped."""
         raise NotImplementedError
 
     def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32) -> None:
@@ -70,10 +74,9 @@ class RolesSm90:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         return cute.tile_to_shape(atom, (TILE_KEYS, columns, slots), (0, 1, 2))
 
-    def carve_smem(self) -> tuple[Tiles, Pipes]:
+    def carve_smem(self, smem: Any) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm90_geometry."""
         geometry = self.geometry
-        smem = cutlass.memory.SmemAllocator()
         kv = self.tile_layout(SLOT_COLUMNS, geometry.kv_slots)
         rope = self.tile_layout(BOX_COLUMNS, geometry.rope_slots)
         queries = self.tile_layout(BOX_COLUMNS, geometry.q_tiles_in_smem)
@@ -83,7 +86,7 @@ class RolesSm90:
             sQ=smem.allocate_tensor(self.dtype, queries.outer, TILE_ALIGNMENT, queries.inner),
             sAlpha=smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, geometry.rope_slots)), 16),
             sInverse=smem.allocate_tensor(Float32, cute.make_layout(TILE_ROWS), 16),
-            sValid=smem.allocate_array(Uint8, geometry.rope_slots * VALID_BYTES, byte_alignment=8) if geometry.validity else None,
+            sValid=smem.allocate_array(Uint8, geometry.valid_slots * VALID_BYTES, byte_alignment=8) if geometry.valid_slots else None,
         )
         return tiles, Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
 
@@ -97,8 +100,6 @@ class RolesSm90:
         pipes.probs_ready.initialise(WARPS_PER_GROUP)
         pipes.stats_ready.initialise(WARPS_PER_GROUP)
         pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
-        if pipes.valid_ready is not None:
-            pipes.valid_ready.initialise(1)
         cute.arch.mbarrier_init_fence()
 
     def sync_start(self) -> None:
@@ -179,9 +180,9 @@ class RolesSm90:
                 if not cute.arch.vote_all_sync(here):
                     arrive(pipes.probs_ready.barrier(use - 1))
                     withheld = Int32(0)
-            if cutlass.const_expr(self.geometry.skips_tiles):
-                pipes.validity.wait_ready(use)
-                if self.has_keys(tiles, pipes.rope_ready.slot(use)):
+            if cutlass.const_expr(self.skips_tiles):
+                self.await_validity(pipes, use)
+                if self.has_keys(tiles, use):
                     self.multiply_tile(pipes, gemm, use, withheld)
                     self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)
                     withheld = Int32(1)
@@ -210,7 +211,7 @@ class RolesSm90:
     ):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
         thread = gemm.thread
-        self.mask(operands, tiles, gemm, pipes.rope_ready.slot(use), left)
+        self.mask(operands, tiles, gemm, use, left)
         alpha = softmax.add_tile(gemm.scores)
         gemm.store_probs(pipes.rope_ready.slot(use))
         if thread % 4 == 0:
@@ -228,10 +229,15 @@ class RolesSm90:
         pipes.rope_ready.wait_ready(use)
         arrive(pipes.probs_ready.barrier(use))
 
-    def has_keys(self, tiles: Tiles, slot: Int32) -> Int32:
-        """Whether any key of the tile with this RoPE slot is there. The same for all lanes."""
-        low, high = valid_words(tiles, slot)
+    def has_keys(self, tiles: Tiles, use: Int32) -> Boolean:
+        """Whether any key of a tile is there. The same for all lanes."""
+        low, high = self.valid_words(tiles, use)
         return cute.arch.make_warp_uniform(low | high) != 0
+
+    def valid_words(self, tiles: Tiles, use: Int32) -> tuple[Int32, Int32]:
+        """Which of the keys 0..31 and 32..63 of a tile are there."""
+        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + use % self.geometry.valid_slots * (VALID_BYTES // 4)
+        return words.load(), (words + 1).load()
 
     @cute.jit
     def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, piece: Piece, softmax: OnlineSoftmax, thread: Int32):
@@ -294,8 +300,8 @@ class RolesSm90:
         for chunk in cutlass.range_constexpr(gemm.chunks):
             pipes.kv_ready.wait_ready(first_use + chunk)
         pipes.probs_ready.wait_ready(tile)
-        if cutlass.const_expr(self.geometry.skips_tiles):
-            if self.has_keys(tiles, pipes.probs_ready.slot(tile)):
+        if cutlass.const_expr(self.skips_tiles):
+            if self.has_keys(tiles, tile):
                 self.add_values(tiles, pipes, gemm, tile, left, side)
             else:
                 for chunk in cutlass.range_constexpr(gemm.chunks):
@@ -343,12 +349,6 @@ class RolesSm90:
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                     rPair[0], rPair[1] = gemm.pair(eight, row_half, inverses[row_half])
                     cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
-
-
-def valid_words(tiles: Tiles, slot: Int32) -> tuple[Int32, Int32]:
-    """Which of the keys 0..31 and 32..63 of the tile with this RoPE slot are there."""
-    words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
-    return words.load(), (words + 1).load()
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:

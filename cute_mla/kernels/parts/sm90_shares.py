@@ -35,18 +35,18 @@ def halves_of_cta(cluster: int) -> tuple[Half, Half]:
     return rank, 1 - rank
 
 
-def hand_over(ready: cute.Pointer, target: Int32, boxes: int, thread: Int32) -> None:
-    """Signals that a warp has stored and fenced its keys of half a slot, at a shared memory address, and copies them to the
-    peer.
+def hand_over(ready: cute.Pointer, target: Int32, boxes: int, nbytes: int, thread: Int32) -> None:
+    """Signals that a warp's share of half a slot, at a shared memory address, is stored and fenced, and copies it to the peer:
+    of every box `nbytes`, of the thread's warp behind those of the warps before.
 
-    A barrier expects from each warp of this CTA an arrival, and the bytes of the same warp of the peer. The peer's copy may
+    A barrier expects from every warp that does so an arrival, and the bytes of the same warp of the peer. The peer's copy may
     come first: that slot has been free there too, since kv_free counts the consumers of both."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * WARP_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * nbytes)
         peer = 1 - cute.arch.block_idx_in_cluster()
         there = primitives.mapa(ready.raw_ptr(), peer)
-        first = target + thread // 32 * WARP_BYTES
+        first = target + thread // 32 * nbytes
         for box in range(boxes):
             source = cute.make_ptr(Uint8, first + box * BOX_BYTES, cute.AddressSpace.smem, assumed_align=CHUNK).raw_ptr()
-            primitives.cp_async_bulk_shared_cluster_shared_cta(primitives.mapa(source, peer), source, there, WARP_BYTES)
+            primitives.cp_async_bulk_shared_cluster_shared_cta(primitives.mapa(source, peer), source, there, nbytes)

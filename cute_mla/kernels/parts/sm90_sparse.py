@@ -13,7 +13,7 @@ from ...spec.split_plan import TILE_KEYS
 from .fragments import flat, fragment_column
 from .sm90_gemm import ScoreGemm
 from .sm90_geometry import THREADS, WARPGROUP, WARPS_PER_GROUP, Pipes, Tiles
-from .sm90_roles import RolesSm90, set_registers, valid_words
+from .sm90_roles import RolesSm90, set_registers
 from .work import Piece
 
 LOG2E = math.log2(math.e)
@@ -32,7 +32,7 @@ class SparseRolesSm90(RolesSm90):
     @cute.jit
     def run(self, operands: Any):
         """The body of the kernel."""
-        tiles, pipes = self.carve_smem()
+        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -54,9 +54,9 @@ class SparseRolesSm90(RolesSm90):
             self.output(operands, tiles, pipes, thread, group - 2)
 
     @cute.jit
-    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, slot: Int32, left: Int32):
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):
         """Keys that are not there."""
-        low, high = valid_words(tiles, slot)
+        low, high = self.valid_words(tiles, use)
         if (low & high) != ALL_VALID:
             mask_absent(gemm.scores, gemm.thread, low, high)
 

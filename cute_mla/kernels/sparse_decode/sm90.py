@@ -37,7 +37,7 @@ from ..parts.sm90_geometry import (
     Tiles,
 )
 from ..parts.sm90_roles import named_barriers, role_table
-from ..parts.sm90_shares import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over
+from ..parts.sm90_shares import HALF_BYTES, KEYS_PER_WARP, WARP_BYTES, halves_of_cta, hand_over
 from ..parts.sm90_sparse import SparseRolesSm90
 from ..parts.tiles import BOX_COLUMNS
 from ..source import KernelSource
@@ -63,18 +63,18 @@ SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
     """Few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the others leave
     room for nine slots."""
-    q_tiles_in_smem = 7
+    q_tiles_in_smem, rope_slots = 7, 3
     in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
     first_registers = {1: 96, 2: 88}[in_registers]
     return Geometry(
         d_qk=cache_format.d_qk,
         q_tiles_in_registers=in_registers,
         kv_slots=9,
-        rope_slots=3,
+        rope_slots=rope_slots,
         first_registers=first_registers,
         score_registers=SHARED_REGISTERS - first_registers,
         ready_arrivals=WARPS_PER_GROUP,
-        validity=True,
+        valid_slots=rope_slots,
     )
 
 
@@ -171,7 +171,7 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
             if cutlass.const_expr(self.config.cluster == 1 or step.slot == ROPE_SLOT):
                 arrive(ring.barrier(use))
             else:
-                hand_over(ring.barrier(use), target, boxes, thread)
+                hand_over(ring.barrier(use), target, boxes, WARP_BYTES, thread)
         if cutlass.const_expr(s + 1 == len(self.steps) and not self.geometry.has_rope):
             self.begin_rope(tiles, pipes, tile, keys.valid, thread)
             arrive(pipes.rope_ready.barrier(tile))

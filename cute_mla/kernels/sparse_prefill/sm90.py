@@ -8,63 +8,72 @@ A group of CTAs along x holds the heads of a query token, 64 each, and takes the
 tile) at a time.
 
 Roles (512 threads):
-  gather   warpgroup 0: indices, addresses, cp.async of rows to the slots; which keys are there; Q of the next token to L2
+  copy     warps 0, 1: cp.async of rows to the slots
+  courier  warp 2: hands over slots that have landed, of a pair to the peer as well
+  scout    warp 3: indices, checks, which keys are there; Q of the next token to L2
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse, the greatest logit; the sink
   output   warpgroups 2, 3
 
-Score and output are the decode kernels' (dense_decode/sm90.py describes tiles, pipelines and the trick). What differs:
-  kv_ready, rope_ready   4 arrivals, one a warp, as soon as its copies have come; of a pair, bytes from the peer as well
-  valid_ready[3]         gather -> score   1: a bit per key, before any key comes. A tile without keys is passed by: of it
-                         there are only the handshakes
-Nothing joins tokens: gather walks all tiles of all tokens and is ahead of the others by what the rings hold.
+Score and output are the decode kernels': dense_decode/sm90.py describes tiles, their pipelines and the trick. In front of them
+are (producer -> consumer; arrivals per phase):
+  valid_ready[4]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
+  kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 slots where d_qk is 512)
+  rope_landed[3]   copy -> courier                 64
+  kv_ready[10]     courier -> score, output        1; of a pair, and the bytes of the peer's half
+  rope_ready[3]    courier -> score                1
+
+A tile without any key is passed by: of it there are only the handshakes. Nothing joins tokens: all roles walk from one to the
+next on their own, and the scout looks ahead over the end of a token.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.mla import D_LATENT
+from ...spec.mla import D_LATENT, D_QK
 from ...spec.sparse_prefill import SparsePrefillConfig
+from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import arrive, barrier_table
-from ..parts.sm90_copied import CopyLane
+from ..parts.sm90_copied import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
 from ..parts.sm90_geometry import (
     BOX_BYTES,
     SLOT_BYTES,
     SLOT_COLUMNS,
     SLOTS_PER_TILE,
-    WARPS_PER_GROUP,
     Geometry,
-    Pipes,
     Tiles,
 )
 from ..parts.sm90_roles import named_barriers, role_table
-from ..parts.sm90_shares import HALF_BYTES, HALVES, halves_of_cta, hand_over
+from ..parts.sm90_shares import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over
 from ..parts.sm90_sparse import SparseRolesSm90
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from ..source import KernelSource
 from .entry import SparsePrefill
-from .operands import Operands
-from .sm90_walk import Found, find_keys, first_tile, next_tile
+from .operands import IndexList, Operands
+from .sm90_walk import first_tile, for_each_tile, next_tile
 
 ROPE_STEP = SLOTS_PER_TILE  # of a tile: its slots come first
 STEPS = ROPE_STEP + 1
-LAG = 2  # steps whose copies run on while the next one is started
+ROPE_SLOTS = 3
+VALID_SLOTS = ROPE_SLOTS + 1  # a tile's bits are there while its predecessor's RoPE columns wait for their slot
 
 
 def geometry_of(d_qk: int) -> Geometry:
-    """The gather role needs no registers for bytes, so that Q gets them, and shared memory holds ten slots."""
+    """Copies need no registers for bytes, so that Q gets them; what it leaves of shared memory are slots."""
     return Geometry(
         d_qk=d_qk,
-        q_tiles_in_registers=4,
-        kv_slots=10,
-        rope_slots=3,
-        first_registers=48,
-        score_registers=144,
-        ready_arrivals=WARPS_PER_GROUP,
-        validity=True,
-        skips_tiles=True,
+        q_tiles_in_registers=5,
+        kv_slots={D_QK: 10, D_LATENT: 11}[d_qk],
+        rope_slots=ROPE_SLOTS,
+        first_registers=40,
+        score_registers=152,
+        ready_arrivals=1,
+        valid_slots=VALID_SLOTS,
     )
 
 
@@ -72,99 +81,114 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
     """One variant of the kernel."""
 
     keeps_maximum = True
+    skips_tiles = True
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.geometry = geometry_of(config.d_qk)
 
-    @cute.jit
-    def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Waits kv_free, rope_free. Signals valid_ready, kv_ready, rope_ready. Rows are looked up a tile ahead, indices two."""
-        lane = CopyLane.of(thread, halves_of_cta(self.config.cluster))
-        d_qk, last = self.config.d_qk, operands.schedule.last_request()
-        cursor = first_tile(operands)
-        more = cursor.token <= last
-        found = find_keys(cursor.indices, cursor.entries(), lane, thread)
-        cursor = next_tile(operands, cursor, d_qk, thread)
-        entries = cursor.entries()
-        tile, pending = Int32(0), Boolean(False)
-        while more:
-            self.gather_tile(tiles, pipes, found, lane, tile, pending, thread)
-            pending = found.any
-            tile = tile + 1
-            more = cursor.token <= last
-            found = find_keys(cursor.indices, entries, lane, thread)
-            cursor = next_tile(operands, cursor, d_qk, thread)
-            entries = cursor.entries()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.cp_async_wait_group(0)
-        if tile > 0:
-            for step in cutlass.range_constexpr(STEPS - LAG, STEPS):
-                self.publish(tiles, pipes, step, tile - 1, pending, thread)
-        if cutlass.const_expr(self.config.cluster > 1):
-            self.await_peer(pipes, tile)
+    def carve_smem(self, smem: Any) -> tuple[Tiles, CopyPipes]:
+        """Places tiles and barriers."""
+        tiles, shared = super().carve_smem(smem)
+        return tiles, CopyPipes.carve(smem, self.geometry, shared)
+
+    def initialise(self, pipes: Any) -> None:
+        """Sets the arrivals of every barrier."""
+        pipes.initialise_rings()
+        super().initialise(pipes)
+
+    def await_validity(self, pipes: CopyPipes, use: Int32) -> None:
+        """Blocks until the scout has told of a tile."""
+        pipes.valid_ready.wait_ready(use)
 
     @cute.jit
-    def gather_tile(
-        self, tiles: Tiles, pipes: Pipes, found: Found, lane: CopyLane, tile: Int32, pending: Boolean, thread: Int32
-    ):
-        """Starts the copies of the tile-th tile, and publishes what was started LAG steps before. pending: whether there are
-        copies of the tile before among that."""
-        pipes.rope_free.wait_free(tile)
-        self.announce(tiles, pipes, found, tile, thread)
-        for step in cutlass.range_constexpr(STEPS):
-            if cutlass.const_expr(step != ROPE_STEP):
-                pipes.kv_free.wait_free(tile * SLOTS_PER_TILE + step)
-            if found.any:
-                self.copy_step(tiles, pipes, found, lane, step, tile)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(LAG)
-            if cutlass.const_expr(step >= LAG):
-                self.publish(tiles, pipes, step - LAG, tile, found.any, thread)
-            else:
-                if tile > 0:
-                    self.publish(tiles, pipes, step - LAG + STEPS, tile - 1, pending, thread)
-
-    @cute.jit
-    def announce(self, tiles: Tiles, pipes: Pipes, found: Found, tile: Int32, thread: Int32):
-        """Tells which keys of a tile are there."""
-        if thread == 0:
-            words = cute.recast_ptr(tiles.sValid, dtype=Int32) + pipes.rope_ready.slot(tile) * HALVES
-            words.store(found.low)
-            (words + 1).store(found.high)
-            cute.arch.mbarrier_arrive(pipes.validity.barrier(tile))
-
-    def copy_step(self, tiles: Tiles, pipes: Pipes, found: Found, lane: CopyLane, step: int, tile: Int32) -> None:
-        """Starts the copies of one slot, of a pair those of the CTA's own half; in the end those of the RoPE columns, if there
-        are any."""
-        if step != ROPE_STEP:
-            source = step * SLOT_COLUMNS * ELEMENT_BYTES
-            found.keys.copy(lane, self.slot(tiles, pipes, step, tile), source, SLOT_COLUMNS // BOX_COLUMNS, HALVES // self.config.cluster)
-        elif self.geometry.has_rope:
-            target = tiles.sRope.iterator.toint() + pipes.rope_ready.slot(tile) * BOX_BYTES
-            found.keys.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1, HALVES)
-
-    def slot(self, tiles: Tiles, pipes: Pipes, step: int, tile: Int32) -> Int32:
-        """The shared memory address of one of a tile's slots."""
-        return tiles.sKv.iterator.toint() + pipes.kv_ready.slot(tile * SLOTS_PER_TILE + step) * SLOT_BYTES
-
-    @cute.jit
-    def publish(
-        self, tiles: Tiles, pipes: Pipes, step: cutlass.Constexpr[int], tile: Int32, copied: Boolean, thread: Int32
-    ):
-        """Hands over what this warp's copies of a step, which are complete, have brought."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if cutlass.const_expr(step == ROPE_STEP):
-            arrive(pipes.rope_ready.barrier(tile))
+    def gather(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
+        """Shares the warpgroup out."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp < COPY_WARPS:
+            lane = CopyLane.of(thread, halves_of_cta(self.config.cluster))
+            for_each_tile(operands.schedule, partial(self.copy_tile, operands, tiles, pipes, lane))
+            cute.arch.griddepcontrol_launch_dependents()
+        elif warp == COURIER_WARP:
+            tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
+            if cutlass.const_expr(self.config.cluster > 1):
+                self.await_peer(pipes, tiles_done)
         else:
-            ready = pipes.kv_ready.barrier(tile * SLOTS_PER_TILE + step)
+            self.scout(operands, tiles, pipes)
+
+    @cute.jit
+    def scout(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
+        """Waits rope_free. Signals valid_ready. Indices are asked for a tile ahead."""
+        cursor = first_tile(operands)
+        entries = cursor.entries()
+        tile = Int32(0)
+        while cursor.token <= operands.schedule.last_request():
+            if tile > 0:
+                pipes.rope_free.wait_free(tile - 1)  # so the tile VALID_SLOTS before has been worked off
+            self.announce(tiles, pipes, cursor.indices, entries, tile)
+            cursor = next_tile(operands, cursor, self.config.d_qk)
+            entries = cursor.entries()
+            tile = tile + 1
+
+    @cute.jit
+    def announce(self, tiles: Tiles, pipes: CopyPipes, indices: IndexList, entries: tuple[Int32, Int32], tile: Int32):
+        """Tells which rows a tile has, from the indices of this lane's keys."""
+        low, high = (indices.checked(entry) for entry in entries)
+        slot, lane = pipes.valid_ready.slot(tile), cute.arch.lane_idx()
+        rows = pipes.sRows + (slot * TILE_KEYS + lane)
+        rows.store(low)
+        (rows + HALF_KEYS).store(high)
+        bits = [cute.arch.vote_ballot_sync(row >= 0) for row in (low, high)]
+        if lane == 0:
+            (pipes.sBases + slot).store(indices.base)
+            words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * HALVES
+            words.store(bits[0])
+            (words + 1).store(bits[1])
+        arrive(pipes.valid_ready.barrier(tile))
+
+    @cute.jit
+    def copy_tile(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, tile: Int32):
+        """Waits valid_ready, kv_free, rope_free. Signals kv_landed, rope_landed."""
+        pipes.valid_ready.wait_ready(tile)
+        present = self.has_keys(tiles, tile)
+        rows = TileRows.of(pipes, tile, operands.latent.row_stride)
+        for step in cutlass.range_constexpr(SLOTS_PER_TILE):
+            use = tile * SLOTS_PER_TILE + step
+            pipes.kv_free.wait_free(use)
+            if present:
+                # of a pair, the other half comes from the peer
+                source, halves = step * SLOT_COLUMNS * ELEMENT_BYTES, HALVES // self.config.cluster
+                rows.copy(lane, self.kv_slot(tiles, pipes, use), source, SLOT_COLUMNS // BOX_COLUMNS, halves)
+            arrive_landed(pipes.kv_landed.barrier(use))
+        pipes.rope_free.wait_free(tile)
+        if cutlass.const_expr(self.geometry.has_rope) and present:
+            target = tiles.sRope.iterator.toint() + pipes.rope_ready.slot(tile) * BOX_BYTES
+            rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
+        arrive_landed(pipes.rope_landed.barrier(tile))
+
+    @cute.jit
+    def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
+        """Waits kv_landed, rope_landed. Signals kv_ready, rope_ready."""
+        pipes.valid_ready.wait_ready(tile)
+        present = self.has_keys(tiles, tile)
+        for step in cutlass.range_constexpr(SLOTS_PER_TILE):
+            use = tile * SLOTS_PER_TILE + step
+            pipes.kv_landed.wait_ready(use)
+            cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(self.config.cluster == 1):
-                arrive(ready)
-            elif copied:
-                own = halves_of_cta(self.config.cluster)[0] * HALF_BYTES
-                hand_over(ready, self.slot(tiles, pipes, step, tile) + own, SLOT_COLUMNS // BOX_COLUMNS, thread)
+                arrive(pipes.kv_ready.barrier(use))
+            elif present:
+                own = self.kv_slot(tiles, pipes, use) + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
+                hand_over(pipes.kv_ready.barrier(use), own, SLOT_COLUMNS // BOX_COLUMNS, HALF_BYTES, cute.arch.lane_idx())
             else:
-                arrive(ready)
+                arrive(pipes.kv_ready.barrier(use))
+        pipes.rope_landed.wait_ready(tile)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive(pipes.rope_ready.barrier(tile))
+
+    def kv_slot(self, tiles: Tiles, pipes: CopyPipes, use: Int32) -> Int32:
+        """The shared memory address of the slot of a use."""
+        return tiles.sKv.iterator.toint() + pipes.kv_ready.slot(use) * SLOT_BYTES
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelSource:
@@ -172,9 +196,9 @@ def build(config: SparsePrefillConfig, arch: Arch) -> KernelSource:
     kernel = SparsePrefillSm90(config, arch)
     geometry = kernel.geometry
     return kernel.source(
-        smem_bytes=geometry.smem_bytes,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+        smem_bytes=geometry.smem_bytes + CopyPipes.smem_bytes(geometry),
+        barriers=barrier_table(geometry.barrier_offset, geometry.barriers + CopyPipes.rings(geometry)),
         named_barriers=named_barriers(),
-        roles=role_table("gather"),
+        roles=GATHER_ROLES + role_table("gather")[1:],
         expected={"HGMMA": geometry.wgmma_per_tile},
     )

@@ -1,23 +1,25 @@
-"""What the gather role of the SM90 kernel knows of the tiles to come: a walk over all tiles of all tokens of this CTA, without
-a seam between tokens, and for each tile where its keys lie."""
+"""The walks of the SM90 kernel's gathering warps over the tiles of this CTA: the scout's, who looks ahead from tile to tile
+without a seam between tokens, and that of the others, who follow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, cute
 from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..parts.lengths import smaller
-from ..parts.sm90_copied import CopiedKeys, CopyLane, source_lanes
-from ..parts.sm90_shares import HALF_KEYS, Half
+from ..parts.sm90_shares import HALF_KEYS
 from ..parts.tiles import ELEMENT_BYTES, first_query_row
 from ..parts.tokens import TokenSchedule
 from .operands import IndexList, Operands
 
+LANES = 32
 LINE_BYTES = 128  # of L2, which a prefetch brings
 
 
@@ -34,37 +36,6 @@ class Cursor:
         """Starts the loads of the indices of this lane's keys, l and l + 32, unchecked."""
         lane = cute.arch.lane_idx()
         return self.indices.entry(self.position + lane), self.indices.entry(self.position + (lane + HALF_KEYS))
-
-
-@dataclass(frozen=True)
-class Found:
-    """A tile whose indices are known: where this thread's keys lie, and which of the keys 0..31 and 32..63 are there."""
-
-    keys: CopiedKeys
-    low: Int32
-    high: Int32
-
-    @property
-    def any(self) -> cutlass.Boolean:
-        """Whether any key is there. The same for all threads."""
-        return (self.low | self.high) != 0
-
-
-def find_keys(indices: IndexList, entries: tuple[Int32, Int32], lane: CopyLane, thread: Int32) -> Found:
-    """Every warp checks the indices of all keys of a tile, a lane those of l and l + 32, and hands them round."""
-    low, high = (indices.checked(entry) for entry in entries)
-
-    def of_half(half: Half) -> Int32:
-        if isinstance(half, int):
-            return (low, high)[half]
-        return cutlass.select_(half == 0, low, high)
-
-    rows = (
-        indices.row_address(cute.arch.shuffle_sync(of_half(half), source))
-        for half in lane.halves
-        for source in source_lanes(thread)
-    )
-    return Found(CopiedKeys(*rows), cute.arch.vote_ballot_sync(low >= 0), cute.arch.vote_ballot_sync(high >= 0))
 
 
 @cute.jit
@@ -100,23 +71,37 @@ def first_tile(operands: Operands) -> Cursor:
 
 
 @cute.jit
-def next_tile(operands: Operands, cursor: Cursor, d_qk: cutlass.Constexpr[int], thread: Int32) -> Cursor:
+def next_tile(operands: Operands, cursor: Cursor, d_qk: cutlass.Constexpr[int]) -> Cursor:
     """The tile after one that there is. Asks L2 for the next token's rows of Q, which the score role will need."""
     token, position, indices = cursor.token, cursor.position + TILE_KEYS, cursor.indices
     if position >= indices.count:
         token = token_with_keys(operands.schedule, operands.schedule.piece(token, Int32(0)).next_req)
         position = Int32(0)
         indices = indices_of(operands, token)
-        prefetch_queries(operands, token, d_qk, thread)
+        prefetch_queries(operands, token, d_qk)
     return Cursor(token, position, indices)
 
 
 @cute.jit
-def prefetch_queries(operands: Operands, token: Int32, d_qk: cutlass.Constexpr[int], thread: Int32):
-    """Brings this CTA's rows of Q to L2: two threads have a row."""
-    row = first_query_row() + thread // 2
-    if token <= operands.schedule.last_request() and row < operands.rows():
-        half_bytes = d_qk * ELEMENT_BYTES // 2
-        first = Int64(operands.q_row(token, row).toint()) + thread % 2 * half_bytes
-        for line in cutlass.range_constexpr(0, half_bytes, LINE_BYTES):
-            primitives.prefetch_l2(cute.make_ptr(Int32, first + line, AddressSpace.gmem).raw_ptr())
+def prefetch_queries(operands: Operands, token: Int32, d_qk: cutlass.Constexpr[int]):
+    """Brings this CTA's rows of Q to L2. One warp: a lane has every 32nd."""
+    for rows_before in cutlass.range_constexpr(0, TILE_ROWS, LANES):
+        row = first_query_row() + (rows_before + cute.arch.lane_idx())
+        if token <= operands.schedule.last_request() and row < operands.rows():
+            first = operands.q_row(token, row).toint()
+            for byte in cutlass.range_constexpr(0, d_qk * ELEMENT_BYTES, LINE_BYTES):
+                primitives.prefetch_l2(cute.make_ptr(Int32, first + byte, AddressSpace.gmem).raw_ptr())
+
+
+@cute.jit
+def for_each_tile(schedule: TokenSchedule, body: cutlass.Constexpr[Callable[[Int32], None]]) -> Int32:
+    """Calls body(number of the tile) for every tile of every token of this CTA. Returns how many there were."""
+    token, first = schedule.first_piece()
+    tile = Int32(0)
+    while token <= schedule.last_request():
+        tiles = schedule.extent(token, first).tiles
+        for t in cutlass.range(tiles, unroll=1):
+            body(tile + t)
+        tile = tile + tiles
+        token = schedule.piece(token, first).next_req
+    return tile
