@@ -208,6 +208,11 @@ class GatheredPair(PairDecode):
     def mask(self, operands: Any, pipes: SeenPipes, rows: ScoreRows, left: Int32, tile: Int32):
         """Sets scores of keys that do not count to -inf."""
         pipes.seen_ready.wait_ready(tile)
+        self.mask_unseen(pipes, rows, tile)
+
+    @cute.jit
+    def mask_unseen(self, pipes: SeenPipes, rows: ScoreRows, tile: Int32):
+        """The same, once the bits are there."""
         seen = (pipes.sSeen + (pipes.seen_ready.slot(tile) * SEEN_WORDS + rows.half)).load()
         if seen != -1:
             rows.mask_unseen(seen)

@@ -177,6 +177,10 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
                 arrive(pipes.alpha_ready.barrier(use))
             arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
 
+    def mask(self, operands: Operands, pipes: SeenPipes, rows: ScoreRows, left: Int32, tile: Int32) -> None:
+        """Sets scores of keys that do not count to -inf; score_tile has waited for the bits."""
+        self.mask_unseen(pipes, rows, tile)
+
     @cute.jit
     def scale_tiles(self, tiles: Tiles, pipes: SeenPipes, count: Int32, tile: Int32, thread: Int32, lanes: Int32):
         """Rescales of a token."""
