@@ -24,15 +24,15 @@ Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for e
   query_free[2]     mma -> load or query          1: the item's last S is complete
   scores_ready[2]   mma -> softmax                1: S is complete, and so is O up to the key tile before
   alpha_ready[2]    softmax -> output             4: rescale factors; not of an item's first key tile
-  probs_ready[2]    softmax, output -> mma        8: the first half of P is written, O is scaled or has been read out
-  rest_ready[2]     softmax -> mma                4: the second half of P is written
+  probs_ready[2]    softmax, output -> mma        8: P of 96 keys is written, O is scaled or has been read out
+  rest_ready[2]     softmax -> mma                4: P of the others is written
   output_ready[2]   mma -> output                 1: O is complete; once per item
   sums_ready[2]     softmax -> output             4: 1 / row sum; once per item
   sums_free[2]      output -> softmax             4
 
 The trick: the two Q tiles take turns. While the softmax of one runs, the tensor cores multiply for the other, in the order
-P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when half of P is there, and part of the exponentials
-are polynomials on the FMA pipe. README.md has the clocks.
+P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when three quarters of P are there, and part of
+the exponentials are polynomials on the FMA pipe. README.md has the clocks.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from .operands import Item, Operands
 from .sm100_geometry import (
     BOX_BYTES,
     BOXES_PER_SLOT,
+    FIRST_KEYS,
     GROUP_WARPS,
     HALF_KEYS,
     LOAD_WARP,
@@ -257,70 +258,65 @@ class DensePrefillSm100(DensePrefill):
 
     @cute.jit
     def multiply(self, operands: Operands, pipes: Pipes, gemm: TileGemm):
-        """Waits kv_ready, query_ready, probs_ready, rest_ready. Signals scores_ready, output_ready, query_free, kv_free."""
+        """Waits kv_ready, query_ready, probs_ready, rest_ready. Signals scores_ready, output_ready, query_free, kv_free.
+
+        Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
+        own first S of the next item. After the last item comes one without keys."""
         items = operands.items
-        turn, uses, queries, done = Int32(0), Int32(0), [Int32(0), Int32(0)], [Int32(0), Int32(0)]
-        index = items.of_round(turn)
-        while index < items.count():
-            item = items.read(index)
+        turn, uses, more = Int32(0), Int32(0), Boolean(True)
+        # of each Q tile: items with keys, key tiles multiplied to S, and which one of its item the last of them is, if it waits for P V
+        queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
+        while more:
+            more = items.of_round(turn) < items.count()
+            item = items.take(turn)
             tiles = key_tiles(item.keys)
             parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
-            if tiles > 0:
-                for t in cutlass.range(tiles + 1, unroll=1):
-                    self.multiply_step(pipes, gemm, parts, tiles, t, uses, queries, done)
-                    if t < tiles:
-                        uses = uses + self.geometry.tile_slots
-            for tile in cutlass.range_constexpr(QUERY_TILES):
-                done[tile] = done[tile] + parts[tile].tiles
-                queries[tile] = queries[tile] + cutlass.select_(parts[tile].tiles > 0, Int32(1), Int32(0))
+            for t in cutlass.range(cutlass.select_(more, tiles, Int32(1)), unroll=1):
+                for tile in cutlass.range_constexpr(QUERY_TILES):
+                    if waiting[tile] >= 0:
+                        self.multiply_output(pipes, gemm, tile, count[tile] - 1, uses - VALUE_SLOTS, waiting[tile] > 0)
+                        if t == 0:
+                            self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
+                    if cutlass.const_expr(tile == QUERY_TILES - 1) and uses > 0:
+                        self.free_slots(pipes, uses - VALUE_SLOTS, VALUE_SLOTS)
+                    own = t - parts[tile].skipped
+                    waiting[tile] = Int32(-1)
+                    if own >= 0 and own < parts[tile].tiles:
+                        if own == 0:
+                            pipes.of_tile(tile).query_ready.wait_ready(queries[tile])
+                            queries[tile] = queries[tile] + 1
+                        self.multiply_scores(pipes, gemm, tile, count[tile], uses)
+                        if t == tiles - 1:
+                            self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile] - 1))
+                        count[tile] = count[tile] + 1
+                        waiting[tile] = own
+                if tiles > 0:
+                    self.free_slots(pipes, uses, self.geometry.key_slots)
+                    uses = uses + self.geometry.tile_slots
             turn = turn + 1
-            index = items.of_round(turn)
-
-    @cute.jit
-    def multiply_step(
-        self, pipes: Pipes, gemm: TileGemm, parts: list[Part], tiles: Int32, t: Int32, uses: Int32, queries: list[Int32], done: list[Int32]
-    ):
-        """P V of key tile t - 1 of an item and S of key tile t, whose slots begin with use `uses`, of both Q tiles.
-
-        queries, done: items and key tiles of each Q tile before this item."""
-        values = uses - VALUE_SLOTS
-        for tile in cutlass.range_constexpr(QUERY_TILES):
-            part = parts[tile]
-            own = t - part.skipped  # of the key tiles that this Q tile multiplies
-            if own > 0:
-                self.multiply_output(pipes, gemm, tile, done[tile] + own - 1, values, own > 1)
-                if t == tiles:
-                    self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile]))
-            if cutlass.const_expr(tile == QUERY_TILES - 1) and t > 0:
-                self.free_slots(pipes, values, VALUE_SLOTS)
-            if own >= 0 and t < tiles:
-                if own == 0:
-                    pipes.of_tile(tile).query_ready.wait_ready(queries[tile])
-                self.multiply_scores(pipes, gemm, tile, done[tile] + own, uses)
-                if t == tiles - 1:
-                    self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile]))
-        if t < tiles:
-            self.free_slots(pipes, uses, self.geometry.key_slots)
 
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: Int32) -> None:
         """S of a Q tile's count-th key tile, whose keys are in the slots of use `keys` and on."""
+        operands = gemm.keys([pipes.kv_ready.slot(keys + i) for i in range(self.geometry.key_slots)])
         # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
         for i in range(self.geometry.key_slots):
             pipes.kv_ready.wait_ready(keys + i)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
-            gemm.scores(tile, [pipes.kv_ready.slot(keys + i) for i in range(self.geometry.key_slots)])
+            gemm.scores(tile, operands)
             tcgen05.commit_alone(pipes.of_tile(tile).scores_ready.barrier(count))
 
     def multiply_output(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: Int32, accumulate: Boolean) -> None:
         """P V of a Q tile's count-th key tile, whose values are in the slots of use `values` and on."""
         own = pipes.of_tile(tile)
-        for half, ready in enumerate((own.probs_ready, own.rest_ready)):
-            pipes.kv_ready.wait_ready(values + half)
+        operands = gemm.values([pipes.kv_ready.slot(values + i) for i in range(VALUE_SLOTS)])
+        for i in range(VALUE_SLOTS):
+            pipes.kv_ready.wait_ready(values + i)
+        for ready, first, end in ((own.probs_ready, 0, FIRST_KEYS), (own.rest_ready, FIRST_KEYS, TILE_KEYS)):
             ready.wait_ready(count)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
-                gemm.output(tile, half, pipes.kv_ready.slot(values + half), accumulate if half == 0 else True)
+                gemm.output(tile, operands, first, end, accumulate)
 
     def free_slots(self, pipes: Pipes, use: Int32, count: int) -> None:
         """Slots may be loaded again when what has been issued is done."""
@@ -369,20 +365,32 @@ class DensePrefillSm100(DensePrefill):
 
     @cute.jit
     def softmax_tile(self, own: Pipes, rows: RowSoftmax, part: Part, t: Int32, use: Int32, alpha_use: Int32):
-        """Turns the scores of a part's t-th key tile, which are complete, into probabilities."""
-        rows.load()
+        """Turns the scores of a part's t-th key tile, which are complete, into probabilities.
+
+        The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
+        stores any."""
         first_key = (part.tiles - 1 - t) * TILE_KEYS
-        if part.key_limit(Int32(0)) < first_key + TILE_KEYS:
-            rows.mask(part.key_limit(rows.row) - first_key)
+        limit = part.key_limit(rows.row) - first_key
+        masked = part.key_limit(Int32(0)) < first_key + TILE_KEYS
+        rows.finish_load(rows.start_load(0))
+        if masked:
+            rows.mask(limit, 0)
         alpha = rows.advance()
         if t > 0:
             rows.publish_factor(alpha)
             arrive(own.alpha_ready.barrier(alpha_use))
-        for half, ready in enumerate((own.probs_ready, own.rest_ready)):
-            rows.exponentiate(half)
-            rows.store(half)
-            tcgen05.fence_before_signal()
-            arrive(ready.barrier(use))
+        rows.exponentiate(0, FIRST_KEYS)
+        again = rows.start_load(FIRST_KEYS)
+        rows.store(0, FIRST_KEYS)
+        tcgen05.fence_before_signal()
+        arrive(own.probs_ready.barrier(use))
+        rows.finish_load(again)
+        if masked:
+            rows.mask(limit, FIRST_KEYS)
+        rows.exponentiate(FIRST_KEYS, TILE_KEYS)
+        rows.store(FIRST_KEYS, TILE_KEYS)
+        tcgen05.fence_before_signal()
+        arrive(own.rest_ready.barrier(use))
 
     def clears_values(self, item: Item, part: Part, tile: Int32) -> Boolean:
         """Whether there are values of no key in the item's last key tile, and this Q tile is the first to be multiplied with

@@ -30,7 +30,8 @@ assert D_V == BOXES_PER_SLOT * BOX_COLUMNS
 
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-STEPS_PER_HALF = HALF_KEYS // K_STEP
+STEPS_PER_SLOT = HALF_KEYS // K_STEP
+FIRST_KEYS = 96  # of a tile, whose P is handed over while that of the others is computed
 
 # tensor memory, in 32-bit columns of 128 lanes, of Q tile i: S of 128 keys from TILE_KEYS i on, and over its first half P, two
 # elements a column; O from OUTPUT_COLUMN + D_V i on

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -16,9 +17,10 @@ from cutlass import Float32, Int32, cute
 from ..parts import tcgen05
 from ..parts.fragments import pack_pair
 from ..parts.softmax import LN2, follow_maximum, shift_of
-from .sm100_geometry import GROUP, HALF_KEYS, TILE_KEYS, TILE_ROWS, Tiles
+from .sm100_geometry import GROUP, TILE_KEYS, TILE_ROWS, Tiles
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
+KEYS_STORED_AT_ONCE = 64
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
 PAIRS_PER_GROUP = 8
 POLYNOMIAL_PAIRS = 3  # of a group
@@ -82,16 +84,21 @@ class RowSoftmax:
         self.rMax[0] = -Float32.inf
         self.rSums[0], self.rSums[1] = Float32(0), Float32(0)
 
-    def load(self) -> None:
-        """The row's scores from tensor memory, whose columns P may overwrite when this returns."""
-        parts = [tcgen05.load_columns(self.scores + first, LOADED_AT_ONCE) for first in range(0, TILE_KEYS, LOADED_AT_ONCE)]
-        tcgen05.await_loads()
-        for i in range(TILE_KEYS):
-            self.rS[i] = parts[i // LOADED_AT_ONCE][i % LOADED_AT_ONCE]
+    def start_load(self, first: int) -> list[Any]:
+        """Starts to load the row's scores from key `first` on, for finish_load."""
+        return [tcgen05.load_columns(self.scores + column, LOADED_AT_ONCE) for column in range(first, TILE_KEYS, LOADED_AT_ONCE)]
 
-    def mask(self, limit: Int32) -> None:
-        """Sets the scores of keys from `limit` on, counted within the tile, to -inf. Selects, so that NaN vanishes."""
-        for i in range(TILE_KEYS):
+    def finish_load(self, loads: list[Any]) -> None:
+        """Waits for loads of the last scores of the row. P may overwrite their columns when this returns."""
+        tcgen05.await_loads()
+        first = TILE_KEYS - len(loads) * LOADED_AT_ONCE
+        for i in range(first, TILE_KEYS):
+            self.rS[i] = loads[(i - first) // LOADED_AT_ONCE][i % LOADED_AT_ONCE]
+
+    def mask(self, limit: Int32, first: int) -> None:
+        """Of the scores from key `first` on, sets those from `limit` on, counted within the tile, to -inf. Selects, so that NaN
+        vanishes."""
+        for i in range(first, TILE_KEYS):
             self.rS[i] = cutlass.select_(limit <= i, -Float32.inf, self.rS[i])
 
     def advance(self) -> Float32:
@@ -104,26 +111,26 @@ class RowSoftmax:
         self.rSums[0], self.rSums[1] = cute.arch.mul_packed_f32x2((self.rSums[0], self.rSums[1]), (alpha, alpha))
         return alpha
 
-    def exponentiate(self, half: int) -> None:
-        """Replaces half of the scores by unnormalised probabilities and adds them to the row sum."""
+    def exponentiate(self, first: int, end: int) -> None:
+        """Replaces the scores of keys first .. end - 1 by unnormalised probabilities and adds them to the row sum."""
         scale, shift = (self.scale_log2,) * 2, (-shift_of(self.rMax[0]),) * 2
-        sums = (self.rSums[0], self.rSums[1])
-        for pair in range(HALF_KEYS // 2):
-            i = half * HALF_KEYS + 2 * pair
+        chains = [(self.rSums[0], self.rSums[1]), _both(0.0)]
+        for i in range(first, end, 2):
             exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
-            if on_fma(pair):
+            if on_fma(i // 2):
                 probs = exp2_on_fma(exponents)
             else:
                 probs = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
             self.rS[i], self.rS[i + 1] = probs
-            sums = cute.arch.add_packed_f32x2(sums, probs)
-        self.rSums[0], self.rSums[1] = sums
+            chains.append(cute.arch.add_packed_f32x2(chains.pop(0), probs))
+        self.rSums[0], self.rSums[1] = cute.arch.add_packed_f32x2(*chains)
 
-    def store(self, half: int) -> None:
-        """Half of the probabilities as 16-bit A operand, over the scores; done when this returns."""
-        first = half * HALF_KEYS
-        words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in range(first, first + HALF_KEYS, 2)]
-        tcgen05.store_columns(self.scores + first // 2, words)
+    def store(self, first: int, end: int) -> None:
+        """The probabilities of keys first .. end - 1 as 16-bit A operand, over the scores; done when this returns."""
+        for key in range(first, end, KEYS_STORED_AT_ONCE):
+            pairs = range(key, min(key + KEYS_STORED_AT_ONCE, end), 2)
+            words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in pairs]
+            tcgen05.store_columns(self.scores + key // 2, words)
         tcgen05.await_stores()
 
     def publish_factor(self, alpha: Float32) -> None:
