@@ -177,3 +177,9 @@ class Part:
 def key_tiles(keys: Int32) -> Int32:
     """Tiles of so many keys."""
     return (keys + (TILE_KEYS - 1)) >> 7
+
+
+def first_lane(tmem: Int32) -> Int32:
+    """Tensor memory at the first of this warp's lanes."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
+    return tmem + warp * (32 * TMEM_LANE)

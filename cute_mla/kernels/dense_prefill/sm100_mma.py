@@ -1,4 +1,4 @@
-"""The two matrix products of the SM100 kernel, as one thread issues them."""
+"""The matrix products of the SM100 kernel: the role that issues them, and their operands."""
 
 from __future__ import annotations
 
@@ -6,22 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..parts import tcgen05
+from .operands import Operands
 from .sm100_geometry import (
     BOX_BYTES,
+    FIRST_KEYS,
     K_STEP,
     OUTPUT_COLUMN,
+    QUERY_TILES,
     ROW_BYTES,
     SLOT_BYTES,
     STEPS_PER_BOX,
     STEPS_PER_SLOT,
     TILE_KEYS,
     TILE_ROWS,
+    VALUE_SLOTS,
     Geometry,
+    Part,
+    Pipes,
     Tiles,
+    key_tiles,
 )
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
@@ -31,7 +38,7 @@ TMEM_STEP = K_STEP // 2  # columns of 16 elements
 
 @dataclass(frozen=True)
 class TileGemm:
-    """The operands."""
+    """Operands and products. One thread multiplies."""
 
     dtype: type[cutlass.Numeric]
     geometry: Geometry
@@ -75,3 +82,83 @@ class TileGemm:
                 accumulate=accumulate if step == 0 else True,
                 group=tcgen05.OWN_GROUP,
             )
+
+
+class MmaRole:
+    """One warp."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    @cute.jit
+    def run(self, operands: Operands, pipes: Pipes, gemm: TileGemm):
+        """Waits kv_ready, query_ready, probs_ready, rest_ready. Signals scores_ready, output_ready, query_free, kv_free.
+
+        Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
+        own first S of the next item. After the last item comes one without keys."""
+        items = operands.items
+        turn, uses, more = Int32(0), Int32(0), Boolean(True)
+        # of each Q tile: items with keys, key tiles multiplied to S, and which one of its item the last of them is, if it waits for P V
+        queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
+        while more:
+            more = items.of_round(turn) < items.count()
+            item = items.take(turn)
+            tiles = key_tiles(item.keys)
+            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            for t in cutlass.range(cutlass.select_(more, tiles, Int32(1)), unroll=1):
+                for tile in cutlass.range_constexpr(QUERY_TILES):
+                    if waiting[tile] >= 0:
+                        self.multiply_output(pipes, gemm, tile, count[tile] - 1, uses - VALUE_SLOTS, waiting[tile] > 0)
+                        if t == 0:
+                            self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
+                    if cutlass.const_expr(tile == QUERY_TILES - 1) and uses > 0:
+                        self.free_slots(pipes, uses - VALUE_SLOTS, VALUE_SLOTS)
+                    own = t - parts[tile].skipped
+                    waiting[tile] = Int32(-1)
+                    if own >= 0 and own < parts[tile].tiles:
+                        if own == 0:
+                            pipes.of_tile(tile).query_ready.wait_ready(queries[tile])
+                            queries[tile] = queries[tile] + 1
+                        self.multiply_scores(pipes, gemm, tile, count[tile], uses)
+                        if t == tiles - 1:
+                            self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile] - 1))
+                        count[tile] = count[tile] + 1
+                        waiting[tile] = own
+                if tiles > 0:
+                    self.free_slots(pipes, uses, self.geometry.key_slots)
+                    uses = uses + self.geometry.tile_slots
+            turn = turn + 1
+
+    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: Int32) -> None:
+        """S of a Q tile's count-th key tile, whose keys are in the slots of use `keys` and on."""
+        operands = gemm.keys([pipes.kv_ready.slot(keys + i) for i in range(self.geometry.key_slots)])
+        # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
+        for i in range(self.geometry.key_slots):
+            pipes.kv_ready.wait_ready(keys + i)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            gemm.scores(tile, operands)
+            tcgen05.commit_alone(pipes.of_tile(tile).scores_ready.barrier(count))
+
+    def multiply_output(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: Int32, accumulate: Boolean) -> None:
+        """P V of a Q tile's count-th key tile, whose values are in the slots of use `values` and on."""
+        own = pipes.of_tile(tile)
+        operands = gemm.values([pipes.kv_ready.slot(values + i) for i in range(VALUE_SLOTS)])
+        for i in range(VALUE_SLOTS):
+            pipes.kv_ready.wait_ready(values + i)
+        for ready, first, end in ((own.probs_ready, 0, FIRST_KEYS), (own.rest_ready, FIRST_KEYS, TILE_KEYS)):
+            ready.wait_ready(count)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                gemm.output(tile, operands, first, end, accumulate)
+
+    def free_slots(self, pipes: Pipes, use: Int32, count: int) -> None:
+        """Slots may be loaded again when what has been issued is done."""
+        with cute.arch.elect_one():
+            for i in range(count):
+                tcgen05.commit_alone(pipes.kv_free.barrier(use + i))
+
+    def commit(self, barrier: cute.Pointer) -> None:
+        """An arrival when what has been issued is done."""
+        with cute.arch.elect_one():
+            tcgen05.commit_alone(barrier)

@@ -1,4 +1,4 @@
-"""The output role's view of a Q tile on SM100: a thread has a row of O, a lane of tensor memory."""
+"""The output role of the SM100 kernel: a thread has a row of O of each Q tile, a lane of tensor memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..parts import tcgen05
+from ..parts.barriers import arrive
 from ..parts.fragments import aligned, pack_pair, store_pair
-from .sm100_geometry import GROUP, OUTPUT_COLUMN, TILE_ROWS, Tiles
+from .operands import Operands
+from .sm100_geometry import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
 
 AT_ONCE = 32  # columns of O
 VECTOR = 4  # 32-bit words of a 16-byte access
@@ -81,3 +83,64 @@ class OutputRows:
             else:
                 for i in range(VECTOR):
                     store_pair(place + i * WORD_ELEMENTS, words[first + i], False)
+
+
+class OutputRole:
+    """Four warps. wide: whether rows of out are multiples of 16 bytes."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], wide: bool) -> None:
+        self.dtype = dtype
+        self.wide = wide
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32):
+        """Waits alpha_ready, output_ready, sums_ready. Signals probs_ready, sums_free. Writes out."""
+        items = operands.items
+        rows = [OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
+        own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
+        turn, done, alphas = Int32(0), [Int32(0), Int32(0)], [Int32(0), Int32(0)]
+        outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)]
+        index = items.of_round(turn)
+        for tile in cutlass.range_constexpr(QUERY_TILES):
+            arrive(own[tile].probs_ready.barrier(0))  # O is free for the first item
+        while index < items.count():
+            item = items.read(index)
+            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
+                for tile in cutlass.range_constexpr(QUERY_TILES):
+                    step = t - parts[tile].skipped
+                    if step > 0:
+                        self.rescale(own[tile], rows[tile], done[tile] + step, alphas[tile] + step - 1)
+            for tile in cutlass.range_constexpr(QUERY_TILES):
+                part = parts[tile]
+                if part.rows > 0:
+                    if part.tiles > 0:
+                        own[tile].output_ready.wait_ready(outputs[tile])
+                        tcgen05.fence_after_wait()
+                        outputs[tile] = outputs[tile] + 1
+                    own[tile].sums_ready.wait_ready(sums[tile])
+                    inverse = rows[tile].inverse()
+                    arrive(own[tile].sums_free.barrier(sums[tile]))
+                    sums[tile] = sums[tile] + 1
+                    target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
+                    rows[tile].store(target, part.rows, inverse, part.tiles > 0)
+                    if part.tiles > 0:
+                        done[tile] = done[tile] + part.tiles
+                        alphas[tile] = alphas[tile] + part.tiles - 1
+                        tcgen05.fence_before_signal()
+                        arrive(own[tile].probs_ready.barrier(done[tile]))  # O is free for the next item
+            turn = turn + 1
+            index = items.of_round(turn)
+
+    @cute.jit
+    def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):
+        """O *= alpha where the maximum has moved, then lets P V of a Q tile's next key tile begin.
+
+        The factor is there when S of that key tile is, and S comes after P V of the key tile before."""
+        own.alpha_ready.wait_ready(alpha_use)
+        alpha = rows.factor()
+        if cute.arch.vote_any_sync(alpha != 1.0):
+            tcgen05.fence_after_wait()
+            rows.scale(alpha)
+            tcgen05.fence_before_signal()
+        arrive(own.probs_ready.barrier(use))

@@ -1,4 +1,4 @@
-"""The softmax of a Q tile on SM100: a thread has a row.
+"""The softmax role of the SM100 kernel: a thread has a row of a Q tile.
 
 Scores are exponentiated against a reference that follows the row maximum only when it has moved far (parts/softmax.py). Of
 every eight pairs of exponentials, POLYNOMIAL_PAIRS are computed on the FMA pipe, since the special function unit, at 16 a
@@ -12,12 +12,30 @@ from functools import reduce
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ..parts import tcgen05
+from ..parts.barriers import arrive
 from ..parts.fragments import pack_pair
+from ..parts.lengths import larger
 from ..parts.softmax import LN2, follow_maximum, shift_of
-from .sm100_geometry import GROUP, TILE_KEYS, TILE_ROWS, Tiles
+from .operands import Item, Operands
+from .sm100_geometry import (
+    FIRST_KEYS,
+    GROUP,
+    HALF_KEYS,
+    SLOT_BYTES,
+    TILE_KEYS,
+    TILE_ROWS,
+    VALUE_SLOTS,
+    Geometry,
+    Part,
+    Pipes,
+    Tiles,
+    first_lane,
+    key_tiles,
+)
+from .sm100_rows import clear_rows
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
@@ -152,3 +170,89 @@ class RowSoftmax:
 def on_fma(pair: int) -> bool:
     """Whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both pipes always have work."""
     return (pair * POLYNOMIAL_PAIRS) % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS
+
+
+class SoftmaxRole:
+    """Four warps, for one Q tile."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+        self.dtype = dtype
+        self.geometry = geometry
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
+        """Waits scores_ready, kv_ready, sums_free. Signals alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse."""
+        items = operands.items
+        own = pipes.of_tile(tile)
+        rows = RowSoftmax.create(self.dtype, tiles, first_lane(tmem), tile, operands.scale_log2)
+        turn, uses, done, alphas, sums = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        index = items.of_round(turn)
+        while index < items.count():
+            item = items.read(index)
+            part = Part.of(item, tile)
+            if part.rows > 0:
+                rows.reset()
+                for t in cutlass.range(part.tiles, unroll=1):
+                    own.scores_ready.wait_ready(done + t)
+                    tcgen05.fence_after_wait()
+                    if t == 0 and self.clears_values(item, part, tile):
+                        self.clear_values(tiles, pipes, uses + self.geometry.key_slots, item.keys, rows.row)
+                    self.softmax_tile(own, rows, part, t, done + t, alphas + t - 1)
+                done = done + part.tiles
+                alphas = alphas + larger(part.tiles - 1, Int32(0))
+                own.sums_free.wait_free(sums)
+                total = rows.publish_sum()
+                arrive(own.sums_ready.barrier(sums))
+                sums = sums + 1
+                if rows.row < part.rows:
+                    lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
+                    operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
+            uses = uses + key_tiles(item.keys) * self.geometry.tile_slots
+            turn = turn + 1
+            index = items.of_round(turn)
+
+    @cute.jit
+    def softmax_tile(self, own: Pipes, rows: RowSoftmax, part: Part, t: Int32, use: Int32, alpha_use: Int32):
+        """Turns the scores of a part's t-th key tile, which are complete, into probabilities.
+
+        The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
+        stores any."""
+        first_key = (part.tiles - 1 - t) * TILE_KEYS
+        limit = part.key_limit(rows.row) - first_key
+        masked = part.key_limit(Int32(0)) < first_key + TILE_KEYS
+        rows.finish_load(rows.start_load(0))
+        if masked:
+            rows.mask(limit, 0)
+        alpha = rows.advance()
+        if t > 0:
+            rows.publish_factor(alpha)
+            arrive(own.alpha_ready.barrier(alpha_use))
+        rows.exponentiate(0, FIRST_KEYS)
+        again = rows.start_load(FIRST_KEYS)
+        rows.store(0, FIRST_KEYS)
+        tcgen05.fence_before_signal()
+        arrive(own.probs_ready.barrier(use))
+        rows.finish_load(again)
+        if masked:
+            rows.mask(limit, FIRST_KEYS)
+        rows.exponentiate(FIRST_KEYS, TILE_KEYS)
+        rows.store(FIRST_KEYS, TILE_KEYS)
+        tcgen05.fence_before_signal()
+        arrive(own.rest_ready.barrier(use))
+
+    def clears_values(self, item: Item, part: Part, tile: Int32) -> Boolean:
+        """Whether there are values of no key in the item's last key tile, and this Q tile is the first to be multiplied with
+        them."""
+        first = (tile == 0) | (Part.of(item, 0).skipped > 0)
+        return (item.keys % TILE_KEYS != 0) & (part.skipped == 0) & first
+
+    @cute.jit
+    def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
+        """P is 0 past the end, but 0 times a NaN of an unused row is NaN. The arrival with P hands over the zeros.
+
+        S of the key tile is complete, so the slots are at this use or the one before: no other parity can be mistaken for it."""
+        for half in cutlass.range_constexpr(VALUE_SLOTS):
+            pipes.kv_ready.wait_ready(use + half)
+            slot = tiles.sKv + pipes.kv_ready.slot(use + half) * SLOT_BYTES
+            clear_rows(slot, keys % TILE_KEYS - half * HALF_KEYS, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")

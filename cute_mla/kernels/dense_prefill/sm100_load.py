@@ -1,0 +1,136 @@
+"""The roles of the SM100 kernel that fill shared memory: by TMA, or, where that cannot be, Q element by element."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
+from ..parts.barriers import arrive
+from ..parts.tma import load_box
+from .operands import Item, Operands
+from .sm100_geometry import (
+    BOX_BYTES,
+    BOXES_PER_SLOT,
+    HALF_KEYS,
+    QUERY_TILES,
+    QUERY_WARP,
+    SLOT_BYTES,
+    TILE_KEYS,
+    TILE_ROWS,
+    VALUE_SLOTS,
+    Geometry,
+    Part,
+    Pipes,
+    Tiles,
+    key_tiles,
+)
+from .sm100_rows import load_query_tile
+
+
+class LoadRole:
+    """One warp. loads_queries: whether Q comes by TMA too."""
+
+    def __init__(self, geometry: Geometry, loads_queries: bool) -> None:
+        self.geometry = geometry
+        self.loads_queries = loads_queries
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits kv_free, query_free. Signals kv_ready, query_ready."""
+        items = operands.items
+        turn, uses, loads = Int32(0), Int32(0), [Int32(0), Int32(0)]
+        index = items.of_round(turn)
+        while index < items.count():
+            item = items.read(index)
+            if item.keys > 0:
+                last = item.first_key + (key_tiles(item.keys) - 1) * TILE_KEYS
+                self.load_keys(operands, tiles, pipes, item, last, uses)
+                if cutlass.const_expr(self.loads_queries):
+                    loads = self.load_query_tiles(operands, tiles, pipes, item, loads)
+                self.load_values(operands, tiles, pipes, item, last, uses)
+                uses = uses + self.geometry.tile_slots
+                for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
+                    self.load_keys(operands, tiles, pipes, item, last - t * TILE_KEYS, uses)
+                    self.load_values(operands, tiles, pipes, item, last - t * TILE_KEYS, uses)
+                    uses = uses + self.geometry.tile_slots
+            turn = turn + 1
+            index = items.of_round(turn)
+        cute.arch.griddepcontrol_launch_dependents()
+        # no signal may reach a CTA that is gone
+        for i in cutlass.range(self.geometry.slots, unroll=1):
+            pipes.kv_free.wait_free(uses + i)
+
+    @cute.jit
+    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, use: Int32):
+        """Keys from a row on, 64 columns a slot."""
+        for i in cutlass.range_constexpr(self.geometry.key_slots):
+            ready, target = self.next_slot(tiles, pipes, use + i)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
+                for box in cutlass.range_constexpr(BOXES_PER_SLOT):
+                    where = (i * BOX_COLUMNS, item.kv_head, row + box * BOX_ROWS)
+                    load_box(target + box * BOX_BYTES, operands.k_map, where, ready)
+
+    @cute.jit
+    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, use: Int32):
+        """Values from a row on, 64 rows a slot."""
+        for i in cutlass.range_constexpr(VALUE_SLOTS):
+            ready, target = self.next_slot(tiles, pipes, use + self.geometry.key_slots + i)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
+                for box in cutlass.range_constexpr(BOXES_PER_SLOT):
+                    where = (box * BOX_COLUMNS, item.kv_head, row + i * HALF_KEYS)
+                    load_box(target + box * BOX_BYTES, operands.v_map, where, ready)
+
+    def next_slot(self, tiles: Tiles, pipes: Pipes, use: Int32) -> tuple[cute.Pointer, cute.Pointer]:
+        """(barrier, first byte) of a slot, when it is free."""
+        pipes.kv_free.wait_free(use)
+        return pipes.kv_ready.barrier(use), tiles.sKv + pipes.kv_ready.slot(use) * SLOT_BYTES
+
+    @cute.jit
+    def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, loads: list[Int32]):
+        """Q of an item, of the tiles that have keys. Rows past the sequence's end are another's, or zeros: their results go
+        nowhere. Returns the loads of each tile so far."""
+        done = list(loads)
+        for tile in cutlass.range_constexpr(QUERY_TILES):
+            if Part.of(item, tile).tiles > 0:
+                ready = pipes.of_tile(tile).query_ready.barrier(done[tile])
+                pipes.of_tile(tile).query_free.wait_free(done[tile])
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.query_bytes)
+                    for i in cutlass.range_constexpr(self.geometry.key_slots * BOXES_PER_SLOT):
+                        columns, rows = divmod(i, BOXES_PER_SLOT)
+                        where = (columns * BOX_COLUMNS, item.head, item.first_row + (tile * TILE_ROWS + rows * BOX_ROWS))
+                        target = tiles.sQ + (tile * self.geometry.query_bytes + i * BOX_BYTES)
+                        load_box(target, operands.q_map, where, ready)
+                done[tile] = done[tile] + 1
+        return done
+
+
+class QueryRole:
+    """Two warps, in variants without TMA for Q."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits query_free. Signals query_ready."""
+        items = operands.items
+        turn, loads = Int32(0), [Int32(0), Int32(0)]
+        index = items.of_round(turn)
+        thread = cute.arch.thread_idx()[0] - QUERY_WARP * 32
+        while index < items.count():
+            item = items.read(index)
+            for tile in cutlass.range_constexpr(QUERY_TILES):
+                part = Part.of(item, tile)
+                if part.tiles > 0:
+                    pipes.of_tile(tile).query_free.wait_free(loads[tile])
+                    target = tiles.sQ + tile * self.geometry.query_bytes
+                    load_query_tile(operands, item, tile * TILE_ROWS, target, self.geometry.key_slots, thread)
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    arrive(pipes.of_tile(tile).query_ready.barrier(loads[tile]))
+                    loads[tile] = loads[tile] + 1
+            turn = turn + 1
+            index = items.of_round(turn)
