@@ -12,7 +12,7 @@ from cute_mla.testing.prefill_cases import SparsePrefillCase
 from tests.planted_bugs import Workshop
 
 # One pair of CTAs walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
-WALK = SparsePrefillCase(s_q=6, h_q=9, s_kv=300, topk=300, lengths=(130, 200, 200, 70, 300, 0), indices="mixed", sinks="drawn", sm_count=2)
+WALK = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=2)
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=2)  # most tiles with keys have one
 
 WAITS = r"mbarrier\.try_wait\.parity\.shared\.b64 +P1, [^;]*;"
