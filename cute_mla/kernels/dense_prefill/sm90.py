@@ -35,7 +35,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
@@ -43,7 +43,7 @@ from ...spec.arch import SM90, Arch
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..parts.barriers import Ring, arrive, barrier_table
-from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_pair, pack_pair, store_pair
+from ..parts.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
 from ..parts.lengths import smaller
 from ..parts.sm90_gemm import clear_rows
 from ..parts.sm90_roles import set_registers
@@ -242,7 +242,10 @@ class DensePrefillSm90(DensePrefill):
 
     @cute.jit
     def attend_tiles(self, pipes: Pipes, item: Item, products: Products, softmax: OnlineSoftmax, use: Int32, done: Int32):
-        """O and the row sums of an item that has keys."""
+        """O and the row sums of an item that has keys.
+
+        The wait for P V stands at the head of the loop, behind the softmax that it need not delay: in one block, ptxas moves
+        it in front."""
         group, count = products.group, tile_count(item)
         pipes.key_ready.wait_ready(use)
         take_turn(group)
@@ -250,12 +253,11 @@ class DensePrefillSm90(DensePrefill):
         products.start_scores(pipes.key_ready.slot(use))
         give_turn(group)
         warpgroup.wait_group(0)
-        arrive(pipes.key_free.barrier(use))
+        self.free_operands(pipes, group, use, done, count == 1)
         self.mask(item, products, count - 1)
-        softmax.add_tile(products.scores)
-        products.round_probs()
-
+        factors = softmax.add_tile(products.scores)
         for i in cutlass.range(1, count, unroll=1):
+            self.settle_output(pipes, products, factors, use, i)
             pipes.key_ready.wait_ready(use + i)
             take_turn(group)
             warpgroup.fence()
@@ -264,23 +266,37 @@ class DensePrefillSm90(DensePrefill):
             products.start_output(pipes.value_ready.slot(use + i - 1))
             give_turn(group)
             warpgroup.wait_group(1)
-            arrive(pipes.key_free.barrier(use + i))
+            self.free_operands(pipes, group, use + i, done, i == count - 1)
             self.mask(item, products, count - 1 - i)
             factors = softmax.add_tile(products.scores)
-            warpgroup.wait_group(0)
-            arrive(pipes.value_free.barrier(use + i - 1))
-            if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
-                products.scale_output(factors)
-            products.round_probs()
 
-        if cutlass.const_expr(self.by_tma):
-            arrive(pipes.query_free.barrier(done * GROUPS + group))
+        self.settle_output(pipes, products, factors, use, count)
         last = use + count - 1
         pipes.value_ready.wait_ready(last)
         warpgroup.fence()
         products.start_output(pipes.value_ready.slot(last))
         warpgroup.wait_group(0)
         arrive(pipes.value_free.barrier(last))
+
+    @cute.jit
+    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, tiles: Int32):
+        """P V of all but the last of the item's tiles so far is complete, O relative to the maximum over all of them, and P of
+        the last one rounded."""
+        warpgroup.wait_group(0)
+        if tiles > 1:
+            arrive(pipes.value_free.barrier(use + tiles - 2))
+        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+            products.scale_output(factors)
+        products.round_probs()
+
+    @cute.jit
+    def free_operands(self, pipes: Pipes, group: Int32, use: Int32, done: Int32, last: Boolean):
+        """S is complete: K may go, and Q after the last tile."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
+            if last:
+                cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
 
     @cute.jit
     def mask(self, item: Item, products: Products, tile: Int32):
@@ -293,20 +309,30 @@ class DensePrefillSm90(DensePrefill):
 
     @cute.jit
     def finish_rows(self, operands: Operands, item: Item, products: Products, softmax: OnlineSoftmax):
-        """Normalises, and writes the rows that the sequence has: the quad writes 16 contiguous bytes of a row."""
+        """Normalises, and writes the rows that the sequence has."""
+        thread = products.thread
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = block_row(products, row_half)
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
             lse = (softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)) * LN2
+            words = products.row_words(row_half, inverse)
+            if cutlass.const_expr(self.by_tma):
+                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], thread)]
             if row < item.rows:
-                if products.thread % 4 == 0:
+                if thread % 4 == 0:
                     operands.lse_of(item, row).store(cutlass.select_(empty, operands.empty_lse, lse))
-                target = operands.out_row(item, row) + 2 * (products.thread % 4)
-                for eight in cutlass.range_constexpr(D_V // 8):
-                    low, high = products.pair(eight, row_half, inverse)
-                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.by_tma)
+                self.store_row(operands.out_row(item, row), words, thread)
+
+    def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
+        """A quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""
+        if self.by_tma:
+            for i in range(0, len(words), 4):
+                store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
+        else:
+            for eight, word in enumerate(words):
+                store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
-from ..parts.fragments import flat, half, packed, tile_writer
+from ..parts.fragments import flat, half, pack_pair, packed, tile_writer
 from ..parts.sm90_gemm import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, tiled_mma
 from .sm90_geometry import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
 
@@ -101,13 +101,15 @@ class Products:
         for i in range(cute.size(rO)):
             rO[i] = rO[i] * factors[half(i)]
 
-    def pair(self, eight: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
-        """Columns 8 eight + 2 (t % 4) and the next of one of the thread's rows, normalised. A row that attends to nothing
-        (inverse 0) is 0 whatever was accumulated."""
+    def row_words(self, row_half: int, inverse: Float32) -> list[Int32]:
+        """One of the thread's rows of O, normalised and rounded: columns 8 e + 2 (t % 4) and the next in word e. A row that
+        attends to nothing (inverse 0) is 0 whatever was accumulated."""
         rO = flat(self.output)
-        first = 4 * eight + 2 * row_half
-        low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
-        return low, high
+        words = []
+        for first in range(2 * row_half, cute.size(rO), 4):
+            low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
+            words.append(pack_pair(low, high, self.dtype))
+        return words
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,28 @@ def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
     (halves + 1).store(Uint16((word >> 16) & 0xFFFF))
 
 
+def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
+    """Transposes 4 x 4 words in a quad. words[j]: columns 8 j + 2 (t % 4) and the next of a row, packed. Returns columns
+    8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes."""
+    words = list(words)
+    for step in (1, 2):
+        upper = (thread & step) != 0
+        for low in (j for j in range(4) if not j & step):
+            high = low + step
+            received = cute.arch.shuffle_sync_bfly(cutlass.select_(upper, words[low], words[high]), step)
+            words[low] = cutlass.select_(upper, received, words[low])
+            words[high] = cutlass.select_(upper, words[high], received)
+    return words
+
+
+def store_words(target: cute.Pointer, words: list[Int32]) -> None:
+    """Writes 16 bytes to a multiple of 16 bytes."""
+    registers = cute.make_rmem_tensor(cute.make_layout(len(words)), Int32)
+    for i, word in enumerate(words):
+        registers[i] = word
+    cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=Int32), 16), cute.make_layout(len(words))))
+
+
 def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
     """Copies a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
