@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from ..spec.sparse_prefill import HEAD_DIMS
-from .planned import SMOKE_TILES, Bearable
+from .planned import Bearable
 from .prefill_cases import SparsePrefillCase
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -17,6 +17,7 @@ GRID_DTYPES = ("bf16", "fp16")
 MOSTLY_INVALID = ((32, 2048), (64, 8192))  # (s_kv, topk)
 HEADS = (1, 3, 16, 48, 64, 96, 128)
 TOPKS = (1, 63, 65, 2048)
+SHORT_TILES = 128  # the simulated device runs cases of the grid of up to so many tiles whole
 
 _MINUS_INF = float("-inf")
 
@@ -101,7 +102,7 @@ _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases(), *_LONG})
 
 
 def _runs_whole(case: SparsePrefillCase) -> bool:
-    return case.s_q == 1 or case.tiles <= SMOKE_TILES or case in _ALWAYS_WHOLE
+    return case.s_q == 1 or case.tiles <= SHORT_TILES or case in _ALWAYS_WHOLE
 
 
 def _factors(case: SparsePrefillCase) -> tuple[Hashable, ...]:

@@ -178,6 +178,7 @@ def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Plann
     short = {case for case in grid() if case.s_q == 62 and case.topk == 128 and case.h_q == 64}
     assert len(single) == 160
     assert len(short) == 3 * 2 * 2 * 2
+    assert max(case.tiles for case in short) <= prefill_suites.SHORT_TILES
     assert single | short <= whole
     assert sum(max(case.counts, default=0) >= 4096 for case in whole) >= 3
 

@@ -1,0 +1,77 @@
+"""Which bits sparse prefill gives: a token's own alone, whatever is computed beside it, and wherever its rows lie."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from bench import Bench, Result, expect, identical
+
+from cute_mla.spec.split_plan import TILE_KEYS
+from cute_mla.testing.prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
+from cute_mla.testing.runner import schedules
+
+MIXED = SparsePrefillCase(
+    batch=2, form="batched", s_q=5, h_q=10, s_kv=300, topk=200, lengths=(200, 0, 65, 1, 130, 200, 200, 64, 0, 200), indices="mixed",
+    sinks="drawn", sm_count=4,
+)  # fmt: skip
+WIDE = replace(MIXED, dtype="fp16", d_qk=512, h_q=128)
+CASES = pytest.mark.parametrize("case", [MIXED, WIDE], ids=["few heads", "all heads"])
+
+
+def token_of(tensors: SparsePrefillTensors, request: int, place: int) -> SparsePrefillTensors:
+    """The operands of one token alone, in the form without a batch."""
+    assert tensors.topk_length is not None
+    here = request, slice(place, place + 1)
+    return replace(tensors, q=tensors.q[here], kv=tensors.kv[request], indices=tensors.indices[here], topk_length=tensors.topk_length[here])
+
+
+def results_of(results: Result, request: int, place: int) -> Result:
+    """The results of one token."""
+    return tuple(result[request, place : place + 1] for result in results)
+
+
+@CASES
+def test_every_schedule_gives_the_same_bits(bench: Bench, case: SparsePrefillCase) -> None:
+    case = replace(case, batch=1, s_q=4, lengths=(130, 0, 65, 200))
+    assert len(bench.judge(case, *schedules(4, 0))) == 4
+
+
+@CASES
+def test_bits_depend_on_neither_neighbours_nor_batch_nor_sm_count(bench: Bench, case: SparsePrefillCase) -> None:
+    tensors = make_prefill_tensors(case)
+    together = bench.run(case, tensors)
+    expect(case, tensors, together)
+    for sm_count in (1, 132):
+        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
+    for request, place in ((0, 0), (0, 4), (1, 1), (1, 3)):
+        assert identical(bench.run(case, token_of(tensors, request, place)), results_of(together, request, place)), (request, place)
+
+
+def test_tiles_of_invalid_indices_leave_the_bits_alone(bench: Bench) -> None:
+    """They are passed by: wherever they stand, what is left is the same sequence of tiles."""
+    case = SparsePrefillCase(s_q=3, h_q=20, s_kv=200, topk=3 * TILE_KEYS, sinks="drawn", values="rising", sm_count=2)
+    tensors = make_prefill_tensors(case)
+    expected = bench.run(case, tensors)
+    tiles = [*tensors.indices.split(TILE_KEYS, dim=-1)]
+    nothing = torch.full_like(tiles[0], -1)
+    for spread in ([nothing, *tiles], [tiles[0], nothing, nothing, *tiles[1:], nothing], [*tiles[:2], nothing, tiles[2], nothing, nothing]):
+        assert identical(bench.run(case, replace(tensors, indices=torch.cat(spread, dim=-1))), expected)
+
+
+def test_bits_depend_on_neither_form_nor_layout(bench: Bench) -> None:
+    """Requests of one length side by side, one behind the other, far apart or among other layers; results given or not."""
+    case = replace(MIXED, s_q=3, lengths=None, sinks="none")
+    tensors = make_prefill_tensors(case)
+    expected = bench.run(case, tensors)
+    offsets = torch.tensor([0, 300, 600], dtype=torch.int32)
+    assert identical(bench.run(case, replace(tensors, kv=tensors.kv.flatten(0, 1), kv_offsets=offsets)), expected)
+    for layout in ("layers", "far"):
+        other = replace(case, kv_layout=layout, index_layout="odd", outputs="strided")  # type: ignore[arg-type]
+        assert identical(bench.run(other), expected), layout
+
+
+def test_another_seed_gives_other_bits(bench: Bench) -> None:
+    case = replace(MIXED, s_q=2, lengths=None)
+    assert not identical(bench.run(case), bench.run(replace(case, seed=1)))
