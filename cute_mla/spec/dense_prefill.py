@@ -3,9 +3,10 @@
 out = softmax(softmax_scale * q k^T) v for each sequence and query head; query heads share the keys of a KV head in groups.
 
 A work item is TILE_ROWS query rows of one head of one sequence. Items are numbered by sequence, then head, then block of
-rows, the last block in front (under a causal mask it has the most keys): CTAs that run at the same time share the keys of a
-few heads, which L2 holds. Each round gives every CTA one item, the odd rounds in reverse order of CTAs, so that none gets
-the longest block every time. What follows from shapes alone is here; kernels skip items that a sequence does not have.
+rows, the last block in front (under a causal mask it has the most keys). Every CTA gets one item a round. RANKED_ROUNDS rounds
+share a run of consecutive items, of few enough heads that L2 holds their keys; among them the items go out by block, the longest
+first, and the odd rounds in reverse order of CTAs, so that who has had a long block gets a short one. What follows from shapes
+alone is here; kernels skip items that a sequence does not have.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
 BOX_ROWS = 64
 MAX_ITEMS = (1 << 31) - 1
+MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
+RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
 
 PARAMS: tuple[Param, ...] = (
     *tensor_maps(

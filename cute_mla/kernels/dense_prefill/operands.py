@@ -8,6 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
+from ...spec.dense_prefill import RANKED_ROUNDS
 from ..parts.lengths import clip, larger, smaller
 
 
@@ -49,10 +50,14 @@ class Items:
         return self.batch * self.h_q * self.row_blocks
 
     def of_round(self, turn: Int32) -> Int32:
-        """This CTA's item of a round, at or past count() if it has none."""
-        cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        """This CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
+        cta, ctas, blocks = Uint32(cute.arch.block_idx()[0]), Uint32(cute.arch.grid_dim()[0]), Uint32(self.row_blocks)
+        first = Uint32(turn) // RANKED_ROUNDS * RANKED_ROUNDS * ctas
+        size = smaller(Uint32(self.count()) - first, RANKED_ROUNDS * ctas)
         place = cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)
-        return turn * ctas + place
+        rank = Uint32(turn) % RANKED_ROUNDS * ctas + place
+        index = smaller(first + ranked(rank, first % blocks, size, blocks), Uint32(self.count()))
+        return cutlass.select_(rank < size, Int32(index), self.count())
 
     def rounds(self) -> Int32:
         """Rounds after which every item has had its turn."""
@@ -88,6 +93,28 @@ class Items:
             keys=cutlass.select_(rows > 0, cutlass.select_(self.causal, seen, keys), Int32(0)),
             diagonal=cutlass.select_(self.causal, diagonal, keys),
         )
+
+
+def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
+    """The rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
+    least = size // period  # numbers of each remainder; of some, one more
+    end = phase + (size - least * period)
+    wraps = end > period
+    # three runs of remainders: the outer ones have equally many numbers each, the middle one one more or one less
+    inner = cutlass.select_(wraps, end - period, phase)
+    outer = cutlass.select_(wraps, phase, end)
+    each_outside = cutlass.select_(wraps, least + 1, least)
+    each_inside = cutlass.select_(wraps, least, least + 1)
+    before = inner * each_outside
+    until = before + (outer - inner) * each_inside
+    inside = (rank >= before) & (rank < until)
+    begin = cutlass.select_(rank < before, Uint32(0), cutlass.select_(inside, before, until))
+    first = cutlass.select_(rank < before, Uint32(0), cutlass.select_(inside, inner, outer))
+    each = larger(cutlass.select_(inside, each_inside, each_outside), Uint32(1))
+    steps = (rank - begin) // each
+    remainder = first + steps
+    lowest = cutlass.select_(remainder >= phase, remainder - phase, remainder + period - phase)
+    return lowest + (rank - begin - steps * each) * period
 
 
 def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, Int32]:
