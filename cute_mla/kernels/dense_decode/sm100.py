@@ -50,14 +50,13 @@ from ...spec.dense_decode import TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
-from ..parts.fragments import aligned
+from ..parts.sm100_boxes import clear_rows
 from ..parts.sm100_geometry import (
     BARRIER_OFFSET,
     BARRIERS,
     BOX_BYTES,
     CTA_COLUMNS,
     CTA_ROPE,
-    GROUP,
     GROUP_WARPS,
     KV_SLOTS,
     LATENT_BOXES,
@@ -69,7 +68,6 @@ from ..parts.sm100_geometry import (
     SLOT_BOXES,
     SMEM_USED,
     TMEM_COLUMNS,
-    VECTOR,
     Pipes,
     Tiles,
     products_per_tile,
@@ -156,26 +154,11 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
     def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32):
         """P is 0 past the end, but 0 times a NaN of an unused row is NaN."""
         if left < TILE_KEYS:
-            clear_rows(rows.tiles.slot(slot), left, rows.half * TILE_ROWS + rows.row)
+            clear_rows(rows.tiles.slot(slot), LATENT_BOXES, left, rows.half * TILE_ROWS + rows.row)
 
     def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
         """1 / row sum."""
         return 1.0 / total
-
-
-@cute.jit
-def clear_rows(slot: cute.Pointer, first_row: Int32, thread: Int32):
-    """Zeroes keys first_row .. 63 of the latent boxes. Whole 128-byte rows, so the swizzle does not matter."""
-    chunks_per_row = 8  # of 16 bytes
-    rows_per_pass = GROUP // chunks_per_row
-    zeros = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-    zeros.fill(0)
-    for box in cutlass.range_constexpr(LATENT_BOXES):
-        for step in cutlass.range_constexpr(TILE_KEYS // rows_per_pass):
-            row = step * rows_per_pass + thread // chunks_per_row
-            if row >= first_row:
-                place = slot + (box * BOX_BYTES + row * (BOX_COLUMNS * ELEMENT_BYTES) + thread % chunks_per_row * 16)
-                cute.autovec_copy(zeros, cute.make_tensor(cute.recast_ptr(aligned(place, 16), dtype=Int32), zeros.layout))
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:

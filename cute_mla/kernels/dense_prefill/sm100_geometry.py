@@ -10,9 +10,9 @@ from cutlass import Int32, cute
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
-from ...spec.mla import ELEMENT_BYTES
 from ..parts.barriers import Ring
 from ..parts.lengths import larger, smaller
+from ..parts.sm100_boxes import ROW_BYTES
 from .operands import Item
 
 QUERY_TILES = 2  # of an item
@@ -20,7 +20,6 @@ TILE_ROWS = ITEM_ROWS[SM100.name] // QUERY_TILES  # query rows of one product, o
 TILE_KEYS = 128
 HALF_KEYS = TILE_KEYS // 2
 
-ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
 BOX_BYTES = BOX_ROWS * ROW_BYTES
 # a slot of the ring: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
 SLOT_BYTES = TILE_KEYS * ROW_BYTES

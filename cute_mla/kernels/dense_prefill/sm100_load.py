@@ -7,6 +7,9 @@ from cutlass import Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..parts.barriers import arrive
+from ..parts.fragments import load_pair, store_words
+from ..parts.lengths import smaller
+from ..parts.sm100_boxes import PIECE, PIECES_PER_ROW, ROW_BYTES
 from ..parts.tma import load_box
 from .operands import Item, Operands
 from .sm100_geometry import (
@@ -15,6 +18,7 @@ from .sm100_geometry import (
     HALF_KEYS,
     QUERY_TILES,
     QUERY_WARP,
+    QUERY_WARPS,
     SLOT_BYTES,
     TILE_KEYS,
     TILE_ROWS,
@@ -25,7 +29,9 @@ from .sm100_geometry import (
     Tiles,
     key_tiles,
 )
-from .sm100_rows import load_query_tile
+
+PIECE_COLUMNS = BOX_COLUMNS // PIECES_PER_ROW
+QUERY_THREADS = 32 * QUERY_WARPS
 
 
 class LoadRole:
@@ -128,9 +134,24 @@ class QueryRole:
                 if part.tiles > 0:
                     pipes.of_tile(tile).query_free.wait_free(loads[tile])
                     target = tiles.sQ + tile * self.geometry.query_bytes
-                    load_query_tile(operands, item, tile * TILE_ROWS, target, self.geometry.key_slots, thread)
+                    self.load_tile(operands, item, tile * TILE_ROWS, target, thread)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive(pipes.of_tile(tile).query_ready.barrier(loads[tile]))
                     loads[tile] = loads[tile] + 1
             turn = turn + 1
             index = items.of_round(turn)
+
+    @cute.jit
+    def load_tile(self, operands: Operands, item: Item, first: int, target: cute.Pointer, thread: Int32):
+        """Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
+
+        Rows past the sequence's end repeat the last one: their results go nowhere."""
+        rows_per_pass = QUERY_THREADS // PIECES_PER_ROW
+        piece = thread % PIECES_PER_ROW
+        for step in cutlass.range(TILE_ROWS // rows_per_pass, unroll=1):
+            row = step * rows_per_pass + thread // PIECES_PER_ROW
+            source = operands.q_row(item, smaller(first + row, item.rows - 1)) + piece * PIECE_COLUMNS
+            place = target + (row * ROW_BYTES + (piece ^ (row % PIECES_PER_ROW)) * PIECE)
+            for box in cutlass.range_constexpr(self.geometry.key_slots):
+                words = [load_pair(source + (box * BOX_COLUMNS + 2 * i), False) for i in range(PIECE // 4)]
+                store_words(place + box * SLOT_BYTES, words)

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..parts import tcgen05
+from ..parts.sm100_boxes import ROW_BYTES
 from .operands import Operands
 from .sm100_geometry import (
     BOX_BYTES,
@@ -17,7 +18,6 @@ from .sm100_geometry import (
     K_STEP,
     OUTPUT_COLUMN,
     QUERY_TILES,
-    ROW_BYTES,
     SLOT_BYTES,
     STEPS_PER_BOX,
     STEPS_PER_SLOT,

@@ -10,13 +10,11 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_prefill import D_V
 from ..parts import tcgen05
 from ..parts.barriers import arrive
-from ..parts.fragments import aligned, pack_pair, store_pair
+from ..parts.fragments import store_row
 from .operands import Operands
 from .sm100_geometry import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
 
 AT_ONCE = 32  # columns of O
-VECTOR = 4  # 32-bit words of a 16-byte access
-WORD_ELEMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -68,21 +66,7 @@ class OutputRows:
                     # a row that attends to nothing is 0 whatever tensor memory holds
                     rO[i] = cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse)
             if self.row < rows:
-                self.store_words(target + first, [rO[i] for i in range(AT_ONCE)])
-
-    def store_words(self, target: cute.Pointer, values: list[Float32]) -> None:
-        """Contiguous elements of out."""
-        words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), WORD_ELEMENTS)]
-        for first in range(0, len(words), VECTOR):
-            place = target + first * WORD_ELEMENTS
-            if self.wide:
-                rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-                for i in range(VECTOR):
-                    rWords[i] = words[first + i]
-                cute.autovec_copy(rWords, cute.make_tensor(cute.recast_ptr(aligned(place, 16), dtype=Int32), rWords.layout))
-            else:
-                for i in range(VECTOR):
-                    store_pair(place + i * WORD_ELEMENTS, words[first + i], False)
+                store_row(target + first, [rO[i] for i in range(AT_ONCE)], self.dtype, self.wide)
 
 
 class OutputRole:

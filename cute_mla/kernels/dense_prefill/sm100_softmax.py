@@ -18,9 +18,11 @@ from ..parts import tcgen05
 from ..parts.barriers import arrive
 from ..parts.fragments import pack_pair
 from ..parts.lengths import larger
+from ..parts.sm100_boxes import clear_rows
 from ..parts.softmax import LN2, follow_maximum, shift_of
 from .operands import Item, Operands
 from .sm100_geometry import (
+    BOXES_PER_SLOT,
     FIRST_KEYS,
     GROUP,
     HALF_KEYS,
@@ -35,7 +37,6 @@ from .sm100_geometry import (
     first_lane,
     key_tiles,
 )
-from .sm100_rows import clear_rows
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
@@ -254,5 +255,5 @@ class SoftmaxRole:
         for half in cutlass.range_constexpr(VALUE_SLOTS):
             pipes.kv_ready.wait_ready(use + half)
             slot = tiles.sKv + pipes.kv_ready.slot(use + half) * SLOT_BYTES
-            clear_rows(slot, keys % TILE_KEYS - half * HALF_KEYS, thread)
+            clear_rows(slot, BOXES_PER_SLOT, keys % TILE_KEYS - half * HALF_KEYS, thread)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -95,6 +95,17 @@ def store_words(target: cute.Pointer, words: list[Int32]) -> None:
     cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=Int32), 16), cute.make_layout(len(words))))
 
 
+def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool) -> None:
+    """Writes contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
+    words = [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
+    for first in range(0, len(words), 4):
+        if vectors:
+            store_words(target + 2 * first, words[first : first + 4])
+        else:
+            for i in range(first, first + 4):
+                store_pair(target + 2 * i, words[i], False)
+
+
 def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
     """Copies a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)

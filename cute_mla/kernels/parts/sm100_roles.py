@@ -40,7 +40,7 @@ from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from . import tcgen05
 from .barriers import Ring, arrive, arrive_at
-from .fragments import aligned, load_pair, pack_pair, store_pair
+from .fragments import aligned, load_pair, store_row
 from .lengths import smaller
 from .sm100_geometry import (
     BARRIERS,
@@ -450,26 +450,12 @@ class PairDecode:
             normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(STORED_AT_ONCE)]
             if stored:
                 if cutlass.const_expr(piece.always_direct):
-                    self.store_words(out + first, normal)
+                    store_row(out + first, normal, self.dtype, self.vectors)
                 else:
                     if piece.direct:
-                        self.store_words(out + first, normal)
+                        store_row(out + first, normal, self.dtype, self.vectors)
                     else:
                         store_floats(out_accum + first, normal)
-
-    def store_words(self, target: cute.Pointer, values: list[Float32]) -> None:
-        """Contiguous elements of out."""
-        words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), 2)]
-        for first in range(0, len(words), VECTOR):
-            place = target + first * WORD_ELEMENTS
-            if self.vectors:
-                rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-                for i in range(VECTOR):
-                    rWords[i] = words[first + i]
-                cute.autovec_copy(rWords, cute.make_tensor(cute.recast_ptr(aligned(place, 16), dtype=Int32), rWords.layout))
-            else:
-                for i in range(VECTOR):
-                    store_pair(place + i * WORD_ELEMENTS, words[first + i], False)
 
 
 def thread_and_lanes(tmem: Int32) -> tuple[Int32, Int32]:
