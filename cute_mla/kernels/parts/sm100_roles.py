@@ -75,7 +75,7 @@ EVEN_CTA = 0
 
 
 class QueryOperands(Protocol):
-    """What the roles here need of a kernel's operands."""
+    """What the roles here need of a kernel's operands. Accumulators and their rows: only where a piece may be a part of a request."""
 
     scale_log2: Float32
     empty_lse: Float32

@@ -83,7 +83,7 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
         return begin_tile * TILE_KEYS + (warp * WARP_KEYS + cute.arch.lane_idx()) % TILE_KEYS
 
     def look_up(self, indices: IndexList, position: Int32) -> tuple[Int32, Int32]:
-        """Two indices: 64 lanes and places make a tile."""
+        """The indices at the lane's place, and 32 places from it within the tile: a warp looks at all 64."""
         return indices.look_up(position), indices.look_up(position ^ HALF_KEYS)
 
     def locate(self, operands: Operands, indices: IndexList, found: tuple[Int32, Int32], position: Int32) -> TileKeys:
