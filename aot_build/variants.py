@@ -8,13 +8,13 @@ from importlib import import_module
 
 from cute_mla.kernels.source import KernelConfig, KernelSource
 from cute_mla.manifest import kernel_name
-from cute_mla.spec import dense_decode, merge_states, sparse_decode, sparse_prefill
+from cute_mla.spec import dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
 from cute_mla.spec.mla import DTYPES
 from cute_mla.spec.split_plan import SplitPlanConfig
 
-OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "split_plan", "combine", "merge_states")
+OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "split_plan", "combine", "merge_states")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,14 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
     for op in ops:
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; supported: {', '.join(OPS)}")
-    dense, sparse, prefill = (f"cute_mla.kernels.{op}.{arch.name}" for op in ("dense_decode", "sparse_decode", "sparse_prefill"))
+    attention = (
+        ("sparse_decode", sparse_decode.closed_variants(arch)),
+        ("sparse_prefill", sparse_prefill.closed_variants(arch)),
+        ("dense_prefill", dense_prefill.closed_variants(arch)),
+        ("dense_decode", dense_decode.closed_variants(arch)),
+    )
     listed = (
-        *(Variant("sparse_decode", arch, config, sparse) for config in sparse_decode.closed_variants(arch)),
-        *(Variant("sparse_prefill", arch, config, prefill) for config in sparse_prefill.closed_variants(arch)),
-        *(Variant("dense_decode", arch, config, dense) for config in dense_decode.closed_variants(arch)),
+        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
         *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .runtime.device import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
+    from .varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,9 @@ __all__ = [
     "DeviceError",
     "SimulationError",
     "__version__",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",
@@ -41,6 +45,9 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
+    "flash_attn_varlen_func": ".varlen",
+    "flash_attn_varlen_kvpacked_func": ".varlen",
+    "flash_attn_varlen_qkvpacked_func": ".varlen",
     "flash_mla_sparse_fwd": ".api",
     "flash_mla_with_kvcache": ".api",
     "get_mla_metadata": ".api",

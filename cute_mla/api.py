@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any, overload
 
 import torch
@@ -20,7 +19,7 @@ from .sparse_prefill_op import PrefillOperands, PrefillResults, PrefillWanted
 from .spec.dense_decode import MAX_KEYS, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
-from .support import OPS, PLANNED_OPS, heads_problem, is_supported
+from .support import OPS, heads_problem, is_supported
 from .tensors import (
     WORKSPACE_ALIGNMENT,
     address_of,
@@ -28,6 +27,8 @@ from .tensors import (
     check_address,
     check_contiguous,
     check_dtype,
+    check_empty_lse,
+    check_scale,
     check_shape,
     optional_spec,
     spec_of,
@@ -196,8 +197,8 @@ def flash_mla_with_kvcache(
     _reject("in this version", descale_q=descale_q, descale_k=descale_k)
     _check_columns("head_dim_v", head_dim_v)
     if softmax_scale is not None:
-        _check_scale("softmax_scale", softmax_scale)
-    _check_empty_lse(empty_lse)
+        check_scale("softmax_scale", softmax_scale)
+    check_empty_lse(empty_lse)
     schedule = _read_schedule(tile_scheduler_metadata, num_splits)
     operands: DenseOperands | SparseOperands
     if indices is None:
@@ -301,8 +302,8 @@ def flash_mla_sparse_fwd(
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
     _check_columns("d_v", d_v)
-    _check_scale("sm_scale", sm_scale)
-    _check_empty_lse(empty_lse)
+    check_scale("sm_scale", sm_scale)
+    check_empty_lse(empty_lse)
     wanted = PrefillWanted(
         out=optional_spec("out", out),
         max_logits=optional_spec("max_logits", max_logits),
@@ -350,7 +351,7 @@ def merge_states(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    _check_empty_lse(empty_lse)
+    check_empty_lse(empty_lse)
     operands = MergeOperands.of(outs, lses)
     plan = operands.plan(out, lse)
     first = operands.outs[0]
@@ -380,7 +381,7 @@ def workspace_size(
 ) -> int:
     """The bytes of workspace that a call needs: a function of its shapes and the device, never of lengths.
 
-    op: "dense_decode", "sparse_decode", or "sparse_prefill", which needs none. batch, s_q, h_q, h_kv: as in the call.
+    op: "dense_decode" or "sparse_decode"; "dense_prefill" and "sparse_prefill" need none. batch, s_q, h_q, h_kv: as in the call.
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
     needed with batch_invariant.
@@ -389,8 +390,7 @@ def workspace_size(
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
     """
     if op not in OPS:
-        known = f" ({', '.join(PLANNED_OPS)}: not in this version)"
-        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}{known}")
+        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}")
     for name, value in (("batch", batch), ("s_q", s_q)):
         if value < 0:
             raise ValueError(f"{name} is {value}; supported: 0 or more")
@@ -399,7 +399,7 @@ def workspace_size(
         raise ValueError(problem_of_heads)
     most_keys = _most_keys(op, batch_invariant, max_cache_seqlen, topk)
     where = device_for(torch.device(device))
-    if batch == 0 or s_q == 0 or op == "sparse_prefill":
+    if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(where.arch, rows, columns, where.sm_count)
@@ -418,17 +418,6 @@ def _reject(where: str, **given: Any) -> None:
 def _check_columns(name: str, d_v: int) -> None:
     if d_v != D_V:
         raise ValueError(f"{name} is {d_v!r}; supported: {D_V}")
-
-
-def _check_scale(name: str, scale: Any) -> None:
-    fp32 = torch.finfo(torch.float32)  # which it must fit multiplied by log2(e), too
-    if not isinstance(scale, Real) or not fp32.tiny <= float(scale) <= fp32.max / 2:
-        raise ValueError(f"{name} is {scale!r}; supported: a positive finite number of fp32")
-
-
-def _check_empty_lse(empty_lse: float) -> None:
-    if empty_lse not in (math.inf, -math.inf):
-        raise ValueError(f"empty_lse is {empty_lse}; supported: inf and -inf")
 
 
 def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: int | None) -> None:
@@ -459,8 +448,8 @@ def _sparse_heads(num_heads_k: int, num_heads_q: int | None, topk: int) -> int:
 def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:
     """The bound on a request's keys, 0 where none is needed. ValueError unless it is given where it is needed, and rightly."""
     dense = op == "dense_decode"
-    if dense and topk is not None:
-        raise ValueError(f"topk is {topk}; supported with dense_decode: None")
+    if op in ("dense_decode", "dense_prefill") and topk is not None:
+        raise ValueError(f"topk is {topk}; supported with {op}: None")
     if not dense and max_cache_seqlen is not None:
         raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported with {op}: None")
     if dense and batch_invariant != (max_cache_seqlen is not None):

@@ -166,8 +166,41 @@ def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: 
     """[n, 1, d_qk]: what the indices of a request count in. request: its number, or nothing where there is one only."""
     if kv_offsets is None:
         return kv[request]
-    first, end = kv_offsets[request[0] : request[0] + 2].clamp(0, len(kv)).tolist()
-    return kv[first:end]
+    return kv[sequence_rows(kv_offsets, request[0], len(kv))]
+
+
+def dense_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_attn_varlen_func, with operands as there.
+
+    Returns fp32 out [total_q, h_q, d_v] and lse [total_q, h_q], NaN in rows that belong to no sequence.
+    """
+    h_q, h_kv = q.shape[1], k.shape[1]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out = torch.full((len(q), h_q, v.shape[-1]), math.nan, device=q.device)
+    lse = torch.full((len(q), h_q), math.nan, device=q.device)
+    for sequence in range(len(cu_seqlens_q) - 1):
+        rows, keys = sequence_rows(cu_seqlens_q, sequence, len(q)), sequence_rows(cu_seqlens_k, sequence, len(k))
+        own_k, own_v = (tensor[keys].transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for tensor in (k, v))
+        own_q = q[rows].transpose(0, 1)
+        visible = visible_keys(own_q.shape[1], own_k.shape[1], causal, q.device)
+        row_out, row_lse = attention(own_q, own_k, own_v, scale, visible, empty_lse)
+        out[rows], lse[rows] = row_out.transpose(0, 1), row_lse.transpose(0, 1)
+    return out, lse
+
+
+def sequence_rows(cu_seqlens: torch.Tensor, sequence: int, total: int) -> slice:
+    """Which of all packed tokens are a sequence's, wherever its ends are said to be."""
+    first, end = cu_seqlens[sequence : sequence + 2].clamp(0, total).tolist()
+    return slice(first, end)
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:

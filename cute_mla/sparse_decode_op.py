@@ -21,12 +21,12 @@ from .decode_op import launch as launch_decode
 from .runtime.arguments import Argument
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
-from .sparse_op import check_counts, check_indices, check_queries, check_sink, or_null
+from .sparse_op import check_indices, check_queries, check_sink, or_null
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
 from .spec.sparse_decode import SparseDecodeProblem
 from .support import MAX_GRID_TOKENS
-from .tensors import DTYPE_NAMES, TensorSpec, check_address, optional_spec, row_alignment, spec_of
+from .tensors import DTYPE_NAMES, TensorSpec, check_address, check_counts, optional_spec, row_alignment, spec_of
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
 

@@ -31,14 +31,6 @@ def check_indices(name: str, indices: TensorSpec, shape: tuple[int | str, ...], 
     check_device(name, indices, q.device)
 
 
-def check_counts(name: str, counts: TensorSpec, shape: tuple[int, ...], q: TensorSpec) -> None:
-    """ValueError unless lengths or offsets are contiguous int32 of this shape, beside q."""
-    check_shape(name, counts, shape)
-    check_contiguous(name, counts)
-    check_dtype(name, counts, torch.int32)
-    check_device(name, counts, q.device)
-
-
 def check_sink(attn_sink: TensorSpec | None, q: TensorSpec) -> None:
     """ValueError unless sinks, if there are any, are contiguous fp32, one for each head of q, beside q."""
     if attn_sink is not None:

@@ -12,7 +12,7 @@ import torch
 from .cache.gathered import GATHER_ALIGNMENT, MOST_SLOTS
 from .runtime.arguments import Argument
 from .runtime.device import Device
-from .sparse_op import check_counts, check_indices, check_queries, check_sink, or_null
+from .sparse_op import check_indices, check_queries, check_sink, or_null
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_V
@@ -21,6 +21,7 @@ from .tensors import (
     DTYPE_NAMES,
     TensorSpec,
     check_address,
+    check_counts,
     check_device,
     check_dtype,
     check_last_contiguous,

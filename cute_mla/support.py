@@ -8,22 +8,22 @@ from typing import Any
 import torch
 
 from .cache import page_size_problem
+from .spec import dense_prefill, sparse_prefill
 from .spec.arch import ALIASES, ARCHS
 from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
-from .spec.sparse_prefill import HEAD_DIMS, MAX_TOKENS
 from .tensors import DTYPE_NAMES
 
-OPS = ("dense_decode", "sparse_decode", "sparse_prefill")
-PLANNED_OPS = ("dense_prefill",)
+OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # of sparse decode, whose grid has them along its second dimension
+_MAX_HEADS_OF = {"dense_prefill": dense_prefill.MAX_ITEMS}  # where each head is work of its own
 
 
 def heads_problem(h_q: int, h_kv: int, op: str = "dense_decode") -> str | None:
     """Why these numbers of query and KV heads are not supported, or None if they are."""
-    problem = _between("h_q", 1, MAX_HEADS)(h_q)
+    problem = _between("h_q", 1, _MAX_HEADS_OF.get(op, MAX_HEADS))(h_q)
     if problem is not None:
         return problem
     if op in ("sparse_decode", "sparse_prefill") and h_kv != 1:
@@ -79,15 +79,28 @@ _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     **{name: _one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
     "topk": _between("topk", 0, MAX_KEYS),
 }
+_DENSE_PREFILL: dict[str, Callable[[Any], str | None]] = {
+    **_DENSE_DECODE,
+    **{name: _between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
+    "s_q": _between("s_q", 1, dense_prefill.MAX_TOKENS),
+    "head_dim": _one_of("head_dim", *dense_prefill.HEAD_DIMS),
+    "head_dim_v": _one_of("head_dim_v", dense_prefill.D_V),
+    "page_size": _one_of("page_size", None),
+}
 _SPARSE_PREFILL: dict[str, Callable[[Any], str | None]] = {
     **_SPARSE_DECODE,
-    "s_q": _between("s_q", 1, MAX_TOKENS),
-    "head_dim": _one_of("head_dim", *HEAD_DIMS),
+    "s_q": _between("s_q", 1, sparse_prefill.MAX_TOKENS),
+    "head_dim": _one_of("head_dim", *sparse_prefill.HEAD_DIMS),
     "page_size": _one_of("page_size", None),
     **{name: _one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
     "kv_offsets": _one_of("kv_offsets", False, True),
 }
-_FEATURES_OF = {"dense_decode": _DENSE_DECODE, "sparse_decode": _SPARSE_DECODE, "sparse_prefill": _SPARSE_PREFILL}
+_FEATURES_OF = {
+    "dense_decode": _DENSE_DECODE,
+    "sparse_decode": _SPARSE_DECODE,
+    "dense_prefill": _DENSE_PREFILL,
+    "sparse_prefill": _SPARSE_PREFILL,
+}
 
 FEATURES = tuple(_DENSE_DECODE)
 
@@ -95,30 +108,29 @@ FEATURES = tuple(_DENSE_DECODE)
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode", "sparse_prefill" ("dense_prefill" is known, and not supported yet).
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill".
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
         dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode and in sparse prefill), 512
-        page_size        keys of a page; None in sparse prefill, whose latent has no pages
-        causal, batch_invariant        True or False; sparse prefill is always batch invariant, without being asked
+        head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode and in sparse prefill), 512;
+                         in dense prefill 192 or 128, and 128
+        page_size        keys of a page; None in prefill, whose keys have no pages
+        causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
-        topk             indices of a query token; None in dense decode
+        topk             indices of a query token; None without indices
 
     Returns (True, what stands behind the kernels: whether they have run on hardware, and what was done instead) or (False,
     the reason). ValueError for a name that is none of the above. Says nothing of the machine: whether there is a device, a
     driver, or a build.
     """
-    if op not in OPS + PLANNED_OPS:
-        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS + PLANNED_OPS)}")
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}")
     if arch not in ARCHS and arch not in ALIASES:
         raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
     for feature in features:
         if feature not in FEATURES:
             raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
-    if op not in OPS:
-        return False, f"{op} is not in this version, which has {', '.join(OPS)}"
     for feature, value in features.items():
         problem = _FEATURES_OF[op][feature](value)
         if problem is not None:

@@ -6,6 +6,7 @@ Checks look at a TensorSpec, not at the tensor, so that a call whose specs were 
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 TMA_ALIGNMENT = 16  # bytes: of a base address and of every stride that a tensor map holds
+_MAX_MAP_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
 WORKSPACE_ALIGNMENT = 16  # bytes: kernels store whole vectors there
 
 
@@ -100,10 +102,57 @@ def check_writable(name: str, spec: TensorSpec) -> None:
         raise ValueError(f"{name} has strides {list(spec.stride)}, so elements share memory; supported: an output of distinct elements")
 
 
+def check_counts(name: str, counts: TensorSpec, shape: tuple[int | str, ...], q: TensorSpec) -> None:
+    """ValueError unless lengths or offsets are contiguous int32 of this shape, beside q."""
+    check_shape(name, counts, shape)
+    check_contiguous(name, counts)
+    check_dtype(name, counts, torch.int32)
+    check_device(name, counts, q.device)
+
+
 def check_address(name: str, address: int, alignment: int) -> None:
     """ValueError unless the address is a multiple of the alignment."""
     if address % alignment:
         raise ValueError(f"{name} starts at address {address:#x}; supported: multiples of {alignment} bytes")
+
+
+def map_strides(name: str, spec: TensorSpec, *dimensions: int) -> tuple[int, ...]:
+    """Bytes between neighbours along these dimensions, as a tensor map has them. ValueError if it cannot have them."""
+    strides = []
+    for dim in dimensions:
+        stride = map_stride(spec, dim)
+        if not is_map_stride(stride):
+            raise ValueError(
+                f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dim}; "
+                f"supported: positive multiples of {TMA_ALIGNMENT} bytes below {_MAX_MAP_STRIDE}"
+            )
+        strides.append(stride)
+    return tuple(strides)
+
+
+def map_stride(spec: TensorSpec, dimension: int) -> int:
+    """Bytes between neighbours along a dimension. That of a dimension of size 1 is arbitrary in torch and never used: replaced by
+    the bytes of a row, which a tensor map can hold."""
+    elements = spec.stride[dimension] if spec.shape[dimension] > 1 else spec.shape[-1]
+    return elements * spec.dtype.itemsize
+
+
+def is_map_stride(stride: int) -> bool:
+    """Whether a tensor map can hold a stride of so many bytes."""
+    return stride % TMA_ALIGNMENT == 0 and 0 < stride < _MAX_MAP_STRIDE
+
+
+def check_scale(name: str, scale: Any) -> None:
+    """ValueError unless the scale of the softmax is a positive number that fp32 holds, multiplied by log2(e) too."""
+    fp32 = torch.finfo(torch.float32)
+    if not isinstance(scale, Real) or not fp32.tiny <= float(scale) <= fp32.max / 2:
+        raise ValueError(f"{name} is {scale!r}; supported: a positive finite number of fp32")
+
+
+def check_empty_lse(empty_lse: float) -> None:
+    """ValueError unless it is what the lse of a row that attends to nothing may be."""
+    if empty_lse not in (math.inf, -math.inf):
+        raise ValueError(f"empty_lse is {empty_lse}; supported: inf and -inf")
 
 
 def output_strides(name: str, given: TensorSpec | None, shape: tuple[int, ...], dtype: torch.dtype, q: TensorSpec) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ import torch
 
 from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime import device as device_module
-from cute_mla.spec import combine, dense_decode, merge_states, sparse_decode, sparse_prefill, split_plan
+from cute_mla.spec import combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90, Arch
 
 PARAMS: dict[str, tuple[Param, ...]] = {
     "dense_decode": dense_decode.PARAMS,
     "sparse_decode": sparse_decode.PARAMS,
+    "dense_prefill": dense_prefill.PARAMS,
     "sparse_prefill": sparse_prefill.PARAMS,
     "combine": combine.PARAMS,
     "merge_states": merge_states.PARAMS,

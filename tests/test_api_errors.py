@@ -177,7 +177,7 @@ def test_get_mla_metadata(device: RecordingDevice, args: tuple[Any, ...], option
 
 
 SIZES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("op to come", "dense_prefill", {}, "op is 'dense_prefill'; supported: dense_decode, .*, sparse_prefill .*not in this version"),
+    ("op", "mha", {}, "op is 'mha'; supported: dense_decode, sparse_decode, dense_prefill, sparse_prefill$"),
     ("negative batch", "dense_decode", {"batch": -1}, "batch is -1; supported: 0 or more"),
     ("negative s_q", "dense_decode", {"s_q": -1}, "s_q is -1; supported: 0 or more"),
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),
@@ -193,6 +193,9 @@ SIZES: list[tuple[str, str, dict[str, Any], str]] = [
     ("prefill KV heads", "sparse_prefill", {"h_kv": 2}, "h_kv is 2; supported with indices: 1"),
     ("prefill length", "sparse_prefill", {"max_cache_seqlen": 64}, "max_cache_seqlen is 64; supported with sparse_prefill: None"),
     ("prefill topk", "sparse_prefill", {"topk": -1}, "topk is -1; supported: 0 or more"),
+    ("MHA heads", "dense_prefill", {"h_kv": 3}, "h_kv is 3 with h_q 64; supported: divisors of h_q"),
+    ("MHA length", "dense_prefill", {"max_cache_seqlen": 64}, "max_cache_seqlen is 64; supported with dense_prefill: None"),
+    ("MHA topk", "dense_prefill", {"topk": 64}, "topk is 64; supported with dense_prefill: None"),
     ("device", "dense_decode", {"device": "meta"}, "got tensors on meta: supported are CUDA tensors"),
 ]  # fmt: skip
 

@@ -20,8 +20,8 @@ MAX_PARAMETERS = 8
 TOP_FOLDERS = {"cute_mla": "", "aot_build": "aot_build", "cli": "cli", "profiles": "profiles"}
 
 TORCH_FACING = {
-    *("api", "layer", "cache", "reference", "schedule", "tensors", "support"),
-    *("decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op", "sparse_prefill_op", "merge_states_op"),
+    *("api", "varlen", "layer", "cache", "reference", "schedule", "tensors", "support"),
+    *("decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op", "sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
 }
 ANYTHING = {"testing", "cli", "profiles"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
@@ -52,6 +52,8 @@ PUBLIC_API = {
     "flash_mla_with_kvcache",
     "flash_mla_sparse_fwd",
     "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "is_supported",
     "workspace_size",
 }

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cute_mla.reference import IndexedCache, attention, dense_decode, sparse_decode, sparse_prefill, visible_keys
+from cute_mla.reference import IndexedCache, attention, dense_decode, dense_prefill, sparse_decode, sparse_prefill, visible_keys
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
@@ -239,3 +239,60 @@ def test_sparse_prefill_and_sparse_decode_agree() -> None:
     )
     torch.testing.assert_close(got, out)
     torch.testing.assert_close(got_lse.mT, lse)
+
+
+def test_dense_prefill_by_hand() -> None:
+    """Two KV heads of two query heads each; sequences of more, fewer and no keys than queries, and tokens that nobody has."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(11, 4, 192), torch.randn(13, 2, 192), torch.randn(13, 2, 128)
+    k[11:], v[11:] = math.nan, math.nan
+    ends_q, ends_k = [0, 2, 7, 7, 9], [0, 5, 8, 11, 11]
+    for causal in (False, True):
+        out, lse = dense_prefill(q, k, v, torch.tensor(ends_q), torch.tensor(ends_k), softmax_scale=0.1, causal=causal)
+        for r in range(4):
+            s_q, s_k = ends_q[r + 1] - ends_q[r], ends_k[r + 1] - ends_k[r]
+            for i in range(s_q):
+                seen = [j for j in range(s_k) if not causal or j <= i + s_k - s_q]
+                for head in range(4):
+                    row = q[ends_q[r] + i, head].double()
+                    scores = [float(row @ k[ends_k[r] + j, head // 2].double()) * 0.1 for j in seen]
+                    total = sum(math.exp(score) for score in scores)
+                    expected = torch.zeros(128, dtype=torch.float64)
+                    for j, score in zip(seen, scores, strict=True):
+                        expected += math.exp(score) / total * v[ends_k[r] + j, head // 2].double()
+                    torch.testing.assert_close(out[ends_q[r] + i, head].double(), expected, rtol=1e-5, atol=1e-5)
+                    wanted = math.log(total) if seen else math.inf
+                    assert float(lse[ends_q[r] + i, head]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert out[9:].isnan().all()
+        assert lse[9:].isnan().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_prefill_agrees_with_torch(causal: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(9, 4, 128), torch.randn(9, 2, 128), torch.randn(9, 2, 128)
+    ends = torch.tensor([0, 9])
+    out, _ = dense_prefill(q, k, v, ends, ends, causal=causal)
+    heads = [tensor.transpose(0, 1) for tensor in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))]
+    torch.testing.assert_close(out.transpose(0, 1), torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal))
+
+
+def test_dense_prefill_of_ends_outside_the_tokens() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(6, 1, 128), torch.randn(8, 1, 128), torch.randn(8, 1, 128)
+    out, lse = dense_prefill(q, k, v, torch.tensor([-3, 2, 1, 99]), torch.tensor([4, -(2**31), 5, 2**31 - 1]), empty_lse=-math.inf)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -math.inf).all()
+    alone, _ = dense_prefill(q[1:], k[5:], v[5:], torch.tensor([0, 5]), torch.tensor([0, 3]))
+    torch.testing.assert_close(out[1:], alone)
+
+
+def test_dense_prefill_is_dense_decode_of_one_page_where_values_are_keys() -> None:
+    torch.manual_seed(0)
+    q, pages = torch.randn(2, 3, 4, 576), torch.randn(2, 64, 2, 576)
+    lengths = torch.tensor([64, 64], dtype=torch.int32)
+    out, lse = dense_decode(q, pages, torch.tensor([[0], [1]], dtype=torch.int32), lengths, causal=True)
+    keys = pages.flatten(0, 1)
+    got, got_lse = dense_prefill(q.flatten(0, 1), keys, keys[..., :512], torch.tensor([0, 3, 6]), torch.tensor([0, 64, 128]), causal=True)
+    torch.testing.assert_close(got.unflatten(0, (2, 3)), out)
+    torch.testing.assert_close(got_lse.unflatten(0, (2, 3)).transpose(1, 2), lse)

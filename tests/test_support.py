@@ -46,6 +46,23 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk": (0, 1, 63, 2048),
         "kv_offsets": (False,),
     },
+    "dense_prefill": {
+        "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+        "h_q": (1, 3, 128, 1000),
+        "h_kv": (1, 8, 128, 1000),
+        "s_q": (1, 7, 65_536, 2_000_000_000),
+        "head_dim": (192, 128),
+        "head_dim_v": (128,),
+        "page_size": (None,),
+        "causal": (False, True),
+        "batch_invariant": (False, True),
+        "fp8_kvcache": (False,),
+        "attn_sink": (False,),
+        "extra_cache": (False,),
+        "topk_length": (False,),
+        "topk": (None,),
+        "kv_offsets": (False,),
+    },
     "sparse_prefill": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
         "h_q": (1, 3, 63, 128),
@@ -97,6 +114,23 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "extra_cache": (2,),
         "topk_length": (2,),
         "topk": (-1, None),
+        "kv_offsets": (True,),
+    },
+    "dense_prefill": {
+        "dtype": ("fp8", torch.float32),
+        "h_q": (0, 1 << 31, 1.5),
+        "h_kv": (0, 1 << 31),
+        "s_q": (0, 1 << 31),
+        "head_dim": (64, 256, 576),
+        "head_dim_v": (192, 512),
+        "page_size": (64,),
+        "causal": (None,),
+        "batch_invariant": (2,),
+        "fp8_kvcache": (True,),
+        "attn_sink": (True,),
+        "extra_cache": (True,),
+        "topk_length": (True,),
+        "topk": (64,),
         "kv_offsets": (True,),
     },
     "sparse_prefill": {
@@ -169,10 +203,12 @@ def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Ar
     assert is_supported("sparse_prefill", arch.name, fp8_kvcache=False, head_dim=head_dim, dtype=dtype)[0]
 
 
-def test_what_is_to_come() -> None:
-    listed = "dense_decode, sparse_decode, sparse_prefill"
-    assert is_supported("dense_prefill", "sm90") == (False, f"dense_prefill is not in this version, which has {listed}")
-    assert is_supported("dense_prefill", "sm100")[0] is False
+@pytest.mark.parametrize("head_dim", [192, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_features_of_dense_prefill_together(head_dim: int, dtype: str, arch: Arch) -> None:
+    assert is_supported("dense_prefill", arch.name, h_q=40, h_kv=5, head_dim=head_dim, head_dim_v=128, dtype=dtype, causal=True)[0]
+    refused = is_supported("dense_prefill", arch.name, h_q=40, h_kv=3)
+    assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

@@ -11,10 +11,9 @@ from ..spec.dense_decode import SMALL_PAGES
 from ..spec.mla import D_QK
 from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
-from ..tensors import DTYPE_NAMES, TMA_ALIGNMENT, TensorSpec, check_dtype, check_last_contiguous, check_shape
+from ..tensors import DTYPE_NAMES, TensorSpec, check_dtype, check_last_contiguous, check_shape, map_strides
 
-_MAX_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
-_MAX_SIZE = 1 << 32
+_MAX_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
 
 
 def page_size_problem(page_size: int) -> str | None:
@@ -31,7 +30,7 @@ class DenseCache(NamedTuple):
     pages: int
     page_size: int
     h_kv: int
-    strides: tuple[int, int, int]
+    strides: tuple[int, ...]
 
 
 @lru_cache(maxsize=4096)
@@ -60,18 +59,4 @@ def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
         raise ValueError(f"k_cache has shape {list(spec.shape)}: {problem}")
     if pages >= _MAX_SIZE:
         raise ValueError(f"k_cache has {pages} pages; supported: fewer than {_MAX_SIZE}")
-    return DenseCache(DTYPE_NAMES[dtype], pages, page_size, h_kv, _byte_strides(spec))
-
-
-def _byte_strides(spec: TensorSpec) -> tuple[int, int, int]:
-    strides = []
-    for dim in (2, 1, 0):
-        # The stride of a dimension of size 1 is arbitrary in torch and never used: replaced by one that a map can hold.
-        stride = spec.stride[dim] * spec.dtype.itemsize if spec.shape[dim] > 1 else D_QK * spec.dtype.itemsize
-        if stride % TMA_ALIGNMENT or not 0 < stride < _MAX_STRIDE:
-            raise ValueError(
-                f"k_cache has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dim}; "
-                f"supported: positive multiples of {TMA_ALIGNMENT} bytes below {_MAX_STRIDE}"
-            )
-        strides.append(stride)
-    return strides[0], strides[1], strides[2]
+    return DenseCache(DTYPE_NAMES[dtype], pages, page_size, h_kv, map_strides("k_cache", spec, 2, 1, 0))
