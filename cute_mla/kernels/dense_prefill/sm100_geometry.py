@@ -107,6 +107,25 @@ class Geometry:
         return QUERY_TILES * (self.key_slots * STEPS_PER_BOX + TILE_KEYS // K_STEP)
 
 
+@dataclass(frozen=True)
+class Use:
+    """A use of the ring: its slot, and the parity that completes with it. To be carried along: dividing the number of a use by the
+    slots, again for each of them, takes the mma role half as many instructions as all that it does."""
+
+    slot: Int32
+    parity: Int32
+
+    def following(self, count: int, slots: int) -> list[Use]:
+        """This use and those after it, of a ring of so many slots."""
+        uses = []
+        for i in range(count):
+            slot = self.slot + i
+            wraps = slot >= slots
+            parity = cutlass.select_(wraps, self.parity ^ 1, self.parity)
+            uses.append(Use(cutlass.select_(wraps, slot - slots, slot), parity))
+        return uses
+
+
 SMALL_BYTES = 2560  # factors and sums, barriers, a cell: no more than that
 
 

@@ -27,6 +27,7 @@ from .sm100_geometry import (
     Part,
     Pipes,
     Tiles,
+    Use,
     key_tiles,
 )
 
@@ -45,33 +46,33 @@ class LoadRole:
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Waits kv_free, query_free. Signals kv_ready, query_ready."""
         items = operands.items
-        turn, uses, loads = Int32(0), Int32(0), [Int32(0), Int32(0)]
+        slots = self.geometry.slots
+        turn, slot, parity, loads = Int32(0), Int32(0), Int32(0), [Int32(0), Int32(0)]
         index = items.of_round(turn)
         while index < items.count():
             item = items.read(index)
-            if item.keys > 0:
-                last = item.first_key + (key_tiles(item.keys) - 1) * TILE_KEYS
-                self.load_keys(operands, tiles, pipes, item, last, uses)
-                if cutlass.const_expr(self.loads_queries):
+            for t in cutlass.range(key_tiles(item.keys), unroll=1):
+                uses = Use(slot, parity).following(self.geometry.tile_slots + 1, slots)
+                row = item.first_key + (key_tiles(item.keys) - 1 - t) * TILE_KEYS
+                self.load_keys(operands, tiles, pipes, item, row, uses)
+                if cutlass.const_expr(self.loads_queries) and t == 0:
                     loads = self.load_query_tiles(operands, tiles, pipes, item, loads)
-                self.load_values(operands, tiles, pipes, item, last, uses)
-                uses = uses + self.geometry.tile_slots
-                for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
-                    self.load_keys(operands, tiles, pipes, item, last - t * TILE_KEYS, uses)
-                    self.load_values(operands, tiles, pipes, item, last - t * TILE_KEYS, uses)
-                    uses = uses + self.geometry.tile_slots
+                self.load_values(operands, tiles, pipes, item, row, uses[self.geometry.key_slots :])
+                slot, parity = uses[-1].slot, uses[-1].parity
             turn = turn + 1
             index = items.of_round(turn)
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
-        for i in cutlass.range(self.geometry.slots, unroll=1):
-            pipes.kv_free.wait_free(uses + i)
+        for i in cutlass.range(slots, unroll=1):
+            wraps = slot + i >= slots
+            free = pipes.kv_free.base + cutlass.select_(wraps, slot + i - slots, slot + i)
+            cute.arch.mbarrier_wait(free, cutlass.select_(wraps, parity, parity ^ 1))
 
     @cute.jit
-    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, use: Int32):
+    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, uses: list[Use]):
         """Keys from a row on, 64 columns a slot."""
         for i in cutlass.range_constexpr(self.geometry.key_slots):
-            ready, target = self.next_slot(tiles, pipes, use + i)
+            ready, target = self.next_slot(tiles, pipes, uses[i])
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
                 for box in cutlass.range_constexpr(BOXES_PER_SLOT):
@@ -79,20 +80,20 @@ class LoadRole:
                     load_box(target + box * BOX_BYTES, operands.k_map, where, ready)
 
     @cute.jit
-    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, use: Int32):
+    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, uses: list[Use]):
         """Values from a row on, 64 rows a slot."""
         for i in cutlass.range_constexpr(VALUE_SLOTS):
-            ready, target = self.next_slot(tiles, pipes, use + self.geometry.key_slots + i)
+            ready, target = self.next_slot(tiles, pipes, uses[i])
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
                 for box in cutlass.range_constexpr(BOXES_PER_SLOT):
                     where = (box * BOX_COLUMNS, item.kv_head, row + i * HALF_KEYS)
                     load_box(target + box * BOX_BYTES, operands.v_map, where, ready)
 
-    def next_slot(self, tiles: Tiles, pipes: Pipes, use: Int32) -> tuple[cute.Pointer, cute.Pointer]:
+    def next_slot(self, tiles: Tiles, pipes: Pipes, use: Use) -> tuple[cute.Pointer, cute.Pointer]:
         """(barrier, first byte) of a slot, when it is free."""
-        pipes.kv_free.wait_free(use)
-        return pipes.kv_ready.barrier(use), tiles.sKv + pipes.kv_ready.slot(use) * SLOT_BYTES
+        cute.arch.mbarrier_wait(pipes.kv_free.base + use.slot, use.parity ^ 1)
+        return pipes.kv_ready.base + use.slot, tiles.sKv + use.slot * SLOT_BYTES
 
     @cute.jit
     def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, loads: list[Int32]):

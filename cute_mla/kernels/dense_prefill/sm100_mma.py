@@ -28,6 +28,7 @@ from .sm100_geometry import (
     Part,
     Pipes,
     Tiles,
+    Use,
     key_tiles,
 )
 
@@ -45,13 +46,13 @@ class TileGemm:
     tiles: Tiles
     tmem: Int32
 
-    def keys(self, slots: list[Int32]) -> list[Any]:
+    def keys(self, uses: list[Use]) -> list[Any]:
         """K of a key tile as operands, 64 columns each."""
-        return [tcgen05.k_major(self.tiles.sKv + slot * SLOT_BYTES) for slot in slots]
+        return [tcgen05.k_major(self.tiles.sKv + use.slot * SLOT_BYTES) for use in uses]
 
-    def values(self, slots: list[Int32]) -> list[Any]:
+    def values(self, uses: list[Use]) -> list[Any]:
         """V of a key tile as operands, 64 keys each."""
-        return [tcgen05.mn_major(self.tiles.sKv + slot * SLOT_BYTES, BOX_BYTES) for slot in slots]
+        return [tcgen05.mn_major(self.tiles.sKv + use.slot * SLOT_BYTES, BOX_BYTES) for use in uses]
 
     def scores(self, tile: int, keys: list[Any]) -> None:
         """S = Q K^T of a Q tile."""
@@ -97,7 +98,9 @@ class MmaRole:
         Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
         own first S of the next item. After the last item comes one without keys."""
         items = operands.items
-        turn, uses, more = Int32(0), Int32(0), Boolean(True)
+        geometry = self.geometry
+        turn, more = Int32(0), Boolean(True)
+        slot, parity = Int32(geometry.slots - VALUE_SLOTS), Int32(1)  # of the values in front of the first keys: there are none
         # of each Q tile: items with keys, key tiles multiplied to S, and which one of its item the last of them is, if it waits for P V
         queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
         while more:
@@ -106,57 +109,66 @@ class MmaRole:
             tiles = key_tiles(item.keys)
             parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
             for t in cutlass.range(cutlass.select_(more, tiles, Int32(1)), unroll=1):
+                uses = Use(slot, parity).following(geometry.tile_slots + 1, geometry.slots)
+                values, keys = uses[:VALUE_SLOTS], uses[VALUE_SLOTS:-1]
+                begun = (waiting[0] >= 0) | (waiting[1] >= 0)
+                if begun:
+                    self.await_slots(pipes, values)
                 for tile in cutlass.range_constexpr(QUERY_TILES):
                     if waiting[tile] >= 0:
-                        self.multiply_output(pipes, gemm, tile, count[tile] - 1, uses - VALUE_SLOTS, waiting[tile] > 0)
+                        self.multiply_output(pipes, gemm, tile, count[tile] - 1, values, waiting[tile] > 0)
                         if t == 0:
                             self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
-                    if cutlass.const_expr(tile == QUERY_TILES - 1) and uses > 0:
-                        self.free_slots(pipes, uses - VALUE_SLOTS, VALUE_SLOTS)
+                    if cutlass.const_expr(tile == 0):
+                        if tiles > 0:
+                            self.await_slots(pipes, keys)
+                    elif begun:
+                        self.free_slots(pipes, values)
                     own = t - parts[tile].skipped
                     waiting[tile] = Int32(-1)
                     if own >= 0 and own < parts[tile].tiles:
                         if own == 0:
                             pipes.of_tile(tile).query_ready.wait_ready(queries[tile])
                             queries[tile] = queries[tile] + 1
-                        self.multiply_scores(pipes, gemm, tile, count[tile], uses)
+                        self.multiply_scores(pipes, gemm, tile, count[tile], keys)
                         if t == tiles - 1:
                             self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile] - 1))
                         count[tile] = count[tile] + 1
                         waiting[tile] = own
                 if tiles > 0:
-                    self.free_slots(pipes, uses, self.geometry.key_slots)
-                    uses = uses + self.geometry.tile_slots
+                    self.free_slots(pipes, keys)
+                    slot, parity = uses[-1].slot, uses[-1].parity
             turn = turn + 1
 
-    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: Int32) -> None:
-        """S of a Q tile's count-th key tile, whose keys are in the slots of use `keys` and on."""
-        operands = gemm.keys([pipes.kv_ready.slot(keys + i) for i in range(self.geometry.key_slots)])
+    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[Use]) -> None:
+        """S of a Q tile's count-th key tile, whose keys are there."""
         # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
-        for i in range(self.geometry.key_slots):
-            pipes.kv_ready.wait_ready(keys + i)
+        operands = gemm.keys(keys)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             gemm.scores(tile, operands)
             tcgen05.commit_alone(pipes.of_tile(tile).scores_ready.barrier(count))
 
-    def multiply_output(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: Int32, accumulate: Boolean) -> None:
-        """P V of a Q tile's count-th key tile, whose values are in the slots of use `values` and on."""
+    def multiply_output(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: list[Use], accumulate: Boolean) -> None:
+        """P V of a Q tile's count-th key tile, whose values are there."""
         own = pipes.of_tile(tile)
-        operands = gemm.values([pipes.kv_ready.slot(values + i) for i in range(VALUE_SLOTS)])
-        for i in range(VALUE_SLOTS):
-            pipes.kv_ready.wait_ready(values + i)
+        operands = gemm.values(values)
         for ready, first, end in ((own.probs_ready, 0, FIRST_KEYS), (own.rest_ready, FIRST_KEYS, TILE_KEYS)):
             ready.wait_ready(count)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
                 gemm.output(tile, operands, first, end, accumulate)
 
-    def free_slots(self, pipes: Pipes, use: Int32, count: int) -> None:
+    def await_slots(self, pipes: Pipes, uses: list[Use]) -> None:
+        """Waits until slots are filled."""
+        for use in uses:
+            cute.arch.mbarrier_wait(pipes.kv_ready.base + use.slot, use.parity)
+
+    def free_slots(self, pipes: Pipes, uses: list[Use]) -> None:
         """Slots may be loaded again when what has been issued is done."""
         with cute.arch.elect_one():
-            for i in range(count):
-                tcgen05.commit_alone(pipes.kv_free.barrier(use + i))
+            for use in uses:
+                tcgen05.commit_alone(pipes.kv_free.base + use.slot)
 
     def commit(self, barrier: cute.Pointer) -> None:
         """An arrival when what has been issued is done."""
