@@ -25,14 +25,13 @@ Pipelines (producer -> consumer; arrivals per phase):
   query_free[2]    attend -> queries   4: the last S of the item is there
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
-The trick: nothing that is computed waits for the tensor cores, or they for it. S of the next tile is issued before P V of
-this one, so a warpgroup has products in flight during its softmax; and the two warpgroups issue in turn, so that each has
-the tensor cores for itself while the other one is at its softmax. README.md has the clocks.
+The trick: nothing that is computed waits for the tensor cores, or they for it. A warpgroup issues S of the next tile together
+with P V of this one, and is at its softmax while P V goes on; the two warpgroups issue in turn, so that each has the tensor
+cores for itself while the other one is at its softmax. An item ends in the middle of that: P V of its last tile goes with the
+first S of the next item, whose Q has come since the last S. README.md has the clocks.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -40,15 +39,14 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import SM90, Arch
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS, DensePrefillConfig
+from ...spec.dense_prefill import BOX_COLUMNS, D_V, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..parts.barriers import Ring, arrive, barrier_table
 from ..parts.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
-from ..parts.lengths import smaller
-from ..parts.sm90_gemm import clear_rows
+from ..parts.lengths import larger, smaller
 from ..parts.sm90_roles import set_registers
 from ..parts.softmax import LN2, OnlineSoftmax, mask_keys
-from ..parts.tma import load_box, prefetch_map
+from ..parts.tma import prefetch_map
 from ..source import KernelSource
 from .entry import DensePrefill
 from .operands import Item, Operands
@@ -71,7 +69,9 @@ from .sm90_geometry import (
     Geometry,
     Pipes,
     Tiles,
+    key_tiles,
 )
+from .sm90_load import LoadRoles
 
 
 class DensePrefillSm90(DensePrefill):
@@ -84,6 +84,7 @@ class DensePrefillSm90(DensePrefill):
         super().__init__(config, arch)
         self.geometry = Geometry(config.d_qk)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
+        self.loads = LoadRoles(self.geometry, self.by_tma)
 
     @cute.jit
     def run(self, operands: Operands):
@@ -102,11 +103,11 @@ class DensePrefillSm90(DensePrefill):
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
-                self.load_keys(operands, tiles, pipes)
+                self.loads.load_keys(operands, tiles, pipes)
             if warp == VALUE_WARP:
-                self.load_values(operands, tiles, pipes)
+                self.loads.load_values(operands, tiles, pipes)
             if warp == QUERY_WARP:
-                self.load_queries(operands, tiles, pipes)
+                self.loads.load_queries(operands, tiles, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
             self.attend(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
@@ -139,83 +140,45 @@ class DensePrefillSm90(DensePrefill):
         pipes.query_free.initialise(WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
 
-    # ---- load -------------------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits key_free. Signals key_ready."""
-        use = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            count = tile_count(item)
-            for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.key_ready.slot(use + i), pipes.key_ready.barrier(use + i)
-                pipes.key_free.wait_free(use + i)
-                where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
-                load_tile(tiles.sK, slot, operands.k_map, where, ready, self.geometry.key_bytes)
-            use = use + count
-
-    @cute.jit
-    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits value_free. Signals value_ready.
-
-        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN."""
-        use, cleared = Int32(0), Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            count = tile_count(item)
-            for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.value_ready.slot(use + i), pipes.value_ready.barrier(use + i)
-                pipes.value_free.wait_free(use + i)
-                first = (count - 1 - i) * TILE_KEYS
-                where = (item.kv_head, item.first_key + first)
-                whole = first + TILE_KEYS <= item.keys
-                landed = cutlass.select_(whole, ready, pipes.value_landed.barrier(cleared))
-                load_tile(tiles.sV, slot, operands.v_map, where, landed, self.geometry.value_bytes)
-                if not whole:
-                    pipes.value_landed.wait_ready(cleared)
-                    clear_rows(tiles.sV, slot, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    arrive(ready)
-                    cleared = cleared + 1
-            use = use + count
-
-    @cute.jit
-    def load_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits query_free. Signals query_ready. Rows behind the sequence's are those of the next one, or zeros."""
-        if cutlass.const_expr(self.by_tma):
-            done = Int32(0)
-            for turn in cutlass.range(operands.items.rounds(), unroll=1):
-                item = operands.items.take(turn)
-                if item.keys > 0:
-                    for group in cutlass.range_constexpr(GROUPS):
-                        use = done * GROUPS + group
-                        pipes.query_free.wait_free(use)
-                        where = (item.head, item.first_row + group * GROUP_ROWS)
-                        load_tile(tiles.sQ, group, operands.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
-                    done = done + 1
-
-    # ---- attend -----------------------------------------------------------------------------------------------------
-
     @cute.jit
     def attend(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
-        """Waits key_ready, value_ready, query_ready. Signals key_free, value_free, query_free. Writes out and lse."""
+        """Waits key_ready, value_ready, query_ready. Signals key_free, value_free, query_free. Writes out and lse.
+
+        P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros."""
         products = Products.create(self.dtype, tiles, thread, group)
+        products.clear()
         softmax = OnlineSoftmax.create(operands.scale_log2)
+        factors = [Float32(1), Float32(1)]
         if group != 0:
             give_turn(group)
-        use, done = Int32(0), Int32(0)
+        use, done, pending = Int32(0), Int32(0), Boolean(False)
+        before = operands.items.take(Int32(0))
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)
             if item.rows > 0:
-                softmax.reset()
-                products.clear_output()
                 if item.keys > 0:
                     self.take_queries(operands, tiles, pipes, item, products, done)
-                    self.attend_tiles(pipes, item, products, softmax, use, done)
-                    use = use + tile_count(item)
+                    self.settle_output(pipes, products, factors, use - 2, pending)
+                    self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
+                    self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
+                    warpgroup.wait_group(0)
+                    if done > 0:
+                        arrive(pipes.value_free.barrier(use - 1))
+                        self.finish_rows(operands, before, products, softmax)
+                    factors = self.attend_tiles(pipes, item, products, softmax, use, done)
+                    use = use + key_tiles(item.keys)
                     done = done + 1
-                self.finish_rows(operands, item, products, softmax)
+                    pending = key_tiles(item.keys) > 1
+                    before = item
+                else:
+                    self.write_empty_rows(operands, item, products)
+        if done > 0:
+            self.settle_output(pipes, products, factors, use - 2, pending)
+            pipes.value_ready.wait_ready(use - 1)
+            warpgroup.fence()
+            products.start_output(pipes.value_ready.slot(use - 1))
+            warpgroup.wait_group(0)
+            self.finish_rows(operands, before, products, softmax)
         if group == 0:
             take_turn(group)  # the one that the other warpgroup has given last
 
@@ -242,49 +205,43 @@ class DensePrefillSm90(DensePrefill):
 
     @cute.jit
     def attend_tiles(self, pipes: Pipes, item: Item, products: Products, softmax: OnlineSoftmax, use: Int32, done: Int32):
-        """O and the row sums of an item that has keys.
-
-        The wait for P V stands at the head of the loop, behind the softmax that it need not delay: in one block, ptxas moves
-        it in front."""
-        group, count = products.group, tile_count(item)
-        pipes.key_ready.wait_ready(use)
-        take_turn(group)
-        warpgroup.fence()
-        products.start_scores(pipes.key_ready.slot(use))
-        give_turn(group)
-        warpgroup.wait_group(0)
-        self.free_operands(pipes, group, use, done, count == 1)
+        """The tiles of an item whose first S is there: O and row sums but for P V of the last one. Returns the factors that O
+        still has to be multiplied with."""
+        count = key_tiles(item.keys)
+        softmax.reset()
+        products.clear_output()
         self.mask(item, products, count - 1)
         factors = softmax.add_tile(products.scores)
         for i in cutlass.range(1, count, unroll=1):
-            self.settle_output(pipes, products, factors, use, i)
-            pipes.key_ready.wait_ready(use + i)
-            take_turn(group)
-            warpgroup.fence()
-            products.start_scores(pipes.key_ready.slot(use + i))
-            pipes.value_ready.wait_ready(use + i - 1)
-            products.start_output(pipes.value_ready.slot(use + i - 1))
-            give_turn(group)
-            warpgroup.wait_group(1)
-            self.free_operands(pipes, group, use + i, done, i == count - 1)
+            self.settle_output(pipes, products, factors, use + i - 2, i > 1)
+            self.start_products(pipes, products, use + i, use + i - 1)
+            self.free_operands(pipes, products.group, use + i, done, i == count - 1)
             self.mask(item, products, count - 1 - i)
             factors = softmax.add_tile(products.scores)
-
-        self.settle_output(pipes, products, factors, use, count)
-        last = use + count - 1
-        pipes.value_ready.wait_ready(last)
-        warpgroup.fence()
-        products.start_output(pipes.value_ready.slot(last))
-        warpgroup.wait_group(0)
-        arrive(pipes.value_free.barrier(last))
+        return factors
 
     @cute.jit
-    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, tiles: Int32):
-        """P V of all but the last of the item's tiles so far is complete, O relative to the maximum over all of them, and P of
-        the last one rounded."""
+    def start_products(self, pipes: Pipes, products: Products, key_use: Int32, value_use: Int32):
+        """Issues S of one tile, and P V of the one before, in this warpgroup's turn. S is there on return."""
+        pipes.key_ready.wait_ready(key_use)
+        take_turn(products.group)
+        warpgroup.fence()
+        products.start_scores(pipes.key_ready.slot(key_use))
+        pipes.value_ready.wait_ready(value_use)
+        products.start_output(pipes.value_ready.slot(value_use))
+        give_turn(products.group)
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, pending: Boolean):
+        """Makes ready for P V of a tile: O is relative to the maximum over all tiles up to it, and P is rounded. A `pending`
+        P V, with the values of `use`, is complete.
+
+        That wait stands here, at the head of the loop, and not behind the softmax that it must not delay: in one block with
+        the softmax, ptxas would move it in front."""
         warpgroup.wait_group(0)
-        if tiles > 1:
-            arrive(pipes.value_free.barrier(use + tiles - 2))
+        if pending:
+            arrive(pipes.value_free.barrier(use))
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             products.scale_output(factors)
         products.round_probs()
@@ -310,20 +267,31 @@ class DensePrefillSm90(DensePrefill):
     @cute.jit
     def finish_rows(self, operands: Operands, item: Item, products: Products, softmax: OnlineSoftmax):
         """Normalises, and writes the rows that the sequence has."""
-        thread = products.thread
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = block_row(products, row_half)
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
             lse = (softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)) * LN2
             words = products.row_words(row_half, inverse)
             if cutlass.const_expr(self.by_tma):
-                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], thread)]
-            if row < item.rows:
-                if thread % 4 == 0:
-                    operands.lse_of(item, row).store(cutlass.select_(empty, operands.empty_lse, lse))
-                self.store_row(operands.out_row(item, row), words, thread)
+                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
+            self.write_row(operands, item, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
+
+    @cute.jit
+    def write_empty_rows(self, operands: Operands, item: Item, products: Products):
+        """The rows of a block that no key belongs to."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            words = [Int32(0)] * (D_V // 8)
+            self.write_row(operands, item, products, row_half, words, operands.empty_lse)
+
+    @cute.jit
+    def write_row(self, operands: Operands, item: Item, products: Products, row_half: int, words: list[Int32], lse: Float32):
+        """One of the thread's rows, if the sequence has it."""
+        row, thread = block_row(products, row_half), products.thread
+        if row < item.rows:
+            if thread % 4 == 0:
+                operands.lse_of(item, row).store(lse)
+            self.store_row(operands.out_row(item, row), words, thread)
 
     def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
         """A quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""
@@ -333,24 +301,6 @@ class DensePrefillSm90(DensePrefill):
         else:
             for eight, word in enumerate(words):
                 store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
-
-
-@cute.jit
-def load_tile(target: cute.Tensor, slot: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
-    """One warp starts the copy of a slot of (rows, columns, slots), from (head, first row) on; its bytes count on `ready`."""
-    rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
-    head, first = where
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ready, nbytes)
-        for column in cutlass.range_constexpr(0, columns, BOX_COLUMNS):
-            for row in cutlass.range_constexpr(0, rows, BOX_ROWS):
-                box = target.iterator + (slot * (rows * columns) + column * rows + row * BOX_COLUMNS)
-                load_box(box, tensor_map, (column, head, first + row), ready)
-
-
-def tile_count(item: Item) -> Int32:
-    """Key tiles of an item."""
-    return (item.keys + (TILE_KEYS - 1)) // TILE_KEYS
 
 
 def block_row(products: Products, row_half: int) -> Int32:
@@ -385,5 +335,5 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelSource:
             Role("queries", QUERY_WARP, 1),
             *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
         ),
-        expected={"HGMMA": 2 * (scores + output)},  # the first S and the last P V of an item stand outside the loop
+        expected={"HGMMA": 2 * scores + 3 * output},  # once for the first tile of an item, once for the others; the very last P V
     )

@@ -91,6 +91,11 @@ class Products:
                 read_only_args=[rS[2 * i + 1], rS[2 * i]],
             )
 
+    def clear(self) -> None:
+        """S = 0, O = 0."""
+        self.scores.fill(0.0)
+        self.output.fill(0.0)
+
     def clear_output(self) -> None:
         """O = 0."""
         self.output.fill(0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute
+from cutlass import Int32, cute
 
 from ...spec.arch import SM90
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS
@@ -106,3 +106,8 @@ class Pipes:
     value_landed: Ring
     query_ready: Ring
     query_free: Ring
+
+
+def key_tiles(keys: Int32) -> Int32:
+    """Tiles of that many keys."""
+    return (keys + (TILE_KEYS - 1)) // TILE_KEYS
