@@ -40,6 +40,7 @@ from .sm100_geometry import (
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
+WORD_BITS = 32
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
 PAIRS_PER_GROUP = 8
 POLYNOMIAL_PAIRS = 3  # of a group
@@ -117,8 +118,12 @@ class RowSoftmax:
     def mask(self, limit: Int32, first: int) -> None:
         """Of the scores from key `first` on, sets those from `limit` on, counted within the tile, to -inf. Selects, so that NaN
         vanishes."""
-        for i in range(first, TILE_KEYS):
-            self.rS[i] = cutlass.select_(limit <= i, -Float32.inf, self.rS[i])
+        for start in range(first, TILE_KEYS, WORD_BITS):
+            seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
+            some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
+            beyond = cutlass.select_(seen >= WORD_BITS, Int32(0), some)
+            for bit in range(WORD_BITS):
+                self.rS[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, -Float32.inf, self.rS[start + bit])
 
     def advance(self) -> Float32:
         """Moves the reference to this tile if need be. Returns the factor for everything accumulated before: 1 if the reference
