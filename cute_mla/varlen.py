@@ -115,7 +115,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Everything else, and what is returned and raised, is as there.
     """
-    _check_packed("kv", kv, "total_k", "h_kv", head_dim_qk, head_dim_qk)
+    _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
     return flash_attn_varlen_func(
         q,
         kv[..., :head_dim_qk],
@@ -155,7 +155,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Everything else, and what is returned and raised, is as there.
     """
-    _check_packed("qkv", qkv, "total", "h", head_dim_qk, 2 * head_dim_qk)
+    _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
     return flash_attn_varlen_func(
         qkv[..., :head_dim_qk],
         qkv[..., head_dim_qk : 2 * head_dim_qk],
@@ -173,11 +173,11 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def _check_packed(name: str, packed: Any, tokens: str, heads: str, head_dim_qk: int, before_v: int) -> None:
-    """ValueError unless the tensor has the columns of queries or keys, before_v of them, and those of values behind them."""
+def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> None:
+    """ValueError unless the last dimension has room for the values, behind 1 (keys) or 2 (queries and keys) operands."""
     if head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {head_dim_qk!r}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    check_shape(name, spec_of(name, packed), (tokens, heads, before_v + D_V), f" with head_dim_qk {head_dim_qk}")
+    check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
     _refuse_gradients(**{name: packed})
 
 
