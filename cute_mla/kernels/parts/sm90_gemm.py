@@ -107,7 +107,7 @@ class ScoreGemm:
             pipes.kv_ready.wait_ready(use)
             warpgroup.fence()
             for step in range(STEPS_PER_SLOT):
-                self.multiply_step(i * STEPS_PER_SLOT + step, self.tK[None, None, step, pipes.kv_ready.slot(use)])
+                self.multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, pipes.kv_ready.slot(use)])
         if self.geometry.has_rope:
             pipes.rope_ready.wait_ready(tile)
             warpgroup.fence()

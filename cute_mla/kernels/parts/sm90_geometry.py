@@ -42,7 +42,8 @@ class Geometry:
     d_qk: columns of a key, the values among them. q_tiles_in_registers: column tiles of Q that the score role keeps there.
     kv_slots, rope_slots: of the rings. first_registers, score_registers: of the role that brings the keys, and of score.
     ready_arrivals: on kv_ready and rope_ready, per phase. valid_slots: of the ring of bits that tell which keys are there, 0
-    where all are.
+    where all are. alternating: whether the slots of a tile alternate between the halves of the columns, so that both output
+    groups' first ones, which come free first, are filled first.
     """
 
     d_qk: int
@@ -53,6 +54,7 @@ class Geometry:
     score_registers: int
     ready_arrivals: int
     valid_slots: int
+    alternating: bool = False
 
     output_registers = 160
 
@@ -69,6 +71,18 @@ class Geometry:
     def q_tiles_in_smem(self) -> int:
         """Those of them that are operands in shared memory: the last ones."""
         return self.q_tiles - self.q_tiles_in_registers
+
+    @property
+    def slot_strides(self) -> tuple[int, int]:
+        """Within a tile, from a slot of one output group to that of the other, and to the next of the same."""
+        chunks = SLOTS_PER_TILE // OUTPUT_GROUPS
+        return (1, OUTPUT_GROUPS) if self.alternating else (chunks, 1)
+
+    def first_column(self, slot: int) -> int:
+        """Of those in a slot of a tile."""
+        to_other, to_next = self.slot_strides
+        side, chunk = slot // to_other % OUTPUT_GROUPS, slot // to_next % (SLOTS_PER_TILE // OUTPUT_GROUPS)
+        return side * OUTPUT_COLUMNS + chunk * SLOT_COLUMNS
 
     @property
     def has_rope(self) -> bool:

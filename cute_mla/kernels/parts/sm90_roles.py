@@ -18,7 +18,7 @@ from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from .barriers import Ring, arrive, arrive_cluster
 from .fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
-from .sm90_gemm import OutputGemm, ScoreGemm
+from .sm90_gemm import OUTPUT_CHUNKS, OutputGemm, ScoreGemm
 from .sm90_geometry import (
     LAUNCH_REGISTERS,
     OUTPUT_BARRIER,
@@ -221,11 +221,10 @@ class RolesSm90:
 
     @cute.jit
     def pass_tile(self, pipes: Pipes, use: Int32, withheld: Int32):
-        """A tile without keys: nothing but its handshakes, in the order of any other tile."""
+        """A tile without keys: nothing but handshakes. Its slots are handed over before its RoPE columns, so that those tell
+        of all, and no barrier is two phases ahead of what this role has seen."""
         if withheld != 0:
             arrive(pipes.probs_ready.barrier(use - 1))
-        for i in cutlass.range_constexpr(SLOTS_PER_TILE):
-            pipes.kv_ready.wait_ready(use * SLOTS_PER_TILE + i)
         pipes.rope_ready.wait_ready(use)
         arrive(pipes.probs_ready.barrier(use))
 
@@ -296,35 +295,44 @@ class RolesSm90:
     @cute.jit
     def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
         """O += P V of one tile, of which `left` keys remain in the request."""
-        first_use = tile * SLOTS_PER_TILE + side * gemm.chunks
-        for chunk in cutlass.range_constexpr(gemm.chunks):
-            pipes.kv_ready.wait_ready(first_use + chunk)
-        pipes.probs_ready.wait_ready(tile)
         if cutlass.const_expr(self.skips_tiles):
+            pipes.probs_ready.wait_ready(tile)
             if self.has_keys(tiles, tile):
+                self.await_slots(pipes, tile, side)
                 self.add_values(tiles, pipes, gemm, tile, left, side)
             else:
                 for chunk in cutlass.range_constexpr(gemm.chunks):
-                    arrive_cluster(pipes.kv_free.barrier(first_use + chunk), self.config.cluster)
+                    arrive_cluster(pipes.kv_free.barrier(self.slot_use(tile, side, chunk)), self.config.cluster)
         else:
+            self.await_slots(pipes, tile, side)
+            pipes.probs_ready.wait_ready(tile)
             self.add_values(tiles, pipes, gemm, tile, left, side)
         arrive_cluster(pipes.rope_free.barrier(tile), self.config.cluster)
+
+    def slot_use(self, tile: Int32, side: Int32, chunk: int) -> Int32:
+        """The use of the kv ring that has one of a side's chunks of a tile."""
+        to_other, to_next = self.geometry.slot_strides
+        return tile * SLOTS_PER_TILE + side * to_other + chunk * to_next
+
+    def await_slots(self, pipes: Pipes, tile: Int32, side: Int32) -> None:
+        """Blocks until a side's slots of a tile have come."""
+        for chunk in range(OUTPUT_CHUNKS):
+            pipes.kv_ready.wait_ready(self.slot_use(tile, side, chunk))
 
     @cute.jit
     def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
         """O += P V of a tile whose keys and probabilities have come. Signals kv_free."""
-        first_use = tile * SLOTS_PER_TILE + side * gemm.chunks
         slot = pipes.probs_ready.slot(tile)
         alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
         if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
             gemm.scale(alpha)
-        self.clear_unused(tiles, pipes, gemm, first_use, left, side)
+        self.clear_unused(tiles, pipes, gemm, self.slot_use(tile, side, 0), left, side)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(gemm.chunks):
-            gemm.multiply(chunk, slot, pipes.kv_ready.slot(first_use + chunk))
+            gemm.multiply(chunk, slot, pipes.kv_ready.slot(self.slot_use(tile, side, chunk)))
         for chunk in cutlass.range_constexpr(gemm.chunks):
             warpgroup.wait_group(gemm.chunks - 1 - chunk)
-            arrive_cluster(pipes.kv_free.barrier(first_use + chunk), self.config.cluster)
+            arrive_cluster(pipes.kv_free.barrier(self.slot_use(tile, side, chunk)), self.config.cluster)
 
     @cute.jit
     def store_out(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], req: Int32, side: Int32):

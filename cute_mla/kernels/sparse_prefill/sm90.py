@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.mla import D_LATENT, D_QK
@@ -74,6 +74,7 @@ def geometry_of(d_qk: int) -> Geometry:
         score_registers=152,
         ready_arrivals=1,
         valid_slots=VALID_SLOTS,
+        alternating=True,
     )
 
 
@@ -149,15 +150,14 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
     @cute.jit
     def copy_tile(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, tile: Int32):
         """Waits valid_ready, kv_free, rope_free. Signals kv_landed, rope_landed."""
-        pipes.valid_ready.wait_ready(tile)
-        present = self.has_keys(tiles, tile)
+        present = self.told_of_keys(tiles, pipes, tile)
         rows = TileRows.of(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(SLOTS_PER_TILE):
             use = tile * SLOTS_PER_TILE + step
             pipes.kv_free.wait_free(use)
             if present:
                 # of a pair, the other half comes from the peer
-                source, halves = step * SLOT_COLUMNS * ELEMENT_BYTES, HALVES // self.config.cluster
+                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.config.cluster
                 rows.copy(lane, self.kv_slot(tiles, pipes, use), source, SLOT_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
         pipes.rope_free.wait_free(tile)
@@ -166,11 +166,15 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
             rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
         arrive_landed(pipes.rope_landed.barrier(tile))
 
+    def told_of_keys(self, tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
+        """Whether a tile has any key. Waits valid_ready."""
+        pipes.valid_ready.wait_ready(tile)
+        return self.has_keys(tiles, tile)
+
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
         """Waits kv_landed, rope_landed. Signals kv_ready, rope_ready."""
-        pipes.valid_ready.wait_ready(tile)
-        present = self.has_keys(tiles, tile)
+        present = self.told_of_keys(tiles, pipes, tile) if self.config.cluster > 1 else True
         for step in cutlass.range_constexpr(SLOTS_PER_TILE):
             use = tile * SLOTS_PER_TILE + step
             pipes.kv_landed.wait_ready(use)
