@@ -58,15 +58,17 @@ def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) ->
                 return
 
 
-def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int) -> None:
+def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int, who: str = "a store") -> None:
     """A finding when warps (one of each store) store nbytes each at offsets that unfinished work reads."""
+    if not (target.busy or target.reading or target.tensor is not None):
+        return
     found = first_reader(w, target, offsets, nbytes, w.warps)
     if found is not None and len(w.warps) > 1:
         # warps that happen to be at the same place may be tiles apart, and know of different work
         shares = ((warp, own) for warp in w.warps if len(own := offsets[warps == warp]))
         found = next((hit for warp, own in shares if (hit := first_reader(w, target, own, nbytes, (warp,))) is not None), None)
     if found is not None:
-        report(w, "a store overwrites", *found)
+        report(w, f"{who} overwrites", *found)
 
 
 def first_reader(w: Window, target: Cta, offsets: np.ndarray, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:

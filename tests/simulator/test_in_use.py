@@ -16,6 +16,7 @@ BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 STORE_A = "@!%p20 st.shared.u32 [%r100+1024], 0;\n"
 STORE_B = "@!%p20 st.shared.u32 [%r100+3324], 0;\n"
 STORE_BEYOND = "@!%p20 st.shared.u32 [%r100+3328], 0;\n"
+CP_ASYNC = "@!%p20 cp.async.cg.shared.global [%r100+1024], [%rd10], 16;\ncp.async.wait_all;\n"
 COPY = f"""
     @%p20 bra COPIED;
     mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], 16;
@@ -28,7 +29,7 @@ AGAIN:
 
 
 @each_policy
-@pytest.mark.parametrize("access", [STORE_A, STORE_B, COPY], ids=["store to A", "store to B", "copy to A"])
+@pytest.mark.parametrize("access", [STORE_A, STORE_B, COPY, CP_ASYNC], ids=["store to A", "store to B", "copy to A", "cp.async to A"])
 def test_operands_of_a_wgmma(access: str, policy: Policy) -> None:
     """Overwriting an operand before wgmma.wait_group is found; after it, and beside it, is fine."""
     early, _, _ = run(BODY.replace(WGMMA_WAIT, access + WGMMA_WAIT), policy)

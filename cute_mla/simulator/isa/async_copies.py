@@ -306,6 +306,7 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
         raise Fault("misaligned", f"cp.async of {size} bytes")
     races.access(w, cta, None, offsets, size, True)
+    in_use.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
 

@@ -272,9 +272,8 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
         races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
-        if target.busy or target.reading or target.tensor is not None:
-            warps = (w.lanes if index is None else w.lanes[index]) // WARP
-            in_use.check_store(w, warps, target, offsets, values[0].dtype.itemsize * len(values))
+        warps = (w.lanes if index is None else w.lanes[index]) // WARP
+        in_use.check_store(w, warps, target, offsets, values[0].dtype.itemsize * len(values))
         if cta.observer is not None:
             cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
 
