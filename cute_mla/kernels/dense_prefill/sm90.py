@@ -28,7 +28,7 @@ Pipelines (producer -> consumer; arrivals per phase):
 The trick: nothing that is computed waits for the tensor cores, or they for it. A warpgroup issues S of the next tile together
 with P V of this one, and is at its softmax while P V goes on; the two warpgroups issue in turn, so that each has the tensor
 cores for itself while the other one is at its softmax. An item ends in the middle of that: P V of its last tile goes with the
-first S of the next item, whose Q has come since the last S. README.md has the clocks.
+first S of the next item, whose Q has come since the last S, and O is written behind that S's softmax. README.md has the clocks.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class DensePrefillSm90(DensePrefill):
         P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros."""
         products = Products.create(self.dtype, tiles, thread, group)
         products.clear()
-        softmax = OnlineSoftmax.create(operands.scale_log2)
+        softmax, ended = (OnlineSoftmax.create(operands.scale_log2) for _ in range(2))
         factors = [Float32(1), Float32(1)]
         if group != 0:
             give_turn(group)
@@ -161,11 +161,17 @@ class DensePrefillSm90(DensePrefill):
                     self.settle_output(pipes, products, factors, use - 2, pending)
                     self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
                     self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
-                    warpgroup.wait_group(0)
+                    start_anew(softmax, ended)
+                    factors = self.weigh_tile(item, products, softmax, key_tiles(item.keys) - 1)
+                    # in both branches: in front of them, ptxas would move it in front of the softmax
                     if done > 0:
+                        warpgroup.wait_group(0)
                         arrive(pipes.value_free.barrier(use - 1))
-                        self.finish_rows(operands, before, products, softmax)
-                    factors = self.attend_tiles(pipes, item, products, softmax, use, done)
+                        self.finish_rows(operands, before, products, ended)
+                    else:
+                        warpgroup.wait_group(0)
+                    products.clear_output()
+                    factors = self.attend_tiles(pipes, item, products, softmax, factors, use, done)
                     use = use + key_tiles(item.keys)
                     done = done + 1
                     pending = key_tiles(item.keys) > 1
@@ -204,21 +210,30 @@ class DensePrefillSm90(DensePrefill):
             cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def attend_tiles(self, pipes: Pipes, item: Item, products: Products, softmax: OnlineSoftmax, use: Int32, done: Int32):
-        """The tiles of an item whose first S is there: O and row sums but for P V of the last one. Returns the factors that O
-        still has to be multiplied with."""
+    def attend_tiles(
+        self,
+        pipes: Pipes,
+        item: Item,
+        products: Products,
+        softmax: OnlineSoftmax,
+        factors: list[Float32],
+        use: Int32,
+        done: Int32,
+    ):
+        """The tiles of an item behind the first, all but P V of the last one. factors: that O has to be multiplied with in front of
+        the next P V; returns those of the last tile."""
         count = key_tiles(item.keys)
-        softmax.reset()
-        products.clear_output()
-        self.mask(item, products, count - 1)
-        factors = softmax.add_tile(products.scores)
         for i in cutlass.range(1, count, unroll=1):
             self.settle_output(pipes, products, factors, use + i - 2, i > 1)
             self.start_products(pipes, products, use + i, use + i - 1)
             self.free_operands(pipes, products.group, use + i, done, i == count - 1)
-            self.mask(item, products, count - 1 - i)
-            factors = softmax.add_tile(products.scores)
+            factors = self.weigh_tile(item, products, softmax, count - 1 - i)
         return factors
+
+    def weigh_tile(self, item: Item, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
+        """The scores of a tile become probabilities. Returns the factors that this asks of O."""
+        self.mask(item, products, tile)
+        return softmax.add_tile(products.scores)
 
     @cute.jit
     def start_products(self, pipes: Pipes, products: Products, key_use: Int32, value_use: Int32):
@@ -301,6 +316,13 @@ class DensePrefillSm90(DensePrefill):
         else:
             for eight, word in enumerate(words):
                 store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
+
+
+def start_anew(softmax: OnlineSoftmax, ended: OnlineSoftmax) -> None:
+    """Forgets all keys, but for a copy."""
+    for row_half in range(ROWS_PER_THREAD):
+        ended.rMax[row_half], ended.rSum[row_half] = softmax.rMax[row_half], softmax.rSum[row_half]
+    softmax.reset()
 
 
 def block_row(products: Products, row_half: int) -> Int32:
