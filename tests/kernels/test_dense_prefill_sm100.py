@@ -15,7 +15,7 @@ from cute_mla.spec.dense_prefill import DensePrefillConfig
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
 WIDE = DensePrefillConfig("bf16", 192, 16)
-MIXED = [(257, 129), (1, 17), (0, 64), (64, 0), (128, 128), (17, 1)]  # (s_q, s_k)
+MIXED = [(257, 129), (1, 17), (0, 64), *[(20, 0)] * 5, (128, 128), (17, 1)]  # (s_q, s_k)
 
 
 @cache
@@ -31,7 +31,8 @@ def kernel(config: DensePrefillConfig) -> CompiledKernel:
 @pytest.mark.parametrize("schedule", ["round_robin", "lazy", "random", "adversarial"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_of_all_sorts_one_after_another(schedule: str, causal: bool) -> None:
-    """One CTA takes them all: the pipelines go on from item to item, with Q tiles that have no rows and rows without keys."""
+    """One CTA takes them all: the pipelines go on from item to item, with Q tiles that have no rows, and more
+    items without keys in a row than may be posted ahead."""
     problem = Problem(MIXED, "sm100", causal, config=WIDE)
     assert problem.faults(kernel(WIDE), policy=simulator.Policy.named(schedule, 1)) == []
 

@@ -18,6 +18,8 @@ Tensor memory: S of the Q tiles in 2 x 128 columns, O in 2 x 128. P, 16-bit, ove
 Shared memory: Q (2 tiles), and a ring of 16 KB slots for keys (64 columns of 128) and values (64 of them, all columns).
 
 Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for each Q tile:
+  item_ready[4]     load -> all others            1: what the item of a round is
+  item_free[4]      all others -> load            13: it has been read; 15 with a query role
   kv_ready[n]       load -> mma, softmax          1 and the bytes of two boxes; n = 8 (d_qk 192) or 10
   kv_free[n]        mma -> load                   1: both Q tiles have been multiplied with it
   query_ready[2]    load or query -> mma          1 and the bytes of Q, or 2; once per item
@@ -54,6 +56,8 @@ from .entry import DensePrefill
 from .operands import Operands
 from .sm100_geometry import (
     GROUP_WARPS,
+    ITEM_SLOTS,
+    ITEM_WORDS,
     LOAD_WARP,
     MMA_WARP,
     OTHER_REGISTERS,
@@ -72,6 +76,7 @@ from .sm100_geometry import (
     Pipes,
     Tiles,
 )
+from .sm100_items import Board
 from .sm100_load import LoadRole, QueryRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
@@ -109,20 +114,21 @@ class DensePrefillSm100(DensePrefill):
         # the lengths and all tensors may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
+        board = Board(tiles.sItems, pipes)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            SoftmaxRole(self.dtype, self.geometry).run(operands, tiles, pipes, tmem, warp // GROUP_WARPS)
+            SoftmaxRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
-            OutputRole(self.dtype, self.wide).run(operands, tiles, pipes, tmem)
+            OutputRole(self.dtype, self.wide).run(operands, board, tiles, pipes, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(self.geometry).run(operands, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
+                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == LOAD_WARP:
-                LoadRole(self.geometry, self.wide).run(operands, tiles, pipes)
+                LoadRole(self.geometry, self.wide).run(operands, board, tiles, pipes)
             elif cutlass.const_expr(not self.wide):
-                QueryRole(self.geometry).run(operands, tiles, pipes)
+                QueryRole(self.geometry).run(operands, board, tiles, pipes)
 
         tcgen05.fence_before_signal()
         cute.arch.sync_threads()
@@ -135,18 +141,20 @@ class DensePrefillSm100(DensePrefill):
         sizes = (QUERY_TILES * self.geometry.query_bytes, self.geometry.slots * SLOT_BYTES)
         sQ, sKv = (smem.allocate_array(Uint8, size, byte_alignment=TILE_ALIGNMENT) for size in sizes)
         sAlpha, sInverse = (smem.allocate_array(Float32, QUERY_TILES * TILE_ROWS) for _ in range(2))
-        tiles = Tiles(sQ, sKv, sAlpha, sInverse, tmem_cell=None)
+        sItems = smem.allocate_array(Int32, ITEM_SLOTS * ITEM_WORDS, byte_alignment=16)
+        tiles = Tiles(sQ, sKv, sAlpha, sInverse, sItems, tmem_cell=None)
         pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in self.geometry.barriers})
         return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
 
     def initialise(self, pipes: Pipes) -> None:
         """Sets the arrivals of every barrier: warps of the arriving roles, or one commit."""
-        for ring in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready):
+        for ring in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
             ring.initialise(1)
         pipes.query_ready.initialise(1 if self.wide else QUERY_WARPS)
         for ring in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
             ring.initialise(GROUP_WARPS)
         pipes.probs_ready.initialise(2 * GROUP_WARPS)
+        pipes.item_free.initialise(MMA_WARP + 1 + (0 if self.wide else QUERY_WARPS))
         cute.arch.mbarrier_init_fence()
 
 

@@ -51,6 +51,9 @@ SOFTMAX_REGISTERS = 184
 OUTPUT_REGISTERS = 96
 OTHER_REGISTERS = 48
 
+ITEM_SLOTS = 4  # rounds whose items the load role may post ahead
+ITEM_WORDS = 8
+
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 TMEM_LANE = 1 << 16
 
@@ -89,12 +92,13 @@ class Geometry:
             "query_ready", "query_free", "scores_ready", "alpha_ready", "probs_ready", "rest_ready", "output_ready", "sums_ready",
             "sums_free",
         )  # fmt: skip
-        return (("kv_ready", self.slots), ("kv_free", self.slots), *((name, QUERY_TILES) for name in of_tiles))
+        rings = (("item_ready", ITEM_SLOTS), ("item_free", ITEM_SLOTS), ("kv_ready", self.slots), ("kv_free", self.slots))
+        return (*rings, *((name, QUERY_TILES) for name in of_tiles))
 
     @property
     def barrier_offset(self) -> int:
         """First byte of the barriers."""
-        return QUERY_TILES * self.query_bytes + self.slots * SLOT_BYTES + 2 * QUERY_TILES * TILE_ROWS * 4
+        return QUERY_TILES * self.query_bytes + self.slots * SLOT_BYTES + 4 * (2 * QUERY_TILES * TILE_ROWS + ITEM_SLOTS * ITEM_WORDS)
 
     @property
     def smem_bytes(self) -> int:
@@ -126,7 +130,7 @@ class Use:
         return uses
 
 
-SMALL_BYTES = 2560  # factors and sums, barriers, a cell: no more than that
+SMALL_BYTES = 2560  # factors and sums, items, barriers, a cell: no more than that
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,7 @@ class Tiles:
     sKv: cute.Pointer  # bytes of the ring: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
     sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
+    sItems: cute.Pointer  # int32 (4 rounds, 8): items
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
 
@@ -144,6 +149,8 @@ class Tiles:
 class Pipes:
     """The barriers of the table above."""
 
+    item_ready: Ring
+    item_free: Ring
     kv_ready: Ring
     kv_free: Ring
     query_ready: Ring

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..parts.barriers import arrive
@@ -30,6 +30,7 @@ from .sm100_geometry import (
     Use,
     key_tiles,
 )
+from .sm100_items import Board
 
 PIECE_COLUMNS = BOX_COLUMNS // PIECES_PER_ROW
 QUERY_THREADS = 32 * QUERY_WARPS
@@ -43,14 +44,16 @@ class LoadRole:
         self.loads_queries = loads_queries
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits kv_free, query_free. Signals kv_ready, query_ready."""
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Waits item_free, kv_free, query_free. Signals item_ready, kv_ready, query_ready."""
         items = operands.items
         slots = self.geometry.slots
-        turn, slot, parity, loads = Int32(0), Int32(0), Int32(0), [Int32(0), Int32(0)]
-        index = items.of_round(turn)
-        while index < items.count():
-            item = items.read(index)
+        turn, more = Int32(0), Boolean(True)
+        slot, parity, loads = Int32(0), Int32(0), [Int32(0), Int32(0)]
+        while more:
+            more = items.of_round(turn) < items.count()
+            item = items.take(turn)
+            board.post(turn, more, item)
             for t in cutlass.range(key_tiles(item.keys), unroll=1):
                 uses = Use(slot, parity).following(self.geometry.tile_slots + 1, slots)
                 row = item.first_key + (key_tiles(item.keys) - 1 - t) * TILE_KEYS
@@ -60,7 +63,6 @@ class LoadRole:
                 self.load_values(operands, tiles, pipes, item, row, uses[self.geometry.key_slots :])
                 slot, parity = uses[-1].slot, uses[-1].parity
             turn = turn + 1
-            index = items.of_round(turn)
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
         for i in cutlass.range(slots, unroll=1):
@@ -122,14 +124,12 @@ class QueryRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits query_free. Signals query_ready."""
-        items = operands.items
-        turn, loads = Int32(0), [Int32(0), Int32(0)]
-        index = items.of_round(turn)
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Waits item_ready, query_free. Signals item_free, query_ready."""
+        turn, more, loads = Int32(0), Boolean(True), [Int32(0), Int32(0)]
         thread = cute.arch.thread_idx()[0] - QUERY_WARP * 32
-        while index < items.count():
-            item = items.read(index)
+        while more:
+            more, item = board.take(turn)
             for tile in cutlass.range_constexpr(QUERY_TILES):
                 part = Part.of(item, tile)
                 if part.tiles > 0:
@@ -140,7 +140,6 @@ class QueryRole:
                     arrive(pipes.of_tile(tile).query_ready.barrier(loads[tile]))
                     loads[tile] = loads[tile] + 1
             turn = turn + 1
-            index = items.of_round(turn)
 
     @cute.jit
     def load_tile(self, operands: Operands, item: Item, first: int, target: cute.Pointer, thread: Int32):

@@ -10,8 +10,8 @@ from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..parts import tcgen05
+from ..parts.lengths import larger
 from ..parts.sm100_boxes import ROW_BYTES
-from .operands import Operands
 from .sm100_geometry import (
     BOX_BYTES,
     FIRST_KEYS,
@@ -31,6 +31,7 @@ from .sm100_geometry import (
     Use,
     key_tiles,
 )
+from .sm100_items import Board
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows
@@ -92,23 +93,23 @@ class MmaRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, pipes: Pipes, gemm: TileGemm):
-        """Waits kv_ready, query_ready, probs_ready, rest_ready. Signals scores_ready, output_ready, query_free, kv_free.
+    def run(self, board: Board, pipes: Pipes, gemm: TileGemm):
+        """Waits item_ready, kv_ready, query_ready, probs_ready, rest_ready. Signals item_free, scores_ready, output_ready,
+        query_free, kv_free.
 
         Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
-        own first S of the next item. After the last item comes one without keys."""
-        items = operands.items
+        own first S of the next item, if that has keys. After the last item comes one without."""
         geometry = self.geometry
         turn, more = Int32(0), Boolean(True)
         slot, parity = Int32(geometry.slots - VALUE_SLOTS), Int32(1)  # of the values in front of the first keys: there are none
         # of each Q tile: items with keys, key tiles multiplied to S, and which one of its item the last of them is, if it waits for P V
         queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
         while more:
-            more = items.of_round(turn) < items.count()
-            item = items.take(turn)
+            more, item = board.take(turn)
             tiles = key_tiles(item.keys)
             parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
-            for t in cutlass.range(cutlass.select_(more, tiles, Int32(1)), unroll=1):
+            # the last P V of the item before may not wait for keys to come
+            for t in cutlass.range(larger(tiles, Int32(1)), unroll=1):
                 uses = Use(slot, parity).following(geometry.tile_slots + 1, geometry.slots)
                 values, keys = uses[:VALUE_SLOTS], uses[VALUE_SLOTS:-1]
                 begun = (waiting[0] >= 0) | (waiting[1] >= 0)

@@ -13,8 +13,10 @@ from ..parts.barriers import arrive
 from ..parts.fragments import store_row
 from .operands import Operands
 from .sm100_geometry import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
+from .sm100_items import Board
 
-AT_ONCE = 32  # columns of O
+SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
+STORED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,11 @@ class OutputRows:
 
     def scale(self, alpha: Float32) -> None:
         """O *= alpha; done when this returns."""
-        for first in range(0, D_V, AT_ONCE):
-            values = tcgen05.load_columns(self.place + first, AT_ONCE)
+        for first in range(0, D_V, SCALED_AT_ONCE):
+            values = tcgen05.load_columns(self.place + first, SCALED_AT_ONCE)
             tcgen05.await_loads()
             products: list[Float32] = []
-            for i in range(0, AT_ONCE, 2):
+            for i in range(0, SCALED_AT_ONCE, 2):
                 products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (alpha, alpha))
             tcgen05.store_columns(self.place + first, products, Float32)
         tcgen05.await_stores()
@@ -56,17 +58,17 @@ class OutputRows:
     @cute.jit
     def store(self, target: cute.Pointer, rows: Int32, inverse: Float32, accumulated: Boolean):
         """O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` that there are."""
-        for first in cutlass.range_constexpr(0, D_V, AT_ONCE):
-            rO = cute.make_rmem_tensor(cute.make_layout(AT_ONCE), Float32)
+        for first in cutlass.range_constexpr(0, D_V, STORED_AT_ONCE):
+            rO = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
             rO.fill(0.0)
             if accumulated:
-                values = tcgen05.load_columns(self.place + first, AT_ONCE)
+                values = tcgen05.load_columns(self.place + first, STORED_AT_ONCE)
                 tcgen05.await_loads()
-                for i in cutlass.range_constexpr(AT_ONCE):
+                for i in cutlass.range_constexpr(STORED_AT_ONCE):
                     # a row that attends to nothing is 0 whatever tensor memory holds
                     rO[i] = cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse)
             if self.row < rows:
-                store_row(target + first, [rO[i] for i in range(AT_ONCE)], self.dtype, self.wide)
+                store_row(target + first, [rO[i] for i in range(STORED_AT_ONCE)], self.dtype, self.wide)
 
 
 class OutputRole:
@@ -77,24 +79,24 @@ class OutputRole:
         self.wide = wide
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32):
-        """Waits alpha_ready, output_ready, sums_ready. Signals probs_ready, sums_free. Writes out."""
-        items = operands.items
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
+        """Waits item_ready, alpha_ready, output_ready, sums_ready. Signals item_free, probs_ready, sums_free. Writes out."""
         rows = [OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
         own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
-        turn, done, alphas = Int32(0), [Int32(0), Int32(0)], [Int32(0), Int32(0)]
-        outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)]
-        index = items.of_round(turn)
+        more, turn = Boolean(True), Int32(0)
+        # of each Q tile: key tiles, items that have some, items
+        done, outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(0), Int32(0)]
         for tile in cutlass.range_constexpr(QUERY_TILES):
             arrive(own[tile].probs_ready.barrier(0))  # O is free for the first item
-        while index < items.count():
-            item = items.read(index)
+        while more:
+            more, item = board.take(turn)
             parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
             for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
                 for tile in cutlass.range_constexpr(QUERY_TILES):
                     step = t - parts[tile].skipped
                     if step > 0:
-                        self.rescale(own[tile], rows[tile], done[tile] + step, alphas[tile] + step - 1)
+                        # an item's first key tile has no factors
+                        self.rescale(own[tile], rows[tile], done[tile] + step, done[tile] - outputs[tile] + step - 1)
             for tile in cutlass.range_constexpr(QUERY_TILES):
                 part = parts[tile]
                 if part.rows > 0:
@@ -110,11 +112,9 @@ class OutputRole:
                     rows[tile].store(target, part.rows, inverse, part.tiles > 0)
                     if part.tiles > 0:
                         done[tile] = done[tile] + part.tiles
-                        alphas[tile] = alphas[tile] + part.tiles - 1
                         tcgen05.fence_before_signal()
                         arrive(own[tile].probs_ready.barrier(done[tile]))  # O is free for the next item
             turn = turn + 1
-            index = items.of_round(turn)
 
     @cute.jit
     def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):

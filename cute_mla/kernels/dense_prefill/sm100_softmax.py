@@ -37,6 +37,7 @@ from .sm100_geometry import (
     first_lane,
     key_tiles,
 )
+from .sm100_items import Board
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
@@ -186,15 +187,14 @@ class SoftmaxRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
-        """Waits scores_ready, kv_ready, sums_free. Signals alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse."""
-        items = operands.items
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
+        """Waits item_ready, scores_ready, kv_ready, sums_free. Signals item_free, alpha_ready, probs_ready, rest_ready, sums_ready.
+        Writes lse."""
         own = pipes.of_tile(tile)
         rows = RowSoftmax.create(self.dtype, tiles, first_lane(tmem), tile, operands.scale_log2)
-        turn, uses, done, alphas, sums = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        index = items.of_round(turn)
-        while index < items.count():
-            item = items.read(index)
+        more, turn, uses, done, alphas, sums = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        while more:
+            more, item = board.take(turn)
             part = Part.of(item, tile)
             if part.rows > 0:
                 rows.reset()
@@ -215,7 +215,6 @@ class SoftmaxRole:
                     operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
             uses = uses + key_tiles(item.keys) * self.geometry.tile_slots
             turn = turn + 1
-            index = items.of_round(turn)
 
     @cute.jit
     def softmax_tile(self, own: Pipes, rows: RowSoftmax, part: Part, t: Int32, use: Int32, alpha_use: Int32):
