@@ -57,8 +57,6 @@ from .entry import SparsePrefill
 from .operands import IndexList, Operands
 from .sm90_walk import first_tile, for_each_tile, next_tile
 
-ROPE_STEP = SLOTS_PER_TILE  # of a tile: its slots come first
-STEPS = ROPE_STEP + 1
 ROPE_SLOTS = 3
 VALID_SLOTS = ROPE_SLOTS + 1  # a tile's bits are there while its predecessor's RoPE columns wait for their slot
 
