@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.case import BaseCase, Operands
-from cute_mla.testing.compare import compare, same_bits
+from cute_mla.testing.compare import compare, same_bits, within
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
 
@@ -41,8 +42,9 @@ def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
     """Asserts that a result agrees with the reference for these operands."""
     op = operation(case)
     expected = op.reference(case, tensors)
+    limits = op.limits(case, tensors, expected)
     for (name, tolerance), actual, wanted in zip(op.results.items(), result, expected, strict=True):
-        comparison = compare(name, actual, wanted, tolerance)
+        comparison = within(name, compare(name, actual, wanted, tolerance), limits.get(name, math.inf))
         assert comparison.passed, comparison.reason
 
 

@@ -71,7 +71,7 @@ class Operands(Protocol):
 
     @property
     def q(self) -> Tensor:
-        """dtype [.., s_q, h_q, d_qk]."""
+        """dtype [.., query tokens, h_q, d_qk]."""
 
     @property
     def given(self) -> Mapping[str, Given]:
@@ -82,24 +82,21 @@ class Operands(Protocol):
 class BaseCase:
     """One call of any op, as far as all of them go.
 
-    batch: requests; s_q: query tokens of each; h_q: query heads.
     q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows one element longer than d_qk, aligned to nothing
         but the element; "even": rows two elements longer, aligned to two of them; "heads_first": a transposed
         [h_q, b, s_q, d_qk], as engines' absorption matmuls leave it.
     outputs: "given": results and workspace come from the caller; "strided": so, out being a 16-byte aligned slice and the
-        others slices; "odd": so, rows of out being 513 elements apart.
+        others slices; "odd": so, rows of out being one element longer than d_v apart.
     sm_count: streaming multiprocessors of the simulated device, None for those of the usual board; a GPU has its own.
-    cut_by: the field that a suite lowers to make a case cheaper.
+    cut_by: the field that a suite lowers to make a case cheaper. d_v: columns of out.
     """
 
     op: ClassVar[str]
     tags: ClassVar[Tags] = TAGS
-    cut_by: ClassVar[str] = "batch"
+    cut_by: ClassVar[str]
+    d_v: ClassVar[int] = D_V
 
     dtype: str = "bf16"
-    batch: int = 1
-    s_q: int = 1
-    h_q: int = 16
     q_layout: QLayout = "packed"
     outputs: Outputs = "allocated"
     softmax_scale: float | None = None
@@ -120,8 +117,8 @@ class BaseCase:
         raise NotImplementedError
 
     @property
-    def d_qk(self) -> int:
-        """Columns of q."""
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """(requests, query tokens of each, query heads, columns of q)."""
         raise NotImplementedError
 
     @property
@@ -137,6 +134,30 @@ class BaseCase:
     def row_alignment(self) -> int:
         """As in DenseDecodeProblem."""
         return min(_ROW_ALIGNMENTS.get(layout, MAX_ROW_ALIGNMENT) for layout in (self.q_layout, self.outputs))
+
+
+@dataclass(frozen=True)
+class BatchedCase(BaseCase):
+    """One call whose requests have equally many query tokens.
+
+    batch: requests; s_q: query tokens of each; h_q: query heads.
+    """
+
+    cut_by: ClassVar[str] = "batch"
+
+    batch: int = 1
+    s_q: int = 1
+    h_q: int = 16
+
+    @property
+    def d_qk(self) -> int:
+        """Columns of q."""
+        raise NotImplementedError
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """(requests, query tokens of each, query heads, columns of q)."""
+        return self.batch, self.s_q, self.h_q, self.d_qk
 
 
 def generator_for(case: BaseCase, elements: int, device: torch.device, offset: int = 0) -> torch.Generator:
@@ -172,7 +193,7 @@ def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def q_storage(case: BaseCase, device: torch.device) -> Tensor:
     """q [b, s_q, h_q, d_qk] in its layout, NaN in and around it."""
-    batch, s_q, h_q, d_qk, dtype = case.batch, case.s_q, case.h_q, case.d_qk, DTYPES[case.dtype]
+    (batch, s_q, h_q, d_qk), dtype = case.q_shape, DTYPES[case.dtype]
     match case.q_layout:
         case "packed":
             return nan_tensor((batch, s_q, h_q, d_qk), dtype, device)
@@ -187,12 +208,12 @@ def q_storage(case: BaseCase, device: torch.device) -> Tensor:
 
 
 def given_out(case: BaseCase, device: torch.device) -> Given:
-    """dtype [b, s_q, h_q, 512]."""
-    dtype = DTYPES[case.dtype]
+    """dtype [b, s_q, h_q, d_v]."""
+    (batch, s_q, h_q, _), dtype = case.q_shape, DTYPES[case.dtype]
     if case.outputs == "given":
-        out = nan_tensor((case.batch, case.s_q, case.h_q, D_V), dtype, device)
+        out = nan_tensor((batch, s_q, h_q, case.d_v), dtype, device)
         return Given(out, out)
-    out = nan_tensor((case.batch, case.s_q, case.h_q + 1, D_V + (1 if case.outputs == "odd" else 64)), dtype, device)
+    out = nan_tensor((batch, s_q, h_q + 1, case.d_v + (1 if case.outputs == "odd" else 64)), dtype, device)
     return Given(out[:, :, 1:, :-1] if case.outputs == "odd" else out[:, :, 1:, 32:-32], out)
 
 

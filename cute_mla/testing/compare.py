@@ -7,7 +7,7 @@ the whole tensor, far stricter, then catches an error that is small everywhere b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ class Tolerance:
 DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
 SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
+DENSE_PREFILL_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
-SPARSE_PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # and max_logits
+PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # sparse prefill's max_logits, too
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -
     reason = "; ".join(filter(None, errors))
     max_abs = error.max().item() if error.numel() else 0.0
     return Comparison(not reason, max_abs, cos_diff, reason)
+
+
+def within(name: str, comparison: Comparison, limit: float) -> Comparison:
+    """The comparison, which fails also if its largest error exceeds a limit."""
+    if not comparison.max_abs > limit:
+        return comparison
+    fault = f"{name}: largest error {comparison.max_abs:.3g} exceeds {limit:.3g}"
+    return replace(comparison, passed=False, reason="; ".join(filter(None, [comparison.reason, fault])))
 
 
 def cosine_difference(x: Tensor, y: Tensor) -> float:

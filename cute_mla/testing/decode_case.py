@@ -7,13 +7,13 @@ from typing import Literal
 
 import torch
 
-from .case import BaseCase, Given, given_fp32, given_out
+from .case import BatchedCase, Given, given_fp32, given_out
 
 Metadata = Literal["tensors", "object"]
 
 
 @dataclass(frozen=True)
-class DecodeCase(BaseCase):
+class DecodeCase(BatchedCase):
     """One call of a decode op, as far as all of them go.
 
     metadata: "tensors": form A of get_mla_metadata; "object": form B.

@@ -15,13 +15,20 @@ from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ..cache import dequantise_cache
 from ..reference import IndexedCache
 from ..spec.mla import D_QK, D_V
+from ..varlen import flash_attn_varlen_func
 from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_LSE, SPARSE_PREFILL_OUT, Tolerance
+from .compare import DENSE_DECODE_OUT, DENSE_PREFILL_OUT, LSE, PREFILL_LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_OUT, Tolerance
+from .dense_prefill_cases import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
+from .low_precision import error_limits
 from .prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
 from .sparse_cases import SparseCase, SparseTensors, make_sparse_tensors
 
 Result = tuple[Tensor, ...]
+
+
+def _no_limits(case: Any, tensors: Any, expected: Result) -> Mapping[str, float]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Operation:
     make_tensors: the operands on a device. call(case, tensors, workspace or None): through the public API.
     workspace_bytes(case, tensors): exactly what the call needs. reference(case, tensors): in fp32.
     results: the name of each result of call and reference, in order, and how far it may be off.
+    limits(case, tensors, the reference's results): by the name of a result, what the largest error of its elements may be, for
+        ops that have such a rule beside the tolerances.
     """
 
     make_tensors: Callable[[Any, str | torch.device], Any]
@@ -38,6 +47,7 @@ class Operation:
     workspace_bytes: Callable[[Any, Any], int]
     reference: Callable[[Any, Any], Result]
     results: Mapping[str, Tolerance]
+    limits: Callable[[Any, Any, Result], Mapping[str, float]] = _no_limits
 
 
 def operation(case: BaseCase) -> Operation:
@@ -202,6 +212,40 @@ def _prefill_reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -
     )
 
 
+def _dense_prefill_call(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: Tensor | None) -> Result:
+    return flash_attn_varlen_func(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+        case.max_seqlen_q,
+        case.max_seqlen_k,
+        softmax_scale=case.softmax_scale,
+        causal=case.causal,
+        out=_given(tensors, "out"),
+        lse=_given(tensors, "lse"),
+        empty_lse=_empty_lse(case),
+    )
+
+
+def _dense_prefill_workspace(case: DensePrefillCase, tensors: DensePrefillTensors) -> int:
+    return workspace_size(case.op, batch=len(case.lengths), s_q=case.max_seqlen_q, h_q=case.h_q, h_kv=case.h_kv, device=tensors.q.device)
+
+
+def _dense_prefill_reference(case: DensePrefillCase, tensors: DensePrefillTensors) -> Result:
+    return reference.dense_prefill(
+        tensors.q,
+        tensors.k,
+        tensors.v,
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+        case.softmax_scale,
+        case.causal,
+        _empty_lse(case),
+    )
+
+
 OPERATIONS = {
     Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}),
     SparseCase.op: Operation(
@@ -212,6 +256,14 @@ OPERATIONS = {
         _prefill_call,
         _prefill_workspace,
         _prefill_reference,
-        {"out": SPARSE_PREFILL_OUT, "max_logits": SPARSE_PREFILL_LSE, "lse": SPARSE_PREFILL_LSE},
+        {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE},
+    ),
+    DensePrefillCase.op: Operation(
+        make_dense_prefill_tensors,
+        _dense_prefill_call,
+        _dense_prefill_workspace,
+        _dense_prefill_reference,
+        {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE},
+        error_limits,
     ),
 }

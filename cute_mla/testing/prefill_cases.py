@@ -25,7 +25,7 @@ from .case import (
     DTYPES,
     STEEP,
     TAGS,
-    BaseCase,
+    BatchedCase,
     Given,
     Tags,
     generator_for,
@@ -63,7 +63,7 @@ KvLayout = Literal["packed", "padded_rows", "layers", "far"]
 
 
 @dataclass(frozen=True)
-class SparsePrefillCase(BaseCase):
+class SparsePrefillCase(BatchedCase):
     """One call of sparse prefill.
 
     s_kv: rows of kv, or of each request; ragged, of the longest. topk: indices of each token; beyond the rows that there are,

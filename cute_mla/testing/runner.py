@@ -6,6 +6,7 @@ in memory; what surrounds strided outputs and the workspace is looked at afterwa
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS
 from .case import BaseCase, Given, Operands
-from .compare import Comparison, compare, same_bits
+from .compare import Comparison, compare, same_bits, within
 from .operations import Result, operation
 
 Kind = Literal["sim", "cuda"]
@@ -102,6 +103,20 @@ class _Outcome:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """The reference's results, and how far any element of a result may be off, by its name; of most there is no such limit."""
+
+    results: Result
+    limits: Mapping[str, float]
+
+
+def _expected(case: BaseCase, tensors: Operands) -> _Expected:
+    op = operation(case)
+    results = op.reference(case, tensors)
+    return _Expected(results, op.limits(case, tensors, results))
+
+
 def skipped(case: BaseCase, target: Target, reason: str) -> Record:
     """The record of a case that is not run."""
     return Record(**_identity(case, target), schedule=None, status="skipped", reason=reason)
@@ -115,7 +130,7 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
     """
     device = "cuda" if target.kind == "cuda" else "cpu"
     tensors = operation(case).make_tensors(case, device)
-    expected: Result | None = None
+    expected: _Expected | None = None
     first: _Outcome | None = None
     records = []
     for schedule in target.schedules if target.kind == "sim" else (None,):
@@ -128,7 +143,7 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
             records.append(_finish(base, reduced, [_brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
             continue
         if expected is None:
-            expected = operation(case).reference(case, tensors)
+            expected = _expected(case, tensors)
         records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected)))
         first = first or outcome
     return records
@@ -249,10 +264,11 @@ def _damage(expected: Mapping[str, Given], returned: Mapping[str, Tensor], guard
         yield "memory next to the workspace was written"
 
 
-def _compared(case: BaseCase, outcome: _Outcome, expected: Result) -> dict[str, Comparison]:
+def _compared(case: BaseCase, outcome: _Outcome, expected: _Expected) -> dict[str, Comparison]:
     """Each result beside the reference's."""
-    pairs = zip(operation(case).results.items(), outcome.results, expected, strict=True)
-    return {name: compare(name, actual, wanted, tolerance) for (name, tolerance), actual, wanted in pairs}
+    pairs = zip(operation(case).results.items(), outcome.results, expected.results, strict=True)
+    compared = {name: compare(name, actual, wanted, tolerance) for (name, tolerance), actual, wanted in pairs}
+    return {name: within(name, comparison, expected.limits.get(name, math.inf)) for name, comparison in compared.items()}
 
 
 def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcome | None, compared: Mapping[str, Comparison]) -> Record:

@@ -2,10 +2,10 @@
 
 smoke   per op 12 to 20 cases of at most 200 tiles each, in which every factor value, every line of the edge contract and, on
         every architecture, every variant occurs. The same cases for all architectures, on the simulated device and on a GPU.
-full    FlashMLA's grid of the op in every type, its corner cases, and the smoke cases. Whole on a GPU. On the simulated
-        device: the grid whole where sequences are short and batches at most 6 (dense decode: in bf16), or tiles few (sparse
-        prefill); of the others a cover of every pair of factor values, with the batch, in prefill the query tokens, cut to a
-        budget of tiles; and a few long ones, whole.
+full    FlashMLA's grid of the op in every type (dense prefill: a grid of our own), its corner cases, and the smoke cases. Whole on
+        a GPU. On the simulated device: the grid whole where sequences are short and batches at most 6 (dense decode: in bf16), or
+        tiles few (prefill); of the others a cover of every pair of factor values, with the batch, in sparse prefill the query
+        tokens, in dense prefill the query heads of a KV head, cut to a budget of tiles; and a few long ones, whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import dense_suites, prefill_suites, sparse_suites
+from . import dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
 from .planned import Bearable, Planned
 
 SUITES = ("smoke", "full")
@@ -33,6 +33,7 @@ _OF_OP = {
     "dense_decode": _OfOp(dense_suites.SMOKE, dense_suites.full_cases, dense_suites.SIMULATED),
     "sparse_decode": _OfOp(sparse_suites.SMOKE, sparse_suites.full_cases, sparse_suites.SIMULATED),
     "sparse_prefill": _OfOp(prefill_suites.SMOKE, prefill_suites.full_cases, prefill_suites.SIMULATED),
+    "dense_prefill": _OfOp(dense_prefill_suites.SMOKE, dense_prefill_suites.full_cases, dense_prefill_suites.SIMULATED),
 }
 OPS = tuple(_OF_OP)
 

@@ -14,6 +14,7 @@ from cute_mla.cli import commands, verify
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases import Case
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.planned import Planned
 from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.runner import Record, Target
@@ -191,10 +192,11 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "dense_decode": [Planned(WHOLE)],
         "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))],
         "sparse_prefill": [Planned(SparsePrefillCase())],
+        "dense_prefill": [Planned(DensePrefillCase())],
     }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
-    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill"]
-    for arguments, ops in ([(), every], [("--op", "sparse_decode"), every[1:3]], [("--op", "sparse_prefill"), every[3:]]):
+    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill", "dense_prefill"]
+    for arguments, ops in ([(), every], [("--op", "sparse_decode"), every[1:3]], [("--op", "sparse_prefill"), every[3:4]]):
         result = invoke("--arch", "sm90", *arguments)
         assert result.exit_code == 0, result.output
         assert [case.op for case, _, _ in stand_in.jobs] == ops

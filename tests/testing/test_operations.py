@@ -9,13 +9,14 @@ from torch import Tensor
 
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
-from cute_mla.testing import dense_suites, prefill_suites, sparse_suites
+from cute_mla.testing import dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
 from cute_mla.testing.case import BaseCase
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
 from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.sparse_cases import Pool, SparseCase
 
-SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_suites.SMOKE]
+SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_suites.SMOKE, *dense_prefill_suites.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
@@ -32,13 +33,33 @@ def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseC
         if nbytes:
             with pytest.raises(ValueError, match="workspace has"):
                 op.call(case, tensors, torch.zeros(nbytes - 1, dtype=torch.uint8))
-    assert results["out"].shape == (*tensors.q.shape[:-1], 512)
+    assert results["out"].shape == (*tensors.q.shape[:-1], case.d_v)
     expected = op.reference(case, tensors)
     assert [result.shape for result in results.values()] == [wanted.shape for wanted in expected]
     assert all(results[name] is given.tensor for name, given in tensors.given.items())
     launched = [launch.kernel for launch in device.launches]
     config = case.problem(arch).config
-    assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.batch > 0)
+    assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.q_shape[0] * case.q_shape[1] > 0)
+
+
+def test_every_operand_of_a_dense_prefill_case_reaches_the_kernel(arch: Arch) -> None:
+    case = DensePrefillCase(
+        lengths=((3, 5), (0, 2), (9, 4)), h_kv=2, group=3, causal=True, softmax_scale=0.5, empty_lse=float("-inf"), outputs="strided",
+        kv_layout="kvpacked", q_layout="sliced",
+    )  # fmt: skip
+    op = operation(case)
+    tensors = op.make_tensors(case, "cpu")
+    with RecordingDevice(arch).active() as device:
+        op.call(case, tensors, None)
+    args = device.launches[0].args
+    names = {"q": tensors.q, "cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k}
+    names |= {name: given.tensor for name, given in tensors.given.items()}
+    for name, tensor in names.items():
+        assert isinstance(args[name], Tensor)
+        assert args[name].data_ptr() == tensor.data_ptr(), name
+    assert [args[f"{name}_map"].address for name in "qkv"] == [tensor.data_ptr() for tensor in (tensors.q, tensors.k, tensors.v)]
+    assert [args[name] for name in ("batch", "h_q", "heads_per_kv", "total_q", "total_k", "causal")] == [3, 6, 3, 12 + 11, 11 + 11, 1]
+    assert (args["scale_log2"], args["empty_lse"]) == (pytest.approx(0.5 * 1.442695), float("-inf"))
 
 
 def test_every_operand_of_a_prefill_case_reaches_the_kernel(arch: Arch) -> None:
