@@ -206,7 +206,7 @@ def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Ar
 @pytest.mark.parametrize("head_dim", [192, 128])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_features_of_dense_prefill_together(head_dim: int, dtype: str, arch: Arch) -> None:
-    assert is_supported("dense_prefill", arch.name, h_q=40, h_kv=5, head_dim=head_dim, head_dim_v=128, dtype=dtype, causal=True)[0]
+    assert is_supported("dense_prefill", arch.name, h_q=200, h_kv=5, head_dim=head_dim, head_dim_v=128, dtype=dtype, causal=True)[0]
     refused = is_supported("dense_prefill", arch.name, h_q=40, h_kv=3)
     assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
 
