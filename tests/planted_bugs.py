@@ -7,6 +7,7 @@ schedules: each of the four, with as many seeds as it takes, up to SEEDS.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -55,7 +56,8 @@ class Workshop:
         digest = hashlib.sha256(ptx.encode()).hexdigest()
         folder = self.scratch / digest[:16]
         if not folder.exists():
-            shutil.copytree(self.source, folder)
+            shutil.copytree(self.source, folder, copy_function=os.symlink)
+        (folder / entry.ptx).unlink()
         (folder / entry.ptx).write_text(ptx)
         Manifest({**manifest.kernels, entry.name: replace(entry, ptx_sha256=digest)}).save(folder)
         self.monkeypatch.setenv(FOLDER_VARIABLE, str(folder))

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
 
-_modules: dict[str, Module] = {}
+KEPT_MODULES = 24  # parsed kernels, some 100 MB each
+
+_modules: dict[str, Module] = {}  # the one last used is the last
 _modules_lock = threading.Lock()
 
 
@@ -115,9 +117,10 @@ class SimulatedDevice:
 
     def _module(self, kernel: KernelEntry) -> Module:
         with _modules_lock:
-            module = _modules.get(kernel.ptx_sha256)
-            if module is None:
-                module = _modules[kernel.ptx_sha256] = simulator.load_module(self._artifacts.ptx(kernel))
+            module = _modules.pop(kernel.ptx_sha256, None) or simulator.load_module(self._artifacts.ptx(kernel))
+            _modules[kernel.ptx_sha256] = module
+            if len(_modules) > KEPT_MODULES:
+                del _modules[next(iter(_modules))]
             return module
 
 

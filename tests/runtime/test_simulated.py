@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,15 @@ def test_a_module_is_read_once(kernel: KernelEntry, monkeypatch: pytest.MonkeyPa
         with simulate("sm90") as device:
             device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
     assert len(read) == 1
+
+
+def test_few_modules_are_kept(kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[str, Any] = {f"other {i}": None for i in range(simulated.KEPT_MODULES)}
+    monkeypatch.setattr(simulated, "_modules", kept)
+    for _ in range(2):
+        with simulate("sm90") as device:
+            device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
+    assert list(kept) == [*(f"other {i}" for i in range(1, simulated.KEPT_MODULES)), kernel.ptx_sha256]
 
 
 def test_a_manifest_that_does_not_fit_the_ptx(kernel: KernelEntry) -> None:
