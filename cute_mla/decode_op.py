@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -15,7 +14,7 @@ from .schedule import KeyCounts, PlanSpecs, ScheduleKey, check_plan
 from .spec.combine import CombineConfig
 from .spec.combine import grid as combine_grid
 from .spec.dense_decode import DenseDecodeProblem
-from .spec.mla import D_V
+from .spec.mla import D_V, LOG2E
 from .spec.sparse_decode import SparseDecodeProblem
 from .spec.split_plan import accumulator_rows
 from .tensors import TensorSpec, check_last_contiguous, output_strides
@@ -86,7 +85,7 @@ class DecodePlan:
 
     def scale_log2(self, softmax_scale: float | None) -> float:
         """The softmax scale of a call, or the default, for exponentials in base 2."""
-        return (self.default_scale if softmax_scale is None else softmax_scale) * math.log2(math.e)
+        return (self.default_scale if softmax_scale is None else softmax_scale) * LOG2E
 
     @property
     def is_empty(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from .runtime.arguments import Argument
 from .runtime.device import Device
 from .spec.arch import Arch
 from .spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, HEAD_DIMS, MAX_ITEMS, MAX_TOKENS, DensePrefillConfig, DensePrefillProblem
-from .spec.mla import ELEMENT_BYTES
+from .spec.mla import ELEMENT_BYTES, LOG2E
 from .spec.tensor_map import Swizzle, TensorMap
 from .support import heads_problem
 from .tensors import (
@@ -133,7 +132,7 @@ class VarlenOperands(NamedTuple):
             self.cu_seqlens_k,
             *results,
             *plan.int64s,
-            scale * math.log2(math.e),
+            scale * LOG2E,
             empty_lse,
             *plan.int32s,
         )

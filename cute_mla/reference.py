@@ -21,7 +21,13 @@ def attention(
     Returns out fp32 [heads, rows, d_v] and lse fp32 [heads, rows], natural log; a row that sees nothing has out 0 and
     lse empty_lse.
     """
-    scores = masked_scores(q, k, scale, visible)
+    return attention_by(masked_scores(q, k, scale, visible), v, visible, empty_lse)
+
+
+def attention_by(
+    scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, empty_lse: float = math.inf
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention returns, from what masked_scores does."""
     lse = scores.logsumexp(dim=-1)
     empty = ~visible.any(dim=-1)
     weights = (scores - lse.masked_fill(empty, 0.0).unsqueeze(-1)).exp()
@@ -106,10 +112,11 @@ def attend_to_all(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One query token [h_q, d_qk] over keys [n, d_qk], at least one: fp32 out [h_q, 512], max_logits [h_q] and lse [h_q]."""
     visible = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device)
-    (out,), (lse,) = attention(q[None], keys[None], keys[None, :, :D_V], scale, visible)
+    scores = masked_scores(q[None], keys[None], scale, visible)
+    (out,), (lse,) = attention_by(scores, keys[None, :, :D_V], visible)
     if attn_sink is not None:
         out = out * (lse - attn_sink).sigmoid().unsqueeze(-1)
-    return out, masked_scores(q[None], keys[None], scale, visible)[0].amax(dim=-1), lse
+    return out, scores[0].amax(dim=-1), lse
 
 
 def sparse_decode(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from .runtime.device import Device
 from .sparse_op import check_indices, check_queries, check_sink, or_null
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
-from .spec.mla import D_V
+from .spec.mla import D_V, LOG2E
 from .spec.sparse_prefill import MAX_TOKENS, SparsePrefillProblem
 from .tensors import (
     DTYPE_NAMES,
@@ -124,7 +123,7 @@ class PrefillOperands(NamedTuple):
             or_null(self.attn_sink),
             *results,
             *plan.int64s,
-            sm_scale * math.log2(math.e),
+            sm_scale * LOG2E,
             empty_lse,
             *plan.int32s,
         )

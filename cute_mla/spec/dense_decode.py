@@ -70,6 +70,18 @@ class Tiling:
     wide_bytes: int
     paired: bool
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(CTAs of a cluster, bytes of an access) of every variant."""
+        clusters = (2,) if self.paired else (1, 2)
+        return *((cluster, self.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES)
+
+    def shape(self, row_ctas: int, row_alignment: int) -> tuple[int, int]:
+        """The one that serves so many CTAs along the rows, with rows that begin at multiples of row_alignment bytes."""
+        wide = row_alignment % self.wide_bytes == 0
+        shared = self.paired or (wide and row_ctas % 2 == 0)
+        return 2 if shared else 1, self.wide_bytes if wide else ELEMENT_BYTES
+
 
 TILINGS = {SM90.name: Tiling(wide_bytes=4, paired=False), SM100.name: Tiling(wide_bytes=16, paired=True)}
 
@@ -125,10 +137,7 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        tiling = TILINGS[self.arch.name]
-        wide = self.row_alignment % tiling.wide_bytes == 0
-        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
-        return DenseDecodeConfig(self.dtype, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
+        return DenseDecodeConfig(self.dtype, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
 
     @property
     def box_keys(self) -> int:
@@ -167,7 +176,4 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
-    tiling = TILINGS[arch.name]
-    clusters = (2,) if tiling.paired else (1, 2)
-    wide = [(cluster, tiling.wide_bytes) for cluster in clusters]
-    return tuple(DenseDecodeConfig(dtype, *shape) for dtype in DTYPES for shape in (*wide, (clusters[0], ELEMENT_BYTES)))
+    return tuple(DenseDecodeConfig(dtype, *shape) for dtype in DTYPES for shape in TILINGS[arch.name].shapes)

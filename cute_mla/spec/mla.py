@@ -1,6 +1,8 @@
-"""The dimensions of Multi-head Latent Attention that every op shares."""
+"""The dimensions of Multi-head Latent Attention, and the constants, that every op shares."""
 
 from __future__ import annotations
+
+import math
 
 D_LATENT = 512  # compressed KV: keys and values both read it
 D_ROPE = 64  # rotary part: keys only
@@ -11,6 +13,8 @@ MAX_HEADS = 128
 
 DTYPES = ("bf16", "fp16")
 ELEMENT_BYTES = 2  # of either
+
+LOG2E = math.log2(math.e)  # of softmax scales and sinks, for exponentials in base 2
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -131,10 +131,7 @@ class SparseDecodeProblem:
     @property
     def config(self) -> SparseDecodeConfig:
         """The variant that serves this problem."""
-        tiling = TILINGS[self.arch.name]
-        wide = self.row_alignment % tiling.wide_bytes == 0
-        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
-        return SparseDecodeConfig(self.dtype, self.cache, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
+        return SparseDecodeConfig(self.dtype, self.cache, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
 
     @property
     def max_keys(self) -> int:
@@ -157,7 +154,5 @@ class SparseDecodeProblem:
 
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
-    tiling = TILINGS[arch.name]
-    clusters = (2,) if tiling.paired else (1, 2)
-    shapes = (*((cluster, tiling.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES))
+    shapes = TILINGS[arch.name].shapes
     return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in QUERY_AND_CACHE for shape in shapes)

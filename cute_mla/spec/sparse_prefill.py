@@ -111,10 +111,7 @@ class SparsePrefillProblem:
     @property
     def config(self) -> SparsePrefillConfig:
         """The variant that serves this problem."""
-        tiling = TILINGS[self.arch.name]
-        wide = self.row_alignment % tiling.wide_bytes == 0
-        shared = tiling.paired or (wide and self.row_ctas % 2 == 0)
-        return SparsePrefillConfig(self.dtype, self.d_qk, 2 if shared else 1, tiling.wide_bytes if wide else ELEMENT_BYTES)
+        return SparsePrefillConfig(self.dtype, self.d_qk, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
@@ -123,7 +120,5 @@ class SparsePrefillProblem:
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     """Every variant that ships for an architecture."""
-    tiling = TILINGS[arch.name]
-    clusters = (2,) if tiling.paired else (1, 2)
-    shapes = (*((cluster, tiling.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES))
+    shapes = TILINGS[arch.name].shapes
     return tuple(SparsePrefillConfig(dtype, d_qk, *shape) for dtype in DTYPES for d_qk in HEAD_DIMS for shape in shapes)

@@ -122,6 +122,11 @@ class BaseCase:
         raise NotImplementedError
 
     @property
+    def scale(self) -> float:
+        """The scale of the softmax, as given or by default."""
+        return self.q_shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
     def tiles(self) -> int:
         """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; one without keys counts as one key tile."""
         raise NotImplementedError

@@ -101,11 +101,6 @@ class DensePrefillCase(BaseCase):
         """Query heads."""
         return self.h_kv * self.group
 
-    @property
-    def scale(self) -> float:
-        """softmax_scale, as given or by default."""
-        return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
-
     @cached_property
     def q_starts(self) -> tuple[int, ...]:
         """First row of q of each sequence, and the end of the last."""

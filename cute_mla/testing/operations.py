@@ -14,7 +14,7 @@ from .. import reference
 from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cache import dequantise_cache
 from ..reference import IndexedCache
-from ..spec.mla import D_QK, D_V
+from ..spec.mla import D_V
 from ..varlen import flash_attn_varlen_func
 from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
@@ -112,7 +112,7 @@ def _dense_reference(case: Case, tensors: Tensors) -> Result:
         tensors.k_cache,
         tensors.block_table,
         tensors.cache_seqlens,
-        softmax_scale=D_QK**-0.5 if case.softmax_scale is None else case.softmax_scale,
+        softmax_scale=case.scale,
         causal=case.causal,
         empty_lse=_empty_lse(case),
     )

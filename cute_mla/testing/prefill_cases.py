@@ -121,11 +121,6 @@ class SparsePrefillCase(BatchedCase):
         """Query tokens of all requests."""
         return self.batch * self.s_q
 
-    @property
-    def scale(self) -> float:
-        """What the call is given as sm_scale."""
-        return self.d_qk**-0.5 if self.softmax_scale is None else self.softmax_scale
-
     @cached_property
     def topk_lengths(self) -> tuple[int, ...] | None:
         """What the call is told of how many indices of each token count."""

@@ -17,21 +17,22 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
-from ...spec.mla import D_V
+from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from ..parts.attention_kernel import ELEMENT_TYPES
 from ..parts.example_arguments import example_arguments
 from ..parts.lengths import Lengths, clip
 from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
+from ..parts.softmax import LN2
 from ..source import KernelSource
 
 THREADS = 32 * ROWS_PER_BLOCK
 assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns or all of them"
-DTYPES = {"bf16": BFloat16, "fp16": Float16}
 
 
 @cute.jit
@@ -118,7 +119,7 @@ def combine(
         splits = Splits(out_accum + (row * D_V + column), lse_accum + row, stride * D_V, stride)
         sink = Float32(-math.inf)
         if attn_sink.toint() != 0:
-            sink = attn_sink[head] * math.log2(math.e)
+            sink = attn_sink[head] * LOG2E
         shift, total = Float32(0), Float32(0)
         if column_blocks == 1:
             shift, total = merge_row(out_row, splits, count, sink, D_V // GROUP)
@@ -127,7 +128,7 @@ def combine(
         if lane == 0 and column_block == 0:
             value = empty_lse
             if total != 0:  # true for NaN
-                value = (shift + cute.math.log2(total, fastmath=True)) * math.log(2)
+                value = (shift + cute.math.log2(total, fastmath=True)) * LN2
             (lse + (request * lse_stride_batch + head * lse_stride_head + token * lse_stride_token)).store(value)
 
 
@@ -191,7 +192,7 @@ def launch(
 
 def build(config: CombineConfig, arch: Arch) -> KernelSource:
     """The kernel's source for one element type of out, ready to compile."""
-    elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": DTYPES[config.dtype], "lse": Float32}
+    elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
     args = (*example_arguments(PARAMS, elements), kernel_name("combine", arch.name, config.name))
     return KernelSource(
         op="combine",

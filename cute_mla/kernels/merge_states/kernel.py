@@ -10,25 +10,24 @@ not read. A warp reads its row of every state before it writes it, so the result
 meaning: cute_mla/spec/merge_states.py.
 """
 
-import math
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.mla import LOG2E
+from ..parts.attention_kernel import ELEMENT_TYPES
 from ..parts.example_arguments import example_arguments
 from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..parts.softmax import LN2
 from ..source import KernelSource
 
 THREADS = 32 * ROWS_PER_BLOCK
-DTYPES = {"bf16": BFloat16, "fp16": Float16}
 WIDE_BYTES = 2 * VECTOR
-LOG2E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class MergeStates:
     def __init__(self, config: MergeStatesConfig, arch: Arch) -> None:
         self.config = config
         self.name = kernel_name("merge_states", arch.name, config.name)
-        self.dtype = DTYPES[config.dtype]
+        self.dtype = ELEMENT_TYPES[config.dtype]
 
     @cute.jit
     def host(

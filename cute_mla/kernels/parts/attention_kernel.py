@@ -14,6 +14,7 @@ from ...spec.arch import Arch
 from ..source import KernelSource
 from .example_arguments import example_arguments
 
+ELEMENT_TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 FLOATS = ("attn_sink", "max_logits", "lse", "out_accum", "lse_accum")  # parameters that point to fp32, where an op has them
 
 
@@ -29,7 +30,7 @@ class AttentionKernel:
     def __init__(self, config: Any, arch: Arch) -> None:
         self.config = config
         self.name = kernel_name(self.op, arch.name, config.name)
-        self.dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[config.dtype]
+        self.dtype = ELEMENT_TYPES[config.dtype]
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
         """What the pointers among the parameters point to, if not to int32."""

@@ -51,10 +51,10 @@ from .sm100_geometry import (
 from .sm100_mma import PairGemm
 from .sm100_roles import EVEN_CTA, PairDecode
 from .sm100_score import ScoreRows
+from .softmax import with_sink
 from .tiles import first_query_row
 from .work import Extent
 
-LOG2_E = 1.4426950408889634
 GATHER_WARP = OUTPUT_WARP + GROUP_WARPS
 MMA_WARP = GATHER_WARP + GROUP_WARPS
 THREADS = 32 * (MMA_WARP + GROUP_WARPS)  # the last three warps idle: registers are dealt out to four at a time
@@ -220,16 +220,11 @@ class GatheredPair(PairDecode):
     def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32) -> None:
         """Nothing: keys that do not count were gathered as zeros."""
 
-    @cute.jit
-    def weigh_row(self, operands: Any, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32):
+    def weigh_row(self, operands: Any, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
         """1 / (row sum + weight of the sink), which is added where the output is written and not in parts of a request."""
         head = first_query_row() + rows.row
         piece = operands.schedule.piece(req, begin_tile)
-        weighed = total
-        if operands.attn_sink.toint() != 0 and piece.direct and head < operands.rows():
-            sink = (operands.attn_sink + head).load()
-            weighed = total + cute.math.exp2(sink * LOG2_E - rows.rMax[0], fastmath=True)
-        return 1.0 / weighed
+        return 1.0 / with_sink(operands, piece, head, total, rows.rMax[0])
 
 
 def gathered_source(kernel: Any) -> KernelSource:

@@ -3,7 +3,6 @@ head may have a sink."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import cutlass
@@ -14,9 +13,9 @@ from .fragments import flat, fragment_column
 from .sm90_gemm import ScoreGemm
 from .sm90_geometry import THREADS, WARPGROUP, WARPS_PER_GROUP, Pipes, Tiles
 from .sm90_roles import RolesSm90, set_registers
+from .softmax import with_sink
 from .work import Piece
 
-LOG2E = math.log2(math.e)
 ALL_VALID = -1
 
 
@@ -60,14 +59,9 @@ class SparseRolesSm90(RolesSm90):
         if (low & high) != ALL_VALID:
             mask_absent(gemm.scores, gemm.thread, low, high)
 
-    @cute.jit
     def denominator(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
         """The row sum, and the sink where this piece writes the output."""
-        divisor = total
-        if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
-            sink = (operands.attn_sink + row).load()
-            divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
-        return divisor
+        return with_sink(operands, piece, row, total, reference)
 
 
 def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:

@@ -8,11 +8,14 @@ accumulators need no rescale. The reference starts at -inf and stays there while
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from ...spec.mla import LOG2E
 from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
+from .work import Piece
 
 RESCALE_LOG2 = 8.0
 LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
@@ -29,6 +32,20 @@ def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
 def shift_of(reference: Float32) -> Float32:
     """What to subtract from scaled scores: the reference, but not -inf, since -inf - -inf is NaN."""
     return cutlass.select_(reference == -Float32.inf, Float32(0), reference)
+
+
+@cute.jit
+def with_sink(operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+    """What a row is divided by: its sum, and the weight of the row's sink where this piece writes the output. A split does
+    without, since combine adds it.
+
+    operands: attn_sink, fp32 [rows] or null, and rows(). reference: log2 units, what the sum is relative to.
+    """
+    divisor = total
+    if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
+        sink = (operands.attn_sink + row).load()
+        divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
+    return divisor
 
 
 @dataclass(frozen=True)
