@@ -83,7 +83,7 @@ def get_mla_metadata(
         topk                     for sparse decode: indices of a token, of both caches together. Then num_heads_k must be 1,
                                  num_heads_q given, and of cache_seqlens only the batch counts: every request is taken to have
                                  topk keys. (A schedule object plans by topk_length as well.)
-        is_fp8_kvcache           whether the cache is an FP8 one, which sparse decode alone takes; the plan is the same
+        is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
 
     One plan serves calls with and without batch_invariant, and block tables of any width. It stays correct when lengths
     change afterwards; it is then less balanced. A plan whose first use was outside a CUDA graph is not made again by
@@ -101,8 +101,6 @@ def get_mla_metadata(
             "num_q_tokens_per_head_k or num_heads_k is missing beside cache_seqlens; "
             "supported: get_mla_metadata() or all of the first three"
         )
-    if topk is None:
-        _reject("without topk", is_fp8_kvcache=is_fp8_kvcache)
     _check_heads(num_q_tokens_per_head_k, num_heads_k, num_heads_q)
     spec = spec_of("cache_seqlens", cache_seqlens)
     check_shape("cache_seqlens", spec, ("batch",))
@@ -149,7 +147,12 @@ def flash_mla_with_kvcache(
 
     q                bf16 or fp16 [batch, s_q, h_q, 576], h_q 1 to 128; last dimension contiguous, other strides free
     k_cache          same dtype [pages, page size, h_kv, 576], h_kv divides h_q; page size 16, 32 or a multiple of 64;
-                     address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine)
+                     address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine).
+                     Or float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
+                     float8_e4m3fn too, the queries being descale_q * q: probabilities are rounded to e4m3 as well, the bits of
+                     out differ from those of exact products by up to 1e-3 in cosine, and out is bf16, or fp16 if given
+    descale_q, descale_k
+                     fp32, one element each, on the device, positive; never read by the host. None: 1
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
                      cache_seqlens needs are never read; KV beyond it may be anything, NaN too
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
@@ -179,8 +182,7 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata, num_splits
                      what get_mla_metadata returned: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5
-    descale_q, descale_k   FlashMLA's arguments for other caches: must be absent
-    out              [batch, s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
+    out              [batch, s_q, h_q, 512] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
     lse              fp32 [batch, h_q, s_q], any strides
     workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
                      calls that may run at the same time
@@ -194,7 +196,6 @@ def flash_mla_with_kvcache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    _reject("in this version", descale_q=descale_q, descale_k=descale_k)
     _check_columns("head_dim_v", head_dim_v)
     if softmax_scale is not None:
         check_scale("softmax_scale", softmax_scale)
@@ -204,16 +205,16 @@ def flash_mla_with_kvcache(
     if indices is None:
         _reject(
             "without indices",
-            is_fp8_kvcache=is_fp8_kvcache,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
             extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length,
             extra_topk_length=extra_topk_length,
         )
-        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, bool(causal))  # type: ignore[arg-type]
+        _check_fp8_flag(k_cache, is_fp8_kvcache)
+        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, bool(causal), descale_q, descale_k)  # type: ignore[arg-type]
     else:
-        _reject("with indices", causal=causal)
+        _reject("with indices", causal=causal, descale_q=descale_q, descale_k=descale_k)
         operands = SparseOperands(
             q,
             k_cache,
@@ -236,7 +237,7 @@ def flash_mla_with_kvcache(
     plan = operands.plan(wanted, device)
     workspace = _workspace(workspace, plan.workspace_bytes, q.device, plan.op)
     if out is None:
-        out = q.new_empty(plan.results.out_shape)
+        out = q.new_empty(plan.results.out_shape, dtype=plan.results.out_dtype)
     if lse is None:
         lse = q.new_empty(plan.results.lse_shape, dtype=torch.float32)
     if plan.is_empty:
@@ -413,6 +414,14 @@ def _reject(where: str, **given: Any) -> None:
         if value is not None and value is not False:
             shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(f"{name} is {shown}: not supported {where}; supported: None or False")
+
+
+def _check_fp8_flag(k_cache: Any, is_fp8_kvcache: bool) -> None:
+    dtype = spec_of("k_cache", k_cache).dtype
+    if is_fp8_kvcache and dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"is_fp8_kvcache is {is_fp8_kvcache!r} with a k_cache of {dtype}; supported without indices: {torch.float8_e4m3fn}"
+        )
 
 
 def _check_columns(name: str, d_v: int) -> None:

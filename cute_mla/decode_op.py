@@ -39,9 +39,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """Shapes and strides of out and lse, and of the split accumulators: accum_rows of them."""
+    """Shapes and strides of out and lse, the type of out, and of the split accumulators: accum_rows of them."""
 
     out_shape: tuple[int, int, int, int]
+    out_dtype: torch.dtype
     lse_shape: tuple[int, int, int]
     out_strides: tuple[int, ...]
     lse_strides: tuple[int, ...]
@@ -109,11 +110,11 @@ def accumulator_bytes(accum_rows: int, s_q: int, h_q: int) -> tuple[int, int]:
     return lse_bytes * D_V, lse_bytes
 
 
-def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpec) -> Results:
-    """Where the results of a call with a plan of num_parts parts go. ValueError if the caller's plan or tensors do not fit."""
+def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpec, out_dtype: torch.dtype) -> Results:
+    """Where the results of a call with a plan of num_parts parts go, beside q. ValueError if the caller's plan or tensors do not fit."""
     out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
     lse_shape = (problem.batch, problem.h_q, problem.s_q)
-    out_strides = output_strides("out", wanted.out, out_shape, q.dtype, q)
+    out_strides = output_strides("out", wanted.out, out_shape, out_dtype, q)
     lse_strides = output_strides("lse", wanted.lse, lse_shape, torch.float32, q)
     if wanted.out is not None:
         check_last_contiguous("out", wanted.out)
@@ -121,6 +122,7 @@ def check_results(problem: Problem, wanted: Wanted, num_parts: int, q: TensorSpe
         check_plan(wanted.given_plan, problem.batch, num_parts, q.device)
     return Results(
         out_shape=out_shape,
+        out_dtype=out_dtype,
         lse_shape=lse_shape,
         out_strides=out_strides[:3],
         lse_strides=lse_strides,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,11 +20,11 @@ from .decode_op import (
     plan_combine,
 )
 from .decode_op import launch as launch_decode
-from .runtime.arguments import NULL, Argument
+from .runtime.arguments import NULL, Argument, or_null
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
 from .spec.arch import Arch
-from .spec.dense_decode import DenseDecodeProblem
+from .spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeProblem
 from .spec.mla import D_QK
 from .spec.split_plan import NO_LIMIT
 from .support import MAX_QUERY_TOKENS, heads_problem
@@ -37,6 +38,7 @@ from .tensors import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    optional_spec,
     row_alignment,
     spec_of,
 )
@@ -50,15 +52,19 @@ class DenseDecodeCall(NamedTuple):
     block_table: TensorSpec
     cache_seqlens: TensorSpec
     causal: bool
+    descale_q: TensorSpec | None
+    descale_k: TensorSpec | None
     wanted: Wanted
 
 
 @dataclass(frozen=True)
 class DenseDecodePlan(DecodePlan):
-    """What a call needs. box_keys: keys of a box of the cache's tensor map."""
+    """What a call needs. box_keys: keys of a box of the cache's tensor map. reads_cache: whether the kernel reads the cache by its
+    address, too."""
 
     cache: DenseCache
     box_keys: int
+    reads_cache: bool
 
 
 class DenseOperands(NamedTuple):
@@ -69,6 +75,8 @@ class DenseOperands(NamedTuple):
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     causal: bool
+    descale_q: torch.Tensor | None
+    descale_k: torch.Tensor | None
 
     def plan(self, wanted: Wanted, device: Device) -> DenseDecodePlan:
         """What the call needs on a device. ValueError on anything not supported."""
@@ -78,6 +86,8 @@ class DenseOperands(NamedTuple):
             block_table=spec_of("block_table", self.block_table),
             cache_seqlens=spec_of("cache_seqlens", self.cache_seqlens),
             causal=self.causal,
+            descale_q=optional_spec("descale_q", self.descale_q),
+            descale_k=optional_spec("descale_k", self.descale_k),
             wanted=wanted,
         )
         plan = plan_call(call, device.arch, device.sm_count)
@@ -94,6 +104,9 @@ class DenseOperands(NamedTuple):
         args: tuple[Argument, ...] = (
             dense_tensor_map(plan.cache, self.k_cache.data_ptr(), plan.box_keys),
             self.q,
+            self.k_cache if plan.reads_cache else NULL,
+            or_null(self.descale_q),
+            or_null(self.descale_k),
             self.block_table,
             self.cache_seqlens,
             tensors.metadata,
@@ -114,7 +127,7 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
     """Checks a call and works out what it needs on a device with sm_count SMs. ValueError on anything not supported."""
     problem, cache = _check_inputs(call, arch)
     num_parts = problem.num_parts(sm_count) if problem.rows else 1
-    results = check_results(problem, call.wanted, num_parts, call.q)
+    results = check_results(problem, call.wanted, num_parts, call.q, out_dtype(call))
     out_bytes, lse_bytes = accumulator_bytes(results.accum_rows, problem.s_q, problem.h_q)
     combine_kernel, combine_grid = plan_combine(problem, results, sm_count)
     return DenseDecodePlan(
@@ -130,12 +143,13 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
         combine_int32s=(problem.s_q, problem.h_q, problem.max_keys, 0, problem.max_splits, results.accum_rows),
         key_limits=(NO_LIMIT, 0),  # block tables of any width share a plan
         default_scale=D_QK**-0.5,
-        int64s=(*call.q.stride[:3], *results.strides, call.block_table.stride[0]),
+        int64s=(*call.q.stride[:3], *results.strides, call.block_table.stride[0], *cache.strides[:0:-1]),
         int32s=(
             problem.s_q,
             problem.h_q,
             problem.h_q // problem.h_kv,
             problem.page_size,
+            min(cache.pages, NO_LIMIT),
             int(call.causal and problem.s_q > 1),
             problem.batch,
             problem.max_keys,
@@ -144,16 +158,19 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
         ),
         cache=cache,
         box_keys=problem.box_keys,
+        reads_cache=problem.operands == FP8_CACHE,
     )
 
 
 def _check_inputs(call: DenseDecodeCall, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache]:
     q = call.q
     check_shape("q", q, ("batch", "s_q", "h_q", D_QK))
-    check_dtype("q", q, torch.bfloat16, torch.float16)
+    check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
     batch, s_q, h_q, _ = q.shape
     cache = dense_cache(call.k_cache, q.dtype)
+    operands = _operands(call)
+    dtype = out_dtype(call)
     if s_q > MAX_QUERY_TOKENS:
         raise ValueError(f"q has shape {list(q.shape)}; supported: s_q to {MAX_QUERY_TOKENS}")
     problem = heads_problem(h_q, cache.h_kv)
@@ -170,7 +187,7 @@ def _check_inputs(call: DenseDecodeCall, arch: Arch) -> tuple[DenseDecodeProblem
     return (
         DenseDecodeProblem(
             arch=arch,
-            dtype=DTYPE_NAMES[q.dtype],
+            dtype=DTYPE_NAMES[dtype],
             batch=batch,
             s_q=s_q,
             h_q=h_q,
@@ -179,6 +196,34 @@ def _check_inputs(call: DenseDecodeCall, arch: Arch) -> tuple[DenseDecodeProblem
             pages_per_request=call.block_table.shape[1],
             batch_invariant=call.wanted.batch_invariant,
             row_alignment=row_alignment(call.wanted.address_alignment, q, call.wanted.out),
+            operands=operands,
         ),
         cache,
     )
+
+
+def out_dtype(call: DenseDecodeCall) -> torch.dtype:
+    """The type of out: that of q if it has 16 bits, else what the caller's tensor has, or bf16."""
+    if call.q.dtype != torch.float8_e4m3fn:
+        return call.q.dtype
+    given = call.wanted.out
+    if given is None:
+        return torch.bfloat16
+    check_dtype("out", given, torch.bfloat16, torch.float16)
+    return given.dtype
+
+
+def _operands(call: DenseDecodeCall) -> str:
+    """What kernels multiply. ValueError for a scale without anything to scale."""
+    for name, scale, scaled in (("descale_q", call.descale_q, call.q), ("descale_k", call.descale_k, call.k_cache)):
+        if scale is None:
+            continue
+        if scaled.dtype != torch.float8_e4m3fn:
+            raise ValueError(f"{name} is given with {scaled.dtype}; supported: with {torch.float8_e4m3fn}")
+        if math.prod(scale.shape) != 1:
+            raise ValueError(f"{name} has shape {list(scale.shape)}; supported: one element")
+        check_dtype(name, scale, torch.float32)
+        check_device(name, scale, call.q.device)
+    if call.k_cache.dtype != torch.float8_e4m3fn:
+        return LATENT
+    return FP8 if call.q.dtype == torch.float8_e4m3fn else FP8_CACHE

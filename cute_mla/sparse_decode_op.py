@@ -18,10 +18,10 @@ from .decode_op import (
     plan_combine,
 )
 from .decode_op import launch as launch_decode
-from .runtime.arguments import Argument
+from .runtime.arguments import Argument, or_null
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
-from .sparse_op import check_indices, check_queries, check_sink, or_null
+from .sparse_op import check_indices, check_queries, check_sink
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
 from .spec.sparse_decode import SparseDecodeProblem
@@ -147,7 +147,7 @@ def plan_call(call: SparseDecodeCall, arch: Arch, sm_count: int) -> DecodePlan:
         row_alignment=row_alignment(call.wanted.address_alignment, call.q, call.wanted.out),
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
-    results = check_results(problem, call.wanted, num_parts, call.q)
+    results = check_results(problem, call.wanted, num_parts, call.q, call.q.dtype)
     out_bytes, lse_bytes = accumulator_bytes(results.accum_rows, s_q, h_q)
     combine_kernel, combine_grid = plan_combine(problem, results, sm_count)
     return DecodePlan(

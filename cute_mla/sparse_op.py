@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .runtime.arguments import NULL, Memory
 from .spec.mla import D_LATENT, D_QK
 from .support import heads_problem
 from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_last_contiguous, check_shape
@@ -38,8 +37,3 @@ def check_sink(attn_sink: TensorSpec | None, q: TensorSpec) -> None:
         check_dtype("attn_sink", attn_sink, torch.float32)
         check_contiguous("attn_sink", attn_sink)
         check_device("attn_sink", attn_sink, q.device)
-
-
-def or_null(tensor: torch.Tensor | None) -> Memory:
-    """The pointer argument of an operand that may be absent."""
-    return NULL if tensor is None else tensor

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from .cache.gathered import GATHER_ALIGNMENT, MOST_SLOTS
-from .runtime.arguments import Argument
+from .runtime.arguments import Argument, or_null
 from .runtime.device import Device
-from .sparse_op import check_indices, check_queries, check_sink, or_null
+from .sparse_op import check_indices, check_queries, check_sink
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_V, LOG2E

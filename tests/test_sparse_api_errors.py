@@ -85,7 +85,7 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
     ("causal", {"causal": lambda: True}, "causal is True: not supported with indices; supported: None or False"),
     ("head_dim_v", {"head_dim_v": lambda: 128}, "head_dim_v is 128; supported: 512"),
     ("scale", {"softmax_scale": lambda: math.nan}, "softmax_scale is nan; supported"),
-    ("descale_k", {"descale_k": lambda: torch.ones(1)}, "descale_k is .*not supported in this version"),
+    ("descale_k", {"descale_k": lambda: torch.ones(1)}, "descale_k is .*not supported with indices"),
     ("indices a list", {"indices": lambda: [1]}, r"indices is \[1\]; supported: a torch tensor"),
     ("indices of rank 2", {"indices": lambda: ints(2, 64)}, r"indices has shape \[2, 64\]; supported: \[2, 1, topk\]"),
     ("indices of another batch", {"indices": lambda: ints(3, 1, 64)}, r"indices has shape \[3, 1, 64\]; supported: \[2, 1, topk\]"),

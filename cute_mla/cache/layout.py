@@ -13,6 +13,8 @@ from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
 from ..tensors import DTYPE_NAMES, TensorSpec, check_dtype, check_last_contiguous, check_shape, map_strides
 
+BOX_ROW_BYTES = 128  # the span of the swizzle
+ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "u8": 1}
 _MAX_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
 
 
@@ -24,7 +26,7 @@ def page_size_problem(page_size: int) -> str | None:
 
 
 class DenseCache(NamedTuple):
-    """The layout of a bf16 or fp16 cache. strides: bytes between KV heads, keys of a page, pages."""
+    """The layout of a cache. dtype: of its elements, "u8" for e4m3. strides: bytes between KV heads, keys of a page, pages."""
 
     dtype: str
     pages: int
@@ -35,21 +37,22 @@ class DenseCache(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def dense_tensor_map(cache: DenseCache, address: int, box_keys: int) -> TensorMap:
-    """A cache at an address, for boxes of 64 values by box_keys keys of one head and page. Kept, like the cache it describes."""
+    """A cache at an address, for boxes of 128 bytes by box_keys keys of one head and page. Kept, like the cache it describes."""
     return TensorMap(
         dtype=cache.dtype,
         address=address,
         dims=(D_QK, cache.h_kv, cache.page_size, cache.pages),
         strides=cache.strides,
-        box=(TILE_KEYS, 1, box_keys, 1),
+        box=(BOX_ROW_BYTES // ELEMENT_SIZES[cache.dtype], 1, box_keys, 1),
         swizzle=Swizzle.B128,
     )
 
 
 def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
     """The layout of a cache for queries of this dtype. ValueError if kernels cannot read it."""
-    check_shape("k_cache", spec, ("pages", "page size", "h_kv", D_QK))
-    check_dtype("k_cache", spec, dtype)
+    fp8 = spec.dtype == torch.float8_e4m3fn
+    check_shape("k_cache", spec, ("pages", "page size", 1 if fp8 else "h_kv", D_QK), f" of {spec.dtype}" if fp8 else "")
+    check_dtype("k_cache", spec, *dict.fromkeys((dtype, torch.float8_e4m3fn)))
     check_last_contiguous("k_cache", spec)
     pages, page_size, h_kv, _ = spec.shape
     if pages == 0:
@@ -59,4 +62,4 @@ def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
         raise ValueError(f"k_cache has shape {list(spec.shape)}: {problem}")
     if pages >= _MAX_SIZE:
         raise ValueError(f"k_cache has {pages} pages; supported: fewer than {_MAX_SIZE}")
-    return DenseCache(DTYPE_NAMES[dtype], pages, page_size, h_kv, map_strides("k_cache", spec, 2, 1, 0))
+    return DenseCache("u8" if fp8 else DTYPE_NAMES[dtype], pages, page_size, h_kv, map_strides("k_cache", spec, 2, 1, 0))

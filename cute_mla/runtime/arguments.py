@@ -38,6 +38,12 @@ class Span(NamedTuple):
 
 NULL = Span()
 
+
+def or_null(memory: Memory | None) -> Memory:
+    """The pointer argument of an operand that may be absent."""
+    return NULL if memory is None else memory
+
+
 Argument: TypeAlias = int | float | Memory | TensorMap
 
 

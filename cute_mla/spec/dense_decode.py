@@ -1,4 +1,7 @@
-"""Dense decode: MQA over the paged latent cache. out = softmax(scale * q k^T) v with k = cache rows, v = k[:512]."""
+"""Dense decode: MQA over the paged latent cache. out = softmax(scale * q k^T) v with k = cache rows, v = k[:512].
+
+The cache holds 16-bit elements, or e4m3 with one scale for all of it, k = descale_k * cache; then q may be e4m3, too.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,12 @@ MAX_KEYS = (1 << 31) - TILE_KEYS  # of a request, so that its tiles can be count
 SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multiple of TILE_KEYS
 
 PARAMS: tuple[Param, ...] = (
-    *tensor_maps("kv_map"),  # dims (576, h_kv, page, pages), box (64, 1, min(page, 64), 1), 128-byte swizzle
+    *tensor_maps("kv_map"),  # dims (576, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
     *pointers(
-        "q",  # dtype [batch, s_q, h_q, 576]
+        "q",  # dtype, or e4m3 [batch, s_q, h_q, 576]
+        "cache",  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
+        "descale_q",  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
+        "descale_k",  # fp32 [1], or null for 1: what an e4m3 cache is multiplied with
         "block_table",  # int32 [batch, max_pages]
         "cache_seqlens",  # int32 [batch]
         "plan",  # int32 [num_parts, 8]
@@ -40,8 +46,13 @@ PARAMS: tuple[Param, ...] = (
         "lse_stride_token",
         "table_stride",
     ),
+    # in bytes, of `cache`
+    *int64s(
+        "page_stride",
+        "row_stride",
+    ),
     *float32s(
-        "scale_log2",  # softmax_scale * log2(e)
+        "scale_log2",  # softmax_scale * log2(e); the kernel multiplies it by descale_q and descale_k
         "empty_lse",  # lse of a row that attends to nothing
     ),
     *int32s(
@@ -49,6 +60,7 @@ PARAMS: tuple[Param, ...] = (
         "h_q",
         "heads_per_kv",  # h_q / h_kv
         "page_size",
+        "pages",  # of `cache`: what the table names beyond them is taken for zeros
         "causal",  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
         "batch",
         "max_keys",  # keys that a row of block_table has room for: longer lengths are taken for this
@@ -86,30 +98,40 @@ class Tiling:
 TILINGS = {SM90.name: Tiling(wide_bytes=4, paired=False), SM100.name: Tiling(wide_bytes=16, paired=True)}
 
 
+LATENT = "latent"  # q and cache of out's type
+FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
+FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too
+OPERANDS = (LATENT, FP8_CACHE, FP8)
+
+
 @dataclass(frozen=True)
 class DenseDecodeConfig:
     """One compiled variant.
 
-    dtype: element type of q, cache and out ("bf16" or "fp16").
+    dtype: element type of out, and of q and cache where operands do not say otherwise ("bf16" or "fp16").
     cluster: CTAs along the rows that share each key tile (1 or 2).
-    access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time.
+    access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time. ELEMENT_BYTES:
+        a row may begin anywhere, and elements are accessed one by one.
+    operands: LATENT, FP8_CACHE or FP8.
     """
 
     dtype: str
     cluster: int
     access_bytes: int
+    operands: str = LATENT
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+        types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
+        return f"{types}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
 
 
 @dataclass(frozen=True)
 class DenseDecodeProblem:
     """The shapes of one call, which with the architecture decide variant, grid and workspace.
 
-    pages_per_request: columns of the block table, the bound on a request's length.
+    dtype, operands: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
     row_alignment: the greatest power of two, at most 16, that divides the address of every row of q and out.
     """
 
@@ -123,6 +145,7 @@ class DenseDecodeProblem:
     pages_per_request: int
     batch_invariant: bool = False
     row_alignment: int = MAX_ROW_ALIGNMENT
+    operands: str = LATENT
 
     @property
     def rows(self) -> int:
@@ -137,7 +160,8 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        return DenseDecodeConfig(self.dtype, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
+        shape = TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment)
+        return DenseDecodeConfig(self.dtype, *shape, self.operands)
 
     @property
     def box_keys(self) -> int:

@@ -19,11 +19,23 @@ NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range
 
 
 @dataclass(frozen=True)
+class Fp8Cache:
+    """An e4m3 cache as threads read it. Strides in bytes; pages: how many there are, whatever the table says."""
+
+    first: cute.Pointer
+    page_stride: Int64
+    row_stride: Int64
+    pages: Int32
+
+
+@dataclass(frozen=True)
 class Operands:
     """The kernel's parameters, by meaning. Strides in elements."""
 
     kv_map: Any
     q: cute.Pointer
+    fp8_cache: Fp8Cache
+    descales: tuple[cute.Pointer, cute.Pointer]  # of q and of the cache
     block_table: cute.Pointer
     out: cute.Pointer
     lse: cute.Pointer
