@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from ...spec.dense_decode import SMALL_PAGES
+from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
 from ..parts.lengths import larger, smaller
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
@@ -53,6 +53,22 @@ class Operands:
     page_size: Int32
     causal: Int32
     schedule: Schedule
+
+    def with_descales(self, kind: str) -> Operands:
+        """The same, with what scales the kernel's own products in scale_log2. kind: the config's operands. Reads the scales,
+        which may come from the kernel before."""
+        if kind == LATENT:
+            return self
+        scale_log2 = self.scale_log2 * scalar_or_one(self.descales[1])
+        if kind == FP8:
+            scale_log2 = scale_log2 * scalar_or_one(self.descales[0])
+        return replace(self, scale_log2=scale_log2)
+
+    def row_weight(self, kind: str, total: Float32) -> Float32:
+        """What makes the output of a row, from the sum of its probabilities: values have the cache's scale. Reads it again,
+        once a piece, so that no register holds it meanwhile."""
+        weight = 1.0 / total
+        return weight if kind == LATENT else weight * scalar_or_one(self.descales[1])
 
     def rows(self) -> Int32:
         """Query rows of one KV head."""
@@ -119,6 +135,15 @@ class Operands:
         the end, or bottom-right causal. Rows past the last one see no key behind the end either."""
         token, _ = self.token_and_head(row)
         return left - cutlass.select_(self.causal != 0, larger(self.s_q - 1 - token, Int32(0)), Int32(0))
+
+
+@cute.jit
+def scalar_or_one(pointer: cute.Pointer) -> Float32:
+    """The fp32 number there, or 1 for a null pointer."""
+    value = Float32(1)
+    if pointer.toint() != 0:
+        value = pointer.load()
+    return value
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
                 self.initialise(pipes)
                 prefetch_map(operands.kv_map)
         tmem = self.begin(tiles, warp)
+        operands = operands.with_descales(self.config.operands)
         if warp < OUTPUT_WARP:
             self.score(operands, tiles, pipes, tmem)
         elif warp < LOAD_WARP:
@@ -157,8 +158,8 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
             clear_rows(rows.tiles.slot(slot), LATENT_BOXES, left, rows.half * TILE_ROWS + rows.row)
 
     def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
-        """1 / row sum."""
-        return 1.0 / total
+        """1 / row sum, and the scale of the values."""
+        return operands.row_weight(self.config.operands, total)
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:

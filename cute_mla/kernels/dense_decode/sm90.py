@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import DenseDecodeConfig
@@ -58,6 +58,7 @@ from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table,
 from ..parts.softmax import mask_keys
 from ..parts.tiles import BOX_COLUMNS
 from ..parts.tma import load_box, multicast_box, prefetch_map
+from ..parts.work import Piece
 from ..source import KernelSource
 from .entry import DenseDecode
 from .operands import LaneBox, Operands
@@ -92,6 +93,7 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
         self.sync_start()
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
+        operands = operands.with_descales(self.config.operands)
 
         group = warp // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -172,6 +174,10 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
                 clear_rows(tiles.sKv, pipes.kv_ready.slot(first_use + chunk), left, gemm.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
+
+    def weigh_row(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """1 / row sum, and the scale of the values."""
+        return operands.row_weight(self.config.operands, total)
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:

@@ -60,9 +60,9 @@ class RolesSm90:
     def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32) -> None:
         """Zeroes the rows of V that no row sees, where the keys come with whatever lies there."""
 
-    def denominator(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """What a row of O is divided by, from its row sum and the reference in log2 units that the sum is relative to."""
-        return total
+    def weigh_row(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """What a row of O is multiplied with, from its row sum and the reference in log2 units that the sum is relative to."""
+        return 1.0 / total
 
     @property
     def pairs(self) -> bool:
@@ -247,8 +247,8 @@ class RolesSm90:
             row = query_row(thread, row_half)
             lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
-                divisor = self.denominator(operands, piece, row, total, softmax.rMax[row_half])
-                inverse = cutlass.select_(empty, Float32(0), 1.0 / divisor)
+                weight = self.weigh_row(operands, piece, row, total, softmax.rMax[row_half])
+                inverse = cutlass.select_(empty, Float32(0), weight)
                 tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
                     if cutlass.const_expr(piece.always_direct):

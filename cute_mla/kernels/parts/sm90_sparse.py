@@ -59,9 +59,9 @@ class SparseRolesSm90(RolesSm90):
         if (low & high) != ALL_VALID:
             mask_absent(gemm.scores, gemm.thread, low, high)
 
-    def denominator(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """The row sum, and the sink where this piece writes the output."""
-        return with_sink(operands, piece, row, total, reference)
+    def weigh_row(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """1 / (row sum + weight of the sink), which is added where this piece writes the output."""
+        return 1.0 / with_sink(operands, piece, row, total, reference)
 
 
 def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:
