@@ -188,13 +188,27 @@ class OutputGemm:
             cute.gemm(self.mma, accumulator, tP, tV, accumulator)
         warpgroup.commit_group()
 
-    def pair(self, eight: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
-        """Columns 8 eight + 2 (t % 4) and the next of one of the thread's rows, normalised. A row that attends to nothing
-        (inverse 0) is 0 whatever was accumulated."""
-        chunk, first = divmod(4 * eight + 2 * row_half, SLOT_COLUMNS // 2)
-        rO = flat(self.accumulators[chunk])
-        low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
-        return low, high
+    def lane_column(self) -> Int32:
+        """The first column of the thread's first pair."""
+        return 2 * (self.thread % 4)
+
+    def pair_column(self, pair: int) -> int:
+        """From there to the first column of another pair."""
+        return 8 * pair
+
+    def pair_registers(self, pair: int, row_half: int) -> tuple[int, int]:
+        """The accumulators of a pair of neighbouring columns of one of the thread's rows."""
+        first = 4 * pair + 2 * row_half
+        return first, first + 1
+
+    def pair(self, pair: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
+        """A pair of neighbouring columns of one of the thread's rows, normalised. A row that attends to nothing (inverse 0)
+        is 0 whatever was accumulated."""
+        values = []
+        for register in self.pair_registers(pair, row_half):
+            chunk, i = divmod(register, SLOT_COLUMNS // 2)
+            values.append(cutlass.select_(inverse == 0.0, Float32(0), flat(self.accumulators[chunk])[i] * inverse))
+        return values[0], values[1]
 
 
 @cute.jit

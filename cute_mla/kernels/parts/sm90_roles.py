@@ -121,14 +121,22 @@ class RolesSm90:
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
+    def score_gemm(self, tiles: Any, thread: Int32) -> Any:
+        """The product that makes S, for one thread."""
+        return ScoreGemm.create(self.geometry, self.dtype, tiles, thread)
+
+    def softmax(self, operands: Any) -> OnlineSoftmax:
+        """The state of a thread's rows."""
+        return OnlineSoftmax.create(operands.scale_log2, self.keeps_maximum)
+
     @cute.jit
     def score(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_ready, rope_ready, stats_free. Signals probs_ready, stats_ready. Writes lse."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
-        gemm = ScoreGemm.create(self.geometry, self.dtype, tiles, thread)
-        softmax = OnlineSoftmax.create(operands.scale_log2, self.keeps_maximum)
+        gemm = self.score_gemm(tiles, thread)
+        softmax = self.softmax(operands)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
             softmax.reset()
@@ -247,7 +255,7 @@ class RolesSm90:
             row = query_row(thread, row_half)
             lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
-                weight = self.weigh_row(operands, piece, row, total, softmax.rMax[row_half])
+                weight = self.weigh_row(operands, piece, row, softmax.weight_sum(row_half, total), softmax.rMax[row_half])
                 inverse = cutlass.select_(empty, Float32(0), weight)
                 tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
@@ -265,13 +273,17 @@ class RolesSm90:
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
+    def output_gemm(self, tiles: Any, thread: Int32) -> Any:
+        """The product that makes O, for one thread."""
+        return OutputGemm.create(self.geometry, self.dtype, tiles, thread)
+
     @cute.jit
     def output(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
         """Waits kv_ready, probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
-        gemm = OutputGemm.create(self.geometry, self.dtype, tiles, thread)
+        gemm = self.output_gemm(tiles, thread)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
             gemm.clear()
@@ -340,10 +352,10 @@ class RolesSm90:
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
-                target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4))
-                for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
-                    low, high = gemm.pair(eight, row_half, inverses[row_half])
-                    store_pair(target + 8 * eight, pack_pair(low, high, self.dtype), self.pairs)
+                target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + gemm.lane_column())
+                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                    low, high = gemm.pair(pair, row_half, inverses[row_half])
+                    store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
     def store_accum(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], piece: Piece, side: Int32):
@@ -352,11 +364,11 @@ class RolesSm90:
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
                 target = operands.out_accum + operands.accum_row(piece, row) * D_LATENT
-                target = aligned(target + (side * OUTPUT_COLUMNS + 2 * (gemm.thread % 4)), 8)
-                for eight in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                target = aligned(target + (side * OUTPUT_COLUMNS + gemm.lane_column()), 8)
+                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                    rPair[0], rPair[1] = gemm.pair(eight, row_half, inverses[row_half])
-                    cute.autovec_copy(rPair, cute.make_tensor(target + 8 * eight, cute.make_layout(2)))
+                    rPair[0], rPair[1] = gemm.pair(pair, row_half, inverses[row_half])
+                    cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:

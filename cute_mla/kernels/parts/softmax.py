@@ -18,6 +18,9 @@ from .fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, q
 from .work import Piece
 
 RESCALE_LOG2 = 8.0
+LARGEST_LOG2 = 8.0  # of e4m3 probabilities: the greatest power of two below 448
+SLACK_LOG2 = 4.0  # by which the greatest of a tile may be less, so that O is not rescaled for every tile
+DEPTH_LOG2 = 32.0
 LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
 
 
@@ -26,6 +29,20 @@ def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
     of a tile. The factor is 1 where the reference stays."""
     moved = candidate > old + RESCALE_LOG2
     new = cutlass.select_(moved, candidate, old)
+    return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
+
+
+def follow_tile(old: Float32, candidate: Float32, greatest: Float32) -> tuple[Float32, Float32]:
+    """As follow_maximum, for probabilities that are rounded to e4m3: follows the maximum of every tile, up and down, so that the
+    tile's greatest probability lies in 2^(LARGEST_LOG2 - SLACK_LOG2) .. 2^LARGEST_LOG2.
+
+    greatest: of all tiles, this one included. It is 2^LARGEST_LOG2 itself, which e4m3 holds exactly, of the tile in which it
+    appears. The reference stays where a tile has no key that the row sees, and at most DEPTH_LOG2 below where `greatest` would
+    have it: so the factor is at most 2^DEPTH_LOG2, and keys this far below are fewer than would count.
+    """
+    wanted = cute.arch.fmax(candidate, greatest - DEPTH_LOG2) - LARGEST_LOG2
+    moved = (candidate > -Float32.inf) & ((wanted > old) | (wanted < old - SLACK_LOG2))
+    new = cutlass.select_(moved, wanted, old)
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
 
 
@@ -91,7 +108,7 @@ class OnlineSoftmax:
             top = quad_max(row_max) * self.scale_log2
             if self.rTop is not None:
                 self.rTop[row] = cute.arch.fmax(self.rTop[row], top)
-            new, alpha = follow_maximum(self.rMax[row], top)
+            new, alpha = self.follow(row, top)
             reference = shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
@@ -102,6 +119,10 @@ class OnlineSoftmax:
             factors.append(alpha)
         return factors
 
+    def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
+        """(a row's new reference, the factor for what was accumulated), from the scaled maximum of a tile."""
+        return follow_maximum(self.rMax[row], top)
+
     def maximum(self, row: int) -> Float32:
         """The greatest score seen, log2 units."""
         assert self.rTop is not None, "only where it is asked for"
@@ -110,6 +131,10 @@ class OnlineSoftmax:
     def row_sum(self, row: int) -> Float32:
         """Sum over all keys seen: 0 iff the row attends to nothing."""
         return quad_sum(self.rSum[row])
+
+    def weight_sum(self, row: int, total: Float32) -> Float32:
+        """What makes the weights of P V add up to 1, given the row sum: the same, where P goes into the product as it is."""
+        return total
 
 
 def mask_keys(scores: cute.Tensor, thread: Int32, limits: list[Int32]) -> None:
