@@ -156,7 +156,7 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
     assert {param.name: args[param.name] for param in PARAMS["dense_decode"] if param.kind is ParamKind.INT32} == {
-        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "causal": 1, "batch": 2,
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "causal": 1, "batch": 2,
         "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip
 

@@ -42,7 +42,6 @@ OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("129 heads", "q", lambda: zeros(2, 1, 129, 576), "h_q is 129; supported: 1 to 128"),
     ("heads not divided", "k_cache", lambda: zeros(9, 64, 3, 576), "h_kv is 3 with h_q 64; supported: divisors of h_q"),
     ("cache of another dtype", "k_cache", lambda: zeros(9, 64, 1, 576, dtype=torch.float16), "k_cache has dtype torch.float16; supported"),
-    ("FP8 cache", "k_cache", lambda: zeros(9, 64, 1, 576).to(torch.float8_e4m3fn), "torch.float8_e4m3fn; supported: torch.bf"),
     ("cache of rank 3", "k_cache", lambda: zeros(9, 64, 576), r"\[9, 64, 576\]; supported: \[pages, page size, h_kv, 576\]"),
     ("cache without pages", "k_cache", lambda: zeros(0, 64, 1, 576), r"k_cache has shape \[0, 64, 1, 576\]; supported: at least one page"),
     ("pages of 8", "k_cache", lambda: zeros(9, 8, 1, 576), "page size is 8; supported: 16, 32 and multiples of 64"),

@@ -26,7 +26,7 @@ QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
 Outputs = Literal["allocated", "given", "strided", "odd"]
 Tags = dict[str, Callable[[Any], str]]
 
-_ROW_ALIGNMENTS = {"odd": 2, "even": 4}  # bytes, of q or out in that layout; the others have the most there is
+_ROW_ELEMENTS = {"odd": 1, "even": 2}  # of which the rows of q or out in that layout are multiples; the others: of the most bytes
 
 # How each field that is not part of the shape appears in a case's id, when it is not at its default.
 TAGS: Tags = {
@@ -136,9 +136,16 @@ class BaseCase:
         raise NotImplementedError
 
     @property
+    def q_dtype(self) -> torch.dtype:
+        """The element type of q."""
+        return DTYPES[self.dtype]
+
+    @property
     def row_alignment(self) -> int:
         """As in DenseDecodeProblem."""
-        return min(_ROW_ALIGNMENTS.get(layout, MAX_ROW_ALIGNMENT) for layout in (self.q_layout, self.outputs))
+        layouts = ((self.q_layout, self.q_dtype), (self.outputs, DTYPES[self.dtype]))
+        unaligned = [_ROW_ELEMENTS[layout] * dtype.itemsize for layout, dtype in layouts if layout in _ROW_ELEMENTS]
+        return min(unaligned, default=MAX_ROW_ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -198,7 +205,7 @@ def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 def q_storage(case: BaseCase, device: torch.device) -> Tensor:
     """q [b, s_q, h_q, d_qk] in its layout, NaN in and around it."""
-    (batch, s_q, h_q, d_qk), dtype = case.q_shape, DTYPES[case.dtype]
+    (batch, s_q, h_q, d_qk), dtype = case.q_shape, case.q_dtype
     match case.q_layout:
         case "packed":
             return nan_tensor((batch, s_q, h_q, d_qk), dtype, device)

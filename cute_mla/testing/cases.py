@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..spec.arch import Arch
-from ..spec.dense_decode import TILE_ROWS, DenseDecodeProblem
+from ..spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
 from ..spec.mla import D_QK, D_ROPE, ceil_div
 from ..spec.split_plan import TILE_KEYS
 from .case import (
@@ -57,6 +57,7 @@ UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
 FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
+DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # of e4m3 operands, whose elements then reach from about 2^-9 to 300: no powers of two
 
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
 
@@ -71,10 +72,11 @@ class Case(DecodeCase):
         maximum moves in every tile, or never again; "peaks": a few keys per request outweigh all others.
     cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
+    operands: as in DenseDecodeConfig: which of q and cache are e4m3, with DESCALE_Q and DESCALE_K.
     """
 
     op: ClassVar[str] = "dense_decode"
-    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", **TAGS}
+    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", "operands": str, **TAGS}
 
     s_k: int = 128
     h_kv: int = 1
@@ -85,8 +87,13 @@ class Case(DecodeCase):
     lengths: tuple[int, ...] | None = None
     values: Values = "normal"
     cache_layout: CacheLayout = "packed"
+    operands: str = LATENT
 
     def __post_init__(self) -> None:
+        if self.operands not in OPERANDS or (self.operands != LATENT and self.h_kv != 1):
+            raise ValueError(f"operands: got {self.operands!r} with h_kv {self.h_kv}")
+        if self.operands == FP8 and self.dtype != "bf16" and self.outputs == "allocated":
+            raise ValueError(f"out is bf16 for e4m3 queries unless it is given, got {self.dtype}")
         if self.lengths is not None and len(self.lengths) != self.batch:
             raise ValueError(f"lengths: got {len(self.lengths)} for a batch of {self.batch}")
         if self.h_q % self.h_kv:
@@ -102,6 +109,21 @@ class Case(DecodeCase):
     def d_qk(self) -> int:
         """Columns of q."""
         return D_QK
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """The element type of q."""
+        return torch.float8_e4m3fn if self.operands == FP8 else DTYPES[self.dtype]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The element type of the cache."""
+        return DTYPES[self.dtype] if self.operands == LATENT else torch.float8_e4m3fn
+
+    @property
+    def descales(self) -> tuple[float | None, float | None]:
+        """What q and the cache are multiplied with; None where they are not e4m3."""
+        return DESCALE_Q if self.operands == FP8 else None, None if self.operands == LATENT else DESCALE_K
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
@@ -139,6 +161,7 @@ class Case(DecodeCase):
             pages_per_request=self.pages_per_request,
             batch_invariant=self.batch_invariant,
             row_alignment=self.row_alignment,
+            operands=self.operands,
         )
 
     @property
@@ -157,15 +180,17 @@ class Case(DecodeCase):
 class Tensors:
     """The operands of a case.
 
-    q dtype [b, s_q, h_q, 576]; k_cache dtype [pages, page, h_kv, 576]; block_table int32 [b, columns];
-    cache_seqlens int32 [b]; given: out dtype [b, s_q, h_q, 512] and lse fp32 [b, h_q, s_q], unless the call is to allocate
-    them.
+    q dtype or e4m3 [b, s_q, h_q, 576]; k_cache dtype or e4m3 [pages, page, h_kv, 576]; block_table int32 [b, columns];
+    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] where the operand is e4m3; given: out dtype [b, s_q, h_q, 512]
+    and lse fp32 [b, h_q, s_q], unless the call is to allocate them.
     """
 
     q: Tensor
     k_cache: Tensor
     block_table: Tensor
     cache_seqlens: Tensor
+    descale_q: Tensor | None = None
+    descale_k: Tensor | None = None
     given: Mapping[str, Given] = field(default_factory=dict)
 
 
@@ -173,17 +198,24 @@ def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
     """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
     q = q_storage(case, torch.device(device))
     generator = generator_for(case, q.numel(), q.device)
-    q.copy_(normal((case.batch, case.s_q, case.h_q, D_QK), generator))
+    values = normal((case.batch, case.s_q, case.h_q, D_QK), generator)
     if case.values != "normal":
-        q[..., D_QK - D_ROPE :] = STEEP * signs(q.device)
+        values[..., D_QK - D_ROPE :] = STEEP * signs(values.device)
+    descale_q, descale_k = case.descales
+    q.copy_(values if descale_q is None else values / descale_q)
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
-    return Tensors(q, k_cache, block_table, cache_seqlens, given_results(case, q.device))
+    given = given_results(case, q.device)
+    return Tensors(q, k_cache, block_table, cache_seqlens, _scalar(descale_q, q.device), _scalar(descale_k, q.device), given)
+
+
+def _scalar(value: float | None, device: torch.device) -> Tensor | None:
+    return None if value is None else torch.full((1,), value, device=device)
 
 
 def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
     """k_cache [pages, page, h_kv, 576] in its layout, NaN in and around it ("far": uninitialised, most never touched)."""
-    page, h_kv, dtype = case.page_size, case.h_kv, DTYPES[case.dtype]
+    page, h_kv, dtype = case.page_size, case.h_kv, case.cache_dtype
     match case.cache_layout:
         case "packed":
             return nan_tensor((pages, page, h_kv, D_QK), dtype, device)
@@ -219,11 +251,14 @@ def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _request_pages(case: Case, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """fp32 [count, page, h_kv, 576]: one request's keys, NaN past its end."""
+    """fp32 [count, page, h_kv, 576]: one request's keys as the cache holds them, NaN past its end."""
     keys = normal((count * case.page_size, case.h_kv, D_QK), generator)
     position = torch.arange(count * case.page_size, device=keys.device)
     if case.values != "normal":
         level = levels(case.values, position / max(length - 1, 1), generator)
         keys[..., D_QK - D_ROPE :] = level[:, None, None] * signs(keys.device)
     keys[length:] = float("nan")
+    _, descale_k = case.descales
+    if descale_k is not None:
+        keys /= descale_k
     return keys.view(count, case.page_size, case.h_kv, D_QK)

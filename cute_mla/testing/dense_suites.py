@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
+from ..spec.dense_decode import FP8, FP8_CACHE, LATENT
 from ..spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from .cases import Case
 from .planned import Bearable
@@ -15,10 +17,18 @@ GRID_S_K = (20, 140, 4096)
 GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
 GRID_H_KV = (1, 2, 3, 8)
 GRID_DTYPES = ("bf16", "fp16")
+GRID_TYPES = (*((dtype, LATENT) for dtype in GRID_DTYPES), *((dtype, FP8_CACHE) for dtype in GRID_DTYPES), ("bf16", FP8))
 
 _TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call cuts once
 
-SMOKE: tuple[Case, ...] = (
+
+def with_fp8(case: Case, operands: str) -> Case:
+    """The case with e4m3 operands. Out is given where it would else be bf16, which is not what the case is about."""
+    given = operands == FP8 and case.dtype != "bf16" and case.outputs == "allocated"
+    return replace(case, operands=operands, outputs="given" if given else case.outputs)
+
+
+_SMOKE_16_BITS: tuple[Case, ...] = (
     # A single request cut among all SMs: many splits, and clusters of two CTAs.
     Case(s_k=4096, h_q=128),
     # Many short requests, with a plan made beforehand.
@@ -49,17 +59,28 @@ SMOKE: tuple[Case, ...] = (
 )
 
 
+# Variants and small pages that the cases of one KV head above leave out.
+_MORE_OF_FP8 = (
+    Case("fp16", batch=2, s_k=300, h_q=128, varlen=True, outputs="given"),
+    Case("fp16", batch=2, s_q=2, s_k=140, h_q=9, page_size=16, causal=True, q_layout="odd", outputs="odd"),
+)
+_WITH_FP8 = (*(case for case in _SMOKE_16_BITS if case.h_kv == 1), *_MORE_OF_FP8)
+
+SMOKE = (*_SMOKE_16_BITS, *(with_fp8(case, operands) for operands in (FP8_CACHE, FP8) for case in _WITH_FP8))
+
+
 def _heads() -> Iterator[tuple[int, int]]:
     return ((h_q, h_kv) for h_q, h_kv in product(GRID_H_Q, GRID_H_KV) if h_q % h_kv == 0)
 
 
-def grid(dtype: str) -> list[Case]:
-    """FlashMLA's dense-decode grid."""
+def grid(dtype: str, operands: str = LATENT) -> list[Case]:
+    """FlashMLA's dense-decode grid; with an e4m3 cache, that part of it which has one KV head."""
     factors = product(GRID_BATCH, GRID_S_Q, GRID_S_K, _heads(), (False, True), (False, True))
-    return [
+    cases = [
         Case(dtype, batch=batch, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, varlen=varlen, causal=causal)
         for batch, s_q, s_k, (h_q, h_kv), varlen, causal in factors
     ]
+    return cases if operands == LATENT else [with_fp8(case, operands) for case in cases if case.h_kv == 1]
 
 
 def zero_length_cases() -> list[Case]:
@@ -78,7 +99,7 @@ def _types_and_masks() -> Iterator[tuple[str, bool]]:
 
 def full_cases() -> list[Case]:
     """Every case of the unreduced suite, once."""
-    return list(dict.fromkeys([*SMOKE, *(case for dtype in GRID_DTYPES for case in grid(dtype)), *zero_length_cases()]))
+    return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *zero_length_cases()]))
 
 
 def _runs_whole(case: Case) -> bool:
@@ -96,13 +117,14 @@ _ALWAYS_WHOLE = frozenset(
         Case("fp16", s_q=4, s_k=4096, h_q=9, h_kv=3, causal=True),
         Case(batch=2, s_q=4, s_k=4096, h_q=63, varlen=True, causal=True),
         Case(s_k=4096, h_q=64, h_kv=8, varlen=True),
+        *(Case(s_k=4096, h_q=h_q, operands=operands) for h_q in (16, 128) for operands in (FP8_CACHE, FP8)),
     }
 )
 
 
 def _factors(case: Case) -> tuple[str | int | bool | tuple[int, int], ...]:
     heads = (case.h_q, case.h_kv)
-    return case.dtype, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
+    return case.dtype, case.operands, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
 
 
 SIMULATED: Bearable[Case] = Bearable(_runs_whole, _factors, lambda case: "fp16" if case.dtype == "fp16" else "large")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from .. import reference
 from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cache import dequantise_cache
 from ..reference import IndexedCache
+from ..spec.dense_decode import FP8
 from ..spec.mla import D_V
 from ..varlen import flash_attn_varlen_func
 from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, DENSE_PREFILL_OUT, LSE, PREFILL_LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_OUT, Tolerance
+from .compare import DENSE_DECODE_OUT, DENSE_PREFILL_OUT, FP8_DENSE_OUT, LSE, PREFILL_LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_OUT, Tolerance
 from .dense_prefill_cases import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
 from .low_precision import error_limits
 from .prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
@@ -52,7 +53,7 @@ class Operation:
 
 def operation(case: BaseCase) -> Operation:
     """The op of a case."""
-    return OPERATIONS[case.op]
+    return FP8_DENSE_DECODE if isinstance(case, Case) and case.operands == FP8 else OPERATIONS[case.op]
 
 
 def _empty_lse(case: BaseCase) -> float:
@@ -85,6 +86,8 @@ def _dense_call(case: Case, tensors: Tensors, workspace: Tensor | None) -> Resul
         plan[1],
         softmax_scale=case.softmax_scale,
         causal=case.causal,
+        descale_q=tensors.descale_q,
+        descale_k=tensors.descale_k,
         out=_given(tensors, "out"),
         lse=_given(tensors, "lse"),
         workspace=workspace,
@@ -115,6 +118,8 @@ def _dense_reference(case: Case, tensors: Tensors) -> Result:
         softmax_scale=case.scale,
         causal=case.causal,
         empty_lse=_empty_lse(case),
+        descale_q=tensors.descale_q,
+        descale_k=tensors.descale_k,
     )
 
 
@@ -267,3 +272,5 @@ OPERATIONS = {
         error_limits,
     ),
 }
+
+FP8_DENSE_DECODE = replace(OPERATIONS[Case.op], results={"out": FP8_DENSE_OUT, "lse": LSE})

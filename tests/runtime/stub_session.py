@@ -52,8 +52,8 @@ def main() -> None:
     kernel = device.kernel("dense_decode", "bf16_cluster2")
     workspace = torch.empty(8192, dtype=torch.uint8)
     kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)
-    tensors = [torch.empty(4) for _ in range(7)]
-    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(10), 0.5, 1.5, *range(9))
+    tensors = [torch.empty(4) for _ in range(10)]
+    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(12), 0.5, 1.5, *range(10))
     for _ in range(2):
         device.launch(kernel, (2, 1, 66), args, pdl=True)
     record = Record.in_dll(stub, "stub_record")
@@ -67,10 +67,10 @@ def main() -> None:
         "stream": record.stream,
         "attributes": {a.id: list(a.value[:3]) for a in record.attribute[: record.attributes]},
         "map_words": list(record.map_words),
-        "addresses": list(record.argument[1:10]),
-        "expected_addresses": [arg.data_ptr() for arg in args[1:10]],
-        "int64s": list(record.argument[10:20]),
-        "int32s": [word & 0xFFFF_FFFF for word in record.argument[22 : len(PARAMS)]],
+        "addresses": list(record.argument[1:13]),
+        "expected_addresses": [arg.data_ptr() for arg in args[1:13]],
+        "int64s": list(record.argument[13:25]),
+        "int32s": [word & 0xFFFF_FFFF for word in record.argument[27 : len(PARAMS)]],
         "library_bytes": record.library_bytes,
         "encode_calls": record.encode_calls,
         "encode_misaligned": record.encode_misaligned,

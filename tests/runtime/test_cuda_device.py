@@ -41,9 +41,9 @@ def plan_args(batch: int = 3) -> tuple[Any, ...]:
 def decode_args() -> tuple[Any, ...]:
     """Arguments of dense_decode: distinct values for every scalar."""
     workspace = torch.empty(4096, dtype=torch.uint8)
-    tensors = [torch.empty(4) for _ in range(7)]
-    int64s_ = [2**33 + i for i in range(10)]
-    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(9))
+    tensors = [torch.empty(4) for _ in range(10)]
+    int64s_ = [2**33 + i for i in range(12)]
+    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(10))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
     assert list(launch.arguments) == [param.name for param in dense_decode.PARAMS]
     assert launch.arguments["kv_map"] == struct.pack("<Q", KV_MAP.address) + b"\xee" * 120
     assert scalar(launch.arguments["q"], "Q") == args[1].data_ptr()
-    assert scalar(launch.arguments["lse"], "Q") == args[7].data_ptr()
-    assert scalar(launch.arguments["lse_accum"], "Q") == args[9].tensor.data_ptr() + 1024
+    assert scalar(launch.arguments["lse"], "Q") == args[10].data_ptr()
+    assert scalar(launch.arguments["lse_accum"], "Q") == args[12].tensor.data_ptr() + 1024
     assert scalar(launch.arguments["q_stride_batch"], "q") == 2**33
     assert scalar(launch.arguments["table_stride"], "q") == 2**33 + 9
     assert scalar(launch.arguments["scale_log2"], "f") == 0.5
     assert scalar(launch.arguments["empty_lse"], "f") == float("inf")
-    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "accum_rows")] == [0, 1, 8]
+    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "accum_rows")] == [0, 1, 9]
 
 
 def test_null_pointer_argument() -> None:

@@ -53,8 +53,8 @@ def test_launch_through_the_real_bindings(stub: Path, artifacts: Path, capabilit
     assert seen["attributes"] == {"4": [2, 1, 1], "6": [1, 0, 0]}
     assert seen["library_bytes"] == int.from_bytes(fake_cubin()[:8], "little")
     assert seen["addresses"] == seen["expected_addresses"]
-    assert seen["int64s"] == list(range(10))
-    assert seen["int32s"] == list(range(9))
+    assert seen["int64s"] == list(range(12))
+    assert seen["int32s"] == list(range(10))
     assert (seen["encode_calls"], seen["encode_misaligned"]) == (1, 0)
     bf16 = 9
     assert seen["map_words"][:13] == [0x70000000, bf16, 4, 576, 1, 64, 100, 0, 1152, 1152, 73728, 0, 0]

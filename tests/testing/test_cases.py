@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from cute_mla.testing.cases import DTYPES, FAR_ELEMENTS, UNUSED_TABLE_ENTRY, Case, Tensors, make_tensors
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE, LATENT
+from cute_mla.testing.cases import DESCALE_K, DESCALE_Q, DTYPES, FAR_ELEMENTS, UNUSED_TABLE_ENTRY, Case, Tensors, make_tensors
 from cute_mla.testing.compare import same_bits
 
 PAGED = Case(batch=3, s_q=2, lengths=(37, 0, 130), h_q=6, h_kv=2, page_size=32)
@@ -32,6 +34,12 @@ def test_contradictions_are_refused() -> None:
         Case(lengths=(1, 2))
     with pytest.raises(ValueError, match="multiple of h_kv, got 9 and 2"):
         Case(h_q=9, h_kv=2)
+    with pytest.raises(ValueError, match="got 'fp8_cache' with h_kv 2"):
+        Case(h_q=8, h_kv=2, operands=FP8_CACHE)
+    with pytest.raises(ValueError, match="got 'fp4'"):
+        Case(operands="fp4")
+    with pytest.raises(ValueError, match="out is bf16 for e4m3 queries unless it is given, got fp16"):
+        Case("fp16", operands=FP8)
 
 
 def test_lengths_are_drawn_as_flashmla_draws_them() -> None:
@@ -74,6 +82,28 @@ def test_tensors_have_the_shapes_of_the_call() -> None:
     assert tensors.given["lse"].tensor.shape == (3, 6, 2)
     assert {tensors.block_table.dtype, tensors.cache_seqlens.dtype} == {torch.int32}
     assert {tensors.q.dtype, tensors.k_cache.dtype, tensors.given["out"].tensor.dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("operands", [LATENT, FP8_CACHE, FP8])
+def test_e4m3_operands_are_those_of_16_bits_rounded(operands: str) -> None:
+    """And have scales that no power of two makes up for."""
+    case = Case(batch=2, lengths=(37, 130), values="peaks")
+    exact, tensors = make_tensors(case), make_tensors(replace(case, operands=operands))
+    pairs = ((tensors.q, exact.q, tensors.descale_q, DESCALE_Q), (tensors.k_cache, exact.k_cache, tensors.descale_k, DESCALE_K))
+    for (given, wanted, scale, value), fp8 in zip(pairs, (operands == FP8, operands != LATENT), strict=True):
+        assert given.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        assert (scale is not None) == fp8
+        if scale is not None:
+            assert scale.tolist() == pytest.approx([value])
+        values = given.float() * (1.0 if scale is None else scale)
+        assert torch.equal(values.isnan(), wanted.isnan())
+        torch.testing.assert_close(values, wanted.float(), rtol=2**-4 + 2**-8, atol=value * 2**-10, equal_nan=True)
+        assert math.frexp(value)[0] != 0.5
+
+
+def test_rows_of_e4m3_begin_at_any_byte() -> None:
+    assert [Case(q_layout=layout, operands=FP8).row_alignment for layout in ("packed", "even", "odd")] == [16, 2, 1]
+    assert [Case(q_layout=layout, operands=FP8_CACHE).row_alignment for layout in ("packed", "even", "odd")] == [16, 4, 2]
 
 
 def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:

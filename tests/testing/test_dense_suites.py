@@ -9,12 +9,12 @@ from typing import get_args
 import pytest
 
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.dense_decode import closed_variants
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE, OPERANDS, closed_variants
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing import cases, dense_suites
 from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_suites import SMOKE, grid
+from cute_mla.testing.dense_suites import GRID_TYPES, SMOKE, grid
 from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
 from cute_mla.testing.suites import suite
@@ -37,6 +37,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "metadata": get_args(cases.Metadata),
     "batch_invariant": (False, True),
     "empty_lse": (None, float("-inf")),
+    "operands": OPERANDS,
 }
 
 
@@ -101,8 +102,9 @@ def test_smoke_has_every_variant(arch: Arch) -> None:
     assert ran == set(closed_variants(arch))
 
 
-def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
-    assert 12 <= len(SMOKE) <= 20
+@pytest.mark.parametrize("operands", OPERANDS)
+def test_smoke_has_12_to_20_cases_of_at_most_200_tiles(operands: str) -> None:
+    assert 12 <= sum(case.operands == operands for case in SMOKE) <= 20
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 
@@ -123,7 +125,7 @@ def test_full_on_a_gpu_is_the_whole_grid_in_both_types() -> None:
     assert {item.fate for item in planned} == {"whole"}
     running = {item.case for item in planned}
     assert len(running) == len(planned)
-    assert running >= {*grid("bf16"), *grid("fp16"), *SMOKE}
+    assert running >= {*grid("bf16"), *grid("fp16"), *grid("bf16", FP8), *grid("bf16", FP8_CACHE), *grid("fp16", FP8_CACHE), *SMOKE}
     assert any(case.zero_lengths and case.batch == 128 for case in running)
 
 
@@ -138,6 +140,7 @@ def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Plann
     short = {case for case in grid("bf16") if case.s_k <= 140 and case.batch <= 6}
     assert len(short) == 3 * 3 * 2 * 16 * 4
     assert short <= whole
+    assert {case for operands in (FP8, FP8_CACHE) for case in grid("bf16", operands) if case.s_k <= 140 and case.batch <= 6} <= whole
     assert sum(case.s_k == 4096 for case in whole) >= 6
 
 
@@ -151,9 +154,9 @@ def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned])
 
 def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned]) -> None:
     def factors(case: Case) -> tuple[object, ...]:
-        return case.dtype, case.s_q, case.s_k, (case.h_q, case.h_kv), case.varlen, case.causal
+        return case.dtype, case.operands, case.s_q, case.s_k, (case.h_q, case.h_kv), case.varlen, case.causal
 
-    every = set().union(*(pairs(factors(case)) for dtype in ("bf16", "fp16") for case in grid(dtype)))  # type: ignore[arg-type]
+    every = set().union(*(pairs(factors(case)) for types in GRID_TYPES for case in grid(*types)))  # type: ignore[arg-type]
     run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
     assert every <= run
 
