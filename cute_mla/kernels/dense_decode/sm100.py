@@ -52,30 +52,24 @@ from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
 from ..parts.sm100_boxes import clear_rows
 from ..parts.sm100_geometry import (
-    BARRIER_OFFSET,
-    BARRIERS,
     BOX_BYTES,
     CTA_COLUMNS,
     CTA_ROPE,
     GROUP_WARPS,
-    KV_SLOTS,
-    LATENT_BOXES,
     LOAD_WARP,
     OUTPUT_WARP,
     PAIR,
+    ROW_BYTES,
     SCORE_BARRIER,
     SCORE_WARP,
-    SLOT_BOXES,
-    SMEM_USED,
     TMEM_COLUMNS,
     Pipes,
     Tiles,
-    products_per_tile,
 )
 from ..parts.sm100_mma import PairGemm
 from ..parts.sm100_roles import EVEN_CTA, PairDecode
 from ..parts.sm100_score import ScoreRows
-from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
+from ..parts.tiles import first_query_row
 from ..parts.tma import pair_box, prefetch_map
 from ..source import KernelSource
 from .entry import DenseDecode
@@ -111,7 +105,7 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
         elif warp == LOAD_WARP:
             self.load(operands, tiles, pipes)
         elif warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-            self.multiply(operands.schedule, pipes, PairGemm(self.dtype, self.has_rope, tiles, tmem))
+            self.multiply(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
         self.end(warp, tmem)
 
     # ---- load -------------------------------------------------------------------------------------------------------
@@ -122,7 +116,7 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
         tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
-        for i in cutlass.range(KV_SLOTS, unroll=1):
+        for i in cutlass.range(self.geometry.kv_slots, unroll=1):
             pipes.kv_free.wait_free(tiles_done + i)
 
     @cute.jit
@@ -132,16 +126,17 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.wait_free(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * SLOT_BOXES * box.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.slot_boxes * box.tile_bytes)
         cute.arch.sync_warp()
         if box.active:
             where = (operands.kv_head(), box.row, box.page)
-            target = tiles.slot(pipes.kv_ready.slot(tile)) + box.offset * (BOX_COLUMNS * ELEMENT_BYTES)
-            for i in cutlass.range_constexpr(LATENT_BOXES):
-                pair_box(target + i * BOX_BYTES, operands.kv_map, (rank * CTA_COLUMNS + i * BOX_COLUMNS, *where), ready)
-            # a whole box, although half of it is used: its other columns are the peer's, or none
+            target = tiles.slot(pipes.kv_ready.slot(tile)) + box.offset * ROW_BYTES
+            columns = self.geometry.box_columns
+            for i in cutlass.range_constexpr(self.geometry.latent_boxes):
+                pair_box(target + i * BOX_BYTES, operands.kv_map, (rank * CTA_COLUMNS + i * columns, *where), ready)
+            # a whole box, although half of it or less is used: its other columns are the peer's, or none
             rope = D_LATENT + rank * CTA_ROPE
-            pair_box(target + LATENT_BOXES * BOX_BYTES, operands.kv_map, (rope, *where), ready)
+            pair_box(target + self.geometry.probs_offset, operands.kv_map, (rope, *where), ready)
 
     # ---- which keys count -------------------------------------------------------------------------------------------
 
@@ -155,7 +150,7 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
     def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32):
         """P is 0 past the end, but 0 times a NaN of an unused row is NaN."""
         if left < TILE_KEYS:
-            clear_rows(rows.tiles.slot(slot), LATENT_BOXES, left, rows.half * TILE_ROWS + rows.row)
+            clear_rows(rows.tiles.slot(slot), self.geometry.latent_boxes, left, rows.half * TILE_ROWS + rows.row)
 
     def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
         """1 / row sum, and the scale of the values."""
@@ -165,9 +160,10 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
     kernel = DenseDecodeSm100(config, arch)
+    geometry = kernel.geometry
     return kernel.source(
-        smem_bytes=SMEM_USED,
-        barriers=barrier_table(BARRIER_OFFSET, BARRIERS),
+        smem_bytes=geometry.smem_used,
+        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
         named_barriers=(NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper_rows", SCORE_BARRIER + 1)),
         roles=(
             Role("score", SCORE_WARP, GROUP_WARPS),
@@ -175,6 +171,6 @@ def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
             Role("load", LOAD_WARP, 1),
             Role("mma", MMA_WARP, 1),
         ),
-        expected={"UTCHMMA": products_per_tile(has_rope=True)},
+        expected={"UTCHMMA": geometry.products_per_tile(has_rope=True)},
         tmem_columns=TMEM_COLUMNS,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
 from cutlass.cute.nvgpu import warp
 
 ROWS_PER_THREAD = 2
@@ -48,10 +48,16 @@ def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
 
 def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Two fp32 values rounded to a pair of 16-bit elements."""
-    pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-    pair[0], pair[1] = low, high
-    rounded = cute.make_rmem_tensor(cute.make_layout(2), dtype)
-    rounded.store(pair.load().to(dtype))
+    return pack_word([low, high], dtype)
+
+
+def pack_word(values: list[Float32], dtype: type[cutlass.Numeric]) -> Int32:
+    """As many fp32 values as make a word, rounded to nearest even; e4m3 saturates."""
+    exact = cute.make_rmem_tensor(cute.make_layout(len(values)), Float32)
+    for i, value in enumerate(values):
+        exact[i] = value
+    rounded = cute.make_rmem_tensor(cute.make_layout(len(values)), dtype)
+    rounded.store(exact.load().to(dtype))
     return cute.recast_tensor(rounded, Int32)[0]
 
 
@@ -61,6 +67,17 @@ def load_pair(source: cute.Pointer, whole: bool) -> Int32:
         return cute.recast_ptr(source, dtype=Int32).load()
     halves = cute.recast_ptr(source, dtype=Uint16)
     return Int32(Uint32(halves.load()) | (Uint32((halves + 1).load()) << 16))
+
+
+def load_word(source: cute.Pointer, element_bytes: int) -> Int32:
+    """4 bytes of gmem, element by element, at a multiple of an element."""
+    if element_bytes == 2:
+        return load_pair(source, False)
+    parts = cute.recast_ptr(source, dtype=Uint8)
+    word = Uint32(parts.load())
+    for i in range(1, 4):
+        word = word | (Uint32((parts + i).load()) << (8 * i))
+    return Int32(word)
 
 
 def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:

@@ -17,7 +17,7 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
 from .fragments import aligned
-from .sm100_geometry import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, LATENT_BOXES, VECTOR
+from .sm100_geometry import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, SIXTEEN_BIT, VECTOR
 from .tiles import ELEMENT_BYTES
 
 WARP_KEYS = 16  # of a tile, for one of the four gather warps
@@ -137,7 +137,7 @@ def latent_columns(rank: Int32) -> CopiedColumns:
 
 def rope_columns(first: int, rank: Int32) -> CopiedColumns:
     """A CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box behind the values."""
-    return CopiedColumns.create(CTA_ROPE * ELEMENT_BYTES // PIECE, LATENT_BOXES, first + rank * (CTA_ROPE * ELEMENT_BYTES))
+    return CopiedColumns.create(CTA_ROPE * ELEMENT_BYTES // PIECE, SIXTEEN_BIT.latent_boxes, first + rank * (CTA_ROPE * ELEMENT_BYTES))
 
 
 def from_lane(value: Int64, lane: Int32) -> Int64:

@@ -33,20 +33,16 @@ from .barriers import Ring, arrive, arrive_at, barrier_table
 from .lengths import smaller
 from .sm100_columns import ROW_BYTES, WARP_KEYS, LaneKeys
 from .sm100_geometry import (
-    BARRIER_OFFSET,
-    BARRIERS,
     GROUP_WARPS,
     HALF_KEYS,
-    KV_SLOTS,
     OUTPUT_WARP,
     PAIR,
     SCORE_BARRIER,
     SCORE_WARP,
-    SMEM_USED,
+    SIXTEEN_BIT,
     TMEM_COLUMNS,
     Pipes,
     Tiles,
-    products_per_tile,
 )
 from .sm100_mma import PairGemm
 from .sm100_roles import EVEN_CTA, PairDecode
@@ -61,9 +57,10 @@ THREADS = 32 * (MMA_WARP + GROUP_WARPS)  # the last three warps idle: registers 
 SCORE_REGISTERS, OUTPUT_REGISTERS, GATHER_REGISTERS, MMA_REGISTERS = 152, 160, 136, 64
 assert SCORE_REGISTERS + OUTPUT_REGISTERS + GATHER_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
 
+KV_SLOTS = SIXTEEN_BIT.kv_slots
 SEEN_WORDS = TILE_KEYS // HALF_KEYS  # of 32 bits, per slot
 SEEN_BARRIERS = (("seen_ready", KV_SLOTS),)
-SEEN_BARRIER_OFFSET = (SMEM_USED + 7) // 8 * 8
+SEEN_BARRIER_OFFSET = (SIXTEEN_BIT.smem_used + 7) // 8 * 8
 GATHERED_SMEM_USED = SEEN_BARRIER_OFFSET + 8 * KV_SLOTS + 4 * SEEN_WORDS * KV_SLOTS
 NO_POSITION = (1 << 31) - 1  # behind every list of indices
 
@@ -231,7 +228,7 @@ def gathered_source(kernel: Any) -> KernelSource:
     """A variant of a kernel whose roles are these, ready to compile."""
     source: KernelSource = kernel.source(
         smem_bytes=GATHERED_SMEM_USED,
-        barriers=barrier_table(BARRIER_OFFSET, BARRIERS) + barrier_table(SEEN_BARRIER_OFFSET, SEEN_BARRIERS),
+        barriers=barrier_table(SIXTEEN_BIT.barrier_offset, SIXTEEN_BIT.barriers) + barrier_table(SEEN_BARRIER_OFFSET, SEEN_BARRIERS),
         named_barriers=(NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper_rows", SCORE_BARRIER + 1)),
         roles=(
             Role("score", SCORE_WARP, GROUP_WARPS),
@@ -239,7 +236,7 @@ def gathered_source(kernel: Any) -> KernelSource:
             Role("gather", GATHER_WARP, GROUP_WARPS),
             Role("mma", MMA_WARP, 1),
         ),
-        expected={"UTCHMMA": products_per_tile(kernel.has_rope)},
+        expected={"UTCHMMA": SIXTEEN_BIT.products_per_tile(kernel.has_rope)},
         tmem_columns=TMEM_COLUMNS,
     )
     return source

@@ -1,34 +1,31 @@
-"""The page of constants of the SM100 decode kernels: tile geometry, shared and tensor memory, barriers, roles."""
+"""The page of constants of the SM100 decode kernels: tile geometry, shared and tensor memory, barriers, roles.
+
+A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the elements are. What depends on their size is a Geometry.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
 from .barriers import Ring
-from .tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
 CTA_COLUMNS = D_LATENT // PAIR  # latent columns whose keys and values a CTA holds
 CTA_ROPE = D_ROPE // PAIR  # RoPE columns whose keys a CTA holds
 
-BOX_BYTES = TILE_KEYS * BOX_COLUMNS * ELEMENT_BYTES
-LATENT_BOXES = CTA_COLUMNS // BOX_COLUMNS
-SLOT_BOXES = LATENT_BOXES + 1  # and one of RoPE columns, overwritten by P
-SLOT_BYTES = SLOT_BOXES * BOX_BYTES
-PROBS_OFFSET = LATENT_BOXES * BOX_BYTES
-KV_SLOTS = 5
-
-K_STEP = 16  # contraction depth of one MMA
-STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-LATENT_STEPS = CTA_COLUMNS // K_STEP
-ROPE_STEPS = CTA_ROPE // K_STEP
-KEY_STEPS = TILE_KEYS // K_STEP
+ROW_BYTES = 128  # of a key, or of a row of P, in a box: one period of the swizzle
+BOX_BYTES = TILE_KEYS * ROW_BYTES
+STEP_BYTES = 32  # that one MMA contracts, of a row of A and B
+STEPS_PER_BOX = ROW_BYTES // STEP_BYTES
+WORD_BYTES = 4  # of a column of tensor memory
+STEP_COLUMNS = STEP_BYTES // WORD_BYTES
 OUTPUT_CHUNKS = 2  # an MMA has at most 256 columns, 128 of each CTA
 CHUNK_COLUMNS = CTA_COLUMNS // OUTPUT_CHUNKS
 
@@ -36,10 +33,8 @@ CHUNK_COLUMNS = CTA_COLUMNS // OUTPUT_CHUNKS
 # O and S of the columns that the even and the odd CTA hold, Q of the columns that each of them multiplies
 OUTPUT_COLUMN = 0
 QUERY_COLUMN = OUTPUT_COLUMN + CTA_COLUMNS
-QUERY_ROPE_COLUMN = QUERY_COLUMN + CTA_COLUMNS // 2  # two elements a column
 TMEM_COLUMNS = 512  # what is allocated: a power of two
 SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
-assert QUERY_ROPE_COLUMN + CTA_ROPE // 2 <= SCORE_COLUMN
 
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
@@ -50,35 +45,129 @@ SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of score warps; 0 is t
 
 PARITIES = 2  # tiles that may be in flight between two roles
 
-# (name, slots): one array of mbarriers, in this order, behind the tiles
-BARRIERS = (
-    ("kv_ready", KV_SLOTS),
-    ("kv_free", KV_SLOTS),
-    ("query_ready", 1),
-    ("scores_ready", 1),
-    ("scores_free", 1),
-    ("alpha_ready", PARITIES),
-    ("probs_ready", PARITIES),
-    ("output_ready", PARITIES),
-    ("stats_ready", 1),
-    ("stats_free", 1),
-)
-
 VECTOR = 4  # 32-bit words of a 16-byte access
 HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score thread computes
 EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 
-KV_BYTES = KV_SLOTS * SLOT_BYTES
-BARRIER_OFFSET = KV_BYTES + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
-SMEM_USED = BARRIER_OFFSET + 8 * sum(slots for _, slots in BARRIERS) + 4  # the cell with the address of tensor memory
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What depends on the size of an element of Q, K, V and P.
+
+    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_slots: of the ring of key tiles.
+    """
+
+    element_bytes: int
+    kv_slots: int
+
+    @staticmethod
+    def of(dtype: type[cutlass.Numeric]) -> Geometry:
+        """That of an element type."""
+        return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of a box."""
+        return ROW_BYTES // self.element_bytes
+
+    @property
+    def word_elements(self) -> int:
+        """Elements of a 32-bit word, or column of tensor memory."""
+        return WORD_BYTES // self.element_bytes
+
+    @property
+    def latent_boxes(self) -> int:
+        """Boxes of the latent columns of a CTA and tile."""
+        return CTA_COLUMNS // self.box_columns
+
+    @property
+    def slot_boxes(self) -> int:
+        """Boxes of a slot: one more, of RoPE columns, overwritten by P."""
+        return self.latent_boxes + 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.slot_boxes * BOX_BYTES
+
+    @property
+    def probs_offset(self) -> int:
+        """First byte of the last box of a slot."""
+        return self.latent_boxes * BOX_BYTES
+
+    @property
+    def query_rope_column(self) -> int:
+        """Where the RoPE columns of Q begin in tensor memory."""
+        return QUERY_COLUMN + CTA_COLUMNS // self.word_elements
+
+    @property
+    def latent_steps(self) -> int:
+        """MMAs of S over the latent columns."""
+        return CTA_COLUMNS * self.element_bytes // STEP_BYTES
+
+    @property
+    def rope_steps(self) -> int:
+        """MMAs of S over the RoPE columns."""
+        return CTA_ROPE * self.element_bytes // STEP_BYTES
+
+    @property
+    def step_keys(self) -> int:
+        """Keys that one MMA of P V contracts."""
+        return STEP_BYTES // self.element_bytes
+
+    @property
+    def key_steps(self) -> int:
+        """MMAs of P V over the keys of a tile."""
+        return TILE_KEYS // self.step_keys
+
+    def products_per_tile(self, has_rope: bool) -> int:
+        """Matrix products of one tile."""
+        return self.latent_steps + (self.rope_steps if has_rope else 0) + OUTPUT_CHUNKS * self.key_steps
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.kv_slots * self.slot_bytes
+
+    @property
+    def barriers(self) -> tuple[tuple[str, int], ...]:
+        """(name, slots): one array of mbarriers, in this order, behind the tiles."""
+        return (
+            ("kv_ready", self.kv_slots),
+            ("kv_free", self.kv_slots),
+            ("query_ready", 1),
+            ("scores_ready", 1),
+            ("scores_free", 1),
+            ("alpha_ready", PARITIES),
+            ("probs_ready", PARITIES),
+            ("output_ready", PARITIES),
+            ("stats_ready", 1),
+            ("stats_free", 1),
+        )
+
+    @property
+    def barrier_offset(self) -> int:
+        """First byte of the mbarriers."""
+        return self.kv_bytes + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
+
+    @property
+    def smem_used(self) -> int:
+        """Bytes of shared memory, with the cell behind the mbarriers that holds the address of tensor memory."""
+        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
+
+
+SIXTEEN_BIT = Geometry(element_bytes=2, kv_slots=5)
+EIGHT_BIT = Geometry(element_bytes=1, kv_slots=8)
 
 
 @dataclass(frozen=True)
 class Tiles:
     """Shared memory."""
 
-    sKv: cute.Pointer  # bytes of 5 slots of 5 boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
+    geometry: Geometry
+    sKv: cute.Pointer  # bytes of slots of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
     sExchange: cute.Pointer  # fp32 (2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
     sRowValue: cute.Pointer  # fp32 (2 halves, 64 rows): row maxima and sums for the other half of the threads
     sAlpha: cute.Pointer  # fp32 (2 tiles, 64 rows): rescale factors
@@ -87,7 +176,7 @@ class Tiles:
 
     def slot(self, index: Int32) -> cute.Pointer:
         """First byte of a slot."""
-        return self.sKv + index * SLOT_BYTES
+        return self.sKv + index * self.geometry.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -104,8 +193,3 @@ class Pipes:
     output_ready: Ring
     stats_ready: Ring
     stats_free: Ring
-
-
-def products_per_tile(has_rope: bool) -> int:
-    """Matrix products of one tile."""
-    return LATENT_STEPS + (ROPE_STEPS if has_rope else 0) + OUTPUT_CHUNKS * KEY_STEPS

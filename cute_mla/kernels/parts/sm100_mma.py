@@ -13,35 +13,38 @@ from . import tcgen05
 from .sm100_geometry import (
     BOX_BYTES,
     CHUNK_COLUMNS,
-    KEY_STEPS,
-    LATENT_BOXES,
-    LATENT_STEPS,
     OUTPUT_CHUNKS,
     OUTPUT_COLUMN,
     PAIR,
     PAIR_ROWS,
-    PROBS_OFFSET,
     QUERY_COLUMN,
-    ROPE_STEPS,
+    ROW_BYTES,
     SCORE_COLUMN,
+    STEP_BYTES,
+    STEP_COLUMNS,
     STEPS_PER_BOX,
+    Geometry,
     Tiles,
 )
 from .tcgen05 import Keep
 
-K_MAJOR_STEP = 32  # bytes of 16 elements
-MN_MAJOR_STEP = 16 * 128  # bytes of 16 rows
-TMEM_STEP = 8  # columns of 16 elements
-
 
 @dataclass(frozen=True)
 class PairGemm:
-    """The operands in both CTAs, which lie at the same addresses in each. One thread multiplies."""
+    """The operands in both CTAs, which lie at the same addresses in each. One thread multiplies.
+
+    dtype: of Q, K, V and P.
+    """
 
     dtype: type[cutlass.Numeric]
     has_rope: bool
     tiles: Tiles
     tmem: Int32
+
+    @property
+    def geometry(self) -> Geometry:
+        """That of the elements."""
+        return self.tiles.geometry
 
     def keys(self, slot: Int32) -> Any:
         """K of a tile as operand."""
@@ -50,19 +53,19 @@ class PairGemm:
     def probs_and_values(self, slot: Int32) -> tuple[Any, Any]:
         """P and V of a tile as operands."""
         base = self.tiles.slot(slot)
-        return tcgen05.k_major(base + PROBS_OFFSET), tcgen05.mn_major(base, BOX_BYTES)
+        return tcgen05.k_major(base + self.geometry.probs_offset), tcgen05.mn_major(base, BOX_BYTES)
 
     def scores(self, keys: Any) -> None:
         """S = Q K^T over the columns that each CTA holds: the lanes 0..63 and 64..127 get the two partial sums, since the
         even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
-        for step in range(LATENT_STEPS + (ROPE_STEPS if self.has_rope else 0)):
+        for step in range(self.geometry.latent_steps + (self.geometry.rope_steps if self.has_rope else 0)):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
                 self.tmem + SCORE_COLUMN,
-                tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * TMEM_STEP)),
-                keys.advance_start_address(box * BOX_BYTES + step_in_box * K_MAJOR_STEP),
+                tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
+                keys.advance_start_address(box * BOX_BYTES + step_in_box * STEP_BYTES),
                 shape,
                 accumulate=step > 0,
             )
@@ -70,14 +73,14 @@ class PairGemm:
     def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
         """O += P V, or O = P V, for the 256 value columns of each CTA."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
-        chunk_bytes = LATENT_BOXES // OUTPUT_CHUNKS * BOX_BYTES
-        for step in range(KEY_STEPS):
+        chunk_bytes = self.geometry.latent_boxes // OUTPUT_CHUNKS * BOX_BYTES
+        for step in range(self.geometry.key_steps):
             for chunk in range(OUTPUT_CHUNKS):
-                # both chunks multiply the same 16 keys of P, which the tensor core may keep: 8 KB a tile off the port of smem
+                # both chunks multiply the same keys of P, which the tensor core may keep: 8 KB a tile off the port of smem
                 tcgen05.multiply(
                     self.tmem + (OUTPUT_COLUMN + chunk * CHUNK_COLUMNS),
-                    probs.advance_start_address(step * K_MAJOR_STEP),
-                    values.advance_start_address(chunk * chunk_bytes + step * MN_MAJOR_STEP),
+                    probs.advance_start_address(step * STEP_BYTES),
+                    values.advance_start_address(chunk * chunk_bytes + step * self.geometry.step_keys * ROW_BYTES),
                     shape,
                     accumulate=accumulate if step == 0 else True,
                     keep_a=Keep.FILL if chunk == 0 else Keep.LASTUSE,

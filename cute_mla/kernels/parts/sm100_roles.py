@@ -6,7 +6,7 @@ of CTA c, which are also the value columns that it multiplies. (Where all column
 others.)
 
 Tensor memory: O in 256 columns, Q in 144, S in 64. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
-Shared memory: a ring of 5 slots of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns, later P.
+Shared memory: a ring of slots of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns, later P.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
@@ -40,24 +40,22 @@ from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from . import tcgen05
 from .barriers import Ring, arrive, arrive_at
-from .fragments import aligned, load_pair, store_row
+from .fragments import aligned, load_word, store_row
 from .lengths import smaller
 from .sm100_geometry import (
-    BARRIERS,
     CTA_COLUMNS,
     CTA_ROPE,
     EXCHANGE_WORDS,
     GROUP,
     GROUP_WARPS,
-    KV_BYTES,
     OUTPUT_COLUMN,
     PAIR,
     PARITIES,
     QUERY_COLUMN,
-    QUERY_ROPE_COLUMN,
     TILE_ALIGNMENT,
     TMEM_COLUMNS,
     VECTOR,
+    Geometry,
     Pipes,
     Tiles,
 )
@@ -67,7 +65,7 @@ from .softmax import LN2
 from .tiles import first_query_row
 from .work import Extent, Piece, Schedule
 
-WORD_ELEMENTS = 2  # 16-bit elements of a 32-bit word
+WORD_ELEMENTS = 2  # of out, in a 32-bit word
 COPY_WORDS = 16  # of Q or O a thread moves between its lane of tensor memory and gmem at a time
 STORED_AT_ONCE = COPY_WORDS * WORD_ELEMENTS  # columns of O
 SCALED_AT_ONCE = 2 * STORED_AT_ONCE
@@ -103,7 +101,7 @@ class PairDecode:
     """The roles score, output and mma. A kernel is a subclass that has `run`, a role that fills slots, and says which keys
     count.
 
-    dtype: 16-bit element type. config: the variant; it has access_bytes. has_rope: whether keys have columns that are no values.
+    dtype: 16-bit element type of out. config: the variant; it has access_bytes. has_rope: whether keys have columns that are no values.
     mma_warp: warp of that role. kv_arrivals: arrivals that fill a slot.
     loads_queries_ahead: the output role loads Q of the following piece before it stores the results of one; otherwise the score
     role loads it when its piece begins. keeps_maximum: the greatest logit of every row is a result, too.
@@ -116,6 +114,16 @@ class PairDecode:
     kv_arrivals: int
     loads_queries_ahead = False
     keeps_maximum = False
+
+    @property
+    def operand_dtype(self) -> type[cutlass.Numeric]:
+        """Type of Q, K, V and P."""
+        return self.dtype
+
+    @property
+    def geometry(self) -> Geometry:
+        """What depends on its size."""
+        return Geometry.of(self.operand_dtype)
 
     @property
     def vectors(self) -> bool:
@@ -142,15 +150,17 @@ class PairDecode:
 
     def carve_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm100_geometry."""
+        geometry = self.geometry
         tiles = Tiles(
-            sKv=smem.allocate_array(Uint8, KV_BYTES, byte_alignment=TILE_ALIGNMENT),
+            geometry,
+            sKv=smem.allocate_array(Uint8, geometry.kv_bytes, byte_alignment=TILE_ALIGNMENT),
             sExchange=smem.allocate_array(Float32, EXCHANGE_WORDS),
             sRowValue=smem.allocate_array(Float32, GROUP),
             sAlpha=smem.allocate_array(Float32, PARITIES * TILE_ROWS),
             sInverse=smem.allocate_array(Float32, TILE_ROWS),
             tmem_cell=None,
         )
-        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in BARRIERS})
+        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
         return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
 
     def initialise(self, pipes: Pipes) -> None:
@@ -253,7 +263,7 @@ class PairDecode:
         lse."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        rows = ScoreRows.create(self.dtype, tiles, lanes, thread, operands.scale_log2)
+        rows = ScoreRows.create(self.operand_dtype, tiles, lanes, thread, operands.scale_log2)
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         while req <= schedule.last_request():
@@ -285,26 +295,28 @@ class PairDecode:
         row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
         half = thread // TILE_ROWS
         source = operands.q_row(req, row)
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // (COPY_WORDS * WORD_ELEMENTS)):
-            offset = half * CTA_COLUMNS + copy * (COPY_WORDS * WORD_ELEMENTS)
-            tcgen05.store_columns(lanes + (QUERY_COLUMN + copy * COPY_WORDS), self.load_words(source + offset))
+        elements = self.geometry.word_elements
+        for copy in cutlass.range_constexpr(CTA_COLUMNS // (COPY_WORDS * elements)):
+            offset = half * CTA_COLUMNS + copy * (COPY_WORDS * elements)
+            tcgen05.store_columns(lanes + (QUERY_COLUMN + copy * COPY_WORDS), self.load_words(source + offset, COPY_WORDS))
         if cutlass.const_expr(self.has_rope):
             rope = D_LATENT + half * CTA_ROPE
-            tcgen05.store_columns(lanes + QUERY_ROPE_COLUMN, self.load_words(source + rope))
+            tcgen05.store_columns(lanes + self.geometry.query_rope_column, self.load_words(source + rope, CTA_ROPE // elements))
         tcgen05.await_stores()
         tcgen05.fence_before_signal()
 
-    def load_words(self, source: cute.Pointer) -> list[Int32]:
-        """32 contiguous elements of gmem."""
+    def load_words(self, source: cute.Pointer, count: int) -> list[Int32]:
+        """So many contiguous words of elements of Q."""
         words = []
-        for vector in range(COPY_WORDS // VECTOR):
-            first = source + vector * VECTOR * WORD_ELEMENTS
+        elements = self.geometry.word_elements
+        for vector in range(count // VECTOR):
+            first = source + vector * VECTOR * elements
             if self.vectors:
                 rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
                 cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 16), dtype=Int32), rWords.layout), rWords)
                 words += [rWords[i] for i in range(VECTOR)]
             else:
-                words += [load_pair(first + WORD_ELEMENTS * i, False) for i in range(VECTOR)]
+                words += [load_word(first + elements * i, self.geometry.element_bytes) for i in range(VECTOR)]
         return words
 
     @cute.jit

@@ -16,23 +16,20 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from . import tcgen05
-from .fragments import aligned, pack_pair
+from .fragments import aligned, pack_word
 from .sm100_geometry import (
     GROUP_WARPS,
     HALF_KEYS,
-    PROBS_OFFSET,
+    ROW_BYTES,
     SCORE_BARRIER,
     SCORE_COLUMN,
     VECTOR,
     Tiles,
 )
 from .softmax import follow_maximum, shift_of
-from .tiles import ELEMENT_BYTES
 
 VECTORS = HALF_KEYS // VECTOR
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
-ROW_BYTES = 128
-KEYS_PER_CHUNK = 16 // ELEMENT_BYTES  # of a 16-byte piece of a row of P
 
 
 @dataclass(frozen=True)
@@ -143,14 +140,16 @@ class ScoreRows:
         self.rSum[0] = sums[0] + sums[1]
 
     def store_probs(self, slot: Int32) -> None:
-        """The probabilities, packed to 16 bits, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
-        line = self.tiles.slot(slot) + (PROBS_OFFSET + self.row * ROW_BYTES)
-        for chunk in range(HALF_KEYS // KEYS_PER_CHUNK):
+        """The probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
+        geometry = self.tiles.geometry
+        line = self.tiles.slot(slot) + (geometry.probs_offset + self.row * ROW_BYTES)
+        chunk_keys = VECTOR * geometry.word_elements  # of 16 bytes
+        for chunk in range(HALF_KEYS // chunk_keys):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
             for i in range(VECTOR):
-                k = chunk * KEYS_PER_CHUNK + 2 * i
-                rWords[i] = pack_pair(self.rS[k], self.rS[k + 1], self.dtype)
-            place = (self.half * (HALF_KEYS // KEYS_PER_CHUNK) + chunk) ^ (self.row % 8)
+                k = chunk * chunk_keys + i * geometry.word_elements
+                rWords[i] = pack_word([self.rS[k + j] for j in range(geometry.word_elements)], self.dtype)
+            place = (self.half * (HALF_KEYS // chunk_keys) + chunk) ^ (self.row % 8)
             target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
             cute.autovec_copy(rWords, cute.make_tensor(target, cute.make_layout(VECTOR)))
 

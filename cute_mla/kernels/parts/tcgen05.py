@@ -5,6 +5,7 @@ A kernel's tcgen05 instructions are all of one group: a pair's unless said other
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -19,7 +20,15 @@ SWIZZLE_128B = 2
 
 F32_ACCUMULATOR = 1 << 4
 A_FORMAT, B_FORMAT, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 16, 17, 24  # bit positions in an instruction descriptor
-FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1}
+FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1, cutlass.Float8E4M3FN: 0}  # within its kind
+
+
+@dataclass(frozen=True)
+class Product:
+    """Kind and shape of a matrix product. descriptor: the instruction's."""
+
+    kind: primitives.Tcgen05MMAKind
+    descriptor: int
 
 
 def allocate(cell: cute.Pointer, columns: int, group: primitives.CTAGroup = PAIR_GROUP) -> None:
@@ -33,20 +42,21 @@ def free(address: Int32, columns: int, group: primitives.CTAGroup = PAIR_GROUP) 
     primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=group)
 
 
-def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> int:
-    """Descriptor of rows x columns x 16 with fp32 accumulators; rows and columns of all CTAs of the group together."""
+def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> Product:
+    """Product of rows x columns x 32 bytes with fp32 accumulators; rows and columns of all CTAs of the group together."""
+    kind = primitives.Tcgen05MMAKind.F8F6F4 if dtype.width == 8 else primitives.Tcgen05MMAKind.F16
     a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_b) << B_MN_MAJOR
-    return F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD
+    return Product(kind, F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD)
 
 
 def k_major(tile: cute.Pointer) -> Any:
-    """Operand of rows of 128 swizzled bytes along the contraction. A step of 16 elements is 32 bytes further."""
+    """Operand of rows of 128 swizzled bytes along the contraction. A step is 32 bytes further."""
     return _operand(tile, leading=16)
 
 
 def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
-    """The same bytes as operand with the contraction across the rows; `box_bytes` further lie the next 64 columns. A step
-    of 16 rows is 2,048 bytes further."""
+    """The same bytes as operand with the contraction across the rows; `box_bytes` further lie the next 128 bytes of
+    the columns. A step of 16 rows is 2,048 bytes further."""
     return _operand(tile, leading=box_bytes)
 
 
@@ -61,7 +71,7 @@ def multiply(
     accumulator: Int32,
     a: Any,
     b: Any,
-    shape: int,
+    product: Product,
     accumulate: bool | Boolean,
     keep_a: primitives.Tcgen05MMACollectorOp = Keep.DISCARD,
     group: primitives.CTAGroup = PAIR_GROUP,
@@ -69,11 +79,11 @@ def multiply(
     """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of
     a pair's even CTA."""
     target = primitives.make_tmem_ptr(accumulator, Int8)
-    primitives.tcgen05_mma(primitives.Tcgen05MMAKind.F16, group, target, a, b, shape, accumulate, collector_op=keep_a)
+    primitives.tcgen05_mma(product.kind, group, target, a, b, product.descriptor, accumulate, collector_op=keep_a)
 
 
 def a_in_tmem(address: Int32) -> Any:
-    """A operand in tensor memory: a row is a lane, two elements a column, so a step of 16 elements is 8 columns further."""
+    """A operand in tensor memory: a row is a lane, 4 bytes a column, so a step of 32 bytes is 8 columns further."""
     return primitives.make_tmem_ptr(address, Int8)
 
 

@@ -32,9 +32,10 @@ from ..parts.sm100_columns import (
     rope_columns,
     store_piece,
 )
-from ..parts.sm100_geometry import BOX_BYTES, CTA_COLUMNS, LATENT_BOXES, PAIR, VECTOR
+from ..parts.sm100_geometry import BOX_BYTES, CTA_COLUMNS, PAIR, SIXTEEN_BIT, VECTOR
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 
+LATENT_BOXES = SIXTEEN_BIT.latent_boxes
 BOX_LANES = BOX_COLUMNS // PIECE  # that fetch the e4m3 columns of one box and key
 KEYS_AT_ONCE = LANES // (BOX_LANES * LATENT_BOXES)  # of one pass over e4m3 columns
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
