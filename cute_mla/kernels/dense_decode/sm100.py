@@ -46,7 +46,7 @@ from cutlass import Float32, Int32, cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.dense_decode import TILE_ROWS, DenseDecodeConfig
+from ...spec.dense_decode import FP8, TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
@@ -87,6 +87,11 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
     has_rope = True
     mma_warp = MMA_WARP
     kv_arrivals = 1
+
+    @property
+    def operand_dtype(self) -> type[cutlass.Numeric]:
+        """Type of Q, K, V and P."""
+        return self.query_dtype
 
     @cute.jit
     def run(self, operands: Operands):
@@ -171,6 +176,6 @@ def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
             Role("load", LOAD_WARP, 1),
             Role("mma", MMA_WARP, 1),
         ),
-        expected={"UTCHMMA": geometry.products_per_tile(has_rope=True)},
+        expected={"UTCQMMA" if config.operands == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
         tmem_columns=TMEM_COLUMNS,
     )

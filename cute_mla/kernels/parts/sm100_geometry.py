@@ -33,6 +33,7 @@ CHUNK_COLUMNS = CTA_COLUMNS // OUTPUT_CHUNKS
 # O and S of the columns that the even and the odd CTA hold, Q of the columns that each of them multiplies
 OUTPUT_COLUMN = 0
 QUERY_COLUMN = OUTPUT_COLUMN + CTA_COLUMNS
+SUM_COLUMN = QUERY_COLUMN + 96  # sums of rounded P, behind 8-bit Q
 TMEM_COLUMNS = 512  # what is allocated: a power of two
 SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 
@@ -42,6 +43,10 @@ SCORE_WARP = 0
 OUTPUT_WARP = 4
 LOAD_WARP = 8  # the first that is not in these groups
 SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of score warps; 0 is the CTA's
+
+SUM_COLUMNS = 16  # of each CTA, equal: the least that a product of a pair has
+ONES_BYTES = SUM_COLUMNS * ROW_BYTES
+ONES_WORD = 0x38383838  # four times 1 in e4m3
 
 PARITIES = 2  # tiles that may be in flight between two roles
 
@@ -66,6 +71,12 @@ class Geometry:
     def of(dtype: type[cutlass.Numeric]) -> Geometry:
         """That of an element type."""
         return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT
+
+    @property
+    def sums_probs(self) -> bool:
+        """Whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
+        P times a column of ones."""
+        return self.element_bytes == 1
 
     @property
     def box_columns(self) -> int:
@@ -124,12 +135,18 @@ class Geometry:
 
     def products_per_tile(self, has_rope: bool) -> int:
         """Matrix products of one tile."""
-        return self.latent_steps + (self.rope_steps if has_rope else 0) + OUTPUT_CHUNKS * self.key_steps
+        scores = self.latent_steps + (self.rope_steps if has_rope else 0)
+        return scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the ring."""
         return self.kv_slots * self.slot_bytes
+
+    @property
+    def ones_bytes(self) -> int:
+        """Bytes of the ones that P is multiplied with."""
+        return ONES_BYTES if self.sums_probs else 0
 
     @property
     def barriers(self) -> tuple[tuple[str, int], ...]:
@@ -150,7 +167,7 @@ class Geometry:
     @property
     def barrier_offset(self) -> int:
         """First byte of the mbarriers."""
-        return self.kv_bytes + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
+        return self.kv_bytes + self.ones_bytes + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
 
     @property
     def smem_used(self) -> int:
@@ -168,6 +185,7 @@ class Tiles:
 
     geometry: Geometry
     sKv: cute.Pointer  # bytes of slots of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
+    sOnes: cute.Pointer | None  # e4m3 (16 rows, 128): ones, where P is summed up
     sExchange: cute.Pointer  # fp32 (2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
     sRowValue: cute.Pointer  # fp32 (2 halves, 64 rows): row maxima and sums for the other half of the threads
     sAlpha: cute.Pointer  # fp32 (2 tiles, 64 rows): rescale factors

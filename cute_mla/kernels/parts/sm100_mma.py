@@ -23,6 +23,8 @@ from .sm100_geometry import (
     STEP_BYTES,
     STEP_COLUMNS,
     STEPS_PER_BOX,
+    SUM_COLUMN,
+    SUM_COLUMNS,
     Geometry,
     Tiles,
 )
@@ -71,17 +73,26 @@ class PairGemm:
             )
 
     def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
-        """O += P V, or O = P V, for the 256 value columns of each CTA."""
+        """O += P V, or O = P V, for the 256 value columns of each CTA; and so the sum of P, where it is asked for."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
         chunk_bytes = self.geometry.latent_boxes // OUTPUT_CHUNKS * BOX_BYTES
         for step in range(self.geometry.key_steps):
-            for chunk in range(OUTPUT_CHUNKS):
-                # both chunks multiply the same keys of P, which the tensor core may keep: 8 KB a tile off the port of smem
+            row = step * self.geometry.step_keys * ROW_BYTES
+            products = [
+                (OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values.advance_start_address(chunk * chunk_bytes + row), shape)
+                for chunk in range(OUTPUT_CHUNKS)
+            ]
+            if self.geometry.sums_probs:
+                narrow = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * SUM_COLUMNS)
+                products.append((SUM_COLUMN, tcgen05.k_major(self.tiles.sOnes), narrow))
+            for i, (column, b, product) in enumerate(products):
+                # all multiply the same keys of P, which the tensor core may keep: that much less for the port of smem
+                keep = Keep.FILL if i == 0 else Keep.LASTUSE if i == len(products) - 1 else Keep.USE
                 tcgen05.multiply(
-                    self.tmem + (OUTPUT_COLUMN + chunk * CHUNK_COLUMNS),
+                    self.tmem + column,
                     probs.advance_start_address(step * STEP_BYTES),
-                    values.advance_start_address(chunk * chunk_bytes + step * self.geometry.step_keys * ROW_BYTES),
-                    shape,
+                    b,
+                    product,
                     accumulate=accumulate if step == 0 else True,
-                    keep_a=Keep.FILL if chunk == 0 else Keep.LASTUSE,
+                    keep_a=keep,
                 )

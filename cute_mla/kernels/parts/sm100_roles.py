@@ -52,6 +52,7 @@ from .sm100_geometry import (
     PAIR,
     PARITIES,
     QUERY_COLUMN,
+    SUM_COLUMN,
     TILE_ALIGNMENT,
     TMEM_COLUMNS,
     VECTOR,
@@ -154,6 +155,7 @@ class PairDecode:
         tiles = Tiles(
             geometry,
             sKv=smem.allocate_array(Uint8, geometry.kv_bytes, byte_alignment=TILE_ALIGNMENT),
+            sOnes=smem.allocate_array(Uint8, geometry.ones_bytes) if geometry.ones_bytes else None,
             sExchange=smem.allocate_array(Float32, EXCHANGE_WORDS),
             sRowValue=smem.allocate_array(Float32, GROUP),
             sAlpha=smem.allocate_array(Float32, PARITIES * TILE_ROWS),
@@ -264,6 +266,7 @@ class PairDecode:
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
         rows = ScoreRows.create(self.operand_dtype, tiles, lanes, thread, operands.scale_log2)
+        rows.store_ones()
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
         while req <= schedule.last_request():
@@ -351,7 +354,9 @@ class PairDecode:
         total = rows.row_sum()
         if rows.half == 0:
             empty = total == 0.0
-            inverse = self.weigh_row(operands, rows, req, begin_tile, total)
+            # where P is summed up by the tensor cores, the output role divides by what they have
+            divisor = Float32(1) if self.geometry.sums_probs else total
+            inverse = self.weigh_row(operands, rows, req, begin_tile, divisor)
             (rows.tiles.sInverse + rows.row).store(cutlass.select_(empty, Float32(0), inverse))
         return total
 
@@ -403,6 +408,8 @@ class PairDecode:
                 tcgen05.fence_after_wait()
             pipes.stats_ready.wait_ready(pieces)
             inverse = (tiles.sInverse + thread % TILE_ROWS).load()
+            if cutlass.const_expr(self.geometry.sums_probs):
+                inverse = divided_by_sum(inverse, lanes)
             arrive(pipes.stats_free.barrier(pieces))
             self.store_rows(operands, req, piece, thread, lanes, inverse)
             pieces = pieces + 1
@@ -440,6 +447,9 @@ class PairDecode:
                 values = tcgen05.load_columns(place, SCALED_AT_ONCE)
                 tcgen05.await_loads()
                 tcgen05.store_columns(place, scaled(values, alpha), Float32)
+            if cutlass.const_expr(self.geometry.sums_probs):
+                total = load_sum(lanes)
+                tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
             tcgen05.await_stores()
         tcgen05.fence_before_signal()
         arrive_at(pipes.output_ready.barrier(tile), EVEN_CTA)
@@ -475,6 +485,18 @@ def thread_and_lanes(tmem: Int32) -> tuple[Int32, Int32]:
     thread = cute.arch.thread_idx()[0] % GROUP
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
     return thread, tmem + (warp << 21)
+
+
+def load_sum(lanes: Int32) -> Float32:
+    """The sum of rounded P of this thread's row."""
+    total = tcgen05.load_columns(lanes + SUM_COLUMN, 1)
+    tcgen05.await_loads()
+    return total[0]
+
+
+def divided_by_sum(weight: Float32, lanes: Int32) -> Float32:
+    """What a row of O is multiplied with, 0 for a row that attends to nothing, whatever tensor memory holds."""
+    return cutlass.select_(weight == 0.0, Float32(0), weight / load_sum(lanes))
 
 
 def scaled(values: Any, factor: Float32) -> list[Float32]:

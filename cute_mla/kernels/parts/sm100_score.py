@@ -16,17 +16,18 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from . import tcgen05
-from .fragments import aligned, pack_word
+from .fragments import aligned, pack_word, store_words
 from .sm100_geometry import (
     GROUP_WARPS,
     HALF_KEYS,
+    ONES_WORD,
     ROW_BYTES,
     SCORE_BARRIER,
     SCORE_COLUMN,
     VECTOR,
     Tiles,
 )
-from .softmax import follow_maximum, shift_of
+from .softmax import follow_maximum, follow_tile, shift_of
 
 VECTORS = HALF_KEYS // VECTOR
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
@@ -38,7 +39,7 @@ class ScoreRows:
 
     tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rS: scores, then
     probabilities. rMax: the reference, log2 units. rSum: this thread's share of the row sum. rBest: the greatest score of the
-    row, unscaled, which the reference only follows. Where nobody reads it, the compiler drops it.
+    row, unscaled, which the reference only follows. Where nobody reads it, the compiler drops it. dtype: of P.
     """
 
     dtype: type[cutlass.Numeric]
@@ -64,6 +65,11 @@ class ScoreRows:
         self.rMax[0] = -Float32.inf
         self.rSum[0] = Float32(0)
         self.rBest[0] = -Float32.inf
+
+    def store_ones(self) -> None:
+        """Writes what P is multiplied with for its sum: 16 bytes of each of 128 threads."""
+        if self.tiles.sOnes is not None:
+            store_words(self.tiles.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
 
     def sync_halves(self) -> None:
         """Waits for the warp that has the other half of this warp's rows."""
@@ -126,7 +132,11 @@ class ScoreRows:
         best = reduce(cute.arch.fmax, chains)
         best = cute.arch.fmax(best, self.swap(best))
         self.rBest[0] = cute.arch.fmax(self.rBest[0], best)
-        self.rMax[0], alpha = follow_maximum(self.rMax[0], best * self.scale_log2)
+        candidate = best * self.scale_log2
+        if self.tiles.geometry.sums_probs:
+            self.rMax[0], alpha = follow_tile(self.rMax[0], candidate, self.rBest[0] * self.scale_log2)
+        else:
+            self.rMax[0], alpha = follow_maximum(self.rMax[0], candidate)
         return alpha
 
     def exponentiate(self, alpha: Float32) -> None:
