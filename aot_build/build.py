@@ -28,7 +28,7 @@ from cute_mla.spec.arch import ARCHS
 from .compile import Compiled, compile_source
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
-from .inspect import DamagedCubin, by_mnemonic, read_cubin, read_ptx, read_sass
+from .inspect import DamagedCubin, by_mnemonic, read_cubin, read_overlap, read_ptx, read_sass
 from .tools import ToolError, assemble, assembler_version, disassemble, tool_versions
 from .variants import OPS, Variant, closed_variants
 
@@ -195,6 +195,7 @@ def build_one(variant: Variant, print_: str, folder: Path) -> KernelReport:
 def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Evidence:
     """Takes apart what the compiler made. The PTX is assembled again where the DSL's own release of ptxas is at hand."""
     cubin = read_cubin(compiled.cubin)
+    listing = disassemble(compiled.cubin)
     again = assemble(compiled.ptx, variant.arch.gpu_arch) if assembler_version() == cubin.tool else None
     return Evidence(
         kernel=variant.name,
@@ -206,7 +207,9 @@ def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Eviden
         expected=source.expected,
         ptx=read_ptx(compiled.ptx),
         cubin=cubin,
-        sass=read_sass(disassemble(compiled.cubin)),
+        sass=read_sass(listing),
+        overlapped=source.overlapped,
+        overlap=read_overlap(listing),
         reassembled=None if again is None else read_cubin(again),
     )
 

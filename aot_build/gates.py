@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.arch import Arch
@@ -38,6 +38,7 @@ class Evidence:
     """All that the gates look at.
 
     params, block, smem_bytes, tmem_columns, expected: what the kernel's source declares. ptx, cubin, sass: what the compiler made.
+    overlapped: what the source declares to run while products are under way; overlap: what does (see read_overlap).
     reassembled: the cubin that the ptxas program makes of the PTX, or None where that program is not at hand.
     """
 
@@ -52,6 +53,8 @@ class Evidence:
     sass: Counter[str]
     reassembled: CubinInfo | None
     tmem_columns: int = 0
+    overlapped: dict[str, int] = field(default_factory=dict)
+    overlap: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,14 @@ def expected_counts(evidence: Evidence) -> Iterator[Finding]:
             yield f"{found} {opcode}", f"the expected {number}"
 
 
+def overlap(evidence: Evidence) -> Iterator[Finding]:
+    """Enough is left to do beside the products: ptxas moves a wait for them up, to wherever it may stand in its block."""
+    for opcode, number in evidence.overlapped.items():
+        found = count_matching(evidence.overlap, rf"{opcode.replace('.', '[.]')}(?![A-Za-z0-9_])")
+        if found < number:
+            yield f"{found} {opcode} between products and the wait for all of them", f"at least {number}"
+
+
 def tool_note(evidence: Evidence) -> Iterator[Finding]:
     """Assembled with the options asked for: nothing in the environment has added to them."""
     options = f"-O 3 -arch {evidence.arch.gpu_arch}"
@@ -257,6 +268,7 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     translation,
     serialisation,
     expected_counts,
+    overlap,
     tool_note,
     reassembly,
 )

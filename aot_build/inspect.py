@@ -226,6 +226,26 @@ def read_sass(text: str) -> Counter[str]:
     return counts
 
 
+_PRODUCT = re.compile(r"[A-Z]GMMA\b")
+_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\S* gsb0, 0x0\b")
+
+
+def read_overlap(text: str) -> Counter[str]:
+    """How often each instruction stands behind a WGMMA of nvdisasm's output and before the next wait for all of them: what a
+    warp that runs straight on does while its products are under way."""
+    counts: Counter[str] = Counter()
+    under_way = False
+    for line in text.splitlines():
+        opcodes = _SASS_LINE.findall(line)
+        if any(_PRODUCT.match(opcode) for opcode in opcodes):
+            under_way = True
+        elif _WAIT_FOR_ALL.search(line):
+            under_way = False
+        elif under_way:
+            counts.update(opcodes)
+    return counts
+
+
 def by_mnemonic(sass: Counter[str]) -> dict[str, int]:
     """The counts without modifiers, in alphabetical order."""
     totals: Counter[str] = Counter()

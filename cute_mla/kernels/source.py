@@ -28,6 +28,8 @@ class KernelSource:
     tmem_columns: of tensor memory that one CTA allocates.
     expected: instruction counts derived from the tile shapes, by SASS mnemonic (such as HGMMA or UTMALDG) or PTX opcode
         (such as wgmma.mma_async); a build in which the compiler emitted another number of them fails.
+    overlapped: instructions, by SASS mnemonic, of which at least so many must stand behind a WGMMA and before the next wait for
+        all of them: what the kernel means to do meanwhile.
     """
 
     op: str
@@ -43,3 +45,4 @@ class KernelSource:
     roles: tuple[Role, ...] = ()
     expected: dict[str, int] = field(default_factory=dict)
     tmem_columns: int = 0
+    overlapped: dict[str, int] = field(default_factory=dict)

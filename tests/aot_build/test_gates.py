@@ -54,6 +54,12 @@ def test_spills_without_a_stack_figure(evidence: Evidence, opcode: str) -> None:
     fails(replace(evidence, sass=evidence.sass + Counter({opcode: 3})), "gate stack: 3 LDL/STL instructions, limit: 0")
 
 
+def test_overlap(evidence: Evidence) -> None:
+    wanted = replace(evidence, overlapped={"MUFU.EX2": 64})
+    check(replace(wanted, overlap=Counter({"MUFU.EX2": 66})))
+    fails(replace(wanted, overlap=Counter({"MUFU.EX2": 63, "MUFU.EX2F": 9})), "gate overlap: 63 MUFU.EX2 between products.*at least 64")
+
+
 def test_an_opcode_that_only_begins_like_a_spill_is_none(evidence: Evidence) -> None:
     check(replace(evidence, sass=evidence.sass + Counter({"LDLX": 1})))
 

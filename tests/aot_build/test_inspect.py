@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from tma_copy import GOOD
 
-from cute_mla.aot_build.inspect import DamagedCubin, KernelParam, by_mnemonic, count_matching, read_cubin, read_ptx, read_sass
+from cute_mla.aot_build.inspect import DamagedCubin, KernelParam, by_mnemonic, count_matching, read_cubin, read_overlap, read_ptx, read_sass
 from cute_mla.aot_build.tools import disassemble
 
 PTX = """
@@ -96,6 +96,22 @@ def test_sass_of_a_real_cubin(cubin: bytes) -> None:
     assert sass["UTMALDG.2D"] == 1
     assert by_mnemonic(sass)["LDS"] == 32  # 64 x 64 elements, one by one, over 128 threads
     assert by_mnemonic(sass)["STG"] == 32
+
+
+def test_overlap_is_what_stands_between_products_and_the_wait_for_all_of_them() -> None:
+    text = """
+        /*0000*/                   MUFU.EX2 R1, R2 ;
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
+        /*0020*/                   FADD R1, R2, R3 ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0040*/              @!P0 MUFU.EX2 R1, R2 ;
+.L_x_1:
+        /*0050*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;
+        /*0060*/                   MUFU.EX2 R1, R2 ;
+        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0080*/                   MUFU.EX2 R1, R2 ;
+"""
+    assert read_overlap(text) == {"FADD": 1, "WARPGROUP.DEPBAR.LE": 1, "MUFU.EX2": 2}
 
 
 def test_sass_lines_with_predicates_and_without_instructions() -> None:

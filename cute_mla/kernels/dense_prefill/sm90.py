@@ -358,4 +358,5 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelSource:
             *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
         ),
         expected={"HGMMA": 2 * scores + 3 * output},  # once for the first tile of an item, once for the others; the very last P V
+        overlapped={"MUFU.EX2": 2 * GROUP_ROWS * TILE_KEYS // WARPGROUP},  # P V goes on during both softmaxes
     )

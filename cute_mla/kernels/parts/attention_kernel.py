@@ -44,6 +44,7 @@ class AttentionKernel:
         roles: tuple[Role, ...],
         expected: dict[str, int],
         tmem_columns: int = 0,
+        overlapped: dict[str, int] | None = None,
     ) -> KernelSource:
         """The variant, ready to compile."""
         return KernelSource(
@@ -60,4 +61,5 @@ class AttentionKernel:
             roles=roles,
             expected=expected,
             tmem_columns=tmem_columns,
+            overlapped=overlapped or {},
         )
