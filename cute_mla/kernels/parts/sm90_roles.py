@@ -251,11 +251,12 @@ class RolesSm90:
         """Publishes 1 / row sum and writes lse: natural log if the piece is the whole request, else base 2."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
+            weights = softmax.weight_sum(row_half, total)
             empty = total == 0.0
             row = query_row(thread, row_half)
             lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
-                weight = self.weigh_row(operands, piece, row, softmax.weight_sum(row_half, total), softmax.rMax[row_half])
+                weight = self.weigh_row(operands, piece, row, weights, softmax.rMax[row_half])
                 inverse = cutlass.select_(empty, Float32(0), weight)
                 tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
