@@ -5,7 +5,7 @@ The cache holds 16-bit elements, or e4m3 with one scale for all of it, k = desca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
 from .arch import SM90, SM100, Arch
@@ -75,33 +75,45 @@ class Tiling:
     """How an architecture's kernel takes up query rows.
 
     wide_bytes: what its faster variants load and store at a time; the others take one element.
-    paired: CTAs come in pairs that share every key tile, whatever the number of rows. Else two CTAs share where the rows
-        give an even number of them and the accesses are wide.
+    clusters: how many CTAs may share every key tile. Where that is 1 or 2, two share if the rows give an even number of
+        them and the accesses are wide.
     """
 
     wide_bytes: int
-    paired: bool
+    clusters: tuple[int, ...]
+
+    @property
+    def paired(self) -> bool:
+        """Whether CTAs come in pairs, whatever the number of rows."""
+        return self.clusters == (2,)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """(CTAs of a cluster, bytes of an access) of every variant."""
-        clusters = (2,) if self.paired else (1, 2)
-        return *((cluster, self.wide_bytes) for cluster in clusters), (clusters[0], ELEMENT_BYTES)
+        return *((cluster, self.wide_bytes) for cluster in self.clusters), (self.clusters[0], ELEMENT_BYTES)
 
     def shape(self, row_ctas: int, row_alignment: int) -> tuple[int, int]:
         """The one that serves so many CTAs along the rows, with rows that begin at multiples of row_alignment bytes."""
         wide = row_alignment % self.wide_bytes == 0
-        shared = self.paired or (wide and row_ctas % 2 == 0)
+        shared = self.paired or (2 in self.clusters and wide and row_ctas % 2 == 0)
         return 2 if shared else 1, self.wide_bytes if wide else ELEMENT_BYTES
 
 
-TILINGS = {SM90.name: Tiling(wide_bytes=4, paired=False), SM100.name: Tiling(wide_bytes=16, paired=True)}
+TILINGS = {SM90.name: Tiling(wide_bytes=4, clusters=(1, 2)), SM100.name: Tiling(wide_bytes=16, clusters=(2,))}
 
 
 LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
 FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too
 OPERANDS = (LATENT, FP8_CACHE, FP8)
+SHIPPED_OPERANDS = {SM90.name: (LATENT,), SM100.name: (LATENT, FP8)}
+
+
+def tiling(arch: Arch, operands: str) -> Tiling:
+    """How an architecture's kernel of these operands takes up query rows."""
+    tiling = TILINGS[arch.name]
+    # two CTAs that share a tile would save conversions, but the tile's way to the peer costs more: kernels/dense_decode/README.md
+    return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
 
 @dataclass(frozen=True)
@@ -160,7 +172,7 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        shape = TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment)
+        shape = tiling(self.arch, self.operands).shape(self.row_ctas, self.row_alignment)
         return DenseDecodeConfig(self.dtype, *shape, self.operands)
 
     @property
@@ -200,4 +212,9 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
-    return tuple(DenseDecodeConfig(dtype, *shape) for dtype in DTYPES for shape in TILINGS[arch.name].shapes)
+    return tuple(
+        DenseDecodeConfig(dtype, *shape, operands)
+        for operands in SHIPPED_OPERANDS[arch.name]
+        for dtype in DTYPES
+        for shape in tiling(arch, operands).shapes
+    )

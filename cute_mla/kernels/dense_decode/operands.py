@@ -80,7 +80,10 @@ class Operands:
 
     def place_in_table(self, first_key: Int32) -> tuple[Int32, Int32]:
         """Of this lane's box in the tile from first_key on: its entry in the block table, its first row in that page."""
-        key = first_key + cute.arch.lane_idx() * self.box_keys()
+        return self.place_of(first_key + cute.arch.lane_idx() * self.box_keys())
+
+    def place_of(self, key: Int32) -> tuple[Int32, Int32]:
+        """Of a key of a request: its entry in the block table, its row in that page."""
         entry = key // self.page_size
         return entry, key - entry * self.page_size
 

@@ -35,14 +35,14 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import DenseDecodeConfig
+from ...spec.dense_decode import FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
-from ..parts.sm90_gemm import OutputGemm, ScoreGemm, clear_rows
+from ..parts.sm90_gemm import OutputGemm, clear_rows
 from ..parts.sm90_geometry import (
     OUTPUT_BARRIER,
     SLOT_COLUMNS,
@@ -54,15 +54,14 @@ from ..parts.sm90_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table, set_registers
-from ..parts.softmax import mask_keys
+from ..parts.sm90_roles import named_barriers, role_table, set_registers
 from ..parts.tiles import BOX_COLUMNS
 from ..parts.tma import load_box, multicast_box, prefetch_map
-from ..parts.work import Piece
 from ..source import KernelSource
-from .entry import DenseDecode
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
+from .sm90_convert import ConvertingSm90
+from .sm90_rows import DenseRowsSm90
 
 GEOMETRY = Geometry(
     d_qk=D_QK,
@@ -76,11 +75,12 @@ GEOMETRY = Geometry(
 )
 
 
-class DenseDecodeSm90(RolesSm90, DenseDecode):
+class DenseDecodeSm90(DenseRowsSm90):
     """One variant of the kernel."""
 
     threads = THREADS
     geometry = GEOMETRY
+    first_role = "load"
 
     @cute.jit
     def run(self, operands: Operands):
@@ -157,14 +157,7 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
             rank = cute.arch.block_idx_in_cluster()
             multicast_box(target + rank * box, kv_map, (column + rank * BOX_COLUMNS, *where), ready)
 
-    # ---- what a row does not see ------------------------------------------------------------------------------------
-
-    @cute.jit
-    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):
-        """Keys past the end, and causally hidden ones."""
-        if operands.least_limit(left) < TILE_KEYS:
-            limits = [operands.key_limit(left, query_row(gemm.thread, row_half)) for row_half in (0, 1)]
-            mask_keys(gemm.scores, gemm.thread, limits)
+    # ---- what no row sees -------------------------------------------------------------------------------------------
 
     @cute.jit
     def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32):
@@ -175,18 +168,18 @@ class DenseDecodeSm90(RolesSm90, DenseDecode):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
-    def weigh_row(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """1 / row sum, and the scale of the values."""
-        return operands.row_weight(self.config.operands, total)
+
+KERNELS: dict[str, type[DenseRowsSm90]] = {LATENT: DenseDecodeSm90, FP8_CACHE: ConvertingSm90}
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    kernel = DenseDecodeSm90(config, arch)
+    kernel = KERNELS[config.operands](config, arch)
+    geometry = kernel.geometry
     return kernel.source(
-        smem_bytes=GEOMETRY.smem_bytes,
-        barriers=barrier_table(GEOMETRY.barrier_offset, GEOMETRY.barriers),
+        smem_bytes=geometry.smem_bytes,
+        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
         named_barriers=named_barriers(),
-        roles=role_table("load"),
-        expected={"HGMMA": GEOMETRY.wgmma_per_tile},
+        roles=role_table(kernel.first_role),
+        expected={"HGMMA": geometry.wgmma_per_tile},
     )

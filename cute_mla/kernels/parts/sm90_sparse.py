@@ -10,47 +10,17 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from .fragments import flat, fragment_column
+from .sm90_gathered import GatheredRolesSm90
 from .sm90_gemm import ScoreGemm
-from .sm90_geometry import THREADS, WARPGROUP, WARPS_PER_GROUP, Pipes, Tiles
-from .sm90_roles import RolesSm90, set_registers
+from .sm90_geometry import Tiles
 from .softmax import with_sink
 from .work import Piece
 
 ALL_VALID = -1
 
 
-class SparseRolesSm90(RolesSm90):
+class SparseRolesSm90(GatheredRolesSm90):
     """All roles but gather. Every row of a CTA sees the same keys; operands have attn_sink, fp32 [rows] or null."""
-
-    threads = THREADS
-
-    def gather(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32) -> None:
-        """Brings the keys of every tile to its slots. Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
-        raise NotImplementedError
-
-    @cute.jit
-    def run(self, operands: Any):
-        """The body of the kernel."""
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            with cute.arch.elect_one():
-                self.initialise(pipes)
-        self.sync_start()
-        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
-        cute.arch.griddepcontrol_wait()
-
-        group = warp // WARPS_PER_GROUP
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        if group == 0:
-            set_registers(self.geometry.first_registers)
-            self.gather(operands, tiles, pipes, thread)
-        elif group == 1:
-            set_registers(self.geometry.score_registers)
-            self.score(operands, tiles, pipes, thread)
-        else:
-            set_registers(self.geometry.output_registers)
-            self.output(operands, tiles, pipes, thread, group - 2)
 
     @cute.jit
     def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):

@@ -23,6 +23,7 @@ from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import arrive, barrier_table
+from ..parts.sm90_converted import ROPE_SLOT, Lane, steps_ahead
 from ..parts.sm90_geometry import (
     ALL_REGISTERS,
     BOX_BYTES,
@@ -43,19 +44,7 @@ from ..parts.tiles import BOX_COLUMNS
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import NO_SLOT, IndexList, Operands, look_up
-from .sm90_gather import (
-    ROPE_SLOT,
-    Buffer,
-    Keys,
-    Lane,
-    find_keys,
-    load_step,
-    position_in_tile,
-    step_scales,
-    steps_ahead,
-    store_step,
-    tile_steps,
-)
+from .sm90_gather import Buffer, Keys, find_keys, load_step, position_in_tile, step_scales, store_step, tile_steps
 
 SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # by gather and score
 

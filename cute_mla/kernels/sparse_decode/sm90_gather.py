@@ -16,61 +16,15 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
-from ..parts.sm90_geometry import BOX_BYTES, SLOT_COLUMNS, SLOTS_PER_TILE
-from ..parts.sm90_shares import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, ROW_BYTES, Half
+from ..parts.sm90_converted import LANES_PER_KEY, ROPE_SLOT, Lane, Run, Step, global_words, load_runs, store_runs
+from ..parts.sm90_geometry import SLOT_COLUMNS
+from ..parts.sm90_shares import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from .operands import Operands, slot_address
 
-CHUNK_WORDS = CHUNK // 4
-LANES_PER_KEY = 4
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
-ROPE_SLOT = SLOTS_PER_TILE  # the "slot" of a tile that is in the RoPE ring
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
 E8M0_ONE = 1 << 23
-IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
-
-
-@dataclass(frozen=True)
-class Run:
-    """64 columns of a key.
-
-    box: of the slot they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
-    128 bytes. scale: which scale applies, counted from the step's first one.
-    """
-
-    box: int
-    source: int
-    quantised: bool
-    scale: int
-
-    @property
-    def words(self) -> int:
-        """32-bit words that a thread loads."""
-        return (BOX_COLUMNS if self.quantised else ROW_BYTES) // LANES_PER_KEY // 4
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is loaded together: some columns of one of a thread's keys.
-
-    slot: of the tile, ROPE_SLOT for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
-    among the scales.
-    """
-
-    slot: int
-    key: int
-    runs: tuple[Run, ...]
-    scale_source: int
-
-    @property
-    def words(self) -> int:
-        """32-bit words that a thread loads."""
-        return sum(run.words for run in self.runs)
-
-    @property
-    def quantised(self) -> bool:
-        """Whether it needs scales."""
-        return any(run.quantised for run in self.runs)
 
 
 def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
@@ -94,47 +48,6 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
     source = column if quantised else cache_format.wide_offset + (column - cache_format.quantised) * ELEMENT_BYTES
     scale = (column - first) // cache_format.group if quantised else 0
     return Run((column - first) // BOX_COLUMNS, source, quantised, scale)
-
-
-def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
-    has the same registers."""
-
-    def words(ahead: int) -> int:
-        return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
-
-    return max(ahead for ahead in range(1, len(steps)) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Where this thread reads and writes, in bytes. All constant.
-
-    narrow, wide: within a box of the shared memory ring, the first of the two chunks that it makes of 16 e4m3 values, and
-    that it copies of 128 bytes; the other one is at ^ 16, ^ 64. source: of its e4m3 values within 64 bytes, and of its first
-    chunk of 128 within each 64. swapped: 64 if it copies the second half of the 128 bytes first.
-
-    In every quarter of a warp lie two keys, whose rows differ in the lowest bit of the swizzle: the eight chunks that are
-    stored at a time are in eight different banks.
-    """
-
-    narrow: Int32
-    wide: Int32
-    source: Int32
-    swapped: Int32
-
-    @staticmethod
-    def of(thread: Int32) -> Lane:
-        """Of a thread of the warpgroup."""
-        row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
-        swizzle = row % KEYS_PER_WARP
-        swapped = row % 2
-        return Lane(
-            narrow=row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK,
-            wide=row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK,
-            source=part * CHUNK,
-            swapped=swapped * (LANES_PER_KEY * CHUNK),
-        )
 
 
 @dataclass(frozen=True)
@@ -197,16 +110,6 @@ class Buffer:
         )
 
 
-def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
-    """Words of gmem."""
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(count))
-
-
-def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Some registers of a buffer."""
-    return cute.make_tensor(words.iterator + first, cute.make_layout(count))
-
-
 @cute.jit
 def load_step(
     cache_format: cutlass.Constexpr[CacheFormat], step: cutlass.Constexpr[Step], buffer: Buffer, row: Int64, lane: Lane
@@ -215,19 +118,7 @@ def load_step(
     buffer.words.fill(0)
     buffer.scale.fill(0)
     if row != 0:
-        first = 0
-        for run in step.runs:
-            address = row + (lane.source + run.source)
-            if cutlass.const_expr(run.quantised):
-                cute.autovec_copy(global_words(address, CHUNK_WORDS, CHUNK), part_of(buffer.words, first, CHUNK_WORDS))
-            else:
-                half = LANES_PER_KEY * CHUNK
-                cute.autovec_copy(global_words(address + lane.swapped, CHUNK_WORDS, CHUNK), part_of(buffer.words, first, CHUNK_WORDS))
-                cute.autovec_copy(
-                    global_words(address + (lane.swapped ^ half), CHUNK_WORDS, CHUNK),
-                    part_of(buffer.words, first + CHUNK_WORDS, CHUNK_WORDS),
-                )
-            first = first + run.words
+        load_runs(step, buffer.words, row, lane)
         if cutlass.const_expr(step.quantised and cache_format.scales_inside):
             buffer.scale[0] = global_words(row + (cache_format.quantised + step.scale_source), 1, 4)[0]
 
@@ -268,25 +159,6 @@ def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric])
     return cute.recast_tensor(rounded, Int32)
 
 
-def store_chunk(words: cute.Tensor, target: Int32) -> None:
-    """16 bytes to a shared memory address."""
-    pointer = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK)
-    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS)))
-
-
-def store_step(
-    step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, dtype: type[cutlass.Numeric]
-) -> None:
+def store_step(step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, dtype: type[cutlass.Numeric]) -> None:
     """Converts a step and stores it in the half of a slot at a shared memory address."""
-    first = 0
-    for run in step.runs:
-        base = target + run.box * BOX_BYTES
-        if run.quantised:
-            words = dequantise(part_of(buffer.words, first, CHUNK_WORDS), scales[run.scale], dtype)
-            places = (lane.narrow, lane.narrow ^ CHUNK)
-        else:
-            words = part_of(buffer.words, first, run.words)
-            places = (lane.wide, lane.wide ^ (LANES_PER_KEY * CHUNK))
-        for i in range(2):
-            store_chunk(part_of(words, i * CHUNK_WORDS, CHUNK_WORDS), base + places[i])
-        first += run.words
+    store_runs(step, buffer.words, lambda words, run: dequantise(words, scales[run.scale], dtype), target, lane)

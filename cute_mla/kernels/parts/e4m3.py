@@ -1,0 +1,26 @@
+"""e4m3 values as 16-bit elements, exactly: every e4m3 number is one of both 16-bit types."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute
+
+
+def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """e4m3 values, four in a word, as twice as many words of 16-bit elements. NaN stays NaN.
+
+    To fp16 an instruction converts two. To bf16 there is none: bf16 is the upper half of the fp32 number, whose lower half is 0,
+    so a byte permutation joins two where a conversion would round."""
+    quantised = cute.recast_tensor(words, cutlass.Float8E4M3FN).load()
+    count = 2 * cute.size(words)
+    if dtype is cutlass.Float16:
+        halves = cute.make_rmem_tensor(cute.make_layout(2 * count), dtype)
+        halves.store(quantised.to(dtype))
+        return cute.recast_tensor(halves, Int32)
+    floats = cute.make_rmem_tensor(cute.make_layout(2 * count), Float32)
+    floats.store(quantised.to(Float32))
+    bits = cute.recast_tensor(floats, Uint32)
+    joined = cute.make_rmem_tensor(cute.make_layout(count), Int32)
+    for i in range(count):
+        joined[i] = Int32((bits[2 * i] >> 16) | (bits[2 * i + 1] & 0xFFFF0000))
+    return joined
