@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from .undefined import UndefinedMemory
 
 if TYPE_CHECKING:
     from ..simulator import Finding, Module
+    from ..simulator.counts import Counts
 
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
@@ -36,7 +38,7 @@ class SimulatedDevice:
     """A device of `sm_count` SMs that executes PTX one launch after the other.
 
     findings: what launches did wrong, in order. instructions: warp instructions executed. seconds: time spent on them.
-    launches: kernels run.
+    launches: kernels run. counts: warp instructions by kernel, role and class, once count_by_role() has been called.
     """
 
     def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
@@ -50,6 +52,7 @@ class SimulatedDevice:
         self.instructions = 0
         self.seconds = 0.0
         self.launches = 0
+        self.counts: dict[str, Counts] | None = None
         self._policy = simulator.Policy.named(schedule, seed)
         self._order = f"schedule {schedule}, seed {seed}"
         self._raise = on_finding == "raise"
@@ -86,9 +89,21 @@ class SimulatedDevice:
         self.instructions += report.instructions
         self.seconds += report.seconds
         self.findings += report.findings
+        if self.counts is not None:
+            self._add_counts(kernel.name, report.executed.by_role())
         if report.findings and self._raise:
             text = "\n".join(str(finding) for finding in report.findings)
             raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
+
+    def count_by_role(self) -> None:
+        """Counts what launches from here on execute."""
+        self.counts = {}
+
+    def _add_counts(self, kernel: str, counts: Counts) -> None:
+        assert self.counts is not None
+        roles = self.counts.setdefault(kernel, {})
+        for role, classes in counts.items():
+            roles.setdefault(role, Counter()).update(classes)
 
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Forgets what was written to the tensors: whoever uses their contents before a kernel wrote them is found out."""

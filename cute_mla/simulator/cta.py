@@ -132,7 +132,7 @@ class Cta:
         wide = name in ("clock64", "globaltimer", "gridid")
         value = self._specials.get(name)
         if value is None:  # clocks and timers: instructions executed so far
-            value = self.machine.instructions & ((1 << 64) - 1 if wide else 0xFFFFFFFF)
+            value = self.machine.executed.instructions & ((1 << 64) - 1 if wide else 0xFFFFFFFF)
         return np.array(value, np.uint64 if wide else np.uint32)
 
     def shared_address(self, offset: int, dtype: np.dtype[Any]) -> np.ndarray:

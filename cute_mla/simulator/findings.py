@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .counts import Executed
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -71,12 +73,17 @@ class Fault(Exception):
 class Report:
     """The outcome of one launch.
 
-    instructions: warp instructions executed. seconds: wall-clock time of the run.
+    executed: warp instructions. seconds: wall-clock time of the run.
     """
 
     findings: list[Finding] = field(default_factory=list)
-    instructions: int = 0
+    executed: Executed = field(default_factory=Executed)
     seconds: float = 0.0
+
+    @property
+    def instructions(self) -> int:
+        """Warp instructions executed."""
+        return self.executed.instructions
 
     @property
     def ok(self) -> bool:

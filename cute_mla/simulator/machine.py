@@ -15,6 +15,7 @@ from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
 from .blocks import Block
+from .counts import Executed
 from .cta import Cluster, Cta, Home, Origin
 from .findings import Fault, Finding, Report
 from .groups import BLOCKED as GROUP_BLOCKED
@@ -53,7 +54,7 @@ class Machine:
         self.rng = np.random.default_rng(policy.seed)
         self.scheduler = make_scheduler(policy, self.rng)
         self.report = Report()
-        self.instructions = 0
+        self.executed = Executed(self.blocks, launch.names)
         self.progress = 0
         self.timeout_progress = -1
         self.pending: list[PendingCopy] = []
@@ -170,7 +171,7 @@ class Machine:
                         self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
             except _Stop:
                 pass
-        self.report.instructions = self.instructions
+        self.report.executed = self.executed
         self.report.seconds = time.perf_counter() - began
         return self.report
 
@@ -210,7 +211,7 @@ class Machine:
             function = block.tainted if group.tainted else block.plain
             if function is None:
                 function = self._translate(block, group.tainted)
-            window = group.window
+            window, warps = group.window, group.warps
             if window is not None:
                 result = function(window)
             else:
@@ -223,7 +224,7 @@ class Machine:
                 if result >= 0:
                     group.pc = result
                 elif result == EXIT:
-                    self.instructions += block.count * len(group.warps)
+                    self.executed.add(block, warps)
                     self.exit(group)
                     return
                 else:
@@ -232,9 +233,7 @@ class Machine:
             else:
                 assert isinstance(result, Split)
                 self.split(group, result)
-            work = block.count * len(group.warps)
-            self.instructions += work
-            budget -= work
+            budget -= self.executed.add(block, warps)
             if self.policy.splits_convoys and len(group.warps) > 1:
                 self.scatter(group, block)
             if budget <= 0 or group.rejoins:
