@@ -74,24 +74,21 @@ class PairGemm:
 
     def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
         """O += P V, or O = P V, for the 256 value columns of each CTA; and so the sum of P, where it is asked for."""
-        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
+        wide = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
+        narrow = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * SUM_COLUMNS)
         chunk_bytes = self.geometry.latent_boxes // OUTPUT_CHUNKS * BOX_BYTES
         for step in range(self.geometry.key_steps):
             row = step * self.geometry.step_keys * ROW_BYTES
-            products = [
-                (OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values.advance_start_address(chunk * chunk_bytes + row), shape)
-                for chunk in range(OUTPUT_CHUNKS)
-            ]
+            products = [(OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values, row + chunk * chunk_bytes, wide) for chunk in range(OUTPUT_CHUNKS)]
             if self.geometry.sums_probs:
-                narrow = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * SUM_COLUMNS)
-                products.append((SUM_COLUMN, tcgen05.k_major(self.tiles.sOnes), narrow))
-            for i, (column, b, product) in enumerate(products):
+                products.append((SUM_COLUMN, tcgen05.k_major(self.tiles.sOnes), 0, narrow))
+            for i, (column, b, offset, product) in enumerate(products):
                 # all multiply the same keys of P, which the tensor core may keep: that much less for the port of smem
                 keep = Keep.FILL if i == 0 else Keep.LASTUSE if i == len(products) - 1 else Keep.USE
                 tcgen05.multiply(
                     self.tmem + column,
                     probs.advance_start_address(step * STEP_BYTES),
-                    b,
+                    b.advance_start_address(offset),
                     product,
                     accumulate=accumulate if step == 0 else True,
                     keep_a=keep,
