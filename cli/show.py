@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +18,9 @@ from cute_mla.runtime.library import Artifacts, artifacts_folder, load_artifacts
 from cute_mla.spec.arch import ARCHS, arch_for
 
 from .output import print_json, print_table
+
+if TYPE_CHECKING:
+    from cute_mla.profiles.dynamic_counts import DynamicCounts
 
 _PACKAGES = (
     "torch",
@@ -33,11 +36,14 @@ _PACKAGES = (
 @click.command()
 @click.argument("what", type=click.Choice(["manifest", "kernel", "env"]), default="manifest")
 @click.argument("name", required=False)
+@click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count what it executes (seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(what: str, name: str | None, as_json: bool) -> None:
+def show(what: str, name: str | None, counts: bool, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, or the environment."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
+    if counts and what != "kernel":
+        raise click.UsageError("--counts is of one kernel: `show kernel NAME --counts`")
     if what == "env":
         _show_env(as_json)
         return
@@ -45,7 +51,7 @@ def show(what: str, name: str | None, as_json: bool) -> None:
     if name is None:
         _show_manifest(artifacts, as_json)
     else:
-        _show_kernel(artifacts, name, as_json)
+        _show_kernel(_entry(artifacts, name), counts, as_json)
 
 
 def _show_manifest(artifacts: Artifacts, as_json: bool) -> None:
@@ -83,13 +89,18 @@ def _summary(entry: KernelEntry) -> tuple[object, ...]:
     )
 
 
-def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
+def _entry(artifacts: Artifacts, name: str) -> KernelEntry:
     entry = artifacts.manifest.kernels.get(name)
     if entry is None:
         raise ArtifactError(f"no kernel {name} in {artifacts.folder}; built: {', '.join(sorted(artifacts.manifest.kernels)) or 'none'}")
+    return entry
+
+
+def _show_kernel(entry: KernelEntry, with_counts: bool, as_json: bool) -> None:
     fields: dict[str, Any] = {**asdict(entry), "proof": ARCHS[entry.arch].proof}
+    counts = _executed(entry) if with_counts else None
     if as_json:
-        print_json(fields)
+        print_json(fields if counts is None else {**fields, "executed": asdict(counts)})
         return
     del fields["params"]
     lists = {key: fields.pop(key) for key in ("barriers", "named_barriers", "roles")}
@@ -106,6 +117,38 @@ def _show_kernel(artifacts: Artifacts, name: str, as_json: bool) -> None:
     click.echo()
     mix = [(-count, mnemonic) for mnemonic, count in entry.instructions.items()]
     print_table(("instruction", "count"), [(mnemonic, -negative) for negative, mnemonic in sorted(mix)])
+    if counts is not None:
+        click.echo()
+        _show_counts(counts)
+
+
+def _executed(entry: KernelEntry) -> DynamicCounts:
+    from cute_mla.profiles.dynamic_counts import dynamic_counts
+
+    counts = dynamic_counts(entry)
+    if counts is None:
+        raise click.UsageError(f"--counts: {entry.name} does not walk over keys")
+    return counts
+
+
+def _show_counts(counts: DynamicCounts) -> None:
+    roles = list(counts.slope)
+    classes = sorted({name for role in roles for name in counts.slope[role]}, key=lambda name: -_of_class(counts, name))
+    rows: list[tuple[object, ...]] = [
+        (name, round(_of_class(counts, name), 1), *(round(counts.slope[role].get(name, 0), 1) for role in roles)) for name in classes
+    ]
+    of_roles = (round(sum(counts.slope[role].values()), 1) for role in roles)
+    rows.append(("all, per 64 keys of 64 rows", round(counts.slope_total, 1), *of_roles))
+    rows.append(("fixed", round(counts.fixed_total), *(round(counts.fixed[role]) for role in roles)))
+    print_table(("warp instructions (PTX)", "all roles", *roles), rows)
+    if counts.peer is not None:
+        peer = counts.peer
+        shares = f"{counts.slope_total / peer.slope:.2f} and {counts.fixed_total / peer.fixed:.2f} of it"
+        click.echo(f"FlashMLA, {peer.title}: {peer.slope:g} and {peer.fixed:g}; this kernel: {shares}")
+
+
+def _of_class(counts: DynamicCounts, name: str) -> float:
+    return sum(classes.get(name, 0) for classes in counts.slope.values())
 
 
 def _show_env(as_json: bool) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands
 from cute_mla.manifest import Barrier, KernelEntry, Manifest, Role
+from cute_mla.profiles.dynamic_counts import DynamicCounts, PeerCounts
 from cute_mla.runtime import driver
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.spec.abi import int32s, tensor_maps
@@ -98,13 +99,38 @@ def test_kernel_as_json() -> None:
     assert json.loads(run("kernel", NAME, "--json").output)["instructions"] == ENTRY.instructions
 
 
+def test_counts_stand_beside_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    slope = {"load": {"bulk copy": 9.0, "integer": 31.0}, "score": {"matrix product": 144.0, "integer": 16.0}}
+    counts = DynamicCounts(slope, {"load": 40.0, "score": 60.0}, PeerCounts("dense", 400.0, 1000.0))
+    monkeypatch.setattr("cute_mla.profiles.dynamic_counts.dynamic_counts", lambda entry: counts)
+    lines = run("kernel", NAME, "--counts").output.splitlines()
+    assert [line.split() for line in lines[-6:-1]] == [
+        ["matrix", "product", "144.0", "0", "144.0"],
+        ["integer", "47.0", "31.0", "16.0"],
+        ["bulk", "copy", "9.0", "9.0", "0"],
+        ["all,", "per", "64", "keys", "of", "64", "rows", "200.0", "40.0", "160.0"],
+        ["fixed", "100", "40", "60"],
+    ]
+    assert lines[-1] == "FlashMLA, dense: 400 and 1000; this kernel: 0.50 and 0.10 of it"
+    assert json.loads(run("kernel", NAME, "--counts", "--json").output)["executed"]["slope"] == slope
+
+
+def test_counts_of_a_kernel_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cute_mla.profiles.dynamic_counts.dynamic_counts", lambda entry: None)
+    result = run("kernel", NAME, "--counts")
+    assert result.exit_code == 2
+    assert f"{NAME} does not walk over keys" in result.stderr
+
+
 def test_an_unknown_kernel_names_those_that_are_built(folder: Path) -> None:
     result = run("kernel", "combine")
     assert result.exit_code == 1
     assert result.stderr == f"Error: no kernel combine in {folder}; built: {NAME}\n"
 
 
-@pytest.mark.parametrize("arguments", [["kernel"], ["manifest", NAME], ["env", NAME], ["paint"], ["kernel", NAME, "more"]])
+@pytest.mark.parametrize(
+    "arguments", [["kernel"], ["manifest", "--counts"], ["manifest", NAME], ["env", NAME], ["paint"], ["kernel", NAME, "more"]]
+)
 def test_wrong_usage(arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
 
