@@ -180,4 +180,4 @@ def test_what_attention_kernels_allocate_of_tensor_memory(op: str, arch: Arch) -
     for variant in closed_variants(arch, [op]):
         source = variant.source()
         assert source.tmem_columns == arch.tmem_columns
-        assert set(source.expected) & {"HGMMA", "UTCHMMA"}
+        assert set(source.expected) & {"HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA"}

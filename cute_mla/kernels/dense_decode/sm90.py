@@ -38,10 +38,9 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import FP8_CACHE, LATENT, DenseDecodeConfig
+from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import barrier_table
 from ..parts.sm90_gemm import OutputGemm, clear_rows
 from ..parts.sm90_geometry import (
     OUTPUT_BARRIER,
@@ -54,13 +53,14 @@ from ..parts.sm90_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import named_barriers, role_table, set_registers
+from ..parts.sm90_roles import set_registers
 from ..parts.tiles import BOX_COLUMNS
 from ..parts.tma import load_box, multicast_box, prefetch_map
 from ..source import KernelSource
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 from .sm90_convert import ConvertingSm90
+from .sm90_fp8 import NativeSm90
 from .sm90_rows import DenseRowsSm90
 
 GEOMETRY = Geometry(
@@ -169,17 +169,9 @@ class DenseDecodeSm90(DenseRowsSm90):
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
 
-KERNELS: dict[str, type[DenseRowsSm90]] = {LATENT: DenseDecodeSm90, FP8_CACHE: ConvertingSm90}
+KERNELS: dict[str, type[DenseRowsSm90]] = {LATENT: DenseDecodeSm90, FP8_CACHE: ConvertingSm90, FP8: NativeSm90}
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    kernel = KERNELS[config.operands](config, arch)
-    geometry = kernel.geometry
-    return kernel.source(
-        smem_bytes=geometry.smem_bytes,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
-        named_barriers=named_barriers(),
-        roles=role_table(kernel.first_role),
-        expected={"HGMMA": geometry.wgmma_per_tile},
-    )
+    return KERNELS[config.operands](config, arch).variant()

@@ -1,21 +1,24 @@
-"""Which keys a query row of dense decode sees on SM90, and what its output is multiplied with."""
+"""What the SM90 kernels of dense decode have in common, whatever their operands."""
 
 from __future__ import annotations
 
 from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
+from ..parts.barriers import barrier_table
 from ..parts.sm90_gemm import ScoreGemm
 from ..parts.sm90_geometry import Tiles
-from ..parts.sm90_roles import RolesSm90, query_row
+from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table
 from ..parts.softmax import mask_keys
 from ..parts.work import Piece
+from ..source import KernelSource
 from .entry import DenseDecode
 from .operands import Operands
 
 
 class DenseRowsSm90(RolesSm90, DenseDecode):
-    """Those parts of the score role. first_role: what the first warpgroup is called."""
+    """Which keys a query row sees, what its output is multiplied with, and what the build needs to know. first_role: what the
+    first warpgroup is called."""
 
     first_role: str
 
@@ -29,3 +32,14 @@ class DenseRowsSm90(RolesSm90, DenseDecode):
     def weigh_row(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
         """1 / row sum, and the scale of the values."""
         return operands.row_weight(self.config.operands, total)
+
+    def variant(self) -> KernelSource:
+        """Ready to compile."""
+        geometry = self.geometry
+        return self.source(
+            smem_bytes=geometry.smem_bytes,
+            barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+            named_barriers=named_barriers(),
+            roles=role_table(self.first_role),
+            expected={"HGMMA": geometry.wgmma_per_tile},
+        )

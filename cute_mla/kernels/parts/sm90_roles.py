@@ -90,7 +90,7 @@ class RolesSm90:
         )
         return tiles, Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
 
-    def initialise(self, pipes: Pipes) -> None:
+    def initialise(self, pipes: Any) -> None:
         """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a slot."""
         cluster = self.config.cluster
         pipes.kv_ready.initialise(self.geometry.ready_arrivals)

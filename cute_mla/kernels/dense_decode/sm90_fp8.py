@@ -1,0 +1,288 @@
+"""Dense MLA decode on Hopper with e4m3 queries and an e4m3 cache, multiplied as they are.
+
+The formula and the walk of sm90.py, with q = descale_q q8, k = descale_k k8, and P rounded to e4m3:
+
+    s_rj = descale_q descale_k <q8_r, k8_j>     p_rj = e4m3(2^(scale * s_rj - reference_r))
+    out_r = descale_k sum_j p_rj k8_j[:512] / sum_j p_rj
+
+Roles (512 threads):
+  load       warp 0: TMA of the key tiles, page by page
+  transpose  warps 2, 3: V^T[0:256] and V^T[256:512] of each tile, from shared memory to shared memory
+  score      warpgroup 1: S = Q K^T, softmax, P to shared memory, lse
+  output     warpgroups 2, 3: O[:, 0:256] and O[:, 256:512] += P V in registers, rescale, epilogue
+
+Shared memory: three key tiles, each four boxes of 64 keys x 128 columns and one of 64 RoPE columns and zeros; two tiles of V^T,
+four slots of 128 columns x 64 keys each; two tiles of P. All of Q is in the registers of the score warpgroup.
+
+Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
+  kv_ready[12]     load -> score, transpose   1 and the bytes of one box
+  rope_ready[3]    load -> score              1 and the bytes of one box
+  keys_free[3]     score, transpose -> load   6 c: four warps have multiplied a tile, two have transposed it
+  values_ready[4]  transpose -> output        1: half of V^T
+  values_free[4]   output -> transpose        4: the warps of the side that reads it
+  probs_ready[2]   score -> output            4: P and alpha are written
+  probs_free[2]    output -> score            8
+  stats_ready      score -> output            4: descale_k / sum of P is written, once per piece
+  stats_free       output -> score            8
+
+The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
+pairs, two byte permutations and a matrix store do it, if the keys of P and V^T may lie in the order that falls out, which is
+the one that the scores have in registers, and the columns of O in another, which gives each thread four neighbouring ones.
+parts/sm90_bytes.py has the orders, README.md the clocks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import cutlass
+from cutlass import Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from ...manifest import Role
+from ...spec.mla import D_LATENT
+from ...spec.split_plan import TILE_KEYS
+from ..parts.barriers import arrive, arrive_cluster, barrier_table
+from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_word
+from ..parts.sm90_bytes import transpose_box
+from ..parts.sm90_geometry import OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP
+from ..parts.sm90_roles import query_row, set_registers
+from ..parts.tma import load_box, multicast_box, prefetch_map
+from ..source import KernelSource
+from .operands import LaneBox, Operands
+from .page_walk import load_pieces
+from .sm90_fp8_gemm import OutputGemmFp8, ScoreGemmFp8
+from .sm90_fp8_softmax import QuantisedSoftmax
+from .sm90_fp8_tiles import (
+    BARRIER_OFFSET,
+    BARRIERS,
+    CHUNKS,
+    LATENT_SLOTS,
+    LOAD_REGISTERS,
+    OUTPUT_REGISTERS,
+    Q_STEPS,
+    QGMMA_PER_TILE,
+    SCORE_REGISTERS,
+    SLOT_BYTES,
+    SLOT_COLUMNS,
+    SMEM_BYTES,
+    STAGES,
+    Pipes,
+    Tiles,
+    carve,
+)
+from .sm90_rows import DenseRowsSm90
+
+FIRST_TRANSPOSER = 2  # warp; the load warp's scheduler has the most to issue
+ROLES = (
+    Role("load", 0, 1),
+    Role("transpose", FIRST_TRANSPOSER, OUTPUT_GROUPS),
+    Role("score", WARPS_PER_GROUP, WARPS_PER_GROUP),
+    Role("output_left", 2 * WARPS_PER_GROUP, WARPS_PER_GROUP),
+    Role("output_right", 3 * WARPS_PER_GROUP, WARPS_PER_GROUP),
+)
+
+
+class NativeSm90(DenseRowsSm90):
+    """One variant of the kernel."""
+
+    threads = THREADS
+
+    @cute.jit
+    def run(self, operands: Operands):
+        tiles, pipes = carve(cutlass.memory.SmemAllocator())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                self.initialise(pipes)
+                prefetch_map(operands.kv_map)
+        self.sync_start()
+        # the plan, the lengths, the scales, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = warp // WARPS_PER_GROUP
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(LOAD_REGISTERS)
+            if warp == 0:
+                self.load(operands, tiles, pipes)
+            elif warp >= FIRST_TRANSPOSER:
+                self.transpose(operands, tiles, pipes, warp - FIRST_TRANSPOSER)
+        elif group == 1:
+            set_registers(SCORE_REGISTERS)
+            self.score(operands, tiles, pipes, thread)
+        else:
+            set_registers(OUTPUT_REGISTERS)
+            self.output(operands, tiles, pipes, thread, group - 2)
+
+    def initialise(self, pipes: Pipes) -> None:
+        """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a stage."""
+        outputs = OUTPUT_GROUPS * WARPS_PER_GROUP
+        pipes.kv_ready.initialise(1)
+        pipes.rope_ready.initialise(1)
+        pipes.keys_free.initialise((WARPS_PER_GROUP + OUTPUT_GROUPS) * self.config.cluster)
+        pipes.values_ready.initialise(1)
+        pipes.values_free.initialise(WARPS_PER_GROUP)
+        pipes.probs_ready.initialise(WARPS_PER_GROUP)
+        pipes.probs_free.initialise(outputs)
+        pipes.stats_ready.initialise(WARPS_PER_GROUP)
+        pipes.stats_free.initialise(outputs)
+        cute.arch.mbarrier_init_fence()
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Waits keys_free. Signals kv_ready, rope_ready."""
+        tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
+        cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.config.cluster > 1):
+            for i in cutlass.range(STAGES, unroll=1):
+                pipes.keys_free.wait_free(tiles_done + i)
+
+    @cute.jit
+    def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+        """Loads the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
+        where = (operands.kv_head(), box.row, box.page)
+        offset = box.offset * SLOT_COLUMNS
+        pipes.keys_free.wait_free(tile)
+        for i in cutlass.range_constexpr(LATENT_SLOTS):
+            use = tile * LATENT_SLOTS + i
+            target = tiles.sKv.iterator + (pipes.kv_ready.slot(use) * SLOT_BYTES + offset)
+            self.load_slot(operands.kv_map, target, (i * SLOT_COLUMNS, *where), pipes.kv_ready.barrier(use), box, i % 2)
+        target = tiles.sRope.iterator + (pipes.rope_ready.slot(tile) * SLOT_BYTES + offset)
+        self.load_slot(operands.kv_map, target, (D_LATENT, *where), pipes.rope_ready.barrier(tile), box, tile % 2)
+
+    @cute.jit
+    def load_slot(self, kv_map: Any, target: cute.Pointer, where: tuple[Any, ...], ready: cute.Pointer, box: LaneBox, rank: int | Int32):
+        """A box of columns; of a pair, the CTA of this rank fetches it for both."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
+        cute.arch.sync_warp()
+        if box.offset < TILE_KEYS:
+            if cutlass.const_expr(self.config.cluster == 1):
+                load_box(target, kv_map, where, ready)
+            elif cute.arch.block_idx_in_cluster() == rank:
+                multicast_box(target, kv_map, where, ready)
+
+    # ---- transpose --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def transpose(self, operands: Operands, tiles: Tiles, pipes: Pipes, side: Int32):
+        """Waits kv_ready, values_free. Signals values_ready, keys_free. One warp per side."""
+        schedule = operands.schedule
+        req, begin_tile = schedule.first_piece()
+        tile = Int32(0)
+        while req <= schedule.last_request():
+            extent = schedule.extent(req, begin_tile)
+            for t in cutlass.range(extent.tiles, unroll=1):
+                self.transpose_tile(tiles, pipes, tile + t, extent.keys - t * TILE_KEYS, side)
+            tile = tile + extent.tiles
+            piece = schedule.piece(req, begin_tile)
+            req, begin_tile = piece.next_req, piece.next_tile
+
+    @cute.jit
+    def transpose_tile(self, tiles: Tiles, pipes: Pipes, tile: Int32, left: Int32, side: Int32):
+        """One side's half of V^T. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
+        use = tile * OUTPUT_GROUPS + side
+        pipes.values_free.wait_free(use)
+        for chunk in cutlass.range(CHUNKS, unroll=1):
+            key_use = tile * LATENT_SLOTS + side * CHUNKS + chunk
+            pipes.kv_ready.wait_ready(key_use)
+            source = tiles.sKv.iterator.toint() + pipes.kv_ready.slot(key_use) * SLOT_BYTES
+            target = tiles.sVt.iterator.toint() + self.value_slot(pipes, tile, side, chunk) * SLOT_BYTES
+            if left < TILE_KEYS:
+                transpose_box(source, target, left, True)
+            else:
+                transpose_box(source, target, left, False)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive(pipes.values_ready.barrier(use))
+        arrive_cluster(pipes.keys_free.barrier(tile), self.config.cluster)
+
+    def value_slot(self, pipes: Pipes, tile: Int32, side: Int32, chunk: Int32 | int) -> Int32:
+        """Of the slots of V^T, the one that has one of a side's chunks of a tile."""
+        return pipes.values_ready.slot(tile * OUTPUT_GROUPS + side) * CHUNKS + chunk
+
+    # ---- score ------------------------------------------------------------------------------------------------------
+
+    def score_gemm(self, tiles: Tiles, thread: Int32) -> ScoreGemmFp8:
+        """The product that makes S, for one thread."""
+        return ScoreGemmFp8.create(tiles, thread)
+
+    def softmax(self, operands: Operands) -> QuantisedSoftmax:
+        """The state of a thread's rows, of products with their scales."""
+        return QuantisedSoftmax.of(operands.with_descales(self.config.operands).scale_log2)
+
+    @cute.jit
+    def load_queries(self, operands: Operands, gemm: ScoreGemmFp8, req: Int32, thread: Int32):
+        """Q of one piece to registers, from any strides. Rows past the last one repeat it; their results go nowhere."""
+        words = gemm.query_words()
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(thread, row_half)
+            row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
+            source = operands.q_row(req, row) + 4 * (thread % 4)
+            for sixteen in cutlass.range_constexpr(2 * Q_STEPS):
+                if cutlass.const_expr(self.pairs):
+                    word = cute.recast_ptr(source + 16 * sixteen, dtype=Int32).load()
+                else:
+                    word = load_word(source + 16 * sixteen, 1)
+                words[2 * sixteen + row_half] = word
+
+    @cute.jit
+    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemmFp8, use: Int32, withheld: Int32):
+        """S of one tile. Hands over P of the tile before, if it was withheld."""
+        gemm.multiply(pipes, use)
+        if withheld != 0:
+            arrive(pipes.probs_ready.barrier(use - 1))
+        arrive_cluster(pipes.keys_free.barrier(use), self.config.cluster)
+
+    @cute.jit
+    def weigh_tile(
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: QuantisedSoftmax, use: Int32, left: Int32
+    ):
+        """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
+        self.mask(operands, tiles, gemm, use, left)
+        alpha = softmax.add_tile(gemm.scores)
+        words = gemm.quantise()
+        slot = pipes.probs_ready.slot(use)
+        pipes.probs_free.wait_free(use)
+        gemm.store_probs(words, slot)
+        if gemm.thread % 4 == 0:
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] = alpha[row_half]
+        cute.arch.fence_proxy("async.shared", space="cta")
+        softmax.add_rounded(words, alpha)
+
+    # ---- output -----------------------------------------------------------------------------------------------------
+
+    def output_gemm(self, tiles: Tiles, thread: Int32) -> OutputGemmFp8:
+        """The product that makes O, for one thread."""
+        return OutputGemmFp8.of(tiles, thread)
+
+    @cute.jit
+    def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, tile: Int32, left: Int32, side: Int32):
+        """O += P V of one tile."""
+        values = tile * OUTPUT_GROUPS + side
+        pipes.values_ready.wait_ready(values)
+        pipes.probs_ready.wait_ready(tile)
+        slot = pipes.probs_ready.slot(tile)
+        alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
+        if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
+            gemm.scale(alpha)
+        warpgroup.fence()
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            gemm.multiply(chunk, slot, self.value_slot(pipes, tile, side, chunk))
+        warpgroup.wait_group(0)
+        arrive(pipes.values_free.barrier(values))
+        arrive(pipes.probs_free.barrier(tile))
+
+    def variant(self) -> KernelSource:
+        """Ready to compile."""
+        return self.source(
+            smem_bytes=SMEM_BYTES,
+            barriers=barrier_table(BARRIER_OFFSET, BARRIERS),
+            named_barriers=(),
+            roles=ROLES,
+            expected={"QGMMA": QGMMA_PER_TILE},
+        )
