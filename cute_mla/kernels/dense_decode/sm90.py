@@ -93,7 +93,6 @@ class DenseDecodeSm90(DenseRowsSm90):
         self.sync_start()
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
-        operands = operands.with_descales(self.config.operands)
 
         group = warp // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP

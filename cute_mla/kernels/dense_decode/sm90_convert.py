@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ...spec.dense_decode import SMALL_PAGES
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import arrive
@@ -91,25 +90,29 @@ class Place:
 def look_up(operands: Operands, req: Int32, place: Place) -> tuple[Int32, Int32]:
     """The pages of the thread's two keys; NO_PAGE for a key that the piece does not have, whose entry is never read."""
     first, second = Int32(NO_PAGE), Int32(NO_PAGE)
-    table = operands.block_table + (Int64(req) * operands.table_stride + place.entry)
+    table = operands.block_table + (Int64(Uint32(req)) * operands.table_stride + Int64(Uint32(place.entry)))
     if place.left > 0:
         first = table.load()
     if place.left > HALF_KEYS:
-        second = (table + entries_to_second(operands)).load()
+        entries, _ = place_of_second(operands, place.row)
+        second = (table + entries).load()
     return first, second
 
 
-def entries_to_second(operands: Operands) -> Int32:
-    """From the block table's entry of a thread's first key to that of its second."""
-    small, large = SMALL_PAGES
-    of_small = cutlass.select_(operands.page_size == large, Int32(HALF_KEYS // large), Int32(0))
-    return cutlass.select_(operands.page_size == small, Int32(HALF_KEYS // small), of_small)
+def place_of_second(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
+    """From a thread's first key, in some row of its page, to its second: entries of the block table further, the row there.
+
+    A page has a tile or more, or is a SMALL_PAGES-th of it. Compared with the row, which changes, so that no register holds
+    what only the size of a page decides."""
+    beyond = row + HALF_KEYS - operands.page_size
+    entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.page_size, Int32(1), Int32(0))
+    return entries, row + HALF_KEYS - entries * operands.page_size
 
 
 def row_address(operands: Operands, page: Int32, row: Int32, source: Int32) -> Int64:
     """The address of byte `source` of a row, 0 for one in a page that is not there."""
     cache = operands.fp8_cache
-    address = cache.first.toint() + (Int64(page) * cache.page_stride + Int64(row) * cache.row_stride + source)
+    address = cache.first.toint() + (Int64(Uint32(page)) * cache.page_stride + Int64(Uint32(row)) * cache.row_stride + source)
     return cutlass.select_(Uint32(page) < Uint32(cache.pages), address, Int64(0))
 
 
@@ -119,10 +122,6 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
     geometry = GEOMETRY
     first_role = "convert"
 
-    def prepared(self, operands: Operands) -> Operands:
-        """With the scales."""
-        return operands.with_descales(self.config.operands)
-
     @cute.jit
     def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
@@ -131,6 +130,8 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
         tile = Int32(0)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
+            # asked here, so that nothing but the answer is kept through the tiles
+            piece = schedule.piece(req, begin_tile)
             end = tile + extent.tiles
             if extent.tiles > 0:
                 first = thread // LANES_PER_KEY
@@ -138,7 +139,6 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
                 place = Place(entry, row, smaller(extent.keys, extent.tiles * TILE_KEYS) - first)
                 self.gather_tiles(operands, tiles, pipes, req, place, tile, end, thread)
             tile = end
-            piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -159,6 +159,7 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
             load_step(STEPS[s], buffers[s], rows[STEPS[s].key], lane)
         for use in cutlass.range(tile, end, unroll=1):
             for s in cutlass.range_constexpr(len(STEPS)):
+                cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
                 self.finish_step(tiles, pipes, s, buffers[s % AHEAD], use, lane)
                 if cutlass.const_expr(s + AHEAD == len(STEPS)):
                     # whatever is loaded from here on belongs to the next tile
@@ -170,8 +171,8 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
 
     def addresses(self, operands: Operands, place: Place, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Of byte `source` of the thread's two keys; 0 for a key that is not there."""
-        to_second = cutlass.select_(operands.page_size < TILE_KEYS, Int32(0), Int32(HALF_KEYS))
-        return row_address(operands, pages[0], place.row, source), row_address(operands, pages[1], place.row + to_second, source)
+        _, second = place_of_second(operands, place.row)
+        return row_address(operands, pages[0], place.row, source), row_address(operands, pages[1], second, source)
 
     @cute.jit
     def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):

@@ -9,7 +9,7 @@ from ..parts.barriers import barrier_table
 from ..parts.sm90_gemm import ScoreGemm
 from ..parts.sm90_geometry import Tiles
 from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table
-from ..parts.softmax import mask_keys
+from ..parts.softmax import OnlineSoftmax, mask_keys
 from ..parts.work import Piece
 from ..source import KernelSource
 from .entry import DenseDecode
@@ -21,6 +21,10 @@ class DenseRowsSm90(RolesSm90, DenseDecode):
     first warpgroup is called."""
 
     first_role: str
+
+    def softmax(self, operands: Operands) -> OnlineSoftmax:
+        """Of products with their scales."""
+        return super().softmax(operands.with_descales(self.config.operands))
 
     @cute.jit
     def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
+
+UPPER_HALVES = 0x7632  # bytes of a pair of words, as prmt counts them
 
 
 def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
@@ -19,8 +21,8 @@ def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
         return cute.recast_tensor(halves, Int32)
     floats = cute.make_rmem_tensor(cute.make_layout(2 * count), Float32)
     floats.store(quantised.to(Float32))
-    bits = cute.recast_tensor(floats, Uint32)
+    bits = cute.recast_tensor(floats, Int32)
     joined = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in range(count):
-        joined[i] = Int32((bits[2 * i] >> 16) | (bits[2 * i + 1] & 0xFFFF0000))
+        joined[i] = cute.arch.prmt(bits[2 * i], bits[2 * i + 1], UPPER_HALVES)
     return joined

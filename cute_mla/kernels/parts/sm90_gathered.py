@@ -20,10 +20,6 @@ class GatheredRolesSm90(RolesSm90):
         """Brings the keys of every tile to its slots. Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         raise NotImplementedError
 
-    def prepared(self, operands: Any) -> Any:
-        """What the roles get for operands, once these may be read."""
-        return operands
-
     @cute.jit
     def run(self, operands: Any):
         """The body of the kernel."""
@@ -35,7 +31,6 @@ class GatheredRolesSm90(RolesSm90):
         self.sync_start()
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
-        operands = self.prepared(operands)
 
         group = warp // WARPS_PER_GROUP
         thread = cute.arch.thread_idx()[0] % WARPGROUP
