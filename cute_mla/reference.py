@@ -67,10 +67,9 @@ def dense_decode(
     softmax_scale: float = D_QK**-0.5,
     causal: bool = False,
     empty_lse: float = math.inf,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
+    descales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_mla_with_kvcache over a dense cache, with operands as there.
+    """flash_mla_with_kvcache over a dense cache, with operands as there; descales: descale_q and descale_k.
 
     Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
     """
@@ -80,8 +79,8 @@ def dense_decode(
     out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
     lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
     for request, length in enumerate(cache_seqlens.tolist()):
-        k = scaled(gather_pages(k_cache, block_table[request], length), descale_k).transpose(0, 1)  # [h_kv, length, 576]
-        rows = scaled(q[request], descale_q).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, 576]
+        k = scaled(gather_pages(k_cache, block_table[request], length), descales[1]).transpose(0, 1)  # [h_kv, length, 576]
+        rows = scaled(q[request], descales[0]).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, 576]
         visible = visible_keys(s_q, length, causal and s_q > 1, q.device).repeat_interleave(group, dim=0)
         row_out, row_lse = attention(rows, k, k[..., :D_V], softmax_scale, visible, empty_lse)
         out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)

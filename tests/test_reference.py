@@ -63,9 +63,9 @@ def test_scales_of_dense_decode_are_those_of_its_operands() -> None:
     torch.manual_seed(0)
     q, k_cache = torch.randn(2, 1, 4, 576).to(torch.float8_e4m3fn), torch.randn(3, 64, 1, 576).to(torch.float8_e4m3fn)
     table, lengths = torch.tensor([[1, 0], [2, 2]], dtype=torch.int32), torch.tensor([70, 3], dtype=torch.int32)
-    descale_q, descale_k = torch.tensor([0.3]), torch.tensor(0.7)
+    descales = torch.tensor([0.3]), torch.tensor(0.7)
     expected = dense_decode(q.float() * 0.3, k_cache.float() * 0.7, table, lengths)
-    for got, want in zip(dense_decode(q, k_cache, table, lengths, descale_q=descale_q, descale_k=descale_k), expected, strict=True):
+    for got, want in zip(dense_decode(q, k_cache, table, lengths, descales=descales), expected, strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -118,8 +118,7 @@ def _dense_reference(case: Case, tensors: Tensors) -> Result:
         softmax_scale=case.scale,
         causal=case.causal,
         empty_lse=_empty_lse(case),
-        descale_q=tensors.descale_q,
-        descale_k=tensors.descale_k,
+        descales=(tensors.descale_q, tensors.descale_k),
     )
 
 
