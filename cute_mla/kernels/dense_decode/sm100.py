@@ -30,6 +30,11 @@ commits arrives in both:
   stats_ready      score -> output         4: 1 / row sum, once per piece
   stats_free       output -> score         4
 
+With e4m3 operands all is the same but for what the half of the bytes brings about: 7 slots of two latent boxes, Q in 72
+columns of tensor memory, two groups of score warps that take tiles in turn (512 threads, S of two tiles, S two tiles ahead of
+P V; ../parts/sm100_alternating.py), rings of 3 where the table says 2 and of 2 for the scores. P is e4m3, too: its reference
+follows every tile, and what O is divided by is the sum of P as it was rounded, which the tensor cores add up as P times ones.
+
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
 hold different columns of the same rows, so each CTA contributes its half of the columns of K to every score, and the same
@@ -39,28 +44,27 @@ clocks.
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import partial
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...manifest import NamedBarrier, Role
+from ...manifest import Role
 from ...spec.arch import Arch
-from ...spec.dense_decode import FP8, TILE_ROWS, DenseDecodeConfig
+from ...spec.dense_decode import FP8, LATENT, TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
+from ..parts.sm100_alternating import AlternatingDecode
 from ..parts.sm100_boxes import clear_rows
 from ..parts.sm100_geometry import (
     BOX_BYTES,
     CTA_COLUMNS,
     CTA_ROPE,
     GROUP_WARPS,
-    LOAD_WARP,
-    OUTPUT_WARP,
     PAIR,
     ROW_BYTES,
-    SCORE_BARRIER,
     SCORE_WARP,
     TMEM_COLUMNS,
     Pipes,
@@ -76,17 +80,25 @@ from .entry import DenseDecode
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 
-MMA_WARP = LOAD_WARP + 1
-THREADS = 384  # the last two warps idle: the warps of a CTA come in fours
+
+class Share(IntEnum):
+    """Registers of a thread, of 512 in four groups of warps, where 512 threads share them out."""
+
+    SCORE = 136  # two groups
+    OUTPUT = 160
+    OTHERS = 80
 
 
 class DenseDecodeSm100(PairDecode, DenseDecode):
     """One variant of the kernel."""
 
-    threads = THREADS
     has_rope = True
-    mma_warp = MMA_WARP
     kv_arrivals = 1
+
+    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.mma_warp = self.geometry.load_warp + 1
+        self.threads = 32 * (self.geometry.load_warp + GROUP_WARPS)  # the last two warps idle: the warps of a CTA come in fours
 
     @property
     def operand_dtype(self) -> type[cutlass.Numeric]:
@@ -97,21 +109,29 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
     def run(self, operands: Operands):
         tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == LOAD_WARP:
+        geometry = self.geometry
+        if warp == geometry.load_warp:
             with cute.arch.elect_one():
                 self.initialise(pipes)
                 prefetch_map(operands.kv_map)
         tmem = self.begin(tiles, warp)
         operands = operands.with_descales(self.config.operands)
-        if warp < OUTPUT_WARP:
+        if warp < geometry.output_warp:
+            self.take_registers(Share.SCORE)
             self.score(operands, tiles, pipes, tmem)
-        elif warp < LOAD_WARP:
+        elif warp < geometry.load_warp:
+            self.take_registers(Share.OUTPUT)
             self.output(operands, tiles, pipes, tmem)
-        elif warp == LOAD_WARP:
-            self.load(operands, tiles, pipes)
-        elif warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-            self.multiply(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
+        else:
+            self.take_registers(Share.OTHERS)
+            if warp == geometry.load_warp:
+                self.load(operands, tiles, pipes)
+            elif warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
+                self.multiply(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
         self.end(warp, tmem)
+
+    def take_registers(self, share: Share) -> None:
+        """Gives the warps of a role more or fewer registers than they begin with, where that is needed."""
 
     # ---- load -------------------------------------------------------------------------------------------------------
 
@@ -162,19 +182,33 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
         return operands.row_weight(self.config.operands, total)
 
 
+class DenseDecodeSm100Fp8(AlternatingDecode, DenseDecodeSm100):
+    """The same with e4m3 operands, whose products take half the time: two softmaxes at a time."""
+
+    def take_registers(self, share: Share) -> None:
+        """512 threads begin with 128 each."""
+        if share is Share.OTHERS:
+            cute.arch.setmaxregister_decrease(share.value)
+        else:
+            cute.arch.setmaxregister_increase(share.value)
+
+
+KERNELS: dict[str, type[DenseDecodeSm100]] = {LATENT: DenseDecodeSm100, FP8: DenseDecodeSm100Fp8}
+
+
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    kernel = DenseDecodeSm100(config, arch)
+    kernel = KERNELS[config.operands](config, arch)
     geometry = kernel.geometry
     return kernel.source(
         smem_bytes=geometry.smem_used,
         barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
-        named_barriers=(NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper_rows", SCORE_BARRIER + 1)),
+        named_barriers=kernel.named_barriers,
         roles=(
-            Role("score", SCORE_WARP, GROUP_WARPS),
-            Role("output", OUTPUT_WARP, GROUP_WARPS),
-            Role("load", LOAD_WARP, 1),
-            Role("mma", MMA_WARP, 1),
+            Role("score", SCORE_WARP, geometry.output_warp),
+            Role("output", geometry.output_warp, GROUP_WARPS),
+            Role("load", geometry.load_warp, 1),
+            Role("mma", kernel.mma_warp, 1),
         ),
         expected={"UTCQMMA" if config.operands == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
         tmem_columns=TMEM_COLUMNS,

@@ -26,7 +26,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, cute
 
-from ...manifest import NamedBarrier, Role
+from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
 from ..source import KernelSource
 from .barriers import Ring, arrive, arrive_at, barrier_table
@@ -35,9 +35,7 @@ from .sm100_columns import ROW_BYTES, WARP_KEYS, LaneKeys
 from .sm100_geometry import (
     GROUP_WARPS,
     HALF_KEYS,
-    OUTPUT_WARP,
     PAIR,
-    SCORE_BARRIER,
     SCORE_WARP,
     SIXTEEN_BIT,
     TMEM_COLUMNS,
@@ -51,7 +49,7 @@ from .softmax import with_sink
 from .tiles import first_query_row
 from .work import Extent
 
-GATHER_WARP = OUTPUT_WARP + GROUP_WARPS
+OUTPUT_WARP, GATHER_WARP = SIXTEEN_BIT.output_warp, SIXTEEN_BIT.load_warp
 MMA_WARP = GATHER_WARP + GROUP_WARPS
 THREADS = 32 * (MMA_WARP + GROUP_WARPS)  # the last three warps idle: registers are dealt out to four at a time
 SCORE_REGISTERS, OUTPUT_REGISTERS, GATHER_REGISTERS, MMA_REGISTERS = 152, 160, 136, 64
@@ -229,7 +227,7 @@ def gathered_source(kernel: Any) -> KernelSource:
     source: KernelSource = kernel.source(
         smem_bytes=GATHERED_SMEM_USED,
         barriers=barrier_table(SIXTEEN_BIT.barrier_offset, SIXTEEN_BIT.barriers) + barrier_table(SEEN_BARRIER_OFFSET, SEEN_BARRIERS),
-        named_barriers=(NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper_rows", SCORE_BARRIER + 1)),
+        named_barriers=kernel.named_barriers,
         roles=(
             Role("score", SCORE_WARP, GROUP_WARPS),
             Role("output", OUTPUT_WARP, GROUP_WARPS),

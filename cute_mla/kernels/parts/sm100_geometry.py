@@ -40,19 +40,16 @@ SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
 SCORE_WARP = 0
-OUTPUT_WARP = 4
-LOAD_WARP = 8  # the first that is not in these groups
-SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of score warps; 0 is the CTA's
+SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of a group of score warps; 0 is the CTA's
 
 SUM_COLUMNS = 16  # of each CTA, equal: the least that a product of a pair has
 ONES_BYTES = SUM_COLUMNS * ROW_BYTES
 ONES_WORD = 0x38383838  # four times 1 in e4m3
 
-PARITIES = 2  # tiles that may be in flight between two roles
-
 VECTOR = 4  # 32-bit words of a 16-byte access
 HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score thread computes
 EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
+REFERENCE_WORDS = 2 * TILE_ROWS
 
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 
@@ -61,11 +58,13 @@ TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 class Geometry:
     """What depends on the size of an element of Q, K, V and P.
 
-    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_slots: of the ring of key tiles.
+    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_slots: of the ring of key tiles. score_groups: groups of score warps, which take
+    tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V.
     """
 
     element_bytes: int
     kv_slots: int
+    score_groups: int
 
     @staticmethod
     def of(dtype: type[cutlass.Numeric]) -> Geometry:
@@ -77,6 +76,21 @@ class Geometry:
         """Whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
         P times a column of ones."""
         return self.element_bytes == 1
+
+    @property
+    def parities(self) -> int:
+        """Tiles that may be in flight between two roles."""
+        return self.score_groups + 1
+
+    @property
+    def output_warp(self) -> int:
+        """First warp of the output role."""
+        return SCORE_WARP + self.score_groups * GROUP_WARPS
+
+    @property
+    def load_warp(self) -> int:
+        """The first warp behind the groups of score and output."""
+        return self.output_warp + GROUP_WARPS
 
     @property
     def box_columns(self) -> int:
@@ -144,6 +158,11 @@ class Geometry:
         return self.kv_slots * self.slot_bytes
 
     @property
+    def shared_words(self) -> int:
+        """fp32 numbers by which groups of score warps tell each other of their rows: references, and shares of the row sum."""
+        return self.score_groups * (REFERENCE_WORDS + GROUP) if self.score_groups > 1 else 0
+
+    @property
     def ones_bytes(self) -> int:
         """Bytes of the ones that P is multiplied with."""
         return ONES_BYTES if self.sums_probs else 0
@@ -155,19 +174,21 @@ class Geometry:
             ("kv_ready", self.kv_slots),
             ("kv_free", self.kv_slots),
             ("query_ready", 1),
-            ("scores_ready", 1),
-            ("scores_free", 1),
-            ("alpha_ready", PARITIES),
-            ("probs_ready", PARITIES),
-            ("output_ready", PARITIES),
+            ("scores_ready", self.score_groups),
+            ("scores_free", self.score_groups),
+            ("alpha_ready", self.parities),
+            ("probs_ready", self.parities),
+            ("output_ready", self.parities),
             ("stats_ready", 1),
             ("stats_free", 1),
+            *((("reference_ready", self.score_groups),) if self.score_groups > 1 else ()),
         )
 
     @property
     def barrier_offset(self) -> int:
         """First byte of the mbarriers."""
-        return self.kv_bytes + self.ones_bytes + 4 * (EXCHANGE_WORDS + GROUP + PARITIES * TILE_ROWS + TILE_ROWS)
+        words = self.score_groups * (EXCHANGE_WORDS + GROUP) + self.parities * TILE_ROWS + TILE_ROWS + self.shared_words
+        return self.kv_bytes + self.ones_bytes + 4 * words
 
     @property
     def smem_used(self) -> int:
@@ -175,8 +196,8 @@ class Geometry:
         return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
 
 
-SIXTEEN_BIT = Geometry(element_bytes=2, kv_slots=5)
-EIGHT_BIT = Geometry(element_bytes=1, kv_slots=8)
+SIXTEEN_BIT = Geometry(element_bytes=2, kv_slots=5, score_groups=1)
+EIGHT_BIT = Geometry(element_bytes=1, kv_slots=7, score_groups=2)
 
 
 @dataclass(frozen=True)
@@ -186,10 +207,12 @@ class Tiles:
     geometry: Geometry
     sKv: cute.Pointer  # bytes of slots of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
     sOnes: cute.Pointer | None  # e4m3 (16 rows, 128): ones, where P is summed up
-    sExchange: cute.Pointer  # fp32 (2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
-    sRowValue: cute.Pointer  # fp32 (2 halves, 64 rows): row maxima and sums for the other half of the threads
-    sAlpha: cute.Pointer  # fp32 (2 tiles, 64 rows): rescale factors
+    sExchange: cute.Pointer  # fp32 (groups, 2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
+    sRowValue: cute.Pointer  # fp32 (groups, 2 halves, 64 rows): row maxima and sums for the other half of the threads
+    sAlpha: cute.Pointer  # fp32 (tiles in flight, 64 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (64 rows): 1 / row sum, 0 for a row that attends to nothing
+    sReference: cute.Pointer | None  # fp32 (groups, 2, 64 rows): reference of a group's last tile, greatest so far; log2 units
+    sShares: cute.Pointer | None  # fp32 (groups, 2 halves, 64 rows): shares of the row sum
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
     def slot(self, index: Int32) -> cute.Pointer:

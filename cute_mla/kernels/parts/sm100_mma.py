@@ -57,15 +57,15 @@ class PairGemm:
         base = self.tiles.slot(slot)
         return tcgen05.k_major(base + self.geometry.probs_offset), tcgen05.mn_major(base, BOX_BYTES)
 
-    def scores(self, keys: Any) -> None:
-        """S = Q K^T over the columns that each CTA holds: the lanes 0..63 and 64..127 get the two partial sums, since the
-        even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
+    def scores(self, keys: Any, buffer: int | Int32 = 0) -> None:
+        """S = Q K^T over the columns that each CTA holds, to one of the places for S: the lanes 0..63 and 64..127 get the two
+        partial sums, since the even CTA's keys meet the Q in the lower lanes and the odd CTA's keys the Q in the upper ones."""
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
         for step in range(self.geometry.latent_steps + (self.geometry.rope_steps if self.has_rope else 0)):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
-                self.tmem + SCORE_COLUMN,
+                self.tmem + (SCORE_COLUMN - buffer * TILE_KEYS),
                 tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
                 keys.advance_start_address(box * BOX_BYTES + step_in_box * STEP_BYTES),
                 shape,

@@ -35,6 +35,7 @@ from typing import Any, Protocol
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
+from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
@@ -50,8 +51,9 @@ from .sm100_geometry import (
     GROUP_WARPS,
     OUTPUT_COLUMN,
     PAIR,
-    PARITIES,
     QUERY_COLUMN,
+    REFERENCE_WORDS,
+    SCORE_BARRIER,
     SUM_COLUMN,
     TILE_ALIGNMENT,
     TMEM_COLUMNS,
@@ -115,6 +117,8 @@ class PairDecode:
     kv_arrivals: int
     loads_queries_ahead = False
     keeps_maximum = False
+    pipes_type: type[Pipes] = Pipes
+    named_barriers: tuple[NamedBarrier, ...] = (NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper_rows", SCORE_BARRIER + 1))
 
     @property
     def operand_dtype(self) -> type[cutlass.Numeric]:
@@ -156,13 +160,15 @@ class PairDecode:
             geometry,
             sKv=smem.allocate_array(Uint8, geometry.kv_bytes, byte_alignment=TILE_ALIGNMENT),
             sOnes=smem.allocate_array(Uint8, geometry.ones_bytes) if geometry.ones_bytes else None,
-            sExchange=smem.allocate_array(Float32, EXCHANGE_WORDS),
-            sRowValue=smem.allocate_array(Float32, GROUP),
-            sAlpha=smem.allocate_array(Float32, PARITIES * TILE_ROWS),
+            sExchange=smem.allocate_array(Float32, geometry.score_groups * EXCHANGE_WORDS),
+            sRowValue=smem.allocate_array(Float32, geometry.score_groups * GROUP),
+            sAlpha=smem.allocate_array(Float32, geometry.parities * TILE_ROWS),
             sInverse=smem.allocate_array(Float32, TILE_ROWS),
+            sReference=smem.allocate_array(Float32, geometry.score_groups * REFERENCE_WORDS) if geometry.shared_words else None,
+            sShares=smem.allocate_array(Float32, geometry.score_groups * GROUP) if geometry.shared_words else None,
             tmem_cell=None,
         )
-        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
+        pipes = self.pipes_type(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
         return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
 
     def initialise(self, pipes: Pipes) -> None:
@@ -175,7 +181,7 @@ class PairDecode:
         pipes.alpha_ready.initialise(GROUP_WARPS // 2)
         pipes.probs_ready.initialise(PAIR * GROUP_WARPS)
         pipes.output_ready.initialise(PAIR * GROUP_WARPS)
-        pipes.stats_ready.initialise(GROUP_WARPS)
+        pipes.stats_ready.initialise(self.geometry.score_groups * GROUP_WARPS)
         pipes.stats_free.initialise(GROUP_WARPS)
         cute.arch.mbarrier_init_fence()
 
@@ -226,16 +232,18 @@ class PairDecode:
             tile = tile + extent.tiles
             piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
-        pipes.scores_free.wait_free(tile)  # the peer's last arrival must not reach a CTA that is gone
+        for i in cutlass.range_constexpr(self.geometry.score_groups):
+            pipes.scores_free.wait_free(tile + i)  # the peer's last arrival must not reach a CTA that is gone
 
     @cute.jit
     def multiply_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
         """The products of a piece that begins with the tile-th tile."""
-        for t in cutlass.range(tiles + 1, unroll=1):
+        ahead = self.geometry.score_groups
+        for t in cutlass.range(tiles + ahead, unroll=1):
             if t < tiles:
                 self.multiply_scores(pipes, gemm, tile + t)
-            if t > 0:
-                self.multiply_output(pipes, gemm, tile + t - 1, t > 1)
+            if t > ahead - 1:
+                self.multiply_output(pipes, gemm, tile + t - ahead, t > ahead)
 
     def multiply_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32) -> None:
         """S of one tile."""
@@ -244,7 +252,7 @@ class PairDecode:
         pipes.scores_free.wait_free(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
-            gemm.scores(keys)
+            gemm.scores(keys, pipes.scores_ready.slot(tile) if self.geometry.score_groups > 1 else 0)
             tcgen05.commit(pipes.scores_ready.barrier(tile))
 
     def multiply_output(self, pipes: Pipes, gemm: PairGemm, tile: Int32, accumulate: Boolean) -> None:
@@ -265,7 +273,7 @@ class PairDecode:
         lse."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        rows = ScoreRows.create(self.operand_dtype, tiles, lanes, thread, operands.scale_log2)
+        rows = self.create_rows(operands, tiles, lanes, thread)
         rows.store_ones()
         req, begin_tile = schedule.first_piece()
         tile, pieces = Int32(0), Int32(0)
@@ -275,8 +283,7 @@ class PairDecode:
             if extent.tiles > 0:
                 if cutlass.const_expr(not self.loads_queries_ahead):
                     # every score of the piece before has been computed, so its Q is free
-                    self.load_queries(operands, req, thread, lanes)
-                    arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
+                    self.begin_piece(operands, pipes, rows, req, thread, lanes)
                 self.score_tiles(operands, pipes, rows, extent, tile)
             tile = tile + extent.tiles
             pipes.stats_free.wait_free(pieces)
@@ -288,6 +295,17 @@ class PairDecode:
             if cutlass.const_expr(self.keeps_maximum):
                 self.store_maximum(operands, rows, req, total)
             req, begin_tile = piece.next_req, piece.next_tile
+
+    def create_rows(self, operands: QueryOperands, tiles: Tiles, lanes: Int32, thread: Int32) -> ScoreRows:
+        """The state of this thread's row."""
+        return ScoreRows.create(self.operand_dtype, tiles, lanes, thread, operands.scale_log2)
+
+    def begin_piece(
+        self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, req: Int32, thread: Int32, lanes: Int32
+    ) -> None:  # fmt: skip
+        """Loads Q of a piece that has keys."""
+        self.load_queries(operands, req, thread, lanes)
+        arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
 
     @cute.jit
     def load_queries(self, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
@@ -337,9 +355,9 @@ class PairDecode:
         arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
         rows.add_partial_sums(others)
         self.mask(operands, pipes, rows, left, use)
-        alpha = rows.advance()
+        alpha = self.advance(pipes, rows, use)
         if rows.half == 0:
-            (rows.tiles.sAlpha + ((use % PARITIES) * TILE_ROWS + rows.row)).store(alpha)
+            (rows.tiles.sAlpha + ((use % self.geometry.parities) * TILE_ROWS + rows.row)).store(alpha)
             arrive(pipes.alpha_ready.barrier(use))
         rows.exponentiate(alpha)
         slot = pipes.kv_ready.slot(use)
@@ -348,11 +366,15 @@ class PairDecode:
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
 
+    def advance(self, pipes: Pipes, rows: ScoreRows, tile: Int32) -> Float32:
+        """Moves the reference to a tile if need be. Returns the factor for the O accumulated before."""
+        return rows.advance()
+
     @cute.jit
     def publish_sums(self, operands: QueryOperands, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
         """Hands what a row of O is multiplied with to the output role and returns the row sum."""
         total = rows.row_sum()
-        if rows.half == 0:
+        if rows.publishes:
             empty = total == 0.0
             # where P is summed up by the tensor cores, the output role divides by what they have
             divisor = Float32(1) if self.geometry.sums_probs else total
@@ -366,7 +388,7 @@ class PairDecode:
         empty = total == 0.0
         row = first_query_row() + rows.row
         lse = rows.rMax[0] + cute.math.log2(total, fastmath=True)
-        if rows.half == 0 and row < operands.rows():
+        if rows.publishes and row < operands.rows():
             if cutlass.const_expr(piece.always_direct):
                 operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
             else:
@@ -381,7 +403,7 @@ class PairDecode:
         """The greatest logit of every row, natural units."""
         row = first_query_row() + rows.row
         logit = cutlass.select_(total == 0.0, -Float32.inf, rows.rBest[0] * (operands.scale_log2 * LN2))
-        if rows.half == 0 and row < operands.rows():
+        if rows.publishes and row < operands.rows():
             operands.max_logit_of(req, row).store(logit)
 
     # ---- output -----------------------------------------------------------------------------------------------------
@@ -438,7 +460,7 @@ class PairDecode:
         """O *= alpha where the maximum has moved, then lets P V of this tile begin. O of the piece's first tile is
         overwritten, so there is nothing to scale, but O of the piece before must have been read."""
         pipes.alpha_ready.wait_ready(tile)
-        alpha = (tiles.sAlpha + ((tile % PARITIES) * TILE_ROWS + thread % TILE_ROWS)).load()
+        alpha = (tiles.sAlpha + ((tile % self.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
             pipes.kv_free.wait_ready(tile - 1)
             tcgen05.fence_after_wait()

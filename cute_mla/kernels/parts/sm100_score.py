@@ -12,22 +12,21 @@ from functools import reduce
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from . import tcgen05
-from .fragments import aligned, pack_word, store_words
+from .fragments import aligned, pack_word
 from .sm100_geometry import (
     GROUP_WARPS,
     HALF_KEYS,
-    ONES_WORD,
     ROW_BYTES,
     SCORE_BARRIER,
     SCORE_COLUMN,
     VECTOR,
     Tiles,
 )
-from .softmax import follow_maximum, follow_tile, shift_of
+from .softmax import follow_maximum, shift_of
 
 VECTORS = HALF_KEYS // VECTOR
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
@@ -60,6 +59,11 @@ class ScoreRows:
         rMax, rSum, rBest = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(3))
         return ScoreRows(dtype, tiles, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, rMax, rSum, rBest)
 
+    @property
+    def publishes(self) -> Boolean:
+        """Whether this thread hands on what a row has come to."""
+        return self.half == 0
+
     def reset(self) -> None:
         """Forgets all keys."""
         self.rMax[0] = -Float32.inf
@@ -67,9 +71,7 @@ class ScoreRows:
         self.rBest[0] = -Float32.inf
 
     def store_ones(self) -> None:
-        """Writes what P is multiplied with for its sum: 16 bytes of each of 128 threads."""
-        if self.tiles.sOnes is not None:
-            store_words(self.tiles.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
+        """Writes what P is multiplied with for its sum, where that is asked for."""
 
     def sync_halves(self) -> None:
         """Waits for the warp that has the other half of this warp's rows."""
@@ -126,18 +128,18 @@ class ScoreRows:
     def advance(self) -> Float32:
         """Moves the reference to this tile if need be. Returns the factor for everything accumulated before: 1 if the
         reference stays."""
+        self.rMax[0], alpha = follow_maximum(self.rMax[0], self.tile_maximum())
+        return alpha
+
+    def tile_maximum(self) -> Float32:
+        """The greatest score of the row in this tile, log2 units."""
         chains = [self.rS[i] for i in range(MAX_CHAINS)]
         for i in range(MAX_CHAINS, HALF_KEYS):
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
         best = reduce(cute.arch.fmax, chains)
         best = cute.arch.fmax(best, self.swap(best))
         self.rBest[0] = cute.arch.fmax(self.rBest[0], best)
-        candidate = best * self.scale_log2
-        if self.tiles.geometry.sums_probs:
-            self.rMax[0], alpha = follow_tile(self.rMax[0], candidate, self.rBest[0] * self.scale_log2)
-        else:
-            self.rMax[0], alpha = follow_maximum(self.rMax[0], candidate)
-        return alpha
+        return best * self.scale_log2
 
     def exponentiate(self, alpha: Float32) -> None:
         """Replaces the scores by unnormalised probabilities and adds them to the row sum."""
