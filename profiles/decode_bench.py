@@ -15,8 +15,10 @@ import torch
 
 from .. import reference
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..spec.dense_decode import FP8, LATENT
 from ..spec.mla import D_QK, D_V, ceil_div
-from ..testing.compare import DENSE_DECODE_OUT, LSE, compare
+from ..testing.cases import DESCALE_K, DESCALE_Q
+from ..testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, compare
 from .roofline import DecodeShape
 from .rows import Case
 from .timing import rotation_sets
@@ -34,6 +36,7 @@ class Operands:
     q: torch.Tensor
     k_cache: torch.Tensor
     block_table: torch.Tensor
+    descales: tuple[torch.Tensor | None, torch.Tensor | None]
     out: torch.Tensor
     lse: torch.Tensor
 
@@ -93,6 +96,8 @@ class DecodeBench:
             self.metadata,
             self.num_splits,
             causal=self.causal,
+            descale_q=operands.descales[0],
+            descale_k=operands.descales[1],
             out=operands.out,
             lse=operands.lse,
             workspace=self.workspace,
@@ -108,13 +113,14 @@ class DecodeBench:
     def check(self, written: Sequence[Operands], compared: Sequence[Operands]) -> Check:
         """Looks for NaN in all outputs of the written sets, and compares a sample of requests of some with the reference."""
         requests = sample_requests(self.shape.lengths)
+        tolerance = FP8_DENSE_OUT if self.shape.operands == FP8 else DENSE_DECODE_OUT
         reasons, out_abs, out_cos, lse_abs = [], 0.0, 0.0, 0.0
         if any(bool(tensor.isnan().any()) for operands in written for tensor in (operands.out, operands.lse)):
             reasons.append("out or lse has NaN, or was not written everywhere")
         for operands in compared:
             for request in requests:
                 expected_out, expected_lse = reference_request(operands, request, self.shape, self.causal)
-                out = compare(f"out[{request}]", operands.out[request].transpose(0, 1), expected_out, DENSE_DECODE_OUT)
+                out = compare(f"out[{request}]", operands.out[request].transpose(0, 1), expected_out, tolerance)
                 lse = compare(f"lse[{request}]", operands.lse[request], expected_lse, LSE)
                 reasons += [result.reason for result in (out, lse) if not result.passed]
                 out_abs, out_cos, lse_abs = max(out_abs, out.max_abs), max(out_cos, out.cos_diff), max(lse_abs, lse.max_abs)
@@ -136,16 +142,19 @@ def sample_requests(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_operands(case: Case, device: torch.device, seed: int) -> Operands:
-    """Values N(0, 0.1) clamped to [-1, 1], pages in random order, NaN in the outputs."""
+    """Values N(0, 0.1) clamped to [-1, 1], as scales and e4m3 where the operands say so, pages in random order, NaN in the
+    outputs."""
     assert isinstance(case.shape, DecodeShape)
     shape, dtype = case.shape, _DTYPES[case.dtype]
+    scales = DESCALE_Q if shape.operands == FP8 else None, None if shape.operands == LATENT else DESCALE_K
     generator = torch.Generator(device=device).manual_seed(seed)
     pages = [ceil_div(length, shape.page_size) for length in shape.lengths]
     pool = max(sum(pages), 1)
 
-    def random_tensor(*size: int) -> torch.Tensor:
+    def random_tensor(scale: float | None, *size: int) -> torch.Tensor:
         values = torch.empty(size, dtype=dtype, device=device)
-        return values.normal_(0.0, 0.1, generator=generator).clamp_(-1.0, 1.0)
+        values.normal_(0.0, 0.1, generator=generator).clamp_(-1.0, 1.0)
+        return values if scale is None else values.div_(scale).to(torch.float8_e4m3fn)
 
     order = torch.randperm(pool, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     table = torch.full((shape.batch, max([*pages, 1])), _UNUSED_PAGE, dtype=torch.int32)
@@ -154,12 +163,17 @@ def make_operands(case: Case, device: torch.device, seed: int) -> Operands:
         table[request, :count] = order[first : first + count]
         first += count
     return Operands(
-        q=random_tensor(shape.batch, shape.s_q, shape.h_q, D_QK),
-        k_cache=random_tensor(pool, shape.page_size, shape.h_kv, D_QK),
+        q=random_tensor(scales[0], shape.batch, shape.s_q, shape.h_q, D_QK),
+        k_cache=random_tensor(scales[1], pool, shape.page_size, shape.h_kv, D_QK),
         block_table=table.to(device),
+        descales=(_scalar(scales[0], device), _scalar(scales[1], device)),
         out=torch.full((shape.batch, shape.s_q, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
         lse=torch.full((shape.batch, shape.h_q, shape.s_q), math.nan, dtype=torch.float32, device=device),
     )
+
+
+def _scalar(value: float | None, device: torch.device) -> torch.Tensor | None:
+    return None if value is None else torch.full((1,), value, device=device)
 
 
 def reference_request(operands: Operands, request: int, shape: DecodeShape, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,8 +182,10 @@ def reference_request(operands: Operands, request: int, shape: DecodeShape, caus
     The heads of a KV head are rows beside each other, so that 128k keys need no copy of the cache per head.
     """
     length, group = shape.lengths[request], shape.h_q // shape.h_kv
-    k = reference.gather_pages(operands.k_cache, operands.block_table[request], length).transpose(0, 1)  # [h_kv, length, 576]
-    q = operands.q[request].transpose(0, 1).reshape(shape.h_kv, group * shape.s_q, D_QK)
+    descale_q, descale_k = operands.descales
+    k = reference.gather_pages(operands.k_cache, operands.block_table[request], length)
+    k = reference.scaled(k, descale_k).transpose(0, 1)  # [h_kv, length, 576]
+    q = reference.scaled(operands.q[request], descale_q).transpose(0, 1).reshape(shape.h_kv, group * shape.s_q, D_QK)
     visible = reference.visible_keys(shape.s_q, length, causal, q.device).repeat(group, 1)
     out, lse = reference.attention(q, k, k[..., :D_V], D_QK**-0.5, visible)
     return out.reshape(shape.h_q, shape.s_q, D_V), lse.reshape(shape.h_q, shape.s_q)

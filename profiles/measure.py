@@ -59,6 +59,7 @@ def shape_record(case: Case) -> dict[str, Any]:
         "flops": work.flops,
         "bytes": work.bytes,
         "intensity": work.intensity,
+        "rate": work.rate,
         "roof_gpu": case.roof_gpu,
         "roof_us": bound.us,
         "bound": bound.bound,
@@ -142,7 +143,7 @@ def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> 
     cold = Spread.of(samples["cold"])
     matmul, copy = Spread.of(samples["matmul"]).median, Spread.of(samples["copy"]).median
     tflops, gbytes = ceilings.matmul_flops / matmul / 1e6, ceilings.copy_bytes / copy / 1e3
-    limit_us = max(work.flops / tflops / 1e6, work.bytes / gbytes / 1e3)
+    limit_us = max(work.flops / (tflops * work.rate) / 1e6, work.bytes / gbytes / 1e3)
     warm = samples.get("warm")
     return {
         "cold_us": cold.as_dict(),

@@ -55,6 +55,7 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
                 "flops": case.work.flops,
                 "bytes": case.work.bytes,
                 "intensity": case.work.intensity,
+                "rate": case.work.rate,
                 "tile_padding": padding,
                 "roofs": {name: {"us": bound.us, "bound": bound.bound} for name, bound in bounds.items()},
                 "goal_us": case.goal_us,
@@ -109,17 +110,19 @@ def cuda_document(
 
 
 def plot(document: dict[str, Any]) -> str:
-    """The roofline of a document as SVG: bounds of the model, or what was measured beside the ceilings of the run."""
+    """The roofline of a document as SVG: bounds of the model, or what was measured beside the ceilings of the run. Rows whose
+    products have another rate than bf16, and so another roof, are not in it."""
     if document["device"] == MODEL:
         gpu = GPUS[document["gpus"][0]["name"]]
         points = [
             Point(row["row"], row["intensity"], row["flops"] / row["roofs"][gpu.name]["us"] / 1e6, False)
             for row in document["rows"]
-            if row["op"] == "dense_decode"
+            if row["op"] == "dense_decode" and row["rate"] == 1
         ]
         return roofline_svg(gpu, points, f"Dense decode: the roofline of {'an' if gpu.name.startswith('H') else 'a'} {gpu.name}")
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
-    points = [Point(row["row"], row["intensity"], row["tflops"], True) for row in document["rows"] if row["status"] == "timed"]
+    timed = [row for row in document["rows"] if row["status"] == "timed" and row["rate"] == 1]
+    points = [Point(row["row"], row["intensity"], row["tflops"], True) for row in timed]
     return roofline_svg(gpu, points, f"Dense decode on {document['environment']['gpu']}")
 
 

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..spec.arch import Arch
-from ..spec.dense_decode import TILE_ROWS, row_ctas
+from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, ceil_div
 
 FLOPS_PER_PAIR = 2 * (D_QK + D_V)  # of one query row and one key: multiply-adds of q k^T and of p v
-CACHE_ROW_BYTES = ELEMENT_BYTES * D_QK
+E4M3_BYTES = 1
+FP8_RATE = 2.0  # of products of e4m3, in those of bf16
 LSE_BYTES = 4
 TABLE_ENTRY_BYTES = 4
 ACCUMULATOR_BYTES = 4  # fp32
@@ -59,10 +60,11 @@ def gpus_of(archs: Sequence[Arch]) -> list[Gpu]:
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem costs at least: flops (useful ones) and bytes of device memory."""
+    """What a problem costs at least: flops (useful ones) and bytes of device memory. rate: of its products, in those of bf16."""
 
     flops: float
     bytes: float
+    rate: float = 1.0
 
     @property
     def intensity(self) -> float:
@@ -90,14 +92,15 @@ class Roof:
 
 def roof(work: Work, gpu: Gpu) -> Roof:
     """The roofline bound of `work` on `gpu`."""
-    return Roof(compute_us=work.flops / (gpu.tflops * 1e6), memory_us=work.bytes / (gpu.tbytes * 1e6))
+    return Roof(compute_us=work.flops / (gpu.tflops * work.rate * 1e6), memory_us=work.bytes / (gpu.tbytes * 1e6))
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     """The shape of a dense-decode call, as far as its cost goes.
 
-    lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page.
+    lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page. operands: as in
+    DenseDecodeConfig.
     """
 
     lengths: tuple[int, ...]
@@ -105,6 +108,7 @@ class DecodeShape:
     h_q: int
     h_kv: int = 1
     page_size: int = 64
+    operands: str = LATENT
 
     @property
     def batch(self) -> int:
@@ -121,10 +125,13 @@ def dense_decode_work(shape: DecodeShape) -> Work:
     """Useful arithmetic and compulsory bytes of a dense decode: the cache rows, q, out, lse and the page table."""
     rows = shape.batch * shape.s_q * shape.h_q
     pages = sum(ceil_div(length, shape.page_size) for length in shape.lengths)
-    row_bytes = ELEMENT_BYTES * (D_QK + D_V) + LSE_BYTES
+    q_bytes = D_QK * (E4M3_BYTES if shape.operands == FP8 else ELEMENT_BYTES)
+    cache_row_bytes = D_QK * (ELEMENT_BYTES if shape.operands == LATENT else E4M3_BYTES)
+    row_bytes = q_bytes + ELEMENT_BYTES * D_V + LSE_BYTES
     return Work(
         flops=float(FLOPS_PER_PAIR * shape.s_q * shape.h_q * shape.keys),
-        bytes=float(CACHE_ROW_BYTES * shape.h_kv * shape.keys + row_bytes * rows + TABLE_ENTRY_BYTES * pages),
+        bytes=float(cache_row_bytes * shape.h_kv * shape.keys + row_bytes * rows + TABLE_ENTRY_BYTES * pages),
+        rate=FP8_RATE if shape.operands == FP8 else 1.0,
     )
 
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..spec.dense_decode import LATENT, OPERANDS
 from ..spec.mla import DTYPES
 from .roofline import CombineShape, DecodeShape, Work, combine_work, dense_decode_work
 
@@ -54,7 +55,8 @@ class Case:
         shape = self.shape
         if isinstance(shape, CombineShape):
             return f"b{shape.batch} splits{shape.splits} h{shape.h_q} s{shape.s_q}"
-        return f"b{shape.batch} {_lengths_text(shape.lengths)} h{shape.h_q} s{shape.s_q}"
+        operands = "" if shape.operands == LATENT else f" {shape.operands}"
+        return f"b{shape.batch} {_lengths_text(shape.lengths)} h{shape.h_q} s{shape.s_q}{operands}"
 
 
 def _lengths_text(lengths: tuple[int, ...]) -> str:
@@ -86,6 +88,7 @@ def _shape(document: dict[str, Any], entry: dict[str, Any]) -> DecodeShape | Com
         h_q=entry["h_q"],
         h_kv=entry.get("h_kv", 1),
         page_size=document["page_size"],
+        operands=entry.get("operands", LATENT),
     )
 
 
@@ -104,13 +107,15 @@ def parse(text: str) -> tuple[Case, ...]:
     return cases
 
 
-_CASE_KEYS = {"name", "batch", "length", "lengths", "varlen", "splits", "s_q", "h_q", "h_kv", "roof_us", "goal_us"}
+_CASE_KEYS = {"name", "batch", "length", "lengths", "varlen", "splits", "s_q", "h_q", "h_kv", "operands", "roof_us", "goal_us"}
 
 
 def _case(document: dict[str, Any], row: dict[str, Any], entry: dict[str, Any]) -> Case:
     unknown = entry.keys() - _CASE_KEYS
     if unknown:
         raise ValueError(f"row {row.get('name')}: unknown key {', '.join(sorted(unknown))}; known: {', '.join(sorted(_CASE_KEYS))}")
+    if entry.get("operands", LATENT) not in OPERANDS:
+        raise ValueError(f"row {row.get('name')}: operands is {entry['operands']!r}; supported: {', '.join(OPERANDS)}")
     try:
         return Case(
             op=document["op"],

@@ -113,7 +113,7 @@ def timed_document(**changes: Any) -> dict[str, Any]:
         "row": "D1", "name": "D1.fixed", "op": "dense_decode", "text": "b128 L4096 h128 s1", "status": "timed", "reason": "",
         "goal_us": 210, "cold_us": {"median": 222.25, "p10": 220.0, "p90": 225.0},
         "control_ratio": {"median": 1.001, "p10": 1.0, "p90": 1.01},
-        "kernel_us": {"dense_decode": 215.0}, "intensity": 228.0, "tflops": 657.0, "gbytes_per_s": 2878.0, "limit_us": 187.0,
+        "kernel_us": {"dense_decode": 215.0}, "intensity": 228.0, "rate": 1.0, "tflops": 657.0, "gbytes_per_s": 2878.0, "limit_us": 187.0,
         "fraction_of_limit": 0.841, **changes,
     }  # fmt: skip
     left = {"name": "C1.two", "op": "combine", "status": "not_run", "reason": "the budget of 1 s was used up"}

@@ -16,6 +16,7 @@ from cute_mla.profiles.measure import Bench
 from cute_mla.profiles.roofline import DecodeShape
 from cute_mla.profiles.rows import Case, load
 from cute_mla.profiles.timing import Call, Ceilings, Recording
+from cute_mla.spec.dense_decode import LATENT
 
 CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0}
 
@@ -66,8 +67,10 @@ class FakeKernel:
     def flash_mla_with_kvcache(
         self, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor, head_dim_v: int,
         metadata: object, num_splits: object, *, causal: bool, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
+        descale_q: torch.Tensor | None, descale_k: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        result, result_lse = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=causal)
+        descales = descale_q, descale_k
+        result, result_lse = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=causal, descales=descales)
         out.copy_(result)
         lse.copy_(result_lse)
         self.calls += 1
@@ -96,8 +99,16 @@ def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}) -> B
     )
 
 
-def small_case(name: str = "X.small", *, lengths: tuple[int, ...] = (70, 3, 0), s_q: int = 2, h_q: int = 4, priority: int = 1) -> Case:
+def small_case(
+    name: str = "X.small",
+    *,
+    lengths: tuple[int, ...] = (70, 3, 0),
+    s_q: int = 2,
+    h_q: int = 4,
+    priority: int = 1,
+    operands: str = LATENT,
+) -> Case:
     """A case that the reference computes at once."""
     row, case = name.split(".")
-    shape = DecodeShape(lengths=lengths, s_q=s_q, h_q=h_q)
+    shape = DecodeShape(lengths=lengths, s_q=s_q, h_q=h_q, operands=operands)
     return replace(load("dense_decode")[0], row=row, case=case, shape=shape, priority=priority, roof_us=1.0, goal_us=None)

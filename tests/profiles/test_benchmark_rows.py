@@ -28,7 +28,7 @@ cases = [{ name = "y", lengths = [5, 6], s_q = 2, h_q = 8, h_kv = 2, roof_us = 1
 
 def test_the_suite_has_every_row_once() -> None:
     cases = load("dense_decode")
-    assert list(dict.fromkeys(case.row for case in cases)) == [f"D{number}" for number in range(1, 15)]
+    assert list(dict.fromkeys(case.row for case in cases)) == [*(f"D{number}" for number in range(1, 15)), "F1", "F2", "F3"]
     assert len({case.name for case in cases}) == len(cases)
     assert {case.row for case in load("combine")} == {"C1"}
 
@@ -71,6 +71,7 @@ def test_select_by_row_and_by_case() -> None:
         ('op = "dense_decode"', 'op = "sparse"', "op is 'sparse'; benchmark rows exist for dense_decode, combine"),
         ('dtype = "bf16"', 'dtype = "fp64"', "dtype is 'fp64'; supported: bf16, fp16"),
         ("h_q = 16, ", "", "row A, case x: h_q is missing"),
+        ("h_q = 16,", 'h_q = 16, operands = "fp4",', "row A: operands is 'fp4'; supported: latent, fp8_cache, fp8"),
         ("batch = 2", "batches = 2", "row A: unknown key batches"),
         ('name = "B"', 'name = "A"', ""),
     ],

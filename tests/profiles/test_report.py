@@ -41,7 +41,7 @@ def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -
 
 def test_a_measurement_is_plotted_where_it_was(drawn: list[Point]) -> None:
     rows = [
-        {"row": "D1", "status": "timed", "intensity": 228.0, "tflops": 640.0},
+        {"row": "D1", "status": "timed", "rate": 1.0, "intensity": 228.0, "tflops": 640.0},
         {"row": "D2", "status": "wrong", "intensity": 432.0},
     ]
     assert report.plot({"device": "cuda", "environment": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": rows}).startswith("H100: ")

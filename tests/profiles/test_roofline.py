@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cute_mla.profiles.roofline import (
@@ -18,6 +20,7 @@ from cute_mla.profiles.roofline import (
 )
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.spec.arch import ARCHS, SM90, SM100
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 
 CASES = [case for op in OPS for case in load(op)]
 
@@ -50,6 +53,23 @@ def test_dense_decode_has_the_known_limits(
         found = roof(work, GPUS[name])
         assert found.us == pytest.approx(microseconds, abs=0.6)
         assert found.bound == bound
+
+
+# microseconds on an H200, where products of e4m3 take half as long
+E4M3 = [(128, 1, FP8, 92, "compute"), (64, 1, FP8, 73, "memory"), (16, 1, FP8, 71, "memory"), (128, 1, FP8_CACHE, 185, "compute")]
+
+
+@pytest.mark.parametrize(("h_q", "s_q", "operands", "microseconds", "bound"), E4M3)
+def test_dense_decode_of_e4m3_has_the_known_limits(h_q: int, s_q: int, operands: str, microseconds: float, bound: str) -> None:
+    found = roof(dense_decode_work(replace(shape(128, 4096, h_q, s_q), operands=operands)), GPUS["H200"])
+    assert found.us == pytest.approx(microseconds, abs=0.6)
+    assert found.bound == bound
+
+
+def test_dense_decode_of_e4m3_counts_every_byte_once() -> None:
+    one_key = DecodeShape(lengths=(1,), s_q=1, h_q=1)
+    assert dense_decode_work(replace(one_key, operands=FP8)).bytes == 576 + 576 + 512 * 2 + 4 + 4
+    assert dense_decode_work(replace(one_key, operands=FP8_CACHE)).bytes == 576 + 576 * 2 + 512 * 2 + 4 + 4
 
 
 def test_dense_decode_counts_every_byte_once() -> None:
