@@ -47,13 +47,19 @@ def _between(name: str, least: int, most: int) -> Callable[[Any], str | None]:
     return problem
 
 
-def _dtype_problem(value: Any) -> str | None:
-    name = DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
-    return _one_of("dtype", *DTYPES)(name)
+def _dtype_name(value: Any) -> Any:
+    return DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
+
+
+def _dtype_of(*supported: str) -> Callable[[Any], str | None]:
+    return lambda value: _one_of("dtype", *supported)(_dtype_name(value))
+
+
+E4M3 = "e4m3"  # of queries, where the cache is e4m3 too
 
 
 _DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
-    "dtype": _dtype_problem,
+    "dtype": _dtype_of(*DTYPES, E4M3),
     "h_q": _between("h_q", 1, MAX_HEADS),
     "h_kv": _between("h_kv", 1, MAX_HEADS),
     "s_q": _between("s_q", 1, MAX_QUERY_TOKENS),
@@ -62,7 +68,7 @@ _DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     "page_size": page_size_problem,
     "causal": _one_of("causal", False, True),
     "batch_invariant": _one_of("batch_invariant", False, True),
-    "fp8_kvcache": _one_of("fp8_kvcache", False),
+    "fp8_kvcache": _one_of("fp8_kvcache", False, True),
     "attn_sink": _one_of("attn_sink", False),
     "extra_cache": _one_of("extra_cache", False),
     "topk_length": _one_of("topk_length", False),
@@ -71,6 +77,7 @@ _DENSE_DECODE: dict[str, Callable[[Any], str | None]] = {
 }
 _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
     **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
     "h_kv": _one_of("h_kv", 1),
     "s_q": _between("s_q", 1, MAX_GRID_TOKENS),
     "head_dim": _one_of("head_dim", D_QK, D_V),
@@ -81,6 +88,8 @@ _SPARSE_DECODE: dict[str, Callable[[Any], str | None]] = {
 }
 _DENSE_PREFILL: dict[str, Callable[[Any], str | None]] = {
     **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
+    "fp8_kvcache": _one_of("fp8_kvcache", False),
     **{name: _between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
     "s_q": _between("s_q", 1, dense_prefill.MAX_TOKENS),
     "head_dim": _one_of("head_dim", *dense_prefill.HEAD_DIMS),
@@ -111,7 +120,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill".
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
-        dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output
+        dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output; in dense decode over an FP8 cache also
+                         "e4m3", of queries
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode and in sparse prefill), 512;
                          in dense prefill 192 or 128, and 128
@@ -148,7 +158,11 @@ def _problem_together(op: str, features: dict[str, Any]) -> str | None:
         if problem is not None:
             return problem
     fp8 = features.get("fp8_kvcache")
-    if op == "sparse_decode" and fp8 and features.get("dtype") in ("fp16", torch.float16):
+    if op == "dense_decode" and fp8 and features.get("h_kv", 1) != 1:
+        return f"h_kv is {features['h_kv']} with an FP8 cache; supported: 1"
+    if op == "dense_decode" and fp8 is False and _dtype_name(features.get("dtype")) == E4M3:
+        return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
+    if op == "sparse_decode" and fp8 and _dtype_name(features.get("dtype")) == "fp16":
         return "dtype is fp16 with an FP8 cache; supported: bf16"
     if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"

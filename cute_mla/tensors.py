@@ -19,6 +19,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "e4m3",
 }
 
 TMA_ALIGNMENT = 16  # bytes: of a base address and of every stride that a tensor map holds

@@ -13,7 +13,7 @@ from cute_mla.support import FEATURES, OPS
 
 GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
-        "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+        "dtype": ("bf16", "fp16", "e4m3", torch.bfloat16, torch.float16, torch.float8_e4m3fn),
         "h_q": (1, 3, 63, 128),
         "h_kv": (1, 8, 128),
         "s_q": (1, 7, 4096),
@@ -22,7 +22,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "page_size": (16, 32, 64, 128, 192, 4096),
         "causal": (False, True),
         "batch_invariant": (False, True),
-        "fp8_kvcache": (False,),
+        "fp8_kvcache": (False, True),
         "attn_sink": (False,),
         "extra_cache": (False,),
         "topk_length": (False,),
@@ -92,7 +92,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "page_size": (0, 1, 48, 96, -64),
         "causal": (None,),
         "batch_invariant": (2,),
-        "fp8_kvcache": (True,),
+        "fp8_kvcache": (None,),
         "attn_sink": (True,),
         "extra_cache": (True,),
         "topk_length": (True,),
@@ -100,7 +100,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offsets": (True,),
     },
     "sparse_decode": {
-        "dtype": ("fp8", torch.float32),
+        "dtype": ("fp8", "e4m3", torch.float32),
         "h_q": (0, 129, 1.5),
         "h_kv": (0, 2),
         "s_q": (0, 65_536),
@@ -117,7 +117,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offsets": (True,),
     },
     "dense_prefill": {
-        "dtype": ("fp8", torch.float32),
+        "dtype": ("fp8", "e4m3", torch.float32),
         "h_q": (0, 1 << 31, 1.5),
         "h_kv": (0, 1 << 31),
         "s_q": (0, 1 << 31),
@@ -134,7 +134,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offsets": (True,),
     },
     "sparse_prefill": {
-        "dtype": ("fp8", torch.float32),
+        "dtype": ("fp8", "e4m3", torch.float32),
         "h_q": (0, 129, 1.5),
         "h_kv": (0, 2),
         "s_q": (0, 1 << 31),
@@ -179,6 +179,11 @@ def test_not_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
 
 def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=2, dtype="fp16", page_size=64)[0]
+    assert is_supported("dense_decode", "sm90", h_q=128, h_kv=1, dtype="e4m3", fp8_kvcache=True)[0]
+    assert is_supported("dense_decode", "sm90", h_kv=2, fp8_kvcache=True) == (False, "h_kv is 2 with an FP8 cache; supported: 1")
+    for dtype in ("e4m3", torch.float8_e4m3fn):
+        refused = is_supported("dense_decode", "sm90", dtype=dtype, fp8_kvcache=False)
+        assert refused == (False, "dtype is e4m3 without an FP8 cache; supported: bf16, fp16")
     assert is_supported("dense_decode", "sm90", h_q=64, h_kv=3) == (False, "h_kv is 3 with h_q 64; supported: divisors of h_q")
 
 
