@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +186,7 @@ def _row(record: Record) -> tuple[object, ...]:
 
 
 def _summarise(records: list[list[Record]], figures: Figures) -> None:
-    """The table; what failed and why; the worst errors; what was reduced or not run, and why."""
+    """The table; what failed and why; the worst errors, of cases with equal bounds together; what was reduced or not run, and why."""
     flat = [record for case in records for record in case]
     ran = [record for record in flat if record.passed is not None]
     print_table(_COLUMNS, [_row(record) for record in ran])
@@ -202,10 +201,16 @@ def _summarise(records: list[list[Record]], figures: Figures) -> None:
         ("lse max abs", "lse_max_abs"),
         ("max_logits max abs", "max_logits_max_abs"),
     )
-    for arch, (title, name) in product(sorted({record.arch for record in ran}), titles):
-        errors = [(getattr(record, name), record.case) for record in ran if record.arch == arch and getattr(record, name) is not None]
-        if errors:
-            click.echo("worst {} on {}: {:.2e} in {}".format(title, arch, *max(errors)))
+    of_bounds: dict[tuple[str, str, float], list[Record]] = {}
+    for record in ran:
+        of_bounds.setdefault((record.arch, record.op, record.out_cos_limit or 0.0), []).append(record)
+    for (arch, op, limit), alike in sorted(of_bounds.items()):
+        for title, name in titles:
+            errors = [(getattr(record, name), record.case) for record in alike if getattr(record, name) is not None]
+            if errors:
+                bound = f" of {limit:.0e}" if name == "out_cos_diff" else ""
+                worst, case = max(errors)
+                click.echo(f"worst {title} on {arch}, {op}: {worst:.2e}{bound} in {case}")
     fates = Counter(fate for case in records for fate in map(_fate, case[:1]) if fate is not None)
     for (fate, reason), number in sorted(fates.items()):
         click.echo(f"{number} {fate}: {reason}")

@@ -69,6 +69,7 @@ class Target:
 class Record:
     """One run of one case, as `verify --json` writes it. schedule is None on a GPU; passed is None if it did not run.
 
+    out_cos_limit: what out_cos_diff may be.
     status "reduced": it ran, in the form that `case` says; reason says what was cut, and what failed if it did.
     kernel_sha256: of the cubin. seconds: of the kernels with the API call, on a GPU the first call's set-up included.
     """
@@ -87,6 +88,7 @@ class Record:
     passed: bool | None = None
     out_max_abs: float | None = None
     out_cos_diff: float | None = None
+    out_cos_limit: float | None = None
     lse_max_abs: float | None = None
     max_logits_max_abs: float | None = None
     findings: list[str] = field(default_factory=list)
@@ -144,7 +146,8 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
             continue
         if expected is None:
             expected = _expected(case, tensors)
-        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected)))
+        limit = operation(case).results["out"].cos_tol
+        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), limit))
         first = first or outcome
     return records
 
@@ -271,7 +274,14 @@ def _compared(case: BaseCase, outcome: _Outcome, expected: _Expected) -> dict[st
     return {name: within(name, comparison, expected.limits.get(name, math.inf)) for name, comparison in compared.items()}
 
 
-def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcome | None, compared: Mapping[str, Comparison]) -> Record:
+def _judge(
+    base: dict[str, Any],
+    reduced: str,
+    outcome: _Outcome,
+    first: _Outcome | None,
+    compared: Mapping[str, Comparison],
+    out_cos_limit: float,
+) -> Record:
     """The record of an outcome that was compared with the reference; here it meets the first schedule's bits."""
     faults = [*(comparison.reason for comparison in compared.values()), outcome.damage]
     if outcome.findings:
@@ -280,6 +290,7 @@ def _judge(base: dict[str, Any], reduced: str, outcome: _Outcome, first: _Outcom
         faults.append("other bits than under the first schedule")
     figures = {f"{name}_max_abs": comparison.max_abs for name, comparison in compared.items()}
     figures["out_cos_diff"] = compared["out"].cos_diff
+    figures["out_cos_limit"] = out_cos_limit
     return _finish(base, reduced, faults, **figures, findings=list(outcome.findings), seconds=outcome.seconds)
 
 

@@ -32,7 +32,9 @@ Job = tuple[Case, Target, str]
 
 def record_of(case: Case, target: Target, passed: bool | None, **fields: Any) -> Record:
     status = fields.pop("status", "passed" if passed else "failed")
-    figures: dict[str, Any] = {} if passed is None else {"out_max_abs": 1e-4, "out_cos_diff": 2e-7, "lse_max_abs": 3e-6, "seconds": 0.5}
+    figures: dict[str, Any] = {"out_max_abs": 1e-4, "out_cos_diff": 2e-7, "out_cos_limit": 5e-6, "lse_max_abs": 3e-6, "seconds": 0.5}
+    if passed is None:
+        figures = {}
     identity: dict[str, Any] = {"op": case.op, "arch": target.arch, "case": case.id, "config": "bf16_cluster1", "device": target.kind}
     schedule = fields.pop("schedule", "round_robin")
     return Record(
@@ -94,7 +96,8 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     assert "2 not run: large: not today" in lines
     assert "2 reduced: budget of 400 tiles" in lines
     for arch in ("sm90", "sm100"):
-        assert f"worst out max abs on {arch}: 1.00e-04 in {REDUCED.id}" in lines
+        assert f"worst out max abs on {arch}, dense_decode: 1.00e-04 in {REDUCED.id}" in lines
+        assert f"worst out cos diff on {arch}, dense_decode: 2.00e-07 of 5e-06 in {REDUCED.id}" in lines
     table = [line for line in lines if line.startswith(WHOLE.id)]
     assert [line.split()[:5] for line in table] == [
         [WHOLE.id, arch, "sim", schedule, "passed"] for arch in ("sm90", "sm100") for schedule in ("round_robin", "lazy")
@@ -104,7 +107,7 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
 def test_the_worst_max_logits_are_shown_where_there_are_any(stand_in: StandIn) -> None:
     assert "max_logits" not in invoke("--arch", "sm90").output
     stand_in.failing[WHOLE.id] = {"max_logits_max_abs": 0.25}
-    assert f"worst max_logits max abs on sm90: 2.50e-01 in {WHOLE.id}" in invoke("--arch", "sm90").output.splitlines()
+    assert f"worst max_logits max abs on sm90, dense_decode: 2.50e-01 in {WHOLE.id}" in invoke("--arch", "sm90").output.splitlines()
 
 
 def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
@@ -215,7 +218,7 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     entries = both[:3]
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
     ]
     assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
     assert [entry["passed"] for entry in entries] == [None, False, True]

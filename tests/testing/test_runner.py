@@ -86,6 +86,7 @@ def test_a_right_kernel_passes(kernel: StandIn) -> None:
     assert 0 < record.out_max_abs < 1e-3
     assert record.out_cos_diff is not None
     assert 0 < record.out_cos_diff < 2e-6
+    assert record.out_cos_limit == 5e-6
     assert record.lse_max_abs == 0
     assert record.max_logits_max_abs is None
     assert record.seconds > 0
@@ -95,7 +96,7 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     record = run(replace(CASE, seed=3, sm_count=5))
     assert list(asdict(record)) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
     ]
     assert (record.op, record.arch, record.device, record.schedule) == ("dense_decode", "sm90", "sim", "round_robin")
     assert record.case == replace(CASE, seed=3, sm_count=5).id
