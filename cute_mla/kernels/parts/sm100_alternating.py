@@ -5,8 +5,8 @@ time, half a period apart, and S is computed two tiles ahead. What passes from o
 
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
-The reference follows every tile's maximum, up and down (softmax.follow_tile), since P is rounded to e4m3. Each thread keeps its
-share of the row sum relative to the last reference of its own group; a piece's four shares meet at its end.
+The reference follows every tile's maximum, up and down (softmax.follow_tile), since P is rounded to e4m3, with a dither. A
+thread keeps its share of the row sum relative to the last reference of its own group; a piece's four shares meet at its end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from . import tcgen05
 from .barriers import Ring, arrive
-from .fragments import store_words
+from .fragments import pack_word, store_words
 from .sm100_geometry import (
     EXCHANGE_WORDS,
     GROUP,
@@ -36,7 +36,7 @@ from .sm100_geometry import (
 )
 from .sm100_roles import PairDecode
 from .sm100_score import ScoreRows
-from .softmax import follow_tile
+from .softmax import DITHER, follow_tile
 from .work import Extent
 
 GROUPS = 2
@@ -100,6 +100,14 @@ class AlternatingRows(ScoreRows):
     def exponentiate(self, alpha: Float32) -> None:
         """As ever, but this thread's share of the row sum is relative to its own last reference, not to the last one."""
         super().exponentiate(self.rFactor[0])
+
+    def word_of_probs(self, first: int) -> Int32:
+        """Four probabilities, dithered and rounded; their sum has been taken before."""
+        values: list[Float32] = []
+        for i in range(first, first + self.tiles.geometry.word_elements, 2):
+            factors = DITHER[i % len(DITHER)], DITHER[(i + 1) % len(DITHER)]
+            values += cute.arch.mul_packed_f32x2((self.rS[i], self.rS[i + 1]), tuple(map(Float32, factors)))
+        return pack_word(values, self.dtype)
 
     @cute.jit
     def follow(self, pipes: AlternatingPipes, tile: Int32, candidate: Float32) -> Float32:

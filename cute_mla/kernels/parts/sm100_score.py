@@ -151,6 +151,10 @@ class ScoreRows:
             sums = cute.arch.add_packed_f32x2(sums, (self.rS[i], self.rS[i + 1]))
         self.rSum[0] = sums[0] + sums[1]
 
+    def word_of_probs(self, first: int) -> Int32:
+        """As many probabilities as make a word, rounded."""
+        return pack_word([self.rS[first + i] for i in range(self.tiles.geometry.word_elements)], self.dtype)
+
     def store_probs(self, slot: Int32) -> None:
         """The probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
         geometry = self.tiles.geometry
@@ -160,7 +164,7 @@ class ScoreRows:
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
             for i in range(VECTOR):
                 k = chunk * chunk_keys + i * geometry.word_elements
-                rWords[i] = pack_word([self.rS[k + j] for j in range(geometry.word_elements)], self.dtype)
+                rWords[i] = self.word_of_probs(k)
             place = (self.half * (HALF_KEYS // chunk_keys) + chunk) ^ (self.row % 8)
             target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
             cute.autovec_copy(rWords, cute.make_tensor(target, cute.make_layout(VECTOR)))

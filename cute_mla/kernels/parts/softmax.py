@@ -8,7 +8,7 @@ accumulators need no rescale. The reference starts at -inf and stays there while
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -21,6 +21,10 @@ RESCALE_LOG2 = 8.0
 LARGEST_LOG2 = 8.0  # of e4m3 probabilities: the greatest power of two below 448
 SLACK_LOG2 = 4.0  # by which the greatest of a tile may be less, so that O is not rescaled for every tile
 DEPTH_LOG2 = 32.0
+# What e4m3 probabilities of neighbouring keys are multiplied with before they are rounded: by up to half the distance of two
+# numbers below 2^LARGEST_LOG2, which that number itself outlives. Where scores are nearly alike, rounding would else make all
+# probabilities equal, or tell apart those to both sides of a midpoint far too much, and the error would grow with the keys.
+DITHER = tuple(1 + (2 * i - 7) / 256 for i in (0, 4, 2, 6, 1, 5, 3, 7))
 LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
 
 
@@ -78,11 +82,11 @@ class OnlineSoftmax:
     rSum: cute.Tensor
     rTop: cute.Tensor | None = None
 
-    @staticmethod
-    def create(scale_log2: Float32, keeps_maximum: bool = False) -> OnlineSoftmax:
+    @classmethod
+    def create(cls, scale_log2: Float32, keeps_maximum: bool = False) -> Self:
         """State of a row that has seen nothing."""
         state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(3 if keeps_maximum else 2)]
-        softmax = OnlineSoftmax(scale_log2, *state)
+        softmax = cls(scale_log2, *state)
         softmax.reset()
         return softmax
 
@@ -132,9 +136,13 @@ class OnlineSoftmax:
         """Sum over all keys seen: 0 iff the row attends to nothing."""
         return quad_sum(self.rSum[row])
 
-    def weight_sum(self, row: int, total: Float32) -> Float32:
-        """What makes the weights of P V add up to 1, given the row sum: the same, where P goes into the product as it is."""
-        return total
+
+class TileSoftmax(OnlineSoftmax):
+    """For probabilities that go into the product as e4m3. Keeps the maximum."""
+
+    def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
+        """As follow_tile."""
+        return follow_tile(self.rMax[row], top, self.maximum(row))
 
 
 def mask_keys(scores: cute.Tensor, thread: Int32, limits: list[Int32]) -> None:
