@@ -106,7 +106,6 @@ LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
 FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too
 OPERANDS = (LATENT, FP8_CACHE, FP8)
-SHIPPED_OPERANDS = {SM90.name: (LATENT, FP8_CACHE, FP8), SM100.name: (LATENT, FP8)}
 
 
 def tiling(arch: Arch, operands: str) -> Tiling:
@@ -214,7 +213,7 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
     return tuple(
         DenseDecodeConfig(dtype, *shape, operands)
-        for operands in SHIPPED_OPERANDS[arch.name]
+        for operands in OPERANDS
         for dtype in DTYPES
         for shape in tiling(arch, operands).shapes
     )

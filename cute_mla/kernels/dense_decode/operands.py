@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
@@ -26,6 +26,11 @@ class Fp8Cache:
     page_stride: Int64
     row_stride: Int64
     pages: Int32
+
+    def address(self, page: Int32, row: Int32, source: Int32) -> Int64:
+        """The address of byte `source` of a row, 0 for one in a page that is not there."""
+        address = self.first.toint() + (Int64(Uint32(page)) * self.page_stride + Int64(Uint32(row)) * self.row_stride + source)
+        return cutlass.select_(Uint32(page) < Uint32(self.pages), address, Int64(0))
 
 
 @dataclass(frozen=True)

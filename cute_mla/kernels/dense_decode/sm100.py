@@ -48,11 +48,11 @@ from enum import IntEnum
 from functools import partial
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Int32, cute
 
 from ...manifest import Role
 from ...spec.arch import Arch
-from ...spec.dense_decode import FP8, LATENT, TILE_ROWS, DenseDecodeConfig
+from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
@@ -71,14 +71,14 @@ from ..parts.sm100_geometry import (
     Tiles,
 )
 from ..parts.sm100_mma import PairGemm
-from ..parts.sm100_roles import EVEN_CTA, PairDecode
+from ..parts.sm100_roles import EVEN_CTA
 from ..parts.sm100_score import ScoreRows
-from ..parts.tiles import first_query_row
 from ..parts.tma import pair_box, prefetch_map
 from ..source import KernelSource
-from .entry import DenseDecode
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
+from .sm100_convert import ConvertingSm100
+from .sm100_rows import DenseRowsSm100
 
 
 class Share(IntEnum):
@@ -89,7 +89,7 @@ class Share(IntEnum):
     OTHERS = 80
 
 
-class DenseDecodeSm100(PairDecode, DenseDecode):
+class DenseDecodeSm100(DenseRowsSm100):
     """One variant of the kernel."""
 
     has_rope = True
@@ -163,13 +163,7 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
             rope = D_LATENT + rank * CTA_ROPE
             pair_box(target + self.geometry.probs_offset, operands.kv_map, (rope, *where), ready)
 
-    # ---- which keys count -------------------------------------------------------------------------------------------
-
-    @cute.jit
-    def mask(self, operands: Operands, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32):
-        """Sets scores of keys that a row does not see to -inf, in a tile `left` keys before the end."""
-        if operands.least_limit(left) < TILE_KEYS:
-            rows.mask(operands.key_limit(left, first_query_row() + rows.row))
+    # ---- what no row sees -------------------------------------------------------------------------------------------
 
     @cute.jit
     def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32):
@@ -177,9 +171,22 @@ class DenseDecodeSm100(PairDecode, DenseDecode):
         if left < TILE_KEYS:
             clear_rows(rows.tiles.slot(slot), self.geometry.latent_boxes, left, rows.half * TILE_ROWS + rows.row)
 
-    def weigh_row(self, operands: Operands, rows: ScoreRows, req: Int32, begin_tile: Int32, total: Float32) -> Float32:
-        """1 / row sum, and the scale of the values."""
-        return operands.row_weight(self.config.operands, total)
+    def variant(self) -> KernelSource:
+        """Ready to compile."""
+        geometry = self.geometry
+        return self.source(
+            smem_bytes=geometry.smem_used,
+            barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+            named_barriers=self.named_barriers,
+            roles=(
+                Role("score", SCORE_WARP, geometry.output_warp),
+                Role("output", geometry.output_warp, GROUP_WARPS),
+                Role("load", geometry.load_warp, 1),
+                Role("mma", self.mma_warp, 1),
+            ),
+            expected={"UTCQMMA" if self.config.operands == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
+            tmem_columns=TMEM_COLUMNS,
+        )
 
 
 class DenseDecodeSm100Fp8(AlternatingDecode, DenseDecodeSm100):
@@ -193,23 +200,9 @@ class DenseDecodeSm100Fp8(AlternatingDecode, DenseDecodeSm100):
             cute.arch.setmaxregister_increase(share.value)
 
 
-KERNELS: dict[str, type[DenseDecodeSm100]] = {LATENT: DenseDecodeSm100, FP8: DenseDecodeSm100Fp8}
+KERNELS: dict[str, type[DenseRowsSm100]] = {LATENT: DenseDecodeSm100, FP8_CACHE: ConvertingSm100, FP8: DenseDecodeSm100Fp8}
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    kernel = KERNELS[config.operands](config, arch)
-    geometry = kernel.geometry
-    return kernel.source(
-        smem_bytes=geometry.smem_used,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
-        named_barriers=kernel.named_barriers,
-        roles=(
-            Role("score", SCORE_WARP, geometry.output_warp),
-            Role("output", geometry.output_warp, GROUP_WARPS),
-            Role("load", geometry.load_warp, 1),
-            Role("mma", kernel.mma_warp, 1),
-        ),
-        expected={"UTCQMMA" if config.operands == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
-        tmem_columns=TMEM_COLUMNS,
-    )
+    return KERNELS[config.operands](config, arch).variant()

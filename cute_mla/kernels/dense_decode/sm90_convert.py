@@ -109,13 +109,6 @@ def place_of_second(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
     return entries, row + HALF_KEYS - entries * operands.page_size
 
 
-def row_address(operands: Operands, page: Int32, row: Int32, source: Int32) -> Int64:
-    """The address of byte `source` of a row, 0 for one in a page that is not there."""
-    cache = operands.fp8_cache
-    address = cache.first.toint() + (Int64(Uint32(page)) * cache.page_stride + Int64(Uint32(row)) * cache.row_stride + source)
-    return cutlass.select_(Uint32(page) < Uint32(cache.pages), address, Int64(0))
-
-
 class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
     """One variant of the kernel."""
 
@@ -172,7 +165,8 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
     def addresses(self, operands: Operands, place: Place, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Of byte `source` of the thread's two keys; 0 for a key that is not there."""
         _, second = place_of_second(operands, place.row)
-        return row_address(operands, pages[0], place.row, source), row_address(operands, pages[1], second, source)
+        cache = operands.fp8_cache
+        return cache.address(pages[0], place.row, source), cache.address(pages[1], second, source)
 
     @cute.jit
     def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):

@@ -1,15 +1,17 @@
-"""e4m3 values as 16-bit elements, exactly: every e4m3 number is one of both 16-bit types."""
+"""e4m3 values as 16-bit elements, exactly: every e4m3 number is one of both 16-bit types. NaN stays NaN."""
 
 from __future__ import annotations
 
 import cutlass
 from cutlass import Float32, Int32, cute
+from cutlass.experimental import primitives
 
 UPPER_HALVES = 0x7632  # bytes of a pair of words, as prmt counts them
+PAIR_BITS = 16  # of two e4m3 values
 
 
 def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """e4m3 values, four in a word, as twice as many words of 16-bit elements. NaN stays NaN.
+    """e4m3 values, four in a word, as twice as many words of 16-bit elements, on any architecture.
 
     To fp16 an instruction converts two. To bf16 there is none: bf16 is the upper half of the fp32 number, whose lower half is 0,
     so a byte permutation joins two where a conversion would round."""
@@ -26,3 +28,14 @@ def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     for i in range(count):
         joined[i] = cute.arch.prmt(bits[2 * i], bits[2 * i + 1], UPPER_HALVES)
     return joined
+
+
+def widen_in_pairs(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+    """The same where bf16 has an instruction that converts two, as Blackwell does."""
+    if dtype is cutlass.Float16:
+        return widen(words, dtype)
+    count = 2 * cute.size(words)
+    pairs = cute.make_rmem_tensor(cute.make_layout(count), Int32)
+    for i in range(count):
+        pairs[i] = primitives.cvt_e4m3x2_word_to_bf16x2(words[i // 2], i % 2 * PAIR_BITS)
+    return pairs

@@ -6,7 +6,7 @@ For every query token and head r, over the slots j that the token's indices name
 
 A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the pieces of one part of the plan, 64
 indices (one tile) at a time. Each CTA gathers its half of the columns of every key, converts what is e4m3, and puts it where
-the TMA of the dense kernel would. Roles and pipelines: ../parts/sm100_gathered.py, ../parts/sm100_roles.py.
+the TMA of the dense kernel would. Roles and pipelines: ../parts/sm100_filled.py, ../parts/sm100_gathered.py, ../parts/sm100_roles.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from ...spec.arch import Arch
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..parts.sm100_columns import CopiedTile
-from ..parts.sm100_gathered import GatheredPair, gathered_source
+from ..parts.sm100_filled import filled_source
+from ..parts.sm100_gathered import GatheredPair
 from ..source import KernelSource
 from .entry import SparseDecode
 from .operands import IndexList, Operands, look_up, slot_address
-from .sm100_gather import ConvertedTile, ScaledKeys, columns_of_cta
+from .sm100_gather import ScaledKeys, ScaledTile, columns_of_cta
 
 
 class SparseDecodeSm100(GatheredPair, SparseDecode):
@@ -31,7 +32,7 @@ class SparseDecodeSm100(GatheredPair, SparseDecode):
         super().__init__(config, arch)
         self.has_rope = config.format.d_qk > D_LATENT
 
-    def columns_of(self, rank: Int32) -> ConvertedTile | CopiedTile:
+    def columns_of(self, rank: Int32) -> ScaledTile | CopiedTile:
         """By cache format."""
         return columns_of_cta(self.format, self.dtype, rank)
 
@@ -50,4 +51,4 @@ class SparseDecodeSm100(GatheredPair, SparseDecode):
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    return gathered_source(SparseDecodeSm100(config, arch))
+    return filled_source(SparseDecodeSm100(config, arch))

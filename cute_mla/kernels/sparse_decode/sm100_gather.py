@@ -7,7 +7,6 @@ Where e4m3 is converted, both go through registers, which are loaded one tile ah
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
@@ -16,28 +15,20 @@ from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, D_ROPE
 from ..parts.fragments import pack_pair
 from ..parts.sm100_columns import (
-    LANES,
     PIECE,
-    PIECES_PER_ROW,
-    ROW_BYTES,
     WARP_KEYS,
     CopiedColumns,
     CopiedTile,
     LaneKeys,
-    both,
     gmem,
     latent_columns,
-    load_piece,
-    make_pieces,
     rope_columns,
-    store_piece,
 )
-from ..parts.sm100_geometry import BOX_BYTES, CTA_COLUMNS, PAIR, SIXTEEN_BIT, VECTOR
+from ..parts.sm100_converted import ConvertedTile, E4m3Columns, latent_e4m3_columns
+from ..parts.sm100_geometry import PAIR, SIXTEEN_BIT, VECTOR
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 LATENT_BOXES = SIXTEEN_BIT.latent_boxes
-BOX_LANES = BOX_COLUMNS // PIECE  # that fetch the e4m3 columns of one box and key
-KEYS_AT_ONCE = LANES // (BOX_LANES * LATENT_BOXES)  # of one pass over e4m3 columns
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
 HALVES = 2  # of a warp's lanes, and of a CTA's e4m3 columns where groups are wide
 E8M0_SMALLEST = 0x00400000  # 2^-127, whose code is 0
@@ -54,48 +45,27 @@ class ScaledKeys(LaneKeys):
 
 
 @dataclass(frozen=True)
-class ScaledColumns:
+class ScaledColumns(E4m3Columns):
     """e4m3 columns, which become 16-bit: value x scale in fp32, rounded once.
 
-    A pass has two keys, even and odd, in alternating quads of lanes, and 16 columns of a key a lane. rank: of this CTA.
-    wanted: whether this lane has columns; None: always.
-    rScales: of the tile in hand, and of the next one: lane l has a word of the scales of key l % 16, an fp32 of its own in
-    either half of the lanes, or four codes of e8m0.
+    rank: of this CTA. rScales: of the tile in hand, and of the next one: lane l has a word of the scales of key l % 16, an fp32 of
+    its own in either half of the lanes, or four codes of e8m0.
     """
 
     cache_format: CacheFormat
     dtype: type[cutlass.Numeric]
     rank: Int32
-    wanted: Boolean | None
-    rPieces: tuple[cute.Tensor, ...]
     rScales: cute.Tensor
-    key: Int32
-    box: Int32
-    piece: Int32
 
     @staticmethod
     def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledColumns:
         """Columns of which nothing has been fetched."""
-        lane = cute.arch.lane_idx()
-        box = lane // (BOX_LANES * KEYS_AT_ONCE)
+        columns = latent_e4m3_columns(rank)
         boxes = cache_format.quantised // BOX_COLUMNS
-        wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + box < boxes
+        wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + columns.box < boxes
         rScales = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         rScales.fill(0)
-        rPieces = make_pieces(WARP_KEYS // KEYS_AT_ONCE)
-        key = lane // BOX_LANES % KEYS_AT_ONCE
-        return ScaledColumns(cache_format, dtype, rank, wanted, rPieces, rScales, key, box, lane % BOX_LANES)
-
-    @property
-    def passes(self) -> int:
-        """Loads of a lane and tile."""
-        return len(self.rPieces)
-
-    def fetch(self, step: int, keys: ScaledKeys) -> None:
-        """Starts the load of one pass; zeros for keys that do not count."""
-        row = keys.row_of(self._key(step))
-        column = self.rank * CTA_COLUMNS + self.box * BOX_COLUMNS + self.piece * PIECE
-        load_piece(self.rPieces[step], row + column, both(row != 0, self.wanted))
+        return ScaledColumns(**{**vars(columns), "wanted": wanted}, cache_format=cache_format, dtype=dtype, rank=rank, rScales=rScales)
 
     def fetch_scales(self, keys: ScaledKeys) -> None:
         """Takes up the scales that were on their way, and starts the load of those of other keys."""
@@ -107,7 +77,6 @@ class ScaledColumns:
 
     def store(self, step: int, rows: cute.Pointer) -> None:
         """Converts one pass and writes it to the warp's rows of a slot."""
-        key = self._key(step)
         values = cute.recast_tensor(self.rPieces[step], Float8E4M3FN).load().to(Float32)
         scale = self._scale(step)
         for half in range(ELEMENT_BYTES):
@@ -116,50 +85,38 @@ class ScaledColumns:
                 k = 2 * (half * VECTOR + i)
                 low, high = cute.arch.mul_packed_f32x2((values[k], values[k + 1]), (scale, scale))
                 rWords[i] = pack_pair(low, high, self.dtype)
-            place = (ELEMENT_BYTES * self.piece + half) ^ (key % PIECES_PER_ROW)
-            target = rows + (self.box * BOX_BYTES + key * ROW_BYTES + place * PIECE)
-            store_piece(target, rWords, self.wanted)
-
-    def _key(self, step: int) -> Int32:
-        return self.key + step * KEYS_AT_ONCE
+            self.store_half(step, half, rows, rWords)
 
     def _scale(self, step: int) -> Float32:
         rBits = cute.make_rmem_tensor(cute.make_layout(1), Int32)
         if self.cache_format.scales_inside:
-            lane = self._key(step) + self.box // (LATENT_BOXES // HALVES) * WARP_KEYS
+            lane = self.key_of(step) + self.box // (LATENT_BOXES // HALVES) * WARP_KEYS
             rBits[0] = cute.arch.shuffle_sync(self.rScales[0], lane)
         else:
-            code = (cute.arch.shuffle_sync(self.rScales[0], self._key(step)) >> (8 * self.box)) & E8M0_NAN_CODE
+            code = (cute.arch.shuffle_sync(self.rScales[0], self.key_of(step)) >> (8 * self.box)) & E8M0_NAN_CODE
             power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << FP32_EXPONENT)
             rBits[0] = cutlass.select_(code == E8M0_NAN_CODE, Int32(E8M0_NAN), power)
         return cute.recast_tensor(rBits, Float32)[0]
 
 
 @dataclass(frozen=True)
-class ConvertedTile:
-    """A warp's share of a tile on its way through registers, where columns are converted. It is complete at once."""
+class ScaledTile(ConvertedTile):
+    """The same with scales, of the first run."""
 
     runs: tuple[ScaledColumns, CopiedColumns]
-    lag: ClassVar[int] = 0
 
     def prepare(self, keys: ScaledKeys) -> None:
         """Starts all loads of the first tile."""
         self.runs[0].fetch_scales(keys)
-        for run in self.runs:
-            for step in range(run.passes):
-                run.fetch(step, keys)
+        super().prepare(keys)
 
     def put(self, rows: cute.Pointer, keys: ScaledKeys, following: ScaledKeys) -> None:
-        """Writes the tile to the warp's rows of a slot, pass by pass, each followed by the loads of the same pass of the
-        following tile, in the order of the source: ptxas moves most of them behind the stores."""
+        """Writes the tile to the warp's rows of a slot, and loads the following one."""
         self.runs[0].fetch_scales(following)
-        for run in self.runs:
-            for step in range(run.passes):
-                run.store(step, rows)
-                run.fetch(step, following)
+        super().put(rows, keys, following)
 
 
-def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ConvertedTile | CopiedTile:
+def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledTile | CopiedTile:
     """The columns that the CTA of this rank holds."""
     wide = cache_format.wide_offset
     if cache_format.quantised == 0:
@@ -168,7 +125,7 @@ def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank
         rope = rope_columns(wide, rank)
     else:  # they are the last values, which the odd CTA holds
         rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // PIECE, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
-    return ConvertedTile((ScaledColumns.create(cache_format, dtype, rank), rope))
+    return ScaledTile((ScaledColumns.create(cache_format, dtype, rank), rope))
 
 
 @cute.jit

@@ -6,7 +6,7 @@ For every query token and head r, over the rows j that the token's indices name 
 
 A pair of CTAs holds the heads of a token, 64 each, and walks every grid-th token, 64 indices (one tile) at a time. Each CTA
 gathers its half of the columns of every key, by cp.async: a key is fetched once, as key and as value, for all heads. Roles
-and pipelines: ../parts/sm100_gathered.py, ../parts/sm100_roles.py; what differs here:
+and pipelines: ../parts/sm100_filled.py, ../parts/sm100_gathered.py, ../parts/sm100_roles.py; what differs here:
 
   kv_free[5]       mma -> gather, output   1, and in the even CTA one more, when the bits have been read
   query_ready      output -> mma           8: Q of a token is in tensor memory, before the token before it is stored
@@ -32,7 +32,8 @@ from ...spec.split_plan import TILE_KEYS
 from ..parts import tcgen05
 from ..parts.barriers import arrive, arrive_at
 from ..parts.sm100_columns import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
-from ..parts.sm100_gathered import SEEN_WORDS, GatheredPair, SeenPipes, gathered_source
+from ..parts.sm100_filled import filled_source
+from ..parts.sm100_gathered import SEEN_WORDS, GatheredPair, SeenPipes
 from ..parts.sm100_geometry import CTA_COLUMNS, CTA_ROPE, HALF_KEYS, Tiles
 from ..parts.sm100_mma import PairGemm
 from ..parts.sm100_roles import EVEN_CTA
@@ -198,4 +199,4 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelSource:
     """The variant, ready to compile."""
-    return gathered_source(SparsePrefillSm100(config, arch))
+    return filled_source(SparsePrefillSm100(config, arch))
