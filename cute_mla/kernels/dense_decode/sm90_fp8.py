@@ -7,28 +7,27 @@ The formula and the walk of sm90.py, with q = descale_q q8, k = descale_k k8, an
 
 Roles (512 threads):
   load       warp 0: TMA of the key tiles, page by page
-  transpose  warps 2, 3: V^T[0:256] and V^T[256:512] of each tile, from shared memory to shared memory
+  transpose  warps 1, 2, 3, by turns: 128 columns of V of a tile, from shared memory to shared memory
   score      warpgroup 1: S = Q K^T, softmax, P to shared memory, lse
   output     warpgroups 2, 3: O[:, 0:256] and O[:, 256:512] += P V in registers, rescale, epilogue
 
 Shared memory: three key tiles, each four boxes of 64 keys x 128 columns and one of 64 RoPE columns and zeros; two tiles of V^T,
-four slots of 128 columns x 64 keys each; two tiles of P. All of Q is in the registers of the score warpgroup.
+four slots of 128 columns and 8 rows of ones x 64 keys each; two tiles of P. All of Q is in the registers of the score warpgroup.
 
 Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   kv_ready[12]     load -> score, transpose   1 and the bytes of one box
   rope_ready[3]    load -> score              1 and the bytes of one box
-  keys_free[3]     score, transpose -> load   6 c: four warps have multiplied a tile, two have transposed it
-  values_ready[4]  transpose -> output        1: half of V^T
-  values_free[4]   output -> transpose        4: the warps of the side that reads it
+  keys_free[3]     score, transpose -> load   8 c: four warps have multiplied a tile, each of four boxes is transposed
+  values_ready[8]  transpose -> output        1: 128 columns of V^T
+  values_free[8]   output -> transpose        4: the warps of the side that reads them
   probs_ready[2]   score -> output            4: P and alpha are written
   probs_free[2]    output -> score            8
-  stats_ready      score -> output            4: descale_k / sum of P is written, once per piece
-  stats_free       output -> score            8
 
 The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
 pairs, two byte permutations and a matrix store do it, if the keys of P and V^T may lie in the order that falls out, which is
 the one that the scores have in registers, and the columns of O in another, which gives each thread four neighbouring ones.
-parts/sm90_bytes.py has the orders, README.md the clocks.
+parts/sm90_bytes.py has the orders, README.md the clocks. Eight rows of ones behind every 128 of V^T make the row sums of P as it
+was rounded, with the tensor cores, and O is divided by those: what rounding takes from one key it does not take from the sum.
 """
 
 from __future__ import annotations
@@ -37,29 +36,30 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...manifest import Role
+from ...manifest import NamedBarrier, Role
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import arrive, arrive_cluster, barrier_table
 from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_word
-from ..parts.sm90_bytes import transpose_box
-from ..parts.sm90_geometry import OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP
+from ..parts.sm90_bytes import ONES, smem_pointer, transpose_box
+from ..parts.sm90_geometry import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP
 from ..parts.sm90_roles import query_row, set_registers
+from ..parts.softmax import TileSoftmax
 from ..parts.tma import load_box, multicast_box, prefetch_map
 from ..source import KernelSource
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 from .sm90_fp8_gemm import OutputGemmFp8, ScoreGemmFp8
-from .sm90_fp8_softmax import QuantisedSoftmax
 from .sm90_fp8_tiles import (
     BARRIER_OFFSET,
     BARRIERS,
     CHUNKS,
     LATENT_SLOTS,
     LOAD_REGISTERS,
+    ONES_ROWS,
     OUTPUT_REGISTERS,
     Q_STEPS,
     QGMMA_PER_TILE,
@@ -68,16 +68,19 @@ from .sm90_fp8_tiles import (
     SLOT_COLUMNS,
     SMEM_BYTES,
     STAGES,
+    VALUE_BYTES,
+    VALUE_STAGES,
     Pipes,
     Tiles,
     carve,
 )
 from .sm90_rows import DenseRowsSm90
 
-FIRST_TRANSPOSER = 2  # warp; the load warp's scheduler has the most to issue
+FIRST_TRANSPOSER = 1  # warp
+TRANSPOSERS = 3  # a chunk each, by turns
 ROLES = (
     Role("load", 0, 1),
-    Role("transpose", FIRST_TRANSPOSER, OUTPUT_GROUPS),
+    Role("transpose", FIRST_TRANSPOSER, TRANSPOSERS),
     Role("score", WARPS_PER_GROUP, WARPS_PER_GROUP),
     Role("output_left", 2 * WARPS_PER_GROUP, WARPS_PER_GROUP),
     Role("output_right", 3 * WARPS_PER_GROUP, WARPS_PER_GROUP),
@@ -88,6 +91,7 @@ class NativeSm90(DenseRowsSm90):
     """One variant of the kernel."""
 
     threads = THREADS
+    shares_sums = False
 
     @cute.jit
     def run(self, operands: Operands):
@@ -107,27 +111,25 @@ class NativeSm90(DenseRowsSm90):
             set_registers(LOAD_REGISTERS)
             if warp == 0:
                 self.load(operands, tiles, pipes)
-            elif warp >= FIRST_TRANSPOSER:
+            else:
                 self.transpose(operands, tiles, pipes, warp - FIRST_TRANSPOSER)
         elif group == 1:
             set_registers(SCORE_REGISTERS)
             self.score(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
+            self.write_ones(tiles, pipes, thread, group - 2)
             self.output(operands, tiles, pipes, thread, group - 2)
 
     def initialise(self, pipes: Pipes) -> None:
         """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a stage."""
-        outputs = OUTPUT_GROUPS * WARPS_PER_GROUP
-        pipes.kv_ready.initialise(1)
+        pipes.kv_ready.initialise(LATENT_SLOTS, 1)
         pipes.rope_ready.initialise(1)
-        pipes.keys_free.initialise((WARPS_PER_GROUP + OUTPUT_GROUPS) * self.config.cluster)
-        pipes.values_ready.initialise(1)
-        pipes.values_free.initialise(WARPS_PER_GROUP)
+        pipes.keys_free.initialise((WARPS_PER_GROUP + LATENT_SLOTS) * self.config.cluster)
+        pipes.values_ready.initialise(LATENT_SLOTS, 1)
+        pipes.values_free.initialise(LATENT_SLOTS, WARPS_PER_GROUP)
         pipes.probs_ready.initialise(WARPS_PER_GROUP)
-        pipes.probs_free.initialise(outputs)
-        pipes.stats_ready.initialise(WARPS_PER_GROUP)
-        pipes.stats_free.initialise(outputs)
+        pipes.probs_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
 
     # ---- load -------------------------------------------------------------------------------------------------------
@@ -148,9 +150,8 @@ class NativeSm90(DenseRowsSm90):
         offset = box.offset * SLOT_COLUMNS
         pipes.keys_free.wait_free(tile)
         for i in cutlass.range_constexpr(LATENT_SLOTS):
-            use = tile * LATENT_SLOTS + i
-            target = tiles.sKv.iterator + (pipes.kv_ready.slot(use) * SLOT_BYTES + offset)
-            self.load_slot(operands.kv_map, target, (i * SLOT_COLUMNS, *where), pipes.kv_ready.barrier(use), box, i % 2)
+            target = tiles.sKv.iterator + (pipes.kv_ready.place(i, tile) * SLOT_BYTES + offset)
+            self.load_slot(operands.kv_map, target, (i * SLOT_COLUMNS, *where), pipes.kv_ready.of(i).barrier(tile), box, i % 2)
         target = tiles.sRope.iterator + (pipes.rope_ready.slot(tile) * SLOT_BYTES + offset)
         self.load_slot(operands.kv_map, target, (D_LATENT, *where), pipes.rope_ready.barrier(tile), box, tile % 2)
 
@@ -169,40 +170,36 @@ class NativeSm90(DenseRowsSm90):
     # ---- transpose --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def transpose(self, operands: Operands, tiles: Tiles, pipes: Pipes, side: Int32):
-        """Waits kv_ready, values_free. Signals values_ready, keys_free. One warp per side."""
+    def transpose(self, operands: Operands, tiles: Tiles, pipes: Pipes, rank: Int32):
+        """Waits kv_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
         tile = Int32(0)
         while req <= schedule.last_request():
             extent = schedule.extent(req, begin_tile)
             for t in cutlass.range(extent.tiles, unroll=1):
-                self.transpose_tile(tiles, pipes, tile + t, extent.keys - t * TILE_KEYS, side)
+                # chunks are counted through all tiles; a tile's first one is number 4 tile, which is tile modulo 3
+                first = (rank + (TRANSPOSERS - 1) * (tile + t)) % TRANSPOSERS
+                for chunk in cutlass.range(first, LATENT_SLOTS, TRANSPOSERS, unroll=1):
+                    self.transpose_chunk(tiles, pipes, tile + t, chunk, extent.keys - t * TILE_KEYS)
             tile = tile + extent.tiles
             piece = schedule.piece(req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
 
     @cute.jit
-    def transpose_tile(self, tiles: Tiles, pipes: Pipes, tile: Int32, left: Int32, side: Int32):
-        """One side's half of V^T. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
-        use = tile * OUTPUT_GROUPS + side
-        pipes.values_free.wait_free(use)
-        for chunk in cutlass.range(CHUNKS, unroll=1):
-            key_use = tile * LATENT_SLOTS + side * CHUNKS + chunk
-            pipes.kv_ready.wait_ready(key_use)
-            source = tiles.sKv.iterator.toint() + pipes.kv_ready.slot(key_use) * SLOT_BYTES
-            target = tiles.sVt.iterator.toint() + self.value_slot(pipes, tile, side, chunk) * SLOT_BYTES
-            if left < TILE_KEYS:
-                transpose_box(source, target, left, True)
-            else:
-                transpose_box(source, target, left, False)
+    def transpose_chunk(self, tiles: Tiles, pipes: Pipes, tile: Int32, chunk: Int32, left: Int32):
+        """128 columns of V of a tile. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
+        pipes.kv_ready.of(chunk).wait_ready(tile)
+        pipes.values_free.of(chunk).wait_free(tile)
+        source = tiles.sKv.iterator.toint() + pipes.kv_ready.place(chunk, tile) * SLOT_BYTES
+        target = tiles.sVt.iterator.toint() + pipes.values_ready.place(chunk, tile) * VALUE_BYTES
+        if left < TILE_KEYS:
+            transpose_box(source, target, left, True)
+        else:
+            transpose_box(source, target, left, False)
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive(pipes.values_ready.barrier(use))
+        arrive(pipes.values_ready.of(chunk).barrier(tile))
         arrive_cluster(pipes.keys_free.barrier(tile), self.config.cluster)
-
-    def value_slot(self, pipes: Pipes, tile: Int32, side: Int32, chunk: Int32 | int) -> Int32:
-        """Of the slots of V^T, the one that has one of a side's chunks of a tile."""
-        return pipes.values_ready.slot(tile * OUTPUT_GROUPS + side) * CHUNKS + chunk
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
@@ -210,9 +207,9 @@ class NativeSm90(DenseRowsSm90):
         """The product that makes S, for one thread."""
         return ScoreGemmFp8.create(tiles, thread)
 
-    def softmax(self, operands: Operands) -> QuantisedSoftmax:
+    def softmax(self, operands: Operands) -> TileSoftmax:
         """The state of a thread's rows, of products with their scales."""
-        return QuantisedSoftmax.of(operands.with_descales(self.config.operands).scale_log2)
+        return TileSoftmax.create(operands.with_descales(self.config.operands).scale_log2, keeps_maximum=True)
 
     @cute.jit
     def load_queries(self, operands: Operands, gemm: ScoreGemmFp8, req: Int32, thread: Int32):
@@ -239,20 +236,18 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def weigh_tile(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: QuantisedSoftmax, use: Int32, left: Int32
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: TileSoftmax, use: Int32, left: Int32
     ):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
         self.mask(operands, tiles, gemm, use, left)
         alpha = softmax.add_tile(gemm.scores)
-        words = gemm.quantise()
         slot = pipes.probs_ready.slot(use)
         pipes.probs_free.wait_free(use)
-        gemm.store_probs(words, slot)
+        gemm.store_probs(slot)
         if gemm.thread % 4 == 0:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] = alpha[row_half]
         cute.arch.fence_proxy("async.shared", space="cta")
-        softmax.add_rounded(words, alpha)
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
@@ -261,10 +256,33 @@ class NativeSm90(DenseRowsSm90):
         return OutputGemmFp8.of(tiles, thread)
 
     @cute.jit
+    def write_ones(self, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
+        """The rows of ones of a side's slots of V^T, once."""
+        slots = CHUNKS * VALUE_STAGES
+        words = ONES_ROWS * TILE_KEYS // 4
+        ones = cute.make_rmem_tensor(cute.make_layout(slots * words // WARPGROUP), Int32)
+        ones.fill(ONES)
+        threads = WARPGROUP // slots
+        slot = pipes.values_ready.place(side * CHUNKS, Int32(0)) + thread // threads
+        target = tiles.sVt.iterator.toint() + slot * VALUE_BYTES + (SLOT_BYTES + thread % threads * (4 * cute.size(ones)))
+        cute.autovec_copy(ones, cute.make_tensor(cute.recast_ptr(smem_pointer(target), dtype=Int32), ones.layout))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
+
+    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, pieces: Int32) -> list[Float32]:
+        """descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
+        weights = []
+        for row_half in range(ROWS_PER_THREAD):
+            total = gemm.row_sum(row_half)
+            weights.append(cutlass.select_(total == 0.0, Float32(0), operands.row_weight(self.config.operands, total)))
+        return weights
+
+    @cute.jit
     def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, tile: Int32, left: Int32, side: Int32):
         """O += P V of one tile."""
-        values = tile * OUTPUT_GROUPS + side
-        pipes.values_ready.wait_ready(values)
+        first = side * CHUNKS
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            pipes.values_ready.of(first + chunk).wait_ready(tile)
         pipes.probs_ready.wait_ready(tile)
         slot = pipes.probs_ready.slot(tile)
         alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
@@ -272,9 +290,10 @@ class NativeSm90(DenseRowsSm90):
             gemm.scale(alpha)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(CHUNKS):
-            gemm.multiply(chunk, slot, self.value_slot(pipes, tile, side, chunk))
-        warpgroup.wait_group(0)
-        arrive(pipes.values_free.barrier(values))
+            gemm.multiply(chunk, slot, pipes.values_ready.place(first + chunk, tile))
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            warpgroup.wait_group(CHUNKS - 1 - chunk)
+            arrive(pipes.values_free.of(first + chunk).barrier(tile))
         arrive(pipes.probs_free.barrier(tile))
 
     def variant(self) -> KernelSource:
@@ -282,7 +301,7 @@ class NativeSm90(DenseRowsSm90):
         return self.source(
             smem_bytes=SMEM_BYTES,
             barriers=barrier_table(BARRIER_OFFSET, BARRIERS),
-            named_barriers=(),
+            named_barriers=(NamedBarrier("output_left", OUTPUT_BARRIER), NamedBarrier("output_right", OUTPUT_BARRIER + 1)),
             roles=ROLES,
             expected={"QGMMA": QGMMA_PER_TILE},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
@@ -12,12 +13,26 @@ from ...spec.split_plan import TILE_KEYS
 from ..parts.fragments import ROWS_PER_THREAD, flat, pack_word
 from ..parts.sm90_bytes import CHUNK, KEY_GROUPS, store_groups, writer_address
 from ..parts.sm90_gemm import OutputGemm
-from .sm90_fp8_tiles import CHUNKS, K_STEP, LATENT_SLOTS, PROBS_BYTES, PROBS_STEPS, Q_STEPS, SLOT_COLUMNS, STEPS_PER_SLOT, Pipes, Tiles
+from ..parts.softmax import DITHER
+from .sm90_fp8_tiles import (
+    CHUNKS,
+    K_STEP,
+    LATENT_SLOTS,
+    PROBS_BYTES,
+    PROBS_STEPS,
+    Q_STEPS,
+    SLOT_COLUMNS,
+    STEPS_PER_SLOT,
+    VALUE_ROWS,
+    Pipes,
+    Tiles,
+)
 
 WORDS_PER_STEP = 4  # of A of one WGMMA: (row half, columns 0..15 or 16..31) of a thread, four columns each
 A_VALUES = (4, 2, 2)
 A_STRIDES = (1, 4, 8)
 WARP_ROWS = 16
+SUMMING_CHUNK = CHUNKS - 1
 ROW_BYTES = TILE_KEYS
 
 
@@ -26,6 +41,14 @@ def tiled_mma(columns: int, source: warpgroup.OperandSource) -> cute.TiledMma:
     major = OperandMajorMode.K
     op = warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, (64, columns, K_STEP), source, major, major)
     return cute.make_tiled_mma(op)
+
+
+def lane_dither(thread: Int32, odd: int) -> Float32:
+    """The factor of the keys that are 2 (t % 4) + odd modulo 8."""
+    factor = Float32(DITHER[odd])
+    for quarter in range(1, 4):
+        factor = cutlass.select_(thread % 4 == quarter, Float32(DITHER[2 * quarter + odd]), factor)
+    return factor
 
 
 @dataclass(frozen=True)
@@ -38,6 +61,7 @@ class ScoreGemmFp8:
     tK: cute.Tensor
     tRope: cute.Tensor
     scores: cute.Tensor
+    dither: tuple[Float32, Float32]  # what the even and the odd one of this thread's pairs of probabilities are multiplied with
     probs: Int32  # where this lane's row of its warp's matrix stores lies in the first slot of P
 
     @staticmethod
@@ -53,6 +77,7 @@ class ScoreGemmFp8:
             tK=slice_.make_fragment_B(slice_.partition_B(tiles.sKv)),
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=cute.make_rmem_tensor(slice_.partition_shape_C((TILE_ROWS, TILE_KEYS)), Float32),
+            dither=(lane_dither(thread, 0), lane_dither(thread, 1)),
             probs=writer_address(rows, thread % 32),
         )
 
@@ -64,9 +89,8 @@ class ScoreGemmFp8:
         """S of one key tile, complete on return. Waits for each slot just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
         for i in range(LATENT_SLOTS):
-            use = tile * LATENT_SLOTS + i
-            pipes.kv_ready.wait_ready(use)
-            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, pipes.kv_ready.slot(use)])
+            pipes.kv_ready.of(i).wait_ready(tile)
+            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, pipes.kv_ready.place(i, tile)])
         pipes.rope_ready.wait_ready(tile)
         self._multiply_slot(LATENT_SLOTS * STEPS_PER_SLOT, self.tRope[None, None, None, pipes.rope_ready.slot(tile)])
         warpgroup.commit_group()
@@ -79,47 +103,55 @@ class ScoreGemmFp8:
             cute.gemm(self.mma, self.scores, self.rQ[None, None, step], tK[None, None, step - first], self.scores)
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    def quantise(self) -> list[list[Int32]]:
-        """The scores, by now probabilities, rounded to e4m3: of either of the thread's rows, a word for each group of 16 keys."""
+    def store_probs(self, slot: Int32) -> None:
+        """The scores, by now probabilities, dithered and rounded to e4m3, to a slot of P. A thread's words are groups of 16 keys."""
         rP = flat(self.scores)
-        words: list[list[Int32]] = []
-        for row_half in range(ROWS_PER_THREAD):
-            firsts = [[CHUNK // 2 * group + CHUNK // 4 * i + 2 * row_half for i in range(2)] for group in range(KEY_GROUPS)]
-            words.append([pack_word([rP[i + j] for i in pair for j in range(2)], Float8E4M3FN) for pair in firsts])
-        return words
-
-    def store_probs(self, words: list[list[Int32]], slot: Int32) -> None:
-        """What quantise gave, to a slot of P."""
         place = self.probs + slot * PROBS_BYTES
         for pair in range(KEY_GROUPS // 2):
-            store_groups(place, pair, [words[row_half][2 * pair + i] for i in range(2) for row_half in range(ROWS_PER_THREAD)])
+            words = []
+            for group in (2 * pair, 2 * pair + 1):
+                for row_half in range(ROWS_PER_THREAD):
+                    first = CHUNK // 2 * group + 2 * row_half
+                    registers = (first, first + 1, first + CHUNK // 4, first + CHUNK // 4 + 1)
+                    words.append(pack_word([rP[i] * self.dither[i % 2] for i in registers], Float8E4M3FN))
+            store_groups(place, 0, pair, words)
 
 
 @dataclass(frozen=True)
 class OutputGemmFp8(OutputGemm):
-    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one slot of V^T each."""
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one slot of V^T each. The rows of ones behind the
+    columns of the second chunk make the row sums of P as it is multiplied."""
+
+    summing: cute.TiledMma
 
     @staticmethod
     def of(tiles: Tiles, thread: Int32) -> OutputGemmFp8:
         """Partitions the tiles for one thread of an output warpgroup."""
-        mma = tiled_mma(SLOT_COLUMNS, warpgroup.OperandSource.SMEM)
-        slice_ = mma.get_slice(thread)
-        shape = slice_.partition_shape_C((TILE_ROWS, SLOT_COLUMNS))
+        mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (SLOT_COLUMNS, VALUE_ROWS))
+        slice_ = summing.get_slice(thread)
+        columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else SLOT_COLUMNS for chunk in range(CHUNKS)]
+        shapes = [slice_.partition_shape_C((TILE_ROWS, VALUE_ROWS)), mma.get_slice(thread).partition_shape_C((TILE_ROWS, SLOT_COLUMNS))]
         return OutputGemmFp8(
             thread=thread,
             mma=mma,
+            summing=summing,
             tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sProbs)),
             tV=slice_.make_fragment_B(slice_.partition_B(tiles.sVt)),
-            accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(CHUNKS)),
+            accumulators=tuple(cute.make_rmem_tensor(shapes[0 if n == VALUE_ROWS else 1], Float32) for n in columns),
         )
 
     def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32) -> None:
         """Issues one chunk as its own group."""
-        self.mma.set(warpgroup.Field.ACCUMULATE, True)
+        mma = self.summing if chunk == SUMMING_CHUNK else self.mma
+        mma.set(warpgroup.Field.ACCUMULATE, True)
         accumulator = self.accumulators[chunk]
         for step in range(PROBS_STEPS):
-            cute.gemm(self.mma, accumulator, self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot], accumulator)
+            cute.gemm(mma, accumulator, self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot], accumulator)
         warpgroup.commit_group()
+
+    def row_sum(self, row_half: int) -> Float32:
+        """Of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
+        return flat(self.accumulators[SUMMING_CHUNK])[SLOT_COLUMNS // 2 + 2 * row_half]
 
     def lane_column(self) -> Int32:
         """Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it."""

@@ -26,6 +26,7 @@ KEY_GROUPS = ROW_BYTES // CHUNK
 BOX_GROUPS = BOX_ROW_BYTES // CHUNK  # of columns
 GROUPS_AT_ONCE = 4  # whose words a warp holds: 8 loads before the first store
 ALL_BYTES = -1
+ONES = 0x38383838  # four e4m3 numbers
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # of two words, the first one's first
 
 
@@ -42,9 +43,11 @@ def writer_address(tile: Int32, lane: Int32) -> Int32:
     return tile + row * ROW_BYTES + (group ^ (row // 2 % KEY_GROUPS)) * CHUNK
 
 
-def store_groups(place: Int32, pair: int, words: list[Int32]) -> None:
-    """Four words of every lane as 16 rows of two groups of keys: rows 0..7, rows 8..15 of group 2 pair, then of the next."""
-    primitives.stmatrix(smem_pointer(place ^ (2 * CHUNK * pair)).raw_ptr(), words, primitives.MMALayout.ROW)
+def store_groups(place: Int32, first_row: int, pair: int, words: list[Int32]) -> None:
+    """Four words of every lane as 16 rows of two groups of keys: rows 0..7, rows 8..15 of group 2 pair, then of the next.
+    place: writer_address; first_row: a multiple of 16."""
+    target = (place ^ (2 * CHUNK * pair)) + first_row * ROW_BYTES
+    primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
 
 
 def load_groups(source: Int32) -> list[Int32]:
@@ -82,14 +85,12 @@ def transpose_box(source: Int32, target: Int32, left: Int32, masked: cutlass.Con
     place = writer_address(target, lane)
     masks = [key_mask(left, group, lane) if masked else Int32(ALL_BYTES) for group in range(KEY_GROUPS)]
     for step in cutlass.range(BOX_GROUPS // GROUPS_AT_ONCE, unroll=1):
-        loaded = []
-        for i in cutlass.range_constexpr(GROUPS_AT_ONCE):
-            for pair in cutlass.range_constexpr(KEY_GROUPS // 2):
-                column = (step * GROUPS_AT_ONCE + i) * CHUNK
-                loaded.append(load_groups((row ^ column) + pair * (ROW_BYTES // 2 * BOX_ROW_BYTES)))
-        for i in cutlass.range_constexpr(GROUPS_AT_ONCE):
-            for pair in cutlass.range_constexpr(KEY_GROUPS // 2):
-                words = part_columns(loaded[2 * i + pair])
-                if cutlass.const_expr(masked):
-                    words = [word & masks[2 * pair + j // 2] for j, word in enumerate(words)]
-                store_groups(place + (step * GROUPS_AT_ONCE + i) * (CHUNK * ROW_BYTES), pair, words)
+        units = [(group, pair) for group in range(GROUPS_AT_ONCE) for pair in range(KEY_GROUPS // 2)]
+        first = row ^ (step * (GROUPS_AT_ONCE * CHUNK))
+        loaded = [load_groups((first ^ (group * CHUNK)) + pair * (ROW_BYTES // 2 * BOX_ROW_BYTES)) for group, pair in units]
+        for unit in cutlass.range_constexpr(len(units)):
+            group, pair = units[unit]
+            words = part_columns(loaded[unit])
+            if cutlass.const_expr(masked):
+                words = [word & masks[2 * pair + j // 2] for j, word in enumerate(words)]
+            store_groups(place + step * (GROUPS_AT_ONCE * CHUNK * ROW_BYTES), group * CHUNK, pair, words)

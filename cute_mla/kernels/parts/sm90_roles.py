@@ -47,6 +47,7 @@ class RolesSm90:
     config: Any  # cluster, access_bytes
     dtype: type[cutlass.Numeric]
     keeps_maximum = False  # whether the greatest logit of every row is a result, too
+    shares_sums = True  # whether the score role tells what makes the output of a row; else the output role knows
     skips_tiles = False  # whether it is known ahead which keys are there, so that a tile that has none is passed by
 
     def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32) -> None:
@@ -145,9 +146,11 @@ class RolesSm90:
                 self.score_tiles(operands, tiles, pipes, gemm, softmax, extent, tile)
             tile = tile + extent.tiles
             piece = schedule.piece(req, begin_tile)
-            pipes.stats_free.wait_free(pieces)
+            if cutlass.const_expr(self.shares_sums):
+                pipes.stats_free.wait_free(pieces)
             self.finish_rows(operands, tiles, req, piece, softmax, thread)
-            arrive(pipes.stats_ready.barrier(pieces))
+            if cutlass.const_expr(self.shares_sums):
+                arrive(pipes.stats_ready.barrier(pieces))
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
 
@@ -251,14 +254,14 @@ class RolesSm90:
         """Publishes 1 / row sum and writes lse: natural log if the piece is the whole request, else base 2."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
-            weights = softmax.weight_sum(row_half, total)
             empty = total == 0.0
             row = query_row(thread, row_half)
             lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
-                weight = self.weigh_row(operands, piece, row, weights, softmax.rMax[row_half])
-                inverse = cutlass.select_(empty, Float32(0), weight)
-                tiles.sInverse[fragment_row(thread, row_half)] = inverse
+                if cutlass.const_expr(self.shares_sums):
+                    weight = self.weigh_row(operands, piece, row, total, softmax.rMax[row_half])
+                    inverse = cutlass.select_(empty, Float32(0), weight)
+                    tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
                     if cutlass.const_expr(piece.always_direct):
                         operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
@@ -291,9 +294,7 @@ class RolesSm90:
             for t in cutlass.range(extent.tiles, unroll=1):
                 self.output_tile(tiles, pipes, gemm, tile + t, extent.keys - t * TILE_KEYS, side)
             tile = tile + extent.tiles
-            pipes.stats_ready.wait_ready(pieces)
-            inverses = [tiles.sInverse[fragment_row(thread, row_half)] for row_half in (0, 1)]
-            arrive(pipes.stats_free.barrier(pieces))
+            inverses = self.row_weights(operands, tiles, pipes, gemm, pieces)
             piece = schedule.piece(req, begin_tile)
             if cutlass.const_expr(piece.always_direct):
                 self.store_out(operands, gemm, inverses, req, side)
@@ -304,6 +305,13 @@ class RolesSm90:
                     self.store_accum(operands, gemm, inverses, piece, side)
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
+
+    def row_weights(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, pieces: Int32) -> list[Float32]:
+        """What makes the output of either of the thread's rows; 0 for a row that attends to nothing."""
+        pipes.stats_ready.wait_ready(pieces)
+        inverses = [tiles.sInverse[fragment_row(gemm.thread, row_half)] for row_half in (0, 1)]
+        arrive(pipes.stats_free.barrier(pieces))
+        return inverses
 
     @cute.jit
     def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
