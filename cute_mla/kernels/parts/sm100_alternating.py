@@ -142,17 +142,14 @@ class AlternatingRows(ScoreRows):
 
     def row_sum(self) -> Float32:
         """Sum over all keys seen, 0 iff the row attends to nothing: of four threads, in an order that their groups do not
-        change. Not before all of them have read the sums of the piece before."""
-        self.sync_groups()
+        change. Not before stats_free: then all of them have read the shares of the piece before."""
         shares = self.shared.sShares + self.row
         (shares + (self.group * GROUPS + self.half) * TILE_ROWS).store(self.rSum[0])
-        self.sync_groups()
-        lower, upper = (shares.load() + (shares + TILE_ROWS).load(), (shares + 2 * TILE_ROWS).load() + (shares + 3 * TILE_ROWS).load())
-        return lower + upper
-
-    def sync_groups(self) -> None:
-        """Waits for the warps of both groups that have this warp's rows."""
         cute.arch.barrier(barrier_id=ROWS_BARRIER + self._rows_pair(), number_of_threads=ROWS_THREADS)
+        even, odd = (
+            (shares + group * GROUPS * TILE_ROWS).load() + (shares + (group * GROUPS + 1) * TILE_ROWS).load() for group in range(GROUPS)
+        )
+        return even + odd
 
 
 class AlternatingDecode(PairDecode):
