@@ -13,11 +13,12 @@ from cute_mla.testing.sparse_cases import SparseTensors
 
 def request_of(tensors: Tensors, request: int) -> Tensors:
     """The operands of one request alone, over the same cache."""
-    return Tensors(
-        tensors.q[request : request + 1],
-        tensors.k_cache,
-        tensors.block_table[request : request + 1],
-        tensors.cache_seqlens[request : request + 1],
+    return replace(
+        tensors,
+        q=tensors.q[request : request + 1],
+        block_table=tensors.block_table[request : request + 1],
+        cache_seqlens=tensors.cache_seqlens[request : request + 1],
+        given={},
     )
 
 
