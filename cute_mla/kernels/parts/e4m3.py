@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute
-from cutlass.experimental import primitives
+from cutlass import Float32, Int16, Int32, cute
 
 UPPER_HALVES = 0x7632  # bytes of a pair of words, as prmt counts them
 PAIR_BITS = 16  # of two e4m3 values
@@ -37,5 +36,7 @@ def widen_in_pairs(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Ten
     count = 2 * cute.size(words)
     pairs = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in range(count):
-        pairs[i] = primitives.cvt_e4m3x2_word_to_bf16x2(words[i // 2], i % 2 * PAIR_BITS)
+        pair = Int16((words[i // 2] >> (i % 2 * PAIR_BITS)) & 0xFFFF)
+        # the DSL's own wrapper asks for .satfinite, which nobody says what it makes of NaN
+        pairs[i] = cute.arch.inline_ptx("cvt.rn.bf16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pair])
     return pairs
