@@ -80,6 +80,19 @@ def test_softmax_scales(bench: Bench, operands: str, scale: float) -> None:
     bench.judge(Case(s_k=200, h_q=16, softmax_scale=scale, operands=operands, sm_count=2))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_number_of_a_cache_is_itself(bench: Bench, operands: str, dtype: str) -> None:
+    """All 254, as the values of a single key, without a scale."""
+    case = Case(dtype, lengths=(1,), h_q=3, operands=operands, outputs="given", sm_count=1)
+    tensors = replace(make_tensors(case), descale_k=None)
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[~codes.view(torch.float8_e4m3fn).float().isnan()].repeat(3)[:576]
+    tensors.k_cache.view(torch.uint8)[tensors.block_table[0, 0], 0, 0] = numbers
+    out, _ = bench.run(case, tensors)
+    values = numbers[:512].view(torch.float8_e4m3fn).to(out.dtype)
+    assert torch.equal(out, values.expand(1, 1, 3, 512))
+
+
 def test_a_single_key_is_the_answer(bench: Bench, operands: str) -> None:
     case = Case(batch=2, lengths=(1, 1), h_q=7, operands=operands, sm_count=1)
     tensors = make_tensors(case)
