@@ -183,7 +183,6 @@ class AlternatingDecode(PairDecode):
         rows.rFirst[0] = tile
         for t in cutlass.range((rows.group - tile) & 1, extent.tiles, GROUPS, unroll=1):
             self.score_tile(operands, pipes, rows, extent.keys - t * TILE_KEYS, tile + t)
-        tcgen05.fence_before_signal()
         rows.conclude(pipes, tile + extent.tiles - 1)
 
     def advance(self, pipes: AlternatingPipes, rows: AlternatingRows, tile: Int32) -> Float32:  # type: ignore[override]
