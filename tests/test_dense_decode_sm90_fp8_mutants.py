@@ -22,6 +22,7 @@ NO_WAIT = "setp.eq.u32 P1, 0, 0;"
 WAITED = (  # in the order of the PTX
     "keys_free",
     "kv_ready before it is transposed",
+    "values_ready before the slot is written again",
     "values_free",
     "kv_ready[0]",
     "kv_ready[1]",

@@ -18,7 +18,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   kv_ready[12]     load -> score, transpose   1 and the bytes of one box
   rope_ready[3]    load -> score              1 and the bytes of one box
   keys_free[3]     score, transpose -> load   8 c: four warps have multiplied a tile, each of four boxes is transposed
-  values_ready[8]  transpose -> output        1: 128 columns of V^T
+  values_ready[8]  transpose -> output        1: 128 columns of V^T (and the warp that writes that slot next)
   values_free[8]   output -> transpose        4: the warps of the side that reads them
   probs_ready[2]   score -> output            4: P and alpha are written
   probs_free[2]    output -> score            8
@@ -171,7 +171,7 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def transpose(self, operands: Operands, tiles: Tiles, pipes: Pipes, rank: Int32):
-        """Waits kv_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
+        """Waits kv_ready, values_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
         tile = Int32(0)
@@ -190,6 +190,8 @@ class NativeSm90(DenseRowsSm90):
     def transpose_chunk(self, tiles: Tiles, pipes: Pipes, tile: Int32, chunk: Int32, left: Int32):
         """128 columns of V of a tile. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
         pipes.kv_ready.of(chunk).wait_ready(tile)
+        # another warp wrote the slot's last tile: until it has, the slot may look as free as it was for that one
+        pipes.values_ready.of(chunk).wait_free(tile)
         pipes.values_free.of(chunk).wait_free(tile)
         source = tiles.sKv.iterator.toint() + pipes.kv_ready.place(chunk, tile) * SLOT_BYTES
         target = tiles.sVt.iterator.toint() + pipes.values_ready.place(chunk, tile) * VALUE_BYTES
@@ -199,6 +201,9 @@ class NativeSm90(DenseRowsSm90):
             transpose_box(source, target, left, False)
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive(pipes.values_ready.of(chunk).barrier(tile))
+        if cutlass.const_expr(self.config.cluster > 1):
+            # a box of the peer's: its load role has found the stage free, so this arrival cannot count for the tile before
+            pipes.kv_ready.of(chunk ^ 1).wait_ready(tile)
         arrive_cluster(pipes.keys_free.barrier(tile), self.config.cluster)
 
     # ---- score ------------------------------------------------------------------------------------------------------
