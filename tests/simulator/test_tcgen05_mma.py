@@ -175,23 +175,25 @@ def test_accumulation_over_steps(policy, group: int, m: int) -> None:
     assert np.array_equal(gather(cells[..., 64:], group, False, m, n).view(np.float32), a[:, :16] @ b[:, :16].T)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize(
     ("group", "ws", "m"), [(1, False, 128), (1, False, 64), (2, False, 256), (2, False, 128), (1, True, 64), (1, True, 32)]
 )
-def test_a_in_tensor_memory(group: int, ws: bool, m: int) -> None:
+def test_a_in_tensor_memory(group: int, ws: bool, m: int, dtype: str) -> None:
     """Lane l of D takes lane l of A, also where several groups of lanes belong to the same rows: two products in one ("dual GEMM")."""
-    n, steps = 128, 3
-    lanes = integers(11, group * 128, 16 * steps)  # A as each lane holds it
-    words = encode(lanes, "bf16").reshape(group, 128, 16 * steps).view(np.uint32)
-    b = integers(12, n, 16 * steps)
+    n, steps, depth = 128, 3, 32 // ITEM[dtype]
+    lanes = integers(11, group * 128, depth * steps)  # A as each lane holds it
+    words = encode(lanes, dtype).reshape(group, 128, depth * steps).view(np.uint32)
+    b = integers(12, n, depth * steps)
     image = np.full((group, 64 * 1024), 0xFF, np.uint8)
     for rank in range(group):
-        fields = place(image[rank], encode(np.split(b, group)[rank], "bf16"), 0, 2, False)
+        fields = place(image[rank], encode(np.split(b, group)[rank], dtype), 0, 2, False)
     second = smem_descriptor(0, *fields, 2)
-    idesc = instruction_descriptor(m, n)
+    idesc = instruction_descriptor(m, n, 1, CODE[dtype], CODE[dtype])
     cells_wide = -(-columns_of(group, ws, m, n) // 32) * 32
     program = store_words(8 * steps, 8 * steps, 256) + fill(cells_wide, group)
-    program += "".join(mma(f"{256 + 8 * k}", second + 2 * k, idesc, group=group, accumulate=int(k > 0), ws=ws) for k in range(steps))
+    form = {"group": group, "ws": ws, "kind": KIND[dtype]}
+    program += "".join(mma(f"{256 + 8 * k}", second + 2 * k, idesc, accumulate=int(k > 0), **form) for k in range(steps))
     kernel = TensorKernel(program + commit(group) + wait("$done"), group, cells_wide, image.shape[1], words=8 * steps)
     cells, report = kernel.run(image, words)
     assert not report.findings
