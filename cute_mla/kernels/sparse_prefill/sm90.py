@@ -16,7 +16,7 @@ Roles (512 threads):
 
 Score and output are the decode kernels': dense_decode/sm90.py describes tiles, their pipelines and the trick. In front of them
 are (producer -> consumer; arrivals per phase):
-  valid_ready[4]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
+  valid_ready[3]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
   kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 slots where d_qk is 512)
   rope_landed[3]   copy -> courier                 64
   kv_ready[10]     courier -> score, output        1; of a pair, and the bytes of the peer's half
@@ -58,7 +58,7 @@ from .operands import IndexList, Operands
 from .sm90_walk import first_tile, for_each_tile, next_tile
 
 ROPE_SLOTS = 3
-VALID_SLOTS = ROPE_SLOTS + 1  # a tile's bits are there while its predecessor's RoPE columns wait for their slot
+VALID_SLOTS = ROPE_SLOTS  # a tile's bits take the place of those of the tile whose RoPE slot it gets
 
 
 def geometry_of(d_qk: int) -> Geometry:
@@ -122,8 +122,9 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
         entries = cursor.entries()
         tile = Int32(0)
         while cursor.token <= operands.schedule.last_request():
-            if tile > 0:
-                pipes.rope_free.wait_free(tile - 1)  # so the tile VALID_SLOTS before has been worked off
+            # The tile VALID_SLOTS before has been worked off. To wait for an older one would be to be overtaken: this slot's next
+            # phase must not end before the scout has announced the tile.
+            pipes.rope_free.wait_free(tile)
             self.announce(tiles, pipes, cursor.indices, entries, tile)
             cursor = next_tile(operands, cursor, self.config.d_qk)
             entries = cursor.entries()
