@@ -74,14 +74,15 @@ class SimulatedDevice:
     ) -> None:
         """Runs a kernel to its end. SimulationError on a finding when on_finding is "raise".
 
-        stream and pdl change nothing: launches run in the order they are made.
+        stream changes nothing: launches run in the order they are made. pdl: the kernel must not touch global memory before it has waited
+        for the one ahead.
         """
-        del stream, pdl
+        del stream
         memory = simulator.GlobalMemory()
         regions = list(_regions(kernel.params, args))
         for name, start, stop in regions:
             self._undefined.register(memory, name, start, stop)
-        launch = self._simulator_launch(kernel, grid, args)
+        launch = self._simulator_launch(kernel, grid, args, pdl)
         report = simulator.run(launch, memory, self._policy)
         for _, start, stop in regions:
             self._undefined.update(memory, start, stop)
@@ -110,7 +111,7 @@ class SimulatedDevice:
         for tensor in tensors:
             self._undefined.declare(tensor)
 
-    def _simulator_launch(self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Argument]) -> simulator.Launch:
+    def _simulator_launch(self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Argument], pdl: bool) -> simulator.Launch:
         names = simulator.Names(
             barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.barriers),
             named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.named_barriers),
@@ -126,6 +127,7 @@ class SimulatedDevice:
                 smem_bytes=kernel.smem_bytes,
                 args=[_raw(param, arg) for param, arg in zip(kernel.params, args, strict=True)],
                 names=names,
+                dependent=pdl,
             )
         except ValueError as error:  # the PTX does not have what the manifest says of it
             raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error

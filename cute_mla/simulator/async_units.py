@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 WARPGROUP = 4 * WARP
+MAX_RECENT = 64  # sets of operands of a warpgroup's products that are remembered
 
 Writes = Sequence[tuple["Cta", int, int]]  # shared bytes: CTA, start, stop
 
@@ -51,6 +52,7 @@ class GroupedCopy:
     """Work that a thread waits for by group. read: takes its source; write: stores it. Steps run once, in this order.
 
     source: shared bytes [start, stop) that it reads. waited: a thread has waited for that, whenever it really happened.
+    serial: number of a cp.async among those of its warp (order.py).
     """
 
     read: Callable[[], None]
@@ -59,6 +61,7 @@ class GroupedCopy:
     source: tuple[int, int] = (0, 0)
     stage: int = 0
     waited: bool = False
+    serial: int = 0
 
     def advance(self, stage: int) -> None:
         """Go through the steps up to stage (1: source read, 2: all done)."""
@@ -82,15 +85,19 @@ class CopyGroups:
         self.committed.append(self.open)
         self.open = []
 
-    def wait(self, remaining: int, stage: int) -> None:
-        """Complete all but the newest `remaining` groups up to a stage."""
+    def wait(self, remaining: int, stage: int) -> list[GroupedCopy]:
+        """Complete all but the newest `remaining` groups up to a stage. Returns the copies that had not been waited for before."""
         stop = len(self.committed) - remaining
+        done = []
         for group in self.committed[: max(stop, 0)]:
             for copy in group:
+                if not copy.waited:
+                    done.append(copy)
                 copy.waited = True
                 copy.advance(stage)
         if stage == 2 and stop > 0:
             del self.committed[:stop]
+        return done
 
     def unfinished(self) -> list[GroupedCopy]:
         """Copies whose source may still be read, as far as the thread knows."""
@@ -161,7 +168,7 @@ class Chain:
     """Consecutive wgmmas on one accumulator, multiplied as one.
 
     rows: registers of the accumulator in bank "r". a: descriptors, or copies of the A registers of each step with their
-    poison. b: descriptors.
+    poison. b: descriptors. serial: its number in the warpgroup, once it has been waited for.
     """
 
     form: wgmma.Instruction
@@ -176,6 +183,7 @@ class Chain:
     a_values: list[np.ndarray] = field(default_factory=list)
     a_poison: list[np.ndarray | None] = field(default_factory=list)
     b: list[int] = field(default_factory=list)
+    serial: int = 0
 
     def extends(self, other: Chain) -> bool:
         """True when other may be appended: the same accumulator, read and of the same kind."""
@@ -201,7 +209,8 @@ class Pipe:
     """The tensor-core work of one warpgroup.
 
     busy, sources: bit masks of registers that are written / read by unfinished work. reading: chains of the open group and of
-    committed ones, kept until they are waited for even if they have been computed.
+    committed ones, kept until they are waited for even if they have been computed. recent: the latest that have been waited for on each
+    set of operands, oldest first; serial: number of the last.
     """
 
     first_thread: int
@@ -212,6 +221,8 @@ class Pipe:
     reading: list[list[Chain]] = field(default_factory=lambda: [[]])
     busy: int = 0
     sources: int = 0
+    recent: dict[object, Chain] = field(default_factory=dict)
+    serial: int = 0
 
     def issue(self, chain: Chain, busy: int, sources: int) -> None:
         """Add one wgmma."""
@@ -249,8 +260,29 @@ class Pipe:
         self.flush(cta, remaining)
         done = max(len(self.waiting_masks) - remaining, 0)
         del self.waiting_masks[:done]
+        for group in self.reading[:done]:
+            for chain in group:
+                self._remember(chain)
         del self.reading[:done]
         self._masks()
+
+    def _remember(self, chain: Chain) -> None:
+        self.serial += 1
+        chain.serial = self.serial
+        chain.a_values, chain.a_poison = [], []
+        key = (tuple(chain.a), tuple(chain.b))
+        self.recent.pop(key, None)
+        self.recent[key] = chain
+        if len(self.recent) > MAX_RECENT:
+            del self.recent[next(iter(self.recent))]
+
+    def unknown(self, done: int) -> Iterator[Chain]:
+        """Recent chains behind a number, newest first."""
+        if self.serial > done:
+            for chain in reversed(self.recent.values()):
+                if chain.serial <= done:
+                    return
+                yield chain
 
     def unwaited(self) -> Iterator[Chain]:
         """Chains whose operands nobody knows to have been read."""

@@ -16,19 +16,36 @@ MAX_COUNT = (1 << 20) - 1
 
 
 @dataclass
+class Made:
+    """An mbarrier.init: the warp (row of the clocks), the time from which on it is done. fenced: asynchronous work and other CTAs may use
+    the barrier. known: rows of warps that are known to come after it."""
+
+    row: int
+    time: int
+    fenced: bool = False
+    known: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Mbarrier:
     """One mbarrier. phase counts completed phases (the hardware keeps its last bit).
 
     pending: arrivals still missing in this phase. tx: bytes expected and not yet arrived; may be negative for a while.
+    column: agent of the copies that signal it (order.py). made: who initialised it. passed: which warps (rows of the clocks) have waited
+    for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without.
     """
 
     name: str
     count: int
+    column: int = 0
+    made: Made | None = None
     pending: int = 0
     tx: int = 0
     phase: int = 0
     waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)
+    passed: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    overtaken: int | None = None
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -45,8 +62,10 @@ class Mbarrier:
         return self.settle()
 
     def add_pending(self, number: int) -> None:
-        """Expect more arrivals in this phase (cp.async.mbarrier.arrive without noinc)."""
+        """Expect more arrivals in this phase (cp.async.mbarrier.arrive without noinc). Raises Fault when out of range."""
         self.pending += number
+        if self.pending > MAX_COUNT:
+            raise Fault("barrier_count", f"pending count {self.pending} is out of range", self.name)
 
     def expect(self, nbytes: int) -> None:
         """More bytes to come. Raises Fault when out of range."""
@@ -67,6 +86,12 @@ class Mbarrier:
         """Go to the next phase when nothing is missing."""
         if self.pending or self.tx:
             return False
+        if self.passed:
+            gathered = self.knowledge.gathered
+            for row, seen in self.passed.items():
+                if gathered is None or not any(gathered[column] >= time for column, time in seen):
+                    self.overtaken = row
+            self.passed.clear()
         self.phase += 1
         self.pending = self.count
         self.knowledge.complete()
@@ -86,7 +111,11 @@ class Mbarrier:
 
 @dataclass
 class NamedBarrier:
-    """One bar.sync barrier. expected: threads of the current round, None between rounds. waiting: groups inside."""
+    """One bar.sync barrier. expected: threads of the current round, None between rounds. waiting: groups inside.
+
+    members: the last round that each warp (row of the clocks) took part in. passers: who has waited in the round before, and the time from
+    which on they know that it is complete.
+    """
 
     name: str
     expected: int | None = None
@@ -95,6 +124,8 @@ class NamedBarrier:
     results: list[tuple[object, ...]] = field(default_factory=list)
     rounds: int = 0
     knowledge: Knowledge = field(default_factory=Knowledge)
+    members: dict[int, int] = field(default_factory=dict)
+    passers: dict[int, int] = field(default_factory=dict)
 
     def arrive(self, threads: int, count: int) -> bool:
         """threads arrive at a barrier of count; True when the round is complete. Raises Fault for misuse."""
@@ -112,6 +143,7 @@ class NamedBarrier:
     def next_round(self) -> None:
         """Start over."""
         self.expected, self.arrived = None, 0
+        self.passers = {}
         self.knowledge.complete()
         self.rounds += 1
 

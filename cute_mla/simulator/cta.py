@@ -10,7 +10,7 @@ import numpy as np
 
 from . import tma
 from .async_units import WARPGROUP, CopyGroups, GroupedCopy, Pipe
-from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
+from .barriers import ClusterBarrier, Made, Mbarrier, NamedBarrier
 from .findings import Fault
 from .groups import Group
 from .isa.conversions import PARAM_WINDOW, WINDOW_MASK
@@ -37,16 +37,26 @@ class Origin:
     warp: int
     instruction: Instruction | None
 
+    @property
+    def line(self) -> int:
+        """The PTX line, 0 for none."""
+        return 0 if self.instruction is None else self.instruction.line
+
 
 @dataclass
 class Cluster:
-    """CTAs that run together."""
+    """CTAs that run together. number: of clusters started before. unfenced: mbarrier.inits without a fence so far. copies: where each
+    agent's last copy was issued.
+    """
 
     index: tuple[int, int, int]
     size: int
     barrier: ClusterBarrier
     clocks: Clocks
     ctas: list[Cta] = field(default_factory=list)
+    number: int = 0
+    unfenced: list[Made] = field(default_factory=list)
+    copies: dict[int, Origin] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -92,6 +102,7 @@ class Cta:
         self.bulk: dict[int, CopyGroups] = {}
         self.copies: dict[int, CopyGroups] = {}
         self.reading: list[GroupedCopy] = []
+        self.outgoing: dict[tuple[int, int], tuple[int, int, Origin]] = {}  # sources of copies to other CTAs: agent, its number, where
         self.saw_failed_cancel = False
         self.tensor: TensorMemory | None = None
         self.tensor_pipe: TensorPipe | None = None
@@ -206,6 +217,15 @@ class Cta:
         if self.tensor_pipe is None:
             self.tensor_pipe = TensorPipe(self)
         return self.tensor_pipe
+
+    @property
+    def has_readers(self) -> bool:
+        """Whether asynchronous work may ever have read this CTA's shared memory."""
+        return bool(self.pipes or self.reading or self.outgoing or self.tensor is not None)
+
+    def note_outgoing(self, source: tuple[int, int], agent: tuple[int, int], origin: Origin) -> None:
+        """A copy reads bytes [start, stop) of this CTA's shared memory; agent: who does it (column of the clocks), and its number there."""
+        self.outgoing[source] = (*agent, origin)
 
     def refresh_busy(self) -> None:
         """Recompute the union of all pipes' masks."""

@@ -1,19 +1,16 @@
-"""Shared memory that asynchronous work still reads or writes, and what must not touch it yet.
-
-These checks look at the moment of access: as long as no thread has waited for the work, nothing can order the access after it. So a
-finding is never a false alarm, in any schedule; but an access that a lucky schedule puts after the wait is not found.
-"""
+"""Shared memory that asynchronous work reads, and what must not touch it before the end of that is known (order.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain as chain_both
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import tensor_in_use, wgmma
 from .async_units import Chain
-from .registers import Window
+from .registers import WARP, Window
 
 if TYPE_CHECKING:
     from .cta import Cta, Origin
@@ -35,11 +32,16 @@ def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
 def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
     """What may still read bytes of [low, high) in a CTA's shared memory as far as warps of the window know: (what, where issued,
     start, stop)."""
-    for pipe in target.pipes.values():
-        for chain in pipe.unwaited():
+    clocks = target.cluster.clocks
+    for first, pipe in target.pipes.items():
+        done = clocks.least(w.cta, warps, clocks.matrix_core(target, first // WARP))
+        for chain in chain_both(pipe.unwaited(), pipe.unknown(done)):
             for start, stop in operand_ranges(chain):
                 if start < high and low < stop:
                     yield "a wgmma", chain.origin, start, stop
+    for (start, stop), (column, serial, origin) in target.outgoing.items():
+        if start < high and low < stop and clocks.least(w.cta, warps, column) < serial:
+            yield "a bulk copy", origin, start, stop
     if target.tensor is not None:
         yield from tensor_in_use.shared_readers(target, low, high, w.cta, warps)
     if target.reading:
@@ -52,7 +54,7 @@ def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -
 def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) -> None:
     """A finding when a warp issues a copy to shared memory that unfinished work reads."""
     for target in targets:
-        if target.pipes or target.reading or target.tensor is not None:
+        if target.has_readers:
             for what, origin, _, _ in readers(w, target, low, high, (warp,)):
                 report(w, "an asynchronous copy overwrites", what, origin)
                 return
@@ -60,7 +62,7 @@ def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) ->
 
 def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int, who: str = "a store") -> None:
     """A finding when warps (one of each store) store nbytes each at offsets that unfinished work reads."""
-    if not (target.busy or target.reading or target.tensor is not None):
+    if not target.has_readers:
         return
     found = first_reader(w, target, offsets, nbytes, w.warps)
     if found is not None and len(w.warps) > 1:
@@ -94,4 +96,4 @@ def check_operands(w: Window, chain: Chain) -> None:
 def report(w: Window, who: str, what: str, origin: Origin) -> None:
     """The finding about an overwritten source."""
     place = "" if origin.instruction is None else f" (PTX line {origin.instruction.line})"
-    w.cta.report(w, "missing_wait", f"{who} shared memory that {what}{place} reads and nobody has waited for")
+    w.cta.report(w, "missing_wait", f"{who} shared memory that {what}{place} reads, without a wait for it")

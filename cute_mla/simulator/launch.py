@@ -53,7 +53,8 @@ class Launch:
     """One kernel launch.
 
     args: one item per PTX parameter, in PTX order: its little-endian bytes, or a tensor map for a 128-byte parameter.
-    smem_bytes: dynamic shared memory of one CTA. grid counts CTAs and is a multiple of cluster.
+    smem_bytes: dynamic shared memory of one CTA. grid counts CTAs and is a multiple of cluster. dependent: it may begin before the grid
+    ahead of it has ended (programmatic dependent launch), and may access global memory only behind griddepcontrol.wait.
     Raises ValueError when arguments, block, cluster or shared memory do not fit the entry.
     """
 
@@ -65,6 +66,7 @@ class Launch:
     smem_bytes: int
     args: tuple[bytes | TensorMap, ...] | list[bytes | TensorMap]
     names: Names = Names()
+    dependent: bool = False
 
     def __post_init__(self) -> None:
         if self.entry not in self.module.entries:

@@ -10,7 +10,7 @@ from types import FrameType, TracebackType
 import numpy as np
 
 from ..spec.tensor_map import TensorMap
-from . import deadlock, order, races, tensor_in_use, tma
+from . import deadlock, leftovers, order, phases, races, tensor_in_use, tma
 from .async_units import PendingCopy, Writes
 from .barriers import ClusterBarrier, Mbarrier
 from .blas import single_threaded
@@ -18,6 +18,7 @@ from .blocks import Block
 from .counts import Executed
 from .cta import Cluster, Cta, Home, Origin
 from .findings import Fault, Finding, Report
+from .global_order import EventLog
 from .groups import BLOCKED as GROUP_BLOCKED
 from .groups import DEAD, GATHERING, READY, Group
 from .launch import Launch
@@ -28,7 +29,6 @@ from .policy import Policy
 from .ptx import Instruction
 from .registers import WARP, Window
 from .schedulers import make_scheduler
-from .tensor_pipe import unfinished_tensor_work
 from .translate import BLOCKED, EXIT, LINES, PREFIX, Split
 
 MAX_FINDINGS = 50
@@ -59,6 +59,8 @@ class Machine:
         self.timeout_progress = -1
         self.pending: list[PendingCopy] = []
         self.clusters: list[Cluster] = []
+        self.started = 0
+        self.events = EventLog()
         self.waiting_clusters = self._cluster_indices()
         self.homes = self.entry.homes.setdefault((launch.block, launch.smem_bytes), [])
         self.params = self._pack_params()
@@ -107,7 +109,8 @@ class Machine:
         cx, cy, cz = self.launch.cluster
         size = cx * cy * cz
         clocks = Clocks(size, -(-self.launch.threads // WARP), self.entry.flow.tensor_fences)
-        cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads), clocks)
+        cluster = Cluster(index, size, ClusterBarrier(size * self.launch.threads), clocks, number=self.started)
+        self.started += 1
         undefined = self.entry.flow.undefined
         poisoned = any(undefined.values())
         for rank in range(size):
@@ -179,7 +182,7 @@ class Machine:
         """What is known of wgmmas without a fence before anything runs."""
         for instruction in self.entry.unfenced:
             message = "no wgmma.fence on some path between writing a register and this wgmma, or before the first wgmma"
-            self._add(Finding("missing_fence", message, instruction.line, instruction.source))
+            self.add(Finding("missing_fence", message, instruction.line, instruction.source))
 
     def turn(self, group: Group) -> None:
         """Let a group run until it blocks, exits or has used up its turn."""
@@ -366,52 +369,20 @@ class Machine:
             if other.state == GATHERING:
                 other.state = READY
                 self.scheduler.add(other)
-        self._check_exit(cta, group)
+        leftovers.check_exit(cta, group)
         self.progress += 1
         if cta.cluster.barrier.leave(len(group.lanes)):
             self.wake(cta.cluster.barrier.waiters)
         if not cta.groups and cta.cluster.finished:
             self._finish(cta.cluster)
 
-    def _check_exit(self, cta: Cta, group: Group) -> None:
-        for lane in group.lanes:
-            groups = cta.bulk.get(int(lane))
-            unfinished = groups.unfinished() if groups is not None else []
-            if unfinished:
-                self.report_at(unfinished[0].origin, "unfinished", "a thread exits while its bulk store may still read shared memory")
-            if groups is not None:
-                for copies in (*groups.committed, groups.open):
-                    for copy in copies:
-                        copy.advance(2)
-        for first, pipe in cta.pipes.items():
-            if (pipe.open or pipe.groups) and first in group.lanes:
-                self.report_here(cta, None, "unfinished", "a warpgroup exits with wgmmas that nobody waited for")
-
     def _finish(self, cluster: Cluster) -> None:
         """All CTAs of a cluster have exited: check what is left over, and give the slots back."""
-        late = [copy for copy in self.pending if any(copy.origin.cta == cta.index for cta in cluster.ctas)]
-        for copy in late:
-            if copy.quiet and not copy.done:
-                self.complete(copy)
+        leftovers.check_cluster(self, cluster)
         for cta in cluster.ctas:
-            for barrier in cta.mbarriers.values():
-                if barrier.tx:
-                    self._add(Finding("unfinished", f"the CTA exits with {barrier.state()}", barrier=barrier.name, cta=cta.index))
-            for named in cta.named.values():
-                if named.arrived:
-                    self._add(Finding("unfinished", f"the CTA exits where {named.state()}", barrier=named.name, cta=cta.index))
-            for origin, message in unfinished_tensor_work(cta):
-                if origin is None:
-                    self._add(Finding("unfinished", message, cta=cta.index))
-                else:
-                    self.report_at(origin, "unfinished", message)
             cta.slot.cta = None
             if len(self.homes) < MAX_HOMES:
                 self.homes.append(cta.home)
-        for copy in late:
-            if not copy.done:
-                self.report_at(copy.origin, "unfinished", f"the CTA exits before {copy.what} has completed")
-        self.pending = [copy for copy in self.pending if not any(copy is other for other in late)]
         self.clusters.remove(cluster)
         if not self.clusters:
             self.start_cluster()
@@ -439,7 +410,7 @@ class Machine:
                 self.scheduler.add(group)
             return True
         for finding in deadlock.explain(self):
-            self._add(finding)
+            self.add(finding)
         return False
 
     def _can_time_out(self, group: Group) -> bool:
@@ -463,16 +434,25 @@ class Machine:
         mode = self.policy.async_mode
         return 2 if mode == "eager" else int(self.rng.integers(3)) if mode == "random" else 0
 
-    def start(self, effect: Callable[[], None], w: Window, warp: int, barriers: list[Mbarrier], writes: Writes = ()) -> None:
-        """A warp issues work that completes by itself and writes these shared bytes (CTA, start, stop)."""
-        self.progress += 1
+    def start(self, effect: Callable[[], None], w: Window, warp: int, barriers: list[Mbarrier], writes: Writes) -> list[tuple[int, int]]:
+        """A warp issues a copy that writes shared bytes (CTA, start, stop), one piece for each barrier. Returns its agents and numbers."""
         for target, low, high in writes:
             races.check_overwrite(w, warp, target, low, high)
-        order.copy(w.cta, warp, barriers, writes, self.line_of_caller())
+        origin = self.origin(w)
+        numbers = order.copy(w.cta, warp, barriers, writes, origin.line)
+        for barrier in barriers:
+            phases.check_use(w, (warp,), barrier, True)
+            w.cta.cluster.copies[barrier.column] = origin
+        self.begin(effect, origin, barriers, writes)
+        return numbers
+
+    def begin(self, effect: Callable[[], None], origin: Origin, barriers: list[Mbarrier], writes: Writes) -> None:
+        """Work that completes by itself begins."""
+        self.progress += 1
         if self.completes_now():
             effect()
         else:
-            self.pending.append(PendingCopy(effect, self.origin(w), barriers, writes))
+            self.pending.append(PendingCopy(effect, origin, barriers, writes))
 
     def complete(self, copy: PendingCopy) -> None:
         """Let pending work take effect."""
@@ -481,20 +461,25 @@ class Machine:
         try:
             copy.complete()
         except Fault as fault:
-            self._add(self._located(fault.kind, fault.message, copy.origin, fault.barrier))
+            self.add(self._located(fault.kind, fault.message, copy.origin, fault.barrier))
             raise _Stop from fault
 
     def complete_tx(self, barrier: Mbarrier, nbytes: int) -> None:
         """Bytes arrive at an mbarrier."""
         if barrier.complete(nbytes):
-            self.wake(barrier.waiters)
+            self._phase_complete(barrier)
         self.progress += 1
 
     def arrive(self, barrier: Mbarrier, number: int) -> None:
-        """Arrivals at an mbarrier by asynchronous work."""
+        """Arrivals at an mbarrier."""
         if barrier.arrive(number):
-            self.wake(barrier.waiters)
+            self._phase_complete(barrier)
         self.progress += 1
+
+    def _phase_complete(self, barrier: Mbarrier) -> None:
+        if barrier.overtaken is not None:
+            self.report_here(self.running.cta, None, "barrier_lapped", phases.overtaken(self.running.cta, barrier), barrier.name)
+        self.wake(barrier.waiters)
 
     # ------------------------------------------------------------ poison
 
@@ -539,11 +524,11 @@ class Machine:
     def report_here(self, cta: Cta, w: Window | None, kind: str, message: str, barrier: str | None = None) -> None:
         """A finding at the running instruction."""
         warp = w.warps[0] if w is not None else self.running.warps[0]
-        self._add(self._located(kind, message, Origin(cta.index, warp, instruction_of_caller()), barrier))
+        self.add(self._located(kind, message, Origin(cta.index, warp, instruction_of_caller()), barrier))
 
     def report_at(self, origin: Origin, kind: str, message: str, barrier: str | None = None) -> None:
         """A finding at a remembered place."""
-        self._add(self._located(kind, message, origin, barrier))
+        self.add(self._located(kind, message, origin, barrier))
 
     def _located(self, kind: str, message: str, origin: Origin, barrier: str | None) -> Finding:
         instruction = origin.instruction
@@ -551,7 +536,7 @@ class Machine:
         source = instruction.source if instruction is not None else None
         return Finding(kind, message, line, source, self.launch.names.role(origin.warp), barrier, origin.cta, origin.warp)
 
-    def _add(self, finding: Finding) -> None:
+    def add(self, finding: Finding) -> None:
         """Keep a finding, one for each kind and place. Stops the run when there are too many."""
         key = (finding.kind, finding.ptx_line, finding.barrier, finding.role)
         if key in self._seen:
@@ -570,7 +555,7 @@ class Machine:
                 instruction = LINES[code][trace.tb_lineno - 1]
             trace = trace.tb_next
         group = self.running
-        self._add(self._located(fault.kind, fault.message, Origin(group.cta.index, group.warps[0], instruction), fault.barrier))
+        self.add(self._located(fault.kind, fault.message, Origin(group.cta.index, group.warps[0], instruction), fault.barrier))
         raise _Stop from fault
 
 

@@ -1,10 +1,12 @@
-"""Who knows that what is done: vector clocks of the warps of a cluster.
+"""Who knows what is done: vector clocks of the warps of a cluster.
 
-Each warp knows, of every other warp, of every tensor core and of the copies of every CTA, how far that one is. Arriving at a barrier hands
-this knowledge over to those that wait for the phase. An access is ordered after another one if its warp knows that the other is done.
+Each warp knows how far every agent of the cluster is: the other warps, the cp.async copies of each warp, the tensor cores (of a CTA for
+tcgen05, of a warpgroup for wgmma), the copies that signal each mbarrier, and the grid before this one. Arriving at a barrier hands this
+knowledge over to those that wait for the phase. An access is ordered after another one if its warp knows that the other is done.
 
 Where the hardware could order less, knowledge is given generously, so that nothing is reported that a kernel did order: lanes of a warp
-share it, every barrier (relaxed ones too) and every fence and atomic operation hands over all of it, and copies give it at issue.
+share it, every barrier (relaxed ones too), atomic operation and strong access, fenced or not, hands over all of it, and copies give it
+at issue.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
     from .cta import Cta
 
 
-Clock = np.ndarray  # (3 * warps of the cluster + 2 * CTAs,) int64
+Clock = np.ndarray  # int64, one time for each column of Clocks
+COPIERS = 64  # agents for the copies of one CTA's mbarriers; barriers that share one know a little too much
+WARPS_OF_CORE = 4  # a warpgroup
 
 
 @dataclass
@@ -48,23 +52,31 @@ class Carrier(Protocol):
 
 
 class Clocks:
-    """now: row = what a warp of the cluster knows; columns: warps, tensor cores and copies by CTA rank, and warps twice again.
+    """now: row = what a warp of the cluster knows; columns, in this order:
 
-    The second time, these are the times up to which the warps' ordinary stores can be read by asynchronous work (fence.proxy.async), the
-    third time those up to which they have handed tensor memory over (tcgen05.fence::before_thread_sync). after: the third columns, and
-    those of the tensor cores, when the warp executed tcgen05.fence::after_thread_sync. tensor_fences: whether the kernel has such fences.
+    warps; cp.async copies of each warp; tensor cores by CTA rank; tensor cores of warpgroups; copies by CTA rank and mbarrier; the grid
+    before (1 when it is known to be complete); tcgen05.commits by CTA rank. Then the first two blocks again: the times up to which ordinary
+    stores can be read by asynchronous work (fence.proxy.async). Then the warps again: the times up to which they have handed tensor memory
+    over (tcgen05.fence::before_thread_sync).
+
+    after: the last block, and the tensor cores by CTA, when the warp executed tcgen05.fence::after_thread_sync. issued: how many copies a
+    column's agent has been given. tensor_fences: whether the kernel has such fences.
     """
 
     def __init__(self, ctas: int, warps: int, fenced: bool) -> None:
         self.warps = warps
         self.rows = ctas * warps
         self.ctas = ctas
-        self.width = self.rows + 2 * ctas
-        self.handed = self.width + self.rows
+        self.stores = 2 * self.rows
+        self.warpgroups = -(-warps // WARPS_OF_CORE)
+        self.copies = self.stores + ctas * (1 + self.warpgroups)
+        self.before = self.copies + ctas * COPIERS
+        self.width = self.before + 1 + ctas
+        self.handed = self.width + self.stores
         self.now = np.zeros((self.rows, self.handed + self.rows), np.int64)
         self.after = np.zeros((self.rows, self.rows + ctas), np.int64)
+        self.issued = np.zeros(self.width, np.int64)
         self.tensor_fences = fenced
-        self.copies = [0] * ctas
         self.memory = Knowledge()
 
     def row(self, cta: Cta, warp: int) -> int:
@@ -73,29 +85,47 @@ class Clocks:
 
     def core(self, cta: Cta) -> int:
         """The column of a CTA's tensor core."""
-        return self.rows + cta.rank
+        return self.stores + cta.rank
 
-    def copier(self, cta: Cta) -> int:
-        """The column of the copies that a CTA issues."""
-        return self.rows + self.ctas + cta.rank
+    def matrix_core(self, cta: Cta, warp: int) -> int:
+        """The column of a warpgroup's tensor core."""
+        return self.stores + self.ctas + cta.rank * self.warpgroups + warp // WARPS_OF_CORE
+
+    def committer(self, cta: Cta) -> int:
+        """The column of a CTA's tcgen05.commits, which have happened when it says so: what they cover is another question."""
+        return self.before + 1 + cta.rank
+
+    def copier(self, rank: int, offset: int) -> int:
+        """The column of the copies that signal the mbarrier at an offset of a CTA's shared memory."""
+        return self.copies + rank * COPIERS + offset // 8 % COPIERS
+
+    def own_copier(self, row: int) -> int:
+        """The column of a warp's cp.async copies."""
+        return self.rows + row
+
+    def is_copier(self, column: int) -> bool:
+        """Whether a column belongs to something that writes shared memory asynchronously."""
+        return column >= self.rows
 
     def name(self, column: int) -> str:
         """An actor in words."""
         if column < self.rows:
             rank, warp = divmod(column, self.warps)
             return f"warp {warp} of CTA {rank} of the cluster" if self.ctas > 1 else f"warp {warp}"
-        return "an asynchronous copy" if column >= self.rows + self.ctas else "a tensor core"
+        if column < self.stores:
+            return f"a cp.async of {self.name(column - self.rows)}"
+        return "an asynchronous copy" if column >= self.copies else "a tensor core"
 
     def fenced(self, known: Clock) -> Clock:
         """What a clock says of the times that asynchronous work can read up to, by column."""
-        return np.concatenate([known[self.width : self.handed], known[self.rows : self.width]])
+        return np.concatenate([known[self.width : self.handed], known[self.stores : self.width]])
 
     def fence(self, cta: Cta, warps: Sequence[int]) -> None:
         """fence.proxy.async: all stores that a warp knows of can be read by asynchronous work now."""
         for warp in warps:
             self.tick(cta, warp)
             row = self.now[cta.rank * self.warps + warp]
-            np.maximum(row[self.width : self.handed], row[: self.rows], out=row[self.width : self.handed])
+            np.maximum(row[self.width : self.handed], row[: self.stores], out=row[self.width : self.handed])
 
     def before_sync(self, cta: Cta, warps: Sequence[int]) -> None:
         """tcgen05.fence::before_thread_sync: what the warps have done in tensor memory goes with their next arrival."""
@@ -109,7 +139,7 @@ class Clocks:
         for warp in warps:
             row = self.row(cta, warp)
             self.after[row, : self.rows] = self.now[row, self.handed :]
-            self.after[row, self.rows :] = self.now[row, self.rows : self.rows + self.ctas]
+            self.after[row, self.rows :] = self.now[row, self.stores : self.stores + self.ctas]
 
     def of(self, cta: Cta, warps: Sequence[int]) -> Clock:
         """What some warps know together."""
@@ -129,12 +159,23 @@ class Clocks:
         self.now[row, row] += 1
         return int(self.now[row, row])
 
+    def issue(self, column: int) -> int:
+        """An agent is given one more copy: its number."""
+        self.issued[column] += 1
+        return int(self.issued[column])
+
     def learn(self, cta: Cta, warps: Sequence[int], clock: Clock | None) -> None:
         """Warps get knowledge."""
         if clock is not None:
             first = cta.rank * self.warps
             for warp in warps:
                 np.maximum(self.now[first + warp], clock, out=self.now[first + warp])
+
+    def note(self, cta: Cta, warps: Sequence[int], column: int, time: int) -> None:
+        """Warps know that an agent has got to a time."""
+        for warp in warps:
+            row = self.now[self.row(cta, warp)]
+            row[column] = max(int(row[column]), time)
 
 
 def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
@@ -151,12 +192,13 @@ def wait(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
 
 
 def through_memory(cta: Cta, warps: Sequence[int]) -> None:
-    """Warps execute something that may hand over, or receive, through memory: a fence, an atomic operation, a strong load or store."""
+    """Warps execute something that may hand over, or receive, through memory: an atomic operation, a strong load or store."""
     clocks = cta.cluster.clocks
     for warp in warps:
         clocks.tick(cta, warp)
     clocks.memory.add(clocks.of(cta, warps))
     clocks.learn(cta, warps, clocks.memory.gathered)
+    cta.machine.events.through_memory(cta.cluster.number)
 
 
 def fence(cta: Cta, warps: Sequence[int]) -> None:
@@ -164,16 +206,30 @@ def fence(cta: Cta, warps: Sequence[int]) -> None:
     cta.cluster.clocks.fence(cta, warps)
 
 
-def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int) -> None:
-    """A warp issues a copy that will arrive on barriers."""
+def copy(cta: Cta, warp: int, barriers: Sequence[Mbarrier], writes: Sequence[tuple[Cta, int, int]], line: int) -> list[tuple[int, int]]:
+    """A warp issues a copy that will arrive on barriers, on one for each piece [low, high) that it writes.
+
+    Returns the agent (column) that has it for each barrier, and its number there.
+    """
     clocks = cta.cluster.clocks
     clocks.tick(cta, warp)
-    clocks.copies[cta.rank] += 1
-    column, serial = clocks.copier(cta), clocks.copies[cta.rank]
-    clock = clocks.of(cta, (warp,)).copy()
-    clock[column] = serial
+    numbers = []
     for barrier in barriers:
+        clock = clocks.of(cta, (warp,)).copy()
+        number = clock[barrier.column] = clocks.issue(barrier.column)
         barrier.knowledge.add(clock)
-    for target, low, high in writes:
+        numbers.append((barrier.column, int(number)))
+    for (target, low, high), (column, number) in zip(writes, numbers, strict=True):
         target.smem.check(low, high, "write of a copy")
-        target.trace.store(np.arange(low // 4, -(-high // 4)), column, serial, line)
+        target.trace.store(slice(low // 4, -(-high // 4)), column, number, line)
+    return numbers
+
+
+def arrive_behind_copies(cta: Cta, warp: int, barrier: Mbarrier) -> None:
+    """A warp's cp.async copies will arrive on a barrier when they are done."""
+    clocks = cta.cluster.clocks
+    clocks.tick(cta, warp)
+    clock = clocks.of(cta, (warp,)).copy()
+    column = clocks.own_copier(clocks.row(cta, warp))
+    clock[column] = clocks.issued[column]
+    barrier.knowledge.add(clock)

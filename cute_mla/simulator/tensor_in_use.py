@@ -148,7 +148,7 @@ def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
     if not clocks.tensor_fences:
         return
     for core in pair_cores(cta):
-        for work in core.unknown(int(clocks.after[clocks.row(cta, warp), clocks.core(core.cta)])):
+        for work in core.unknown(int(clocks.after[clocks.row(cta, warp), clocks.rows + core.cta.rank])):
             if meet(work, cells, write):
                 what = f"{who} tensor memory that {work.what}{place(work.origin)} uses"
                 message = f"{what}: no tcgen05.fence::after_thread_sync of warp {warp} since it has waited for that"

@@ -218,6 +218,7 @@ class TensorPipe:
         clocks = self.cta.cluster.clocks
         clock = clocks.of(self.cta, (thread // WARP,)).copy()
         clock[clocks.core(self.cta)] = self.last.get(thread, 0)
+        clock[clocks.committer(self.cta)] = clocks.issue(clocks.committer(self.cta))
         pending = PendingCopy(lambda: self.run_through(item), origin, barriers, what="a tcgen05.commit", quiet=not away)
         item = Commit(barriers, clock, pending)
         self.queue.append(item)

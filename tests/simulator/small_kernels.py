@@ -32,6 +32,7 @@ class Kernel:
     grid: int = 1
     cluster: int = 1
     names: Names = field(default_factory=Names)
+    dependent: bool = False
 
     def text(self, args: list[Any]) -> str:
         """The PTX module."""
@@ -54,7 +55,7 @@ class Kernel:
                 values.append(struct.pack("<Q", arg))
         module = load_module(self.text(list(args)))
         shape = (self.threads, 1, 1)
-        launch = Launch(module, "k", (self.grid, 1, 1), shape, (self.cluster, 1, 1), self.smem, values, self.names)
+        launch = Launch(module, "k", (self.grid, 1, 1), shape, (self.cluster, 1, 1), self.smem, values, self.names, self.dependent)
         return run(launch, memory, policy)
 
 

@@ -138,6 +138,7 @@ mov.u32 %r1, smem; shr.u32 %r2, %r0, 5; mov.u32 %r4, %cluster_ctarank;
 setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p2, %r4, 0; and.pred %p1, %p0, %p2; setp.eq.u32 %p3, %r2, 0;
 @%p0 mbarrier.init.shared::cta.b64 [%r1], 1;
 @%p0 mbarrier.init.shared::cta.b64 [%r1+8], 1;
+@%p0 fence.mbarrier_init.release.cluster;
 """
         text += "@!%p3 bra $allocated;\nadd.u32 %r9, %r1, 16;\n"
         text += f"tcgen05.alloc.cta_group::{self.group}.sync.aligned.shared::cta.b32 [%r9], {self.columns};\n$allocated:\n"

@@ -19,6 +19,7 @@ INIT = """
     setp.ne.u32 %p20, %r0, 0;
     @%p20 bra INITIALISED;
     mbarrier.init.shared.b64 [%r100], %count;
+    fence.mbarrier_init.release.cluster;
 INITIALISED:
     bar.sync 0;
 """

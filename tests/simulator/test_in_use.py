@@ -33,7 +33,7 @@ AGAIN:
 def test_operands_of_a_wgmma(access: str, policy: Policy) -> None:
     """Overwriting an operand before wgmma.wait_group is found; after it, and beside it, is fine."""
     early, _, _ = run(BODY.replace(WGMMA_WAIT, access + WGMMA_WAIT), policy)
-    assert kinds(early) == {"missing_wait"}
+    assert kinds(early) - {"barrier_lapped"} == {"missing_wait"}  # the copy does not wait for the other warps either
     assert "wgmma" in early.findings[0].message
     late, d, expected = run(BODY.replace(WGMMA_WAIT, WGMMA_WAIT + access), policy)
     assert late.ok, late.findings

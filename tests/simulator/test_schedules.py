@@ -48,6 +48,7 @@ OVERRUN = """
     @%p1 bra READY;
     mbarrier.init.shared.b64 [%r1+32], 1;
     mbarrier.init.shared.b64 [%r1+40], 1;
+    fence.mbarrier_init.release.cluster;
 READY:
     bar.sync 0;
     and.b32 %r2, %r0, 31;
@@ -186,6 +187,7 @@ def test_launch_arguments_are_checked() -> None:
         values = {"entry": "k", "grid": shape, "block": (32, 1, 1), "cluster": shape, "smem_bytes": 0, "args": [bytes(8)], **change}
         with pytest.raises(ValueError, match=message):
             Launch(module, **values)  # type: ignore[arg-type]
+
 
 PAIRED_BARRIERS = """
     shr.u32 %r1, %r0, 5;

@@ -301,12 +301,13 @@ def test_moving_a_loaded_register_is_no_use() -> None:
 def test_product_on_bytes_that_a_copy_still_writes() -> None:
     early = """
 @%p0 mbarrier.init.shared::cta.b64 [%r1+32], 1;
+@%p0 fence.mbarrier_init.release.cluster;
 ld.param.u64 %rd8, [p1]; add.u32 %r9, %r1, 1024; add.u32 %r10, %r1, 32;
 @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1+32], 4096;
 @%p0 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9], [%rd8], 4096, [%r10];
 """
     report = report_of(fill(32) + early + GOOD + commit() + wait("$done") + "bar.sync 0;\n" + wait("$copied", 32))
-    assert "a tcgen05.mma reads shared memory that an asynchronous copy" in message(report)
+    assert "a tcgen05.mma reads shared memory at 0x800 that an asynchronous copy" in message(report)
     assert not report_of(fill(32) + early + "bar.sync 0;\n" + wait("$copied", 32) + GOOD + commit() + wait("$done")).findings
 
 
@@ -315,6 +316,8 @@ def test_copy_into_operands_of_a_pair() -> None:
     idesc = instruction_descriptor(256, 32)
     copy = """
 @%p0 mbarrier.init.shared::cta.b64 [%r1+32], 1;
+@%p0 fence.mbarrier_init.release.cluster;
+bar.sync 0;
 ld.param.u64 %rd8, [p1]; add.u32 %r9, %r1, 1024; add.u32 %r10, %r1, 32; setp.ne.u32 %p6, %r4, 0; and.pred %p6, %p6, %p0;
 @%p6 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1+32], 4096;
 @%p6 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r9], [%rd8], 4096, [%r10];

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, races
+from .. import global_order, in_use, order, phases, races
 from ..async_units import CopyGroups, GroupedCopy
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -211,10 +211,14 @@ def bulk_to_shared(
             for item in barriers:
                 machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
-        if peer:
+        if not peer:
+            global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
+        else:
             races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy", int(w.lanes[lane]) // WARP)
         in_use.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
-        machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
+        numbers = machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
+        if peer:
+            cta.note_outgoing((start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), numbers[0], machine.origin(w))
 
 
 def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
@@ -257,6 +261,7 @@ def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size:
 
         offset = start & 0xFFFFFF
         copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
+        global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         races.check_range(w, copy.source, "a bulk store", int(w.lanes[lane]) // WARP)
         add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
         cta.reading.append(copy)
@@ -275,13 +280,17 @@ def bulk_commit_group(w: Window) -> None:
 @runtime
 def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
     """cp.async.bulk.wait_group: everything a thread issued and committed, but for the newest groups."""
-    bulk = w.cta.bulk
-    if not bulk:
+    cta = w.cta
+    if not cta.bulk:
         return
     for lane in w.lanes:
-        groups = bulk.get(int(lane))
+        groups = cta.bulk.get(int(lane))
         if groups is not None:
-            groups.wait(remaining, stage)
+            warp = int(lane) // WARP
+            clocks = cta.cluster.clocks
+            for copy in groups.wait(remaining, stage):
+                low, high = copy.source
+                cta.trace.note_read(warp, slice(low // 4, -(-high // 4)), int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1)
 
 
 # ---------------------------------------------------------------- cp.async
@@ -305,7 +314,9 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         raise Fault("out_of_bounds", f"cp.async of {size} bytes with a source size of {int(counts.max())}")
     if (offsets % size).any() or (addresses[counts > 0] % np.uint64(size)).any():
         raise Fault("misaligned", f"cp.async of {size} bytes")
-    races.access(w, cta, None, offsets, size, True)
+    if (counts > 0).any():
+        global_order.check_grid(w, w.warps)
+    races.copy_async(w, offsets, size)
     in_use.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
@@ -328,7 +339,14 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
                 cta.smem.data[offset : offset + size] = data
                 cta.smem.valid[offset : offset + size] = valid
 
-        add_grouped(cta, cta.copies, warp, GroupedCopy(read, write, cta.machine.origin(w)))
+        number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
+        add_grouped(cta, cta.copies, warp, GroupedCopy(read, write, cta.machine.origin(w), serial=number))
+
+
+def cp_async_agent(cta: Cta, warp: int) -> int:
+    """The column of a warp's cp.async copies in the clocks."""
+    clocks = cta.cluster.clocks
+    return clocks.own_copier(clocks.row(cta, warp))
 
 
 @runtime
@@ -347,7 +365,8 @@ def cp_async_wait(w: Window, remaining: int, everything: bool) -> None:
             continue
         if everything:
             groups.commit()
-        groups.wait(remaining, 2)
+        for copy in groups.wait(remaining, 2):
+            w.cta.cluster.clocks.note(w.cta, (warp,), cp_async_agent(w.cta, warp), copy.serial)
 
 
 @runtime
@@ -370,7 +389,9 @@ def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
                     copy.advance(2)
                 machine.arrive(barrier, lanes)  # type: ignore[arg-type]
 
-            machine.start(effect, w, warp, [barrier])
+            order.arrive_behind_copies(cta, warp, barrier)
+            phases.check_use(w, (warp,), barrier, False)
+            machine.begin(effect, machine.origin(w), [barrier], ())
 
 
 @runtime

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import order
+from .. import order, phases
 from ..barriers import MAX_COUNT, Mbarrier, NamedBarrier
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -111,25 +113,40 @@ def is_same(value: np.ndarray) -> bool:
     return value.ndim == 0 or bool((value == value[0]).all())
 
 
-def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[tuple[Cta, int, int, list[int]]]:
-    """Lanes with equal address and values, in order of first lane: (cta, offset, lanes, values)."""
-    rows: dict[tuple[int, ...], list[object]] = {}
+@dataclass
+class Share:
+    """Lanes of a window that do the same to one mbarrier, their number, and the warps that they belong to."""
+
+    cta: Cta
+    offset: int
+    lanes: int
+    warps: Sequence[int]
+    values: list[int]
+
+
+def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[Share]:
+    """Lanes with equal address and values, in order of first lane."""
+    shares: dict[tuple[int, ...], Share] = {}
     for target, index, offsets in place_shared(w, address, cluster):
         lanes = range(w.n) if index is None else index
-        if w.n > 1 and index is None and bool((offsets == offsets[0]).all()) and all(v is None or is_same(v) for v in values):
-            return [(target, int(offsets[0]), w.n, [0 if v is None else int(v.flat[0]) for v in values])]
+        if index is None and bool((offsets == offsets[0]).all()) and all(v is None or is_same(v) for v in values):
+            return [Share(target, int(offsets[0]), w.n, w.warps, [0 if v is None else int(v.flat[0]) for v in values])]
         for position, lane in enumerate(lanes):
             offset = int(offsets[position])
             numbers = [0 if v is None else int(v) if v.ndim == 0 else int(v[lane]) for v in values]
-            entry = rows.setdefault((target.rank, offset, *numbers), [target, offset, 0, numbers])
-            entry[2] += 1  # type: ignore[operator]
-    return [tuple(entry) for entry in rows.values()]  # type: ignore[misc]
+            share = shares.setdefault((target.rank, offset, *numbers), Share(target, offset, 0, [], numbers))
+            share.lanes += 1
+            warp = int(w.lanes[lane]) // WARP
+            if warp not in share.warps:
+                share.warps = [*share.warps, warp]
+    return list(shares.values())
 
 
 @runtime
 def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
     """mbarrier.init"""
-    for cta, offset, _, (number,) in each_lane(w, address, False, count):
+    for share in each_lane(w, address, False, count):
+        cta, offset, (number,) = share.cta, share.offset, share.values
         if offset % 8:
             raise Fault("misaligned", f"mbarrier at {offset:#x}")
         if not 1 <= number <= MAX_COUNT:
@@ -140,8 +157,9 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
             raise Fault("barrier_reinit", "mbarrier.init while somebody waits", old.name)
         if old is not None:
             raise Fault("barrier_reinit", "mbarrier.init of a live barrier without mbarrier.inval", old.name)
-        cta.mbarriers[offset] = Mbarrier(cta.barrier_name(offset), number)
+        cta.mbarriers[offset] = Mbarrier(cta.barrier_name(offset), number, cta.cluster.clocks.copier(cta.rank, offset))
         cta.smem.valid[offset : offset + 8] = 0
+        phases.note_init(w, cta.mbarriers[offset])
         if w.slot.cta is not None and w.cta.observer is not None:
             w.cta.observer.barrier(w, cta.mbarriers[offset], "init", number)
 
@@ -149,7 +167,8 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
 @runtime
 def mbarrier_inval(w: Window, address: np.ndarray) -> None:
     """mbarrier.inval"""
-    for cta, offset, _, _ in each_lane(w, address, False):
+    for share in each_lane(w, address, False):
+        cta, offset = share.cta, share.offset
         if cta.mbarrier(offset).waiters:
             raise Fault("barrier_reinit", "mbarrier.inval while somebody waits", cta.barrier_name(offset))
         del cta.mbarriers[offset]
@@ -159,21 +178,20 @@ def mbarrier_inval(w: Window, address: np.ndarray) -> None:
 def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None, cluster: bool) -> np.ndarray:
     """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase that each lane has arrived in."""
     parts = each_lane(w, address, cluster, count, nbytes)
-    state = np.array(parts[0][0].mbarrier(parts[0][1]).phase, np.uint64)
+    state = np.array(parts[0].cta.mbarrier(parts[0].offset).phase, np.uint64)
     if len(parts) > 1:
         state = lane_phases(w, address, cluster)
-    for cta, offset, lanes, (number, expected) in parts:
-        barrier = cta.mbarrier(offset)
+    for share in parts:
+        barrier, (number, expected) = share.cta.mbarrier(share.offset), share.values
         if w.cta.observer is not None:
-            w.cta.observer.barrier(w, barrier, "arrive", number * lanes)
+            w.cta.observer.barrier(w, barrier, "arrive", number * share.lanes)
         if nbytes is not None:
-            barrier.expect(expected * lanes)
+            barrier.expect(expected * share.lanes)
         if number < 1:
             raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
-        order.arrive(w.cta, w.warps, barrier)
-        if barrier.arrive(number * lanes):
-            w.cta.machine.wake(barrier.waiters)
-        w.cta.machine.progress += 1
+        phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
+        order.arrive(w.cta, share.warps, barrier)
+        w.cta.machine.arrive(barrier, number * share.lanes)
     return state
 
 
@@ -188,8 +206,10 @@ def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
 @runtime
 def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
     """mbarrier.expect_tx"""
-    for cta, offset, lanes, (expected,) in each_lane(w, address, cluster, nbytes):
-        cta.mbarrier(offset).expect(expected * lanes)
+    for share in each_lane(w, address, cluster, nbytes):
+        barrier = share.cta.mbarrier(share.offset)
+        phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
+        barrier.expect(share.values[0] * share.lanes)
         w.cta.machine.progress += 1
 
 
@@ -200,12 +220,14 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     group = cta.machine.running
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
+    users: list[Sequence[int]] = []  # the warps that wait for each
     parts = place_shared(w, address, False)
     if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
         target, _, offsets = parts[0]
         barrier = target.mbarrier(int(offsets[0]))
         ready[...] = (barrier.phase & 1) != expected if parity else barrier.phase != expected
         blocked.append(barrier)
+        users.append(w.warps)
     else:
         wanted = np.broadcast_to(expected, (w.n,))
         for target, index, offsets in parts:
@@ -215,13 +237,17 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
                 where = lanes[offsets == offset]
                 ready[where] = (barrier.phase & 1) != wanted[where] if parity else barrier.phase != wanted[where]
                 blocked.append(barrier)
-    for barrier in blocked:
+                users.append(tuple(int(warp) for warp in np.unique(w.lanes[where] // WARP)))
+    for barrier, warps in zip(blocked, users, strict=True):
         group.check_lapped(barrier)
+        phases.check_use(w, warps, barrier, False)
     if ready.any():
         group.waited = {}
         out[...] = ready
-        for barrier in blocked:
-            order.wait(cta, w.warps, barrier)
+        for barrier, warps in zip(blocked, users, strict=True):
+            done = warps if ready.all() else [warp for warp in warps if ready[w.lanes // WARP == warp].any()]
+            order.wait(cta, done, barrier)
+            phases.note_wait(cta, done, barrier)
         if cta.observer is not None:
             for barrier in blocked:
                 cta.observer.barrier(w, barrier, "wait", 0)
@@ -325,10 +351,12 @@ def named_sync(
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
     if cta.observer is not None:
         cta.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
+    phases.note_arrival(w, w.warps, barrier)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(w.warps) * WARP, threads):
         release(cta, barrier)
         order.wait(cta, w.warps, barrier)
+        phases.note_round(cta, w.warps, barrier)
         return True
     group = cta.machine.running
     barrier.waiting.append(group)
@@ -343,10 +371,12 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
     flat = np.broadcast_to(number, (w.n,))
     for value in np.unique(flat):
         lanes = int(np.count_nonzero(flat == value))
+        warps = w.warps if lanes == w.n else tuple(int(warp) for warp in np.unique(w.lanes[flat == value] // WARP))
         barrier, threads = named(w, np.array(value), count)
         if cta.observer is not None:
             cta.observer.barrier(w, barrier, "arrive", lanes)
-        order.arrive(cta, w.warps, barrier)
+        phases.note_arrival(w, warps, barrier)
+        order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
             release(cta, barrier)
     cta.machine.progress += 1
@@ -368,6 +398,7 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
     for group in waiting:
         group.pc += 1
         order.wait(cta, group.warps, barrier)
+        phases.note_round(cta, group.warps, barrier)
     cta.machine.wake(waiting)
 
 
@@ -396,6 +427,8 @@ def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
     cta.cluster_arrived[w.lanes] = barrier.phase
     if cta.observer is not None:
         cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
+    if not relaxed:
+        phases.note_fence(cta, w.warps)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(w.n):
         cta.machine.wake(barrier.waiters)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from .. import global_order
 from ..findings import Fault
 from ..ptx import Instruction
 from .table import ignored, op, runtime
 
 if TYPE_CHECKING:
     from ..emitter import Emitter
+    from ..registers import Window
 
 Match = re.Match[str]
 
@@ -39,4 +41,16 @@ def trapped() -> None:
 
 ignored(r"setmaxnreg.(inc|dec).sync.aligned.u32", "moves registers between warps: no effect on values", needs="warp")
 ignored(r"nanosleep.u32", "only passes time")
-ignored(r"griddepcontrol.(wait|launch_dependents)", "launches run one after the other, so the grids before have finished")
+ignored(r"griddepcontrol.launch_dependents", "launches run one after the other")
+
+
+@op(r"griddepcontrol.wait", writes=(), pure=False)
+def wait_for_grid(e: Emitter, ins: Instruction, m: Match) -> None:
+    """The grid ahead has ended, as launches run one after the other: only the order matters."""
+    e.line("grid_ended(w)")
+
+
+@runtime
+def grid_ended(w: Window) -> None:
+    """griddepcontrol.wait"""
+    global_order.wait_for_grid(w.cta, w.warps)

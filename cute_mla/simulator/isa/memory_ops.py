@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, matrix_fragments, order, races
+from .. import global_order, in_use, matrix_fragments, order, phases, races
 from ..emitter import Unsupported
 from ..findings import Fault
+from ..memory import check_alignment
 from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
 from ..registers import WARP, Window
 from .conversions import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
@@ -202,6 +203,12 @@ def order_memory(w: Window) -> None:
 
 
 @runtime
+def order_barriers(w: Window) -> None:
+    """A fence after mbarrier.init."""
+    phases.note_fence(w.cta, w.warps)
+
+
+@runtime
 def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: bool) -> np.ndarray:
     """ld.shared; poison is left in the CTA for the code that stores the registers."""
     cta = w.cta
@@ -233,6 +240,7 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
     cta = w.cta
     address = lanes_of(w, address)
     values, cta.poison = cta.machine.memory.load(address, size, count)
+    global_order.read(w, address, size * count)
     if cta.observer is not None:
         cta.observer.global_access(w, address, size * count, False)
     return values
@@ -264,18 +272,28 @@ def shared_part(address: np.ndarray) -> np.ndarray:
 def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None, cluster: bool) -> None:
     """st.shared."""
     cta = w.cta
+    nbytes = values[0].dtype.itemsize * len(values)
     for target, index, offsets in place_shared(w, address, cluster):
+        check_shared(target, offsets, nbytes)
+        overwrite = races.access(w, target, index, offsets, nbytes, True)
         if index is None:
             target.smem.store(offsets, values, poison)
         else:
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
             target.smem.store(offsets, part, bad)
-        races.access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
+        if overwrite is not None:
+            overwrite.check(w)
         warps = (w.lanes if index is None else w.lanes[index]) // WARP
-        in_use.check_store(w, warps, target, offsets, values[0].dtype.itemsize * len(values))
+        in_use.check_store(w, warps, target, offsets, nbytes)
         if cta.observer is not None:
-            cta.observer.shared_access(w, target, index, offsets, values[0].dtype.itemsize * len(values), True)
+            cta.observer.shared_access(w, target, index, offsets, nbytes, True)
+
+
+def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
+    """Raises Fault for a store outside shared memory, or misaligned."""
+    check_alignment(offsets, nbytes, "shared")
+    target.smem.check(int(offsets.min()), int(offsets.max()) + nbytes, "write")
 
 
 @runtime
@@ -288,10 +306,14 @@ def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             if mask is not None and mask.any():
                 lane = int(np.flatnonzero(mask)[0])
                 cta.report(w, "poison", f"an undefined value is stored to {cta.machine.memory.describe(int(address[lane]))}")
+    nbytes = values[0].dtype.itemsize * len(values)
+    overwrite = global_order.write(w, address, nbytes)
     cta.machine.memory.store(address, values)
+    if overwrite is not None:
+        overwrite.check(w)
     cta.machine.progress += 1
     if cta.observer is not None:
-        cta.observer.global_access(w, address, values[0].dtype.itemsize * len(values), True)
+        cta.observer.global_access(w, address, nbytes, True)
 
 
 @runtime
@@ -418,17 +440,20 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     cta = w.cta
     offsets = matrix_offsets(w, address, len(values))
     shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
+    rows = offsets[:, : 8 * len(values)].ravel()
+    warps = np.repeat(w.warps, 8 * len(values))
+    overwrite = races.accesses(w, cta, warps, rows, 16, True)
     matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
+    if overwrite is not None:
+        overwrite.check(w)
     good = np.uint32(0x01010101)
     shadow = [np.full(value.shape, good) for value in shaped]
     if poison is not None:
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
-    if cta.busy or cta.reading:
-        in_use.check_store(w, np.repeat(w.warps, 8 * len(values)), cta, offsets[:, : 8 * len(values)].ravel(), 16)
-    races.accesses(w, cta, np.repeat(w.warps, 8 * len(values)), offsets[:, : 8 * len(values)].ravel(), 16, True)
+    in_use.check_store(w, warps, cta, rows, 16)
     if cta.observer is not None:
-        cta.observer.shared_access(w, cta, None, offsets[:, : 8 * len(values)].ravel(), 16, True)
+        cta.observer.shared_access(w, cta, None, rows, 16, True)
 
 
 # ---------------------------------------------------------------- atomics
@@ -476,9 +501,14 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     address = lanes_of(w, address)
     operands = [np.broadcast_to(value, (w.n,)) for value in values]
     size = values[0].dtype.itemsize
+    order_memory(w)  # so that atomic operations are ordered among themselves
     if space != "global":
         for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
-            races.access(w, target, index, offsets, size, True)
+            overwrite = races.access(w, target, index, offsets, size, True)
+            if overwrite is not None:
+                overwrite.fail(w)
+    else:
+        global_order.write(w, address, size)
     old = np.zeros((1, w.n), f"u{size}")
     for lane in range(w.n):
         where = address[lane : lane + 1]
@@ -532,11 +562,11 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
     writes=(), pure=False,
 )  # fmt: skip
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Fences only order; they are shown to observers."""
-    if not ins.opcode.startswith("fence.proxy"):
-        e.line("order_memory(w)")
-    elif not ins.opcode.endswith("global"):
+    """Without an atomic operation or a strong access, which hand over everything as it is, a fence orders nothing between warps."""
+    if ins.opcode.startswith("fence.proxy") and not ins.opcode.endswith("global"):
         e.line("order_proxies(w)")
+    if not ins.opcode.endswith((".global", ".cta")):
+        e.line("order_barriers(w)")
     e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, order, races, shared_to_tensor, tensor_in_use
+from .. import in_use, order, phases, races, shared_to_tensor, tensor_in_use
 from .. import tcgen05_forms as forms
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -94,8 +94,10 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     order.wait(cta, w.warps, memory)
     (target, _, offsets), *_ = place_shared(w, destination, False)
     in_use.check_store(w, np.array(w.warps), target, offsets[:1], 4)
+    overwrite = races.access(w, target, np.array([0]), offsets[:1], 4, True)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
-    races.access(w, target, np.array([0]), offsets[:1], 4, True)
+    if overwrite is not None:
+        overwrite.check(w)
     if cta.observer is not None:
         cta.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
     return True
@@ -347,6 +349,8 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         cta.tensor_memory().use_group(group)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
         barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
+        for barrier in barriers:
+            phases.check_use(w, (int(w.lanes[lane]) // WARP,), barrier, True)
         cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets != [cta])
 
 

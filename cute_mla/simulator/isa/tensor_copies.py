@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, races, tma
+from .. import global_order, in_use, races, tma
 from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
 from ..emitter import Unsupported
 from ..findings import Fault
@@ -152,6 +152,7 @@ def tma_load(
 
         low, high = span(boxes)
         warp = int(w.lanes[lane]) // WARP
+        global_order.check_grid(w, (warp,))
         in_use.check_copy(w, warp, targets, low, high)
         machine.start(effect, w, warp, barriers, [(target, low, high) for target in targets])
 
@@ -172,6 +173,7 @@ def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...],
             cta.bulk.setdefault(owner, CopyGroups()).open.extend(copies[key])
             continue
         copies[key] = []
+        global_order.check_grid(w, (owner // WARP,))
         for box in place_boxes(cta.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
             copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
             copies[key].append(copy)

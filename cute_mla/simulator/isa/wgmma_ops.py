@@ -167,6 +167,10 @@ def wgmma_commit(w: Window) -> None:
 def wgmma_wait(w: Window, remaining: int) -> None:
     """wgmma.wait_group"""
     cta = w.cta
+    clocks = cta.cluster.clocks
     for start in range(0, w.n, WARPGROUP):
-        cta.pipe(int(w.lanes[start])).wait(cta, remaining)
+        pipe = cta.pipe(int(w.lanes[start]))
+        pipe.wait(cta, remaining)
+        first = pipe.first_thread // WARP
+        clocks.note(cta, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta, first), pipe.serial)
     cta.refresh_busy()
