@@ -1,4 +1,4 @@
-"""Dense MLA decode on Blackwell.
+"""Dense MLA decode on Blackwell. sm100_convert.py has what changes where an e4m3 cache is converted.
 
 For every request and every query row r = (query token i, head) of one KV head, over the keys j that the row sees:
 

@@ -1,4 +1,4 @@
-"""Dense MLA decode on Hopper.
+"""Dense MLA decode on Hopper. Here the kernel of a 16-bit cache; sm90_convert.py and sm90_fp8.py have what an e4m3 one changes.
 
 For every request and every query row r = (query token i, head) of one KV head, over the keys j that the row sees:
 
