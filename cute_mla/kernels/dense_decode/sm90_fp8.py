@@ -26,8 +26,8 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
 The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
 pairs, two byte permutations and a matrix store do it, if the keys of P and V^T may lie in the order that falls out, which is
 the one that the scores have in registers, and the columns of O in another, which gives each thread four neighbouring ones.
-parts/sm90_bytes.py has the orders, README.md the clocks. Eight rows of ones behind every 128 of V^T make the row sums of P as it
-was rounded, with the tensor cores, and O is divided by those: what rounding takes from one key it does not take from the sum.
+parts/sm90_bytes.py has the orders, README.md the clocks. Eight rows of ones behind the last 128 of a side's V^T make the row sums of P
+as it was rounded, with the tensor cores, and O is divided by those: what rounding takes from one key it does not take from the sum.
 """
 
 from __future__ import annotations
