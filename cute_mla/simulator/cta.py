@@ -46,7 +46,7 @@ class Origin:
 @dataclass
 class Cluster:
     """CTAs that run together. number: of clusters started before. unfenced: mbarrier.inits without a fence so far. copies: where each
-    agent's last copy was issued.
+    agent's last copy was issued. visits: (agent, CTA rank) -> when and where the agent last signalled an mbarrier of that other CTA.
     """
 
     index: tuple[int, int, int]
@@ -57,6 +57,7 @@ class Cluster:
     number: int = 0
     unfenced: list[Made] = field(default_factory=list)
     copies: dict[int, Origin] = field(default_factory=dict)
+    visits: dict[tuple[int, int], tuple[int, Origin]] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:

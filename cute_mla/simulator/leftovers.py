@@ -47,6 +47,7 @@ def check_cluster(machine: Machine, cluster: Cluster) -> None:
             else:
                 machine.report_at(origin, "unfinished", message)
     check_copies(machine, cluster)
+    check_visits(machine, cluster)
     for copy in late:
         if not copy.done:
             machine.report_at(copy.origin, "unfinished", f"the CTA exits before {copy.what} has completed")
@@ -61,6 +62,15 @@ def check_copies(machine: Machine, cluster: Cluster) -> None:
         origin = cluster.copies.get(int(column))
         if origin is not None:
             machine.report_at(origin, "unfinished", f"the CTA exits and nobody has waited for {clocks.name(int(column))}")
+
+
+def check_visits(machine: Machine, cluster: Cluster) -> None:
+    """Findings about arrivals at mbarriers of another CTA that no warp there knows of: it may have exited before."""
+    clocks = cluster.clocks
+    for (agent, rank), (time, origin) in cluster.visits.items():
+        if int(clocks.now[rank * clocks.warps : (rank + 1) * clocks.warps, agent].max()) < time:
+            message = f"CTA {rank} of the cluster may exit before this arrival at its mbarrier: nobody there has waited for it"
+            machine.report_at(origin, "unfinished", message)
 
 
 def check_barriers(machine: Machine, cta: Cta) -> None:

@@ -5,8 +5,8 @@ tcgen05, of a warpgroup for wgmma), the copies that signal each mbarrier, and th
 knowledge over to those that wait for the phase. An access is ordered after another one if its warp knows that the other is done.
 
 Where the hardware could order less, knowledge is given generously, so that nothing is reported that a kernel did order: lanes of a warp
-share it, every barrier (relaxed ones too), atomic operation and strong access, fenced or not, hands over all of it, and copies give it
-at issue.
+share it, every arrival (but a relaxed one at the cluster barrier), atomic operation and strong access, fenced or not, hands over all of
+it, and copies give it at issue.
 """
 
 from __future__ import annotations
@@ -178,10 +178,10 @@ class Clocks:
             row[column] = max(int(row[column]), time)
 
 
-def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
-    """Warps arrive at a barrier (before it counts that)."""
+def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier, release: bool = True) -> None:
+    """Warps arrive at a barrier (before it counts that). release: what they have done since they last handed over goes with it."""
     clocks = cta.cluster.clocks
-    for warp in warps:
+    for warp in warps if release else ():
         clocks.tick(cta, warp)
     barrier.knowledge.add(clocks.of(cta, warps))
 

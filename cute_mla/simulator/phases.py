@@ -30,7 +30,9 @@ def note_init(w: Window, barrier: Mbarrier) -> None:
 
 
 def note_fence(cta: Cta, warps: Sequence[int]) -> None:
-    """Warps execute a fence that makes their mbarrier.init visible to asynchronous work and other CTAs."""
+    """Warps execute a fence that makes their mbarrier.init visible to asynchronous work and other CTAs, also by a relaxed arrival."""
+    for warp in warps:
+        cta.cluster.clocks.tick(cta, warp)
     unfenced = cta.cluster.unfenced
     if unfenced:
         rows = [cta.cluster.clocks.row(cta, warp) for warp in warps]

@@ -212,13 +212,16 @@ class TensorPipe:
                 return
             yield work
 
-    def commit(self, thread: int, origin: Origin, barriers: list[Mbarrier], away: bool) -> None:
-        """Arrive on barriers when the thread's work is done. away: some of them are in other CTAs."""
+    def commit(self, thread: int, origin: Origin, barriers: list[Mbarrier], targets: list[Cta]) -> None:
+        """Arrive on barriers, one in each target, when the thread's work is done."""
         machine = self.cta.machine
         clocks = self.cta.cluster.clocks
         clock = clocks.of(self.cta, (thread // WARP,)).copy()
         clock[clocks.core(self.cta)] = self.last.get(thread, 0)
-        clock[clocks.committer(self.cta)] = clocks.issue(clocks.committer(self.cta))
+        number = clock[clocks.committer(self.cta)] = clocks.issue(clocks.committer(self.cta))
+        away = [target for target in targets if target is not self.cta]
+        for target in away:
+            self.cta.cluster.visits[clocks.committer(self.cta), target.rank] = (number, origin)
         pending = PendingCopy(lambda: self.run_through(item), origin, barriers, what="a tcgen05.commit", quiet=not away)
         item = Commit(barriers, clock, pending)
         self.queue.append(item)

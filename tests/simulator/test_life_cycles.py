@@ -99,6 +99,16 @@ def test_mbarrier_that_another_cta_signals(policy: Policy) -> None:
     assert run(UNFENCED + relaxed + remote + PAIR, policy, 2) == {"missing_fence"}
 
 
+@each_policy
+def test_a_relaxed_cluster_barrier_hands_nothing_over(policy: Policy) -> None:
+    """Unless a fence, or a barrier of the CTA, has."""
+    store, load = "st.shared.u32 [%r3+1024], %r0;\n", "ld.shared.u32 %r20, [%r4+1024];\n"
+    relaxed = PAIR.replace("arrive", "arrive.relaxed")
+    assert run(SETUP + store + relaxed + load, policy, 2) == {"race"}
+    for order in (BAR + relaxed, "fence.acq_rel.cluster;\n" + relaxed, PAIR):
+        assert not run(SETUP + store + order + load, policy, 2)
+
+
 # ---------------------------------------------------------------- exits
 
 
@@ -110,6 +120,15 @@ def test_exit_with_copies_on_their_way(policy: Policy) -> None:
     assert not findings(copy() + copy(8, 2048) + wait("W") + wait("V", 8), policy)
     assert findings(CP_ASYNC, policy) == {"unfinished"}
     assert not findings(CP_ASYNC + "cp.async.wait_all;\n", policy)
+
+
+@each_policy
+def test_arrival_at_a_cta_that_may_have_gone(policy: Policy) -> None:
+    """Each CTA signals the other one; it must wait for that, or for something behind it, before it ends."""
+    remote = "@%p0 mbarrier.arrive.shared::cluster.b64 _, [%r7];\n"
+    assert not findings(PAIR + remote + wait("W"), policy, 2)
+    assert not findings(PAIR + remote + PAIR, policy, 2)
+    assert findings(PAIR + remote, policy, 2) & {"unfinished", "exited_cta"}
 
 
 # ---------------------------------------------------------------- the grid ahead

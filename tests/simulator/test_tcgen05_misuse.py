@@ -219,13 +219,16 @@ def test_commit_of_one_cta_of_a_pair(policy: Policy) -> None:
     assert (cells[:, :, :16].view(np.float32) == 16).all()
 
 
-def test_commit_to_a_cta_that_has_gone() -> None:
+@pytest.mark.parametrize("policy", SCHEDULES)
+def test_commit_to_a_cta_that_has_gone(policy: Policy) -> None:
+    """Found also where it comes in time."""
     idesc = instruction_descriptor(256, 32)
-    program = fill(32, 2) + mma(A, B, idesc, group=2) + commit(2) + wait("$done") + commit(2)
-    report = report_of(program, group=2, output=False)
-    assert "before a tcgen05.commit has completed" in message(report)
-    alone = fill(32) + GOOD + commit() + wait("$done") + commit()
-    assert not report_of(alone, output=False).findings  # only the CTA itself could tell
+    program = fill(32, 2) + mma(A, B, idesc, group=2) + commit(2) + wait("$done") + PAIR + commit(2)
+    report = report_of(program, policy, group=2, output=False)
+    assert "may exit before this arrival" in message(report)
+    assert not report_of(program + wait("$again", parity=1), policy, group=2, output=False).findings
+    alone = fill(32) + GOOD + commit() + wait("$done") + "bar.sync 0;\n" + commit()
+    assert not report_of(alone, policy, output=False).findings  # only the CTA itself could tell
 
 
 def test_product_without_a_commit() -> None:

@@ -191,8 +191,18 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
             raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
         order.arrive(w.cta, share.warps, barrier)
+        if share.cta is not w.cta:
+            note_visit(w, share)
         w.cta.machine.arrive(barrier, number * share.lanes)
     return state
+
+
+def note_visit(w: Window, share: Share) -> None:
+    """Warps have arrived at an mbarrier of another CTA, which must not exit before that."""
+    cluster, origin = w.cta.cluster, w.cta.machine.origin(w)
+    for warp in share.warps:
+        row = cluster.clocks.row(w.cta, warp)
+        cluster.visits[row, share.cta.rank] = (int(cluster.clocks.now[row, row]), origin)
 
 
 def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
@@ -429,7 +439,7 @@ def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
         cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
     if not relaxed:
         phases.note_fence(cta, w.warps)
-    order.arrive(cta, w.warps, barrier)
+    order.arrive(cta, w.warps, barrier, not relaxed)
     if barrier.arrive(w.n):
         cta.machine.wake(barrier.waiters)
     cta.machine.progress += 1

@@ -351,7 +351,7 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
         for barrier in barriers:
             phases.check_use(w, (int(w.lanes[lane]) // WARP,), barrier, True)
-        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets != [cta])
+        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets)
 
 
 @op(r"tcgen05.fence::(?P<when>before|after)_thread_sync", writes=(), pure=False)
