@@ -3,13 +3,14 @@
 PYTHON ?= python3
 ARCH ?= all
 PYTEST_ARGS ?= -n auto --dist worksteal
+MUTATE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # The stamp carries the hash of all that decides what is installed, so that editing either file reinstalls.
 SETUP_STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full lint clean
+.PHONY: setup build verify test test-full mutate lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -31,6 +32,11 @@ test: build
 
 test-full: build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Breaks every kernel in every way, hours long; a second run goes on where the first one stopped.
+mutate: build
+	$(BIN)/python -m tests.mutation run $(MUTATE_ARGS)
+	$(BIN)/python -m tests.mutation report
 
 lint: setup
 	$(BIN)/ruff check .

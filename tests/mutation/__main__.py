@@ -1,0 +1,90 @@
+"""The commands: run and report."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cute_mla.runtime.library import load_artifacts
+from tests.mutation.campaign import judge_batch, read, unexplained, wanted
+from tests.mutation.sites import KINDS
+
+BATCH = 24  # mutations of a kernel that a process takes at a time
+
+
+@click.group()
+def main() -> None:
+    """Break shipped kernels, and see whether the simulator notices."""
+
+
+@main.command()
+@click.option("--kernel", default="", help="Only kernels whose name has this regular expression.")
+@click.option("--kind", default="", help="Only kinds whose name contains this.")
+@click.option("--sample", type=click.IntRange(min=1), help="So many mutations of each kind and kernel, instead of all.")
+@click.option("--seed", default=0, help="Which of them.")
+@click.option("--seeds", default=2, help="Seeds of the random and adversarial schedules.")
+@click.option("--jobs", default=2, help="Processes.")
+@click.option("--out", default="mutations.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records; what is there stays.")
+def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs: int, out: Path) -> None:
+    """Break kernels, one mutation at a time."""
+    done = {line.key for line in read(out)}
+    entries = {name: entry for name, entry in load_artifacts().manifest.kernels.items() if re.search(kernel, name)}
+    batches = []
+    for name, mutations in wanted(entries.values(), sample, seed, kind):
+        ptx = entries[name].ptx_sha256[:12]
+        left = [mutation for mutation in mutations if (name, ptx, mutation.kind, mutation.number) not in done]
+        batches += [(name, left[start : start + BATCH]) for start in range(0, len(left), BATCH)]
+    total, ended = sum(len(batch) for _, batch in batches), 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, out.open("a") as file:
+        futures = [pool.submit(judge_batch, name, batch, seeds) for name, batch in batches]
+        for future in as_completed(futures):
+            lines = future.result()
+            file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
+            file.flush()
+            ended += len(lines)
+            survivors = sum(not line.noticed for line in lines)
+            click.echo(f"[{ended}/{total}] {lines[0].kernel}: {len(lines)} broken, {survivors} not noticed")
+
+
+@main.command()
+@click.option("--out", default="mutations.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
+def report(out: Path) -> None:
+    """The score by kind and architecture, and what is not explained."""
+    lines = [line for line in read(out) if line.noticed != "no case"]
+    open_ones = unexplained(lines)
+    rows: dict[str, Counter[str]] = {kind.name: Counter() for kind in KINDS}
+    for line in lines:
+        arch = "sm90" if "_sm90_" in line.kernel else "sm100"
+        state = "caught" if line.noticed else "open" if line in open_ones else "equivalent"
+        rows[line.kind][f"{arch} {state}"] += 1
+    click.echo(table(rows))
+    for line in open_ones:
+        click.echo(f"not noticed: {line.kernel}, {line.kind} {line.number}, PTX line {line.line}: {line.code}")
+    caught = sum(bool(line.noticed) for line in lines)
+    real = caught + len(open_ones)
+    click.echo(f"{caught} of {real} caught ({100 * caught / max(real, 1):.1f} %), {len(lines) - real} equivalent")
+    if open_ones:
+        raise SystemExit(1)
+
+
+def table(rows: dict[str, Counter[str]]) -> str:
+    """Kinds by architecture: caught / not noticed / equivalent."""
+
+    def cell(counts: Any, arch: str) -> str:
+        return " / ".join(str(counts[f"{arch} {state}"]) for state in ("caught", "open", "equivalent"))
+
+    head = f"{'':28}{'sm90':>16}{'sm100':>16}   caught / not noticed / equivalent"
+    body = [f"{name:28}{cell(counts, 'sm90'):>16}{cell(counts, 'sm100'):>16}" for name, counts in rows.items() if counts]
+    return "\n".join([head, *body])
+
+
+if __name__ == "__main__":
+    main()

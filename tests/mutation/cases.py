@@ -1,0 +1,52 @@
+"""Small cases for each op: enough tiles to go round every ring, several pieces for a CTA, some of them empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.case import BaseCase
+from cute_mla.testing.cases import Case
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.sparse_cases import Pool, SparseCase
+
+DENSE = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
+GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
+RISING = Case(batch=2, lengths=(400, 200), h_q=9, values="rising")  # O is rescaled again and again
+SPLIT = Case(batch=2, lengths=(700, 130), h_q=9)  # for the kernels around it, on more SMs than it has requests
+SPARSE = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn")
+TOKENS = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn")
+PREFILL = DensePrefillCase(lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 65)), causal=True, values="falling", outputs="given")
+FEW = replace(TOKENS, s_q=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))
+MANY = replace(PREFILL, lengths=((5, 64), (40, 100), (0, 3)) * 4)  # so many items that every ring of them is gone round
+
+CASES: dict[str, tuple[BaseCase, ...]] = {
+    "dense_decode": (DENSE, RISING, GAPS),
+    "sparse_decode": (
+        SPARSE,
+        replace(SPARSE, cache="fp8_584"),
+        replace(SPARSE, cache="latent"),
+        *(replace(SPARSE, cache=cache, values="rising") for cache in ("fp8_656", "fp8_584", "latent")),
+    ),
+    "sparse_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (576, 512) for case in (TOKENS, replace(TOKENS, values="rising"), FEW)),
+    "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
+    "combine": (SPLIT,),
+    "split_plan": (SPLIT,),
+}
+HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (9, 128)}  # one row tile, and two
+
+
+def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
+    """Cases of an op that reach all its kernels; those in front are the ones to begin with."""
+    if CASES.get(op, ()) == (SPLIT,):
+        yield replace(SPLIT, sm_count=8)
+        return
+    cluster = 1 if arch.name == "sm90" else 2
+    for heads in HEADS.get(op, (None,)):
+        for case in CASES.get(op, ()):
+            more = {} if heads is None else {"h_q": heads}
+            sms = cluster if heads in (None, 9) else 2
+            for layout in ("packed", "odd"):
+                yield replace(case, sm_count=sms, q_layout=layout, **more)  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""A fixed sample of the mutations of tests/mutation: one of each kind, in a kernel of every op and architecture. `make mutate` has all."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from cute_mla.runtime.library import load_artifacts
+from tests.mutation.campaign import judge_batch, sampled, unexplained
+from tests.mutation.sites import KINDS, find
+
+KERNELS = (
+    "dense_decode_sm90_bf16_cluster2",
+    "dense_decode_sm100_bf16_cluster2",
+    "sparse_decode_sm90_bf16_latent_cluster2",
+    "sparse_decode_sm100_bf16_latent_cluster2",
+    "sparse_prefill_sm90_bf16_d576_cluster1",
+    "sparse_prefill_sm100_bf16_d576_cluster2",
+    "dense_prefill_sm90_bf16_d192",
+    "dense_prefill_sm100_bf16_d192",
+    "combine_sm90_bf16",
+    "split_plan_sm90_i32",
+)
+SNIPPET = """
+@%p1 mbarrier.arrive.shared.b64 _, [%r1]; // mbarrier.arrive in a comment
+mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r2;
+wait: mbarrier.try_wait.parity.shared.b64 P1, [%r1], %r3, 100;
+wgmma.wait_group.sync.aligned 0;
+"""
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_broken_kernels_are_noticed(kernel: str) -> None:
+    entry = load_artifacts().manifest.kernels[kernel]
+    mutations = sampled(kernel, find(load_artifacts().ptx(entry)), 1, seed=0)
+    assert mutations
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # which limits its memory, and ends runs at the first finding
+        lines = pool.submit(judge_batch, kernel, mutations, 1).result()
+    assert unexplained(lines) == []
+    assert "no case" not in {line.noticed for line in lines}
+
+
+def test_what_is_broken_and_how() -> None:
+    broken = {(mutation.kind, mutation.line): mutation.apply(SNIPPET).splitlines()[mutation.line - 1].strip() for mutation in find(SNIPPET)}
+    assert broken == {
+        ("arrive deleted", 2): "// mbarrier.arrive in a comment",
+        ("expect_tx deleted", 3): "",
+        ("expect_tx without bytes", 3): "mbarrier.arrive.shared.b64 _, [%r1];",
+        ("expect_tx of 16 bytes", 3): "mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 16;",
+        ("phase not waited for", 4): "wait: setp.eq.u32 P1, 0, 0;",
+        ("wgmma wait deleted", 5): "",
+        ("wgmma wait 1 looser", 5): "wgmma.wait_group.sync.aligned 1;",
+    }
+
+
+def test_every_kind_occurs_in_some_kernel() -> None:
+    """Else its pattern is out of date."""
+    artifacts = load_artifacts()
+    kinds = {
+        mutation.kind for name, entry in artifacts.manifest.kernels.items() if "bf16" in name for mutation in find(artifacts.ptx(entry))
+    }
+    assert kinds == {kind.name for kind in KINDS}
