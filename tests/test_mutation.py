@@ -28,6 +28,8 @@ SNIPPET = """
 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r2;
 wait: mbarrier.try_wait.parity.shared.b64 P1, [%r1], %r3, 100;
 wgmma.wait_group.sync.aligned 0;
+wgmma.fence.sync.aligned;
+@!%p2 cp.async.mbarrier.arrive.noinc.shared.b64 [%r1];
 """
 
 
@@ -52,6 +54,8 @@ def test_what_is_broken_and_how() -> None:
         ("phase not waited for", 4): "wait: setp.eq.u32 P1, 0, 0;",
         ("wgmma wait deleted", 5): "",
         ("wgmma wait 1 looser", 5): "wgmma.wait_group.sync.aligned 1;",
+        ("wgmma.fence deleted", 6): "",
+        ("copies' arrive deleted", 7): "",
     }
 
 

@@ -28,6 +28,7 @@ from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
 MEMORY = 3 << 30  # bytes of a process; it may also issue copies for ever
+SAME = ("dtype", "operands")  # fields of a kernel's config that its cases have, too
 MOST_CASES = 3  # of those that use a kernel
 
 
@@ -70,7 +71,7 @@ class Subject:
         self.ptx = load_artifacts().ptx(kernel)
         self.cases: list[tuple[BaseCase, Any, Result]] = []
         for case in cases(kernel.op, ARCHS[kernel.arch]):
-            case = replace(case, dtype=kernel.config.get("dtype", case.dtype))
+            case = replace(case, **{name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(case, name)})
             name = kernel_name(case.op, kernel.arch, case.problem(ARCHS[kernel.arch]).config.name)
             if len(self.cases) < MOST_CASES and (name == kernel.name or kernel.op != case.op):
                 self._try(case)

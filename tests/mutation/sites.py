@@ -35,7 +35,7 @@ def _kind(name: str, pattern: str, replacement: str = "") -> Kind:
     return Kind(name, re.compile(pattern), replacement)
 
 
-GUARD = r"(?:@!?%\w+\s+)?\b"
+GUARD = r"(?:@!?%\w+\s+)?(?<![\w.])"  # and the beginning of an opcode
 PHASE = r"mbarrier\.(?:try|test)_wait\S*\s+(%?\w+)\s*,[^;]*;"
 EXPECT = r"mbarrier\.arrive\.expect_tx((?:\.\w+|::\w+)*)(\s+[^;]*\])\s*,\s*[^;]+;"
 # bar.warp.sync is left out: the lanes of a warp share what they know (simulator/README.md).
