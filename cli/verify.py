@@ -21,7 +21,7 @@ from .output import is_terminal, print_table
 
 if TYPE_CHECKING:
     from cute_mla.testing.planned import Planned
-    from cute_mla.testing.runner import Kind, Record, Target
+    from cute_mla.testing.runner import Kind, Record, Schedule, Target
 
 OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
 SUITES = ("smoke", "full")
@@ -60,29 +60,57 @@ class Figures:
     default=2,
     help="Schedules of the simulated device that each case runs under; all must give the same bits.",
 )
+@click.option(
+    "--replay",
+    metavar="CASE[/SCHEDULE[@SEED]]",
+    default="",
+    help="Only the case of this id, under this schedule, such as random@3. A run that failed says what to give here.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the tensors and of the schedules.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the records.")
-def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, seed: int, json_file: Path | None) -> None:
+def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, replay: str, seed: int, json_file: Path | None) -> None:
     """Run cases and compare them with an fp32 reference. Succeeds if at least one case ran and all that ran passed."""
     from cute_mla.testing import runner
 
     archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
     ops = [op] if op != "all" else list(OPS)
+    case_id, _, schedule = replay.partition("/")
+    orders = (_schedule(schedule),) if schedule else runner.schedules(schedules, seed)
     jobs: list[Job] = []
     for each in archs:
         kind = _kind(each, device)
         if kind is None:
             click.echo(f"{each.name}: no GPU of compute capability {each.capabilities_text} here, nothing is run", err=True)
             continue
-        target = runner.Target(each.name, kind, runner.schedules(schedules, seed))
+        target = runner.Target(each.name, kind, orders)
         jobs += [(planned, target) for each_op in ops for planned in _suite(suite_name, each_op, kind, seed)]
+    if case_id:
+        jobs = [(planned, target) for planned, target in jobs if planned.case.id == case_id]
+        if not jobs:
+            raise click.UsageError(f"--replay: the suite {suite_name} of {', '.join(ops)} has no case {case_id}")
     records = _run(jobs, json_file)
     figures = count(records)
     if records:
-        _summarise(records, figures)
+        _summarise(records, figures, suite_name)
     click.echo(f"{figures.passed} passed, {figures.failed} failed")
     if figures.failed or not figures.passed:
         raise SystemExit(1)
+
+
+def _schedule(text: str) -> Schedule:
+    """What Schedule shows as, read again."""
+    from cute_mla.testing import runner
+
+    name, at, seed = text.partition("@")
+    if name not in runner.SCHEDULES or (at and not seed.isdecimal()):
+        raise click.UsageError(f"--replay: the schedule is {text!r}; supported: {', '.join(runner.SCHEDULES)}, each with @SEED or without")
+    return runner.Schedule(name, int(seed or 0))
+
+
+def _replay(record: Record, suite_name: str) -> str:
+    """The command that runs a failed run again, and nothing else."""
+    where = f"--op {record.op} --arch {record.arch} --device {record.device} --suite {suite_name} --seed {record.seed}"
+    return f"cute-mla verify {where} --replay {record.case}" + (f"/{record.schedule}" if record.schedule else "")
 
 
 def _kind(arch: Arch, device: str) -> Kind | None:
@@ -185,7 +213,7 @@ def _row(record: Record) -> tuple[object, ...]:
     )
 
 
-def _summarise(records: list[list[Record]], figures: Figures) -> None:
+def _summarise(records: list[list[Record]], figures: Figures, suite_name: str) -> None:
     """The table; what failed and why; the worst errors, of cases with equal bounds together; what was reduced or not run, and why."""
     flat = [record for case in records for record in case]
     ran = [record for record in flat if record.passed is not None]
@@ -195,6 +223,7 @@ def _summarise(records: list[list[Record]], figures: Figures) -> None:
             click.echo(f"FAILED {record.arch} {record.device} {record.schedule or ''} {record.case}: {record.reason}")
             for finding in record.findings[:_FINDINGS_SHOWN]:
                 click.echo(f"    {finding}")
+            click.echo(f"    again: {_replay(record, suite_name)}")
     titles = (
         ("out max abs", "out_max_abs"),
         ("out cos diff", "out_cos_diff"),

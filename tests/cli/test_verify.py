@@ -121,6 +121,34 @@ def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
     assert lines[where + 1 : where + 6] == ["    deadlock", "    a", "    b", "    c", "    d"]
 
 
+def test_a_failed_run_says_how_to_run_it_again(stand_in: StandIn) -> None:
+    stand_in.failing[WHOLE.id] = {"reason": "out: wrong", "findings": ["a race"]}
+    lines = invoke("--op", "dense_decode", "--schedules", "6", "--arch", "sm90").output.splitlines()
+    (again,) = [line for line in lines if line.endswith("/lazy@1")]
+    command = again.removeprefix("    again: cute-mla verify ")
+    assert command == f"--op dense_decode --arch sm90 --device sim --suite smoke --seed 0 --replay {WHOLE.id}/lazy@1"
+    invoke(*command.split())
+    ((case, target, _),) = stand_in.jobs
+    assert (case, target.arch, target.kind, [str(order) for order in target.schedules]) == (WHOLE, "sm90", "sim", ["lazy@1"])
+
+
+def test_a_case_alone_runs_under_the_usual_schedules(stand_in: StandIn) -> None:
+    invoke("--op", "dense_decode", "--arch", "sm100", "--replay", REDUCED.id)
+    ((case, target, reduced),) = stand_in.jobs
+    assert (case, reduced, len(target.schedules)) == (REDUCED, SUITE[2].reason, 2)
+
+
+@pytest.mark.parametrize(
+    ("replay", "said"),
+    [("b99", "has no case b99"), (f"{WHOLE.id}/fast", "the schedule is 'fast'; supported: round_robin"), (f"{WHOLE.id}/lazy@x", "'lazy@x'")],
+)
+def test_what_cannot_be_replayed(stand_in: StandIn, replay: str, said: str) -> None:
+    result = invoke("--op", "dense_decode", "--replay", replay)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert stand_in.jobs == []
+
+
 def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
     stand_in.failing[REDUCED.id] = {}
     result = invoke()
