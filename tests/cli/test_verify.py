@@ -140,7 +140,7 @@ def test_a_case_alone_runs_under_the_usual_schedules(stand_in: StandIn) -> None:
 
 @pytest.mark.parametrize(
     ("replay", "said"),
-    [("b99", "has no case b99"), (f"{WHOLE.id}/fast", "the schedule is 'fast'; supported: round_robin"), (f"{WHOLE.id}/lazy@x", "'lazy@x'")],
+    [("b99", "has no case b99"), (f"{WHOLE.id}/fast", "schedule is 'fast'; supported: round_robin"), (f"{WHOLE.id}/lazy@x", "'lazy@x'")],
 )
 def test_what_cannot_be_replayed(stand_in: StandIn, replay: str, said: str) -> None:
     result = invoke("--op", "dense_decode", "--replay", replay)
