@@ -35,6 +35,7 @@ PTX = """
     ld.param.s64 %shift, [p_shift];
     ld.param.f32 %addend, [p_addend];
     ld.param.u32 %count, [p_count];
+    griddepcontrol.wait;
     mov.u32 %i, %tid.x;
     setp.ge.u32 %p, %i, %count;
     @%p bra DONE;
@@ -73,6 +74,17 @@ def test_runs_on_the_memory_of_the_tensors(kernel: KernelEntry) -> None:
     assert (device.launches, device.findings) == (1, [])
     assert device.instructions > 10
     assert device.seconds > 0
+
+
+@pytest.mark.parametrize("pdl", [True, False])
+def test_only_a_launch_that_overlaps_the_one_before_needs_the_wait_for_it(
+    kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch, pdl: bool
+) -> None:
+    module = load_module(PTX.replace("griddepcontrol.wait;", ""))
+    monkeypatch.setattr(simulated.SimulatedDevice, "_module", lambda self, entry: module)
+    with simulate("sm90", on_finding="collect") as device:
+        device.launch(kernel, (1, 1, 1), (torch.arange(32.0), torch.zeros(40), 3, 0.5, 20), pdl=pdl)
+    assert {finding.kind for finding in device.findings} == ({"missing_wait"} if pdl else set())
 
 
 def test_a_finding_is_raised_with_kernel_and_schedule(kernel: KernelEntry) -> None:
