@@ -13,6 +13,7 @@ from test_api import Call
 
 from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.dense_decode import DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 E4M3 = torch.float8_e4m3fn
@@ -50,7 +51,9 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
     descale_q = torch.ones(()) if q_fp8 else None
     out, _ = call.run(descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=True)
     args = decode_args(device)
-    assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_bf16_{operands}_cluster2"
+    config = DenseDecodeConfig("bf16", *tiling(device.arch, operands).shape(2, 16), operands)
+    assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_{config.name}"
+    assert f"bf16_{operands}_cluster" in config.name
     assert args["kv_map"] == TensorMap("u8", call.k_cache.data_ptr(), (576, 1, 32, 20), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
     assert args["descale_k"] is descale_k
     assert args["descale_q"] is (descale_q if q_fp8 else NULL)

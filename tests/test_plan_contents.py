@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from decoding import with_lengths
 from torch import Tensor
 
 import cute_mla
+from cute_mla.simulator import Finding
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases import Case, Tensors, make_tensors
 
@@ -49,6 +51,11 @@ def decode_planned(case: Case, tensors: Tensors, plan: Plan, invariant: bool) ->
         causal=case.causal,
         batch_invariant=invariant,
     )
+
+
+def is_overwriting(finding: Finding) -> bool:
+    """Whether CTAs have written the same place among the results."""
+    return finding.kind == "race" and re.search(r"a store overwrites global address .* of '[^']*(out|lse)", finding.message) is not None
 
 
 def with_columns(tensors: Tensors, columns: int) -> Tensors:
@@ -158,7 +165,8 @@ def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, 
             lse=lse,
             workspace=workspace,
         )
-    assert {finding.kind for finding in device.findings} <= {"poison"}, device.findings
+    # parts that all own the same rows, as numbers that are no plan may say, store over each other's results
+    assert all(finding.kind == "poison" or is_overwriting(finding) for finding in device.findings), device.findings
     assert all(torch.equal(tensor, before) for tensor, before in zip(plan, given, strict=True))
     for tensor, storage in ((out, out_storage), (lse, lse_storage), (workspace, workspace_storage)):
         tensor.fill_(math.nan)
