@@ -17,7 +17,7 @@ from .. import reference
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..spec.dense_decode import FP8, LATENT
 from ..spec.mla import D_QK, D_V, ceil_div
-from ..testing.cases import DESCALE_K, DESCALE_Q
+from ..testing.cases import DESCALE_K, DESCALE_Q, descale_tensor
 from ..testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, compare
 from .roofline import DecodeShape
 from .rows import Case
@@ -166,14 +166,10 @@ def make_operands(case: Case, device: torch.device, seed: int) -> Operands:
         q=random_tensor(scales[0], shape.batch, shape.s_q, shape.h_q, D_QK),
         k_cache=random_tensor(scales[1], pool, shape.page_size, shape.h_kv, D_QK),
         block_table=table.to(device),
-        descales=(_scalar(scales[0], device), _scalar(scales[1], device)),
+        descales=(descale_tensor(scales[0], device), descale_tensor(scales[1], device)),
         out=torch.full((shape.batch, shape.s_q, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
         lse=torch.full((shape.batch, shape.h_q, shape.s_q), math.nan, dtype=torch.float32, device=device),
     )
-
-
-def _scalar(value: float | None, device: torch.device) -> torch.Tensor | None:
-    return None if value is None else torch.full((1,), value, device=device)
 
 
 def reference_request(operands: Operands, request: int, shape: DecodeShape, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,6 +50,7 @@ __all__ = [
     "QLayout",
     "Tensors",
     "Values",
+    "descale_tensor",
     "make_tensors",
 ]
 
@@ -206,10 +207,11 @@ def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
     given = given_results(case, q.device)
-    return Tensors(q, k_cache, block_table, cache_seqlens, _scalar(descale_q, q.device), _scalar(descale_k, q.device), given)
+    return Tensors(q, k_cache, block_table, cache_seqlens, descale_tensor(descale_q, q.device), descale_tensor(descale_k, q.device), given)
 
 
-def _scalar(value: float | None, device: torch.device) -> Tensor | None:
+def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
+    """A scale as calls take it, fp32 [1]; None where there is none."""
     return None if value is None else torch.full((1,), value, device=device)
 
 
