@@ -19,8 +19,8 @@ from ..spec.dense_decode import FP8, LATENT
 from ..spec.mla import D_QK, D_V, ceil_div
 from ..testing.cases import DESCALE_K, DESCALE_Q, descale_tensor
 from ..testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, compare
-from .roofline import DecodeShape
 from .rows import Case
+from .shapes import DecodeShape
 from .timing import rotation_sets
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,7 @@ from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS, Arch
 from .plot import Point, roofline_svg
-from .roofline import GPUS, DecodeShape, gpus_of, roof, tile_padding
+from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
 from .static_report import static_report
 
@@ -44,7 +44,7 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
     """The roofline of every case on every GPU of these architectures, nothing of it measured."""
     rows = []
     for case in cases:
-        padding = {arch.name: tile_padding(case.shape, arch) for arch in archs} if isinstance(case.shape, DecodeShape) else {}
+        padding = {arch.name: case.shape.tile_padding(arch) for arch in archs}
         bounds = {gpu.name: roof(case.work, gpu) for gpu in gpus_of(archs)}
         rows.append(
             {

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..spec.cache_format import FORMATS, FP8_656
 from ..spec.dense_decode import LATENT, OPERANDS
 from ..spec.mla import DTYPES
-from .roofline import CombineShape, DecodeShape, Work, combine_work, dense_decode_work
+from .roofline import Work
+from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, Shape, SparseDecodeShape, SparsePrefillShape
 
 DEFINITIONS = Path(__file__).resolve().parent / "definitions"
-OPS = ("dense_decode", "combine")
+
+Table = dict[str, Any]  # of a definition
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Case:
     """One problem to measure.
 
     row, case: its names ("D1", "varlen"). title: what the row stands for. priority: 1 runs first.
-    shape: the problem. seed: of lengths, page order and values.
+    shape: the problem. seed: of lengths, page order, indices and values.
     roof_us: bound on `roof_gpu` as recorded in the definition. goal_us: wanted there, or None.
     """
 
@@ -33,7 +36,7 @@ class Case:
     title: str
     priority: int
     dtype: str
-    shape: DecodeShape | CombineShape
+    shape: Shape
     seed: int
     roof_gpu: str
     roof_us: float
@@ -47,22 +50,12 @@ class Case:
     @property
     def work(self) -> Work:
         """Useful arithmetic and compulsory bytes."""
-        return combine_work(self.shape) if isinstance(self.shape, CombineShape) else dense_decode_work(self.shape)
+        return self.shape.work
 
     @property
     def text(self) -> str:
         """The shape in one short line."""
-        shape = self.shape
-        if isinstance(shape, CombineShape):
-            return f"b{shape.batch} splits{shape.splits} h{shape.h_q} s{shape.s_q}"
-        operands = "" if shape.operands == LATENT else f" {shape.operands}"
-        return f"b{shape.batch} {_lengths_text(shape.lengths)} h{shape.h_q} s{shape.s_q}{operands}"
-
-
-def _lengths_text(lengths: tuple[int, ...]) -> str:
-    if len(set(lengths)) == 1:
-        return f"L{lengths[0]}"
-    return f"L{min(lengths)}-{max(lengths)} (mean {sum(lengths) // len(lengths)})"
+        return self.shape.text
 
 
 def varlen_lengths(batch: int, mean: int, s_q: int, seed: int) -> tuple[int, ...]:
@@ -71,25 +64,74 @@ def varlen_lengths(batch: int, mean: int, s_q: int, seed: int) -> tuple[int, ...
     return tuple(max(int(generator.normalvariate(mean, mean / 2)), s_q) for _ in range(batch))
 
 
-def _lengths(entry: dict[str, Any], seed: int) -> tuple[int, ...]:
+def _lengths(document: Table, entry: Table, least: int) -> tuple[int, ...]:
+    """One by one, or `length` for each of `batch`, or drawn around it; none below `least` then."""
     if "lengths" in entry:
         return tuple(entry["lengths"])
     if entry.get("varlen", False):
-        return varlen_lengths(entry["batch"], entry["length"], entry["s_q"], seed)
+        return varlen_lengths(entry["batch"], entry["length"], least, document["seed"])
     return (entry["length"],) * entry["batch"]
 
 
-def _shape(document: dict[str, Any], entry: dict[str, Any]) -> DecodeShape | CombineShape:
-    if document["op"] == "combine":
-        return CombineShape(entry["batch"], entry["s_q"], entry["h_q"], entry["splits"])
+def _dense_decode(document: Table, entry: Table) -> Shape:
     return DecodeShape(
-        lengths=_lengths(entry, document["seed"]),
+        lengths=_lengths(document, entry, entry["s_q"]),
         s_q=entry["s_q"],
         h_q=entry["h_q"],
         h_kv=entry.get("h_kv", 1),
         page_size=document["page_size"],
-        operands=entry.get("operands", LATENT),
+        operands=_known("operands", entry.get("operands", LATENT), OPERANDS),
     )
+
+
+def _sparse_decode(document: Table, entry: Table) -> Shape:
+    return SparseDecodeShape(
+        batch=entry["batch"],
+        s_q=entry["s_q"],
+        h_q=entry["h_q"],
+        topk=entry["topk"],
+        context=entry["context"],
+        cache=_known("cache", entry.get("cache", FP8_656.name), tuple(FORMATS)),
+        page_size=document["page_size"],
+    )
+
+
+def _sparse_prefill(document: Table, entry: Table) -> Shape:
+    return SparsePrefillShape(s_q=entry["s_q"], h_q=entry["h_q"], s_kv=entry["s_kv"], topk=entry["topk"])
+
+
+def _dense_prefill(document: Table, entry: Table) -> Shape:
+    return DensePrefillShape(
+        lengths=_lengths(document, entry, 1), h_q=entry["h_q"], h_kv={"h_kv": entry["h_q"], **entry}["h_kv"], causal=entry["causal"]
+    )
+
+
+def _combine(document: Table, entry: Table) -> Shape:
+    return CombineShape(entry["batch"], entry["s_q"], entry["h_q"], entry["splits"])
+
+
+def _merge_states(document: Table, entry: Table) -> Shape:
+    return MergeShape(tokens=entry["tokens"], h_q=entry["h_q"], states=entry["states"])
+
+
+_LENGTHS = {"batch", "length", "lengths", "varlen"}
+# of each op: what makes a shape of a case, and the keys that it knows
+_SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
+    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands"}),
+    "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
+    "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk"}),
+    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal"}),
+    "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
+    "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
+}
+OPS = tuple(_SHAPES)
+_CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
+
+
+def _known(name: str, value: Any, supported: Sequence[str]) -> str:
+    if value not in supported:
+        raise ValueError(f"{name} is {value!r}; supported: {', '.join(supported)}")
+    return str(value)
 
 
 def parse(text: str) -> tuple[Case, ...]:
@@ -97,8 +139,7 @@ def parse(text: str) -> tuple[Case, ...]:
     document = tomllib.loads(text)
     if document.get("op") not in OPS:
         raise ValueError(f"op is {document.get('op')!r}; benchmark rows exist for {', '.join(OPS)}")
-    if document.get("dtype") not in DTYPES:
-        raise ValueError(f"dtype is {document.get('dtype')!r}; supported: {', '.join(DTYPES)}")
+    _known("dtype", document.get("dtype"), DTYPES)
     cases = tuple(_case(document, row, entry) for row in document["row"] for entry in row["cases"])
     names = [case.name for case in cases]
     for name in names:
@@ -107,31 +148,30 @@ def parse(text: str) -> tuple[Case, ...]:
     return cases
 
 
-_CASE_KEYS = {"name", "batch", "length", "lengths", "varlen", "splits", "s_q", "h_q", "h_kv", "operands", "roof_us", "goal_us"}
-
-
-def _case(document: dict[str, Any], row: dict[str, Any], entry: dict[str, Any]) -> Case:
-    unknown = entry.keys() - _CASE_KEYS
+def _case(document: Table, row: Table, entry: Table) -> Case:
+    make, shape_keys = _SHAPES[document["op"]]
+    known = _CASE_KEYS | shape_keys
+    unknown = entry.keys() - known
     if unknown:
-        raise ValueError(f"row {row.get('name')}: unknown key {', '.join(sorted(unknown))}; known: {', '.join(sorted(_CASE_KEYS))}")
-    if entry.get("operands", LATENT) not in OPERANDS:
-        raise ValueError(f"row {row.get('name')}: operands is {entry['operands']!r}; supported: {', '.join(OPERANDS)}")
+        raise ValueError(f"row {row.get('name')}: unknown key {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
     try:
         return Case(
             op=document["op"],
             row=row["name"],
             case=entry["name"],
             title=row["title"],
-            priority=row["priority"],
+            priority={**row, **entry}["priority"],
             dtype=document["dtype"],
-            shape=_shape(document, entry),
-            seed=document.get("seed", 0),
+            shape=make(document, entry),
+            seed=document["seed"],
             roof_gpu=document["roof_gpu"],
             roof_us=entry["roof_us"],
             goal_us=entry.get("goal_us"),
         )
     except KeyError as error:
         raise ValueError(f"row {row.get('name')}, case {entry.get('name')}: {error.args[0]} is missing") from error
+    except ValueError as error:
+        raise ValueError(f"row {row.get('name')}: {error}") from error
 
 
 @cache

@@ -13,8 +13,8 @@ from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
 from cute_mla.profiles import decode_bench
 from cute_mla.profiles.measure import Bench
-from cute_mla.profiles.roofline import DecodeShape
 from cute_mla.profiles.rows import Case, load
+from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.profiles.timing import Call, Ceilings, Recording
 from cute_mla.spec.dense_decode import LATENT
 

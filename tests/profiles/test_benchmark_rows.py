@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_mla.profiles.roofline import DecodeShape
-from cute_mla.profiles.rows import by_priority, load, parse, select, varlen_lengths
+from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
+from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
+from cute_mla.spec.arch import ARCHS
+from cute_mla.support import is_supported
 
 GOOD = """
 op = "dense_decode"
@@ -30,7 +32,16 @@ def test_the_suite_has_every_row_once() -> None:
     cases = load("dense_decode")
     assert list(dict.fromkeys(case.row for case in cases)) == [*(f"D{number}" for number in range(1, 15)), "F1", "F2", "F3"]
     assert len({case.name for case in cases}) == len(cases)
-    assert {case.row for case in load("combine")} == {"C1"}
+    rows = {op: list(dict.fromkeys(case.row for case in load(op))) for op in OPS if op != "dense_decode"}
+    assert rows == {
+        "sparse_decode": ["S1", "S2", "S3", "S4"],
+        "sparse_prefill": ["P1", "P2"],
+        "dense_prefill": ["M1"],
+        "combine": ["C1"],
+        "merge_states": ["C2"],
+    }
+    names = [case.name for op in OPS for case in load(op)]
+    assert len(set(names)) == len(names)
 
 
 def test_parse_reads_lengths_shapes_and_goals() -> None:
@@ -39,8 +50,10 @@ def test_parse_reads_lengths_shapes_and_goals() -> None:
     assert (second.name, second.shape, second.goal_us) == ("B.y", DecodeShape(lengths=(5, 6), s_q=2, h_q=8, h_kv=2), 3)
 
 
-def test_rows_run_by_priority() -> None:
+def test_rows_run_by_priority_which_a_case_may_have_of_its_own() -> None:
     assert [case.name for case in by_priority(parse(GOOD))] == ["B.y", "A.x"]
+    hurried = GOOD.replace("h_q = 16, roof_us", "h_q = 16, priority = 0, roof_us")
+    assert [case.name for case in by_priority(parse(hurried))] == ["A.x", "B.y"]
 
 
 def test_varlen_lengths_depend_on_the_seed_alone_and_are_clipped() -> None:
@@ -68,11 +81,13 @@ def test_select_by_row_and_by_case() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('op = "dense_decode"', 'op = "sparse"', "op is 'sparse'; benchmark rows exist for dense_decode, combine"),
+        ('op = "dense_decode"', 'op = "sparse"', "op is 'sparse'; benchmark rows exist for dense_decode, sparse_decode, "),
         ('dtype = "bf16"', 'dtype = "fp64"', "dtype is 'fp64'; supported: bf16, fp16"),
         ("h_q = 16, ", "", "row A, case x: h_q is missing"),
         ("h_q = 16,", 'h_q = 16, operands = "fp4",', "row A: operands is 'fp4'; supported: latent, fp8_cache, fp8"),
         ("batch = 2", "batches = 2", "row A: unknown key batches"),
+        ("s_q = 1,", "s_q = 1, topk = 8,", "row A: unknown key topk"),
+        ("seed = 1", "", "row A, case x: seed is missing"),
         ('name = "B"', 'name = "A"', ""),
     ],
 )
@@ -84,6 +99,32 @@ def test_a_damaged_definition_says_where(old: str, new: str, message: str) -> No
     else:
         with pytest.raises(ValueError, match=r"case A\.x is defined 2 times"):
             parse(text.replace('name = "y"', 'name = "x"'))
+
+
+def test_shapes_of_every_op_are_read() -> None:
+    (sparse,) = select(load("sparse_decode"), ["S3.h16"])
+    assert sparse.shape == SparseDecodeShape(batch=128, s_q=1, h_q=16, topk=2048, context=32768)
+    full, varlen = select(load("dense_prefill"), ["M1.8k_full", "M1.16x1k"])
+    assert full.shape == DensePrefillShape(lengths=(8192,), h_q=128, h_kv=128, causal=False)
+    assert isinstance(varlen.shape, DensePrefillShape)
+    assert (varlen.shape.batch, len(set(varlen.shape.lengths)), min(varlen.shape.lengths) >= 1) == (16, 16, True)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states")])
+def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
+    for case in load(op):
+        features = {name: getattr(case.shape, name) for name in ("s_q", "h_q", "h_kv", "topk", "page_size") if hasattr(case.shape, name)}
+        for arch in ARCHS:
+            assert is_supported(op, arch, dtype=case.dtype, **features)[0], case.name
+
+
+def test_a_cache_that_does_not_exist_is_refused() -> None:
+    text = (
+        'op = "sparse_decode"\ndtype = "bf16"\npage_size = 64\nseed = 1\nroof_gpu = "H200"\n[[row]]\nname = "A"\ntitle = ""\npriority = 1\n'
+        'cases = [{ name = "x", batch = 1, s_q = 1, h_q = 1, topk = 1, context = 1, cache = "fp4", roof_us = 1 }]\n'
+    )
+    with pytest.raises(ValueError, match="row A: cache is 'fp4'; supported: latent, fp8_656, fp8_584"):
+        parse(text)
 
 
 def test_an_op_without_rows_is_refused() -> None:

@@ -6,19 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.profiles.roofline import (
-    GPUS,
-    CombineShape,
-    DecodeShape,
-    Gpu,
-    Work,
-    combine_work,
-    dense_decode_work,
-    gpus_of,
-    roof,
-    tile_padding,
-)
+from cute_mla.profiles.roofline import GPUS, Gpu, Work, gpus_of, roof
 from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 
@@ -44,10 +34,8 @@ STANDARD = [
 
 
 @pytest.mark.parametrize(("problem", "gflop", "h800", "h200"), STANDARD)
-def test_dense_decode_has_the_known_limits(
-    problem: DecodeShape, gflop: float, h800: tuple[float, str], h200: tuple[float, str]
-) -> None:
-    work = dense_decode_work(problem)
+def test_dense_decode_has_the_known_limits(problem: DecodeShape, gflop: float, h800: tuple[float, str], h200: tuple[float, str]) -> None:
+    work = problem.work
     assert work.flops / 1e9 == pytest.approx(gflop, rel=0.02)
     for name, (microseconds, bound) in (("H800", h800), ("H200", h200)):
         found = roof(work, GPUS[name])
@@ -61,41 +49,85 @@ E4M3 = [(128, 1, FP8, 92, "compute"), (64, 1, FP8, 73, "memory"), (16, 1, FP8, 7
 
 @pytest.mark.parametrize(("h_q", "s_q", "operands", "microseconds", "bound"), E4M3)
 def test_dense_decode_of_e4m3_has_the_known_limits(h_q: int, s_q: int, operands: str, microseconds: float, bound: str) -> None:
-    found = roof(dense_decode_work(replace(shape(128, 4096, h_q, s_q), operands=operands)), GPUS["H200"])
+    found = roof(replace(shape(128, 4096, h_q, s_q), operands=operands).work, GPUS["H200"])
     assert found.us == pytest.approx(microseconds, abs=0.6)
     assert found.bound == bound
 
 
 def test_dense_decode_of_e4m3_counts_every_byte_once() -> None:
     one_key = DecodeShape(lengths=(1,), s_q=1, h_q=1)
-    assert dense_decode_work(replace(one_key, operands=FP8)).bytes == 576 + 576 + 512 * 2 + 4 + 4
-    assert dense_decode_work(replace(one_key, operands=FP8_CACHE)).bytes == 576 + 576 * 2 + 512 * 2 + 4 + 4
+    assert replace(one_key, operands=FP8).work.bytes == 576 + 576 + 512 * 2 + 4 + 4
+    assert replace(one_key, operands=FP8_CACHE).work.bytes == 576 + 576 * 2 + 512 * 2 + 4 + 4
 
 
 def test_dense_decode_counts_every_byte_once() -> None:
-    one_key = dense_decode_work(DecodeShape(lengths=(1,), s_q=1, h_q=1))
+    one_key = DecodeShape(lengths=(1,), s_q=1, h_q=1).work
     assert one_key == Work(flops=2 * 576 + 2 * 512, bytes=576 * 2 + 576 * 2 + 512 * 2 + 4 + 4)  # key, q, out, lse, page
-    two_caches = dense_decode_work(DecodeShape(lengths=(1,), s_q=1, h_q=2, h_kv=2))
+    two_caches = DecodeShape(lengths=(1,), s_q=1, h_q=2, h_kv=2).work
     assert two_caches.bytes == 2 * (576 * 2 * 2 + 512 * 2 + 4) + 4
     assert two_caches.flops == 2 * one_key.flops
 
 
 def test_an_empty_request_costs_its_rows_only() -> None:
-    work = dense_decode_work(DecodeShape(lengths=(0, 64), s_q=1, h_q=16))
+    work = DecodeShape(lengths=(0, 64), s_q=1, h_q=16).work
     assert work.flops == 2176 * 16 * 64
     assert work.bytes == 64 * 1152 + 2 * 16 * 2180 + 4
 
 
-@pytest.mark.parametrize(
-    ("splits", "batch", "heads", "us"), [(2, 128, 128, {"H800": 28, "H200": 20}), (64, 1, 16, {"H200": 0.5})]
-)
+@pytest.mark.parametrize(("splits", "batch", "heads", "us"), [(2, 128, 128, {"H800": 28, "H200": 20}), (64, 1, 16, {"H200": 0.5})])
 def test_combine_has_the_known_limits(splits: int, batch: int, heads: int, us: dict[str, float]) -> None:
-    work = combine_work(CombineShape(batch=batch, s_q=1, h_q=heads, splits=splits))
+    work = CombineShape(batch=batch, s_q=1, h_q=heads, splits=splits).work
     assert work.bytes == batch * heads * (2052 * splits + 1024)
     for name, microseconds in us.items():
         found = roof(work, GPUS[name])
         assert found.us == pytest.approx(microseconds, rel=0.03)
         assert found.bound == "memory"
+
+
+# The suite's formulas, by hand, and microseconds on an H200
+SPARSE_DECODE = [(128, 2, 128, 185, "compute"), (128, 1, 64, 46, "compute"), (128, 1, 16, 41, "memory"), (2, 2, 128, 2.9, "compute")]
+
+
+@pytest.mark.parametrize(("batch", "s_q", "h_q", "microseconds", "bound"), SPARSE_DECODE)
+def test_sparse_decode_has_the_known_limits(batch: int, s_q: int, h_q: int, microseconds: float, bound: str) -> None:
+    work = SparseDecodeShape(batch=batch, s_q=s_q, h_q=h_q, topk=2048, context=32768).work
+    assert work.flops == 2176 * batch * s_q * h_q * 2048
+    assert work.bytes == batch * s_q * (660 * 2048 + 2180 * h_q)
+    found = roof(work, GPUS["H200"])
+    assert (found.us, found.bound) == (pytest.approx(microseconds, abs=0.6), bound)
+
+
+@pytest.mark.parametrize(("cache", "row_bytes", "flops"), [("latent", 1152, 2176), ("fp8_584", 584, 2048)])
+def test_sparse_decode_of_other_caches_counts_their_rows(cache: str, row_bytes: int, flops: int) -> None:
+    work = SparseDecodeShape(batch=1, s_q=1, h_q=0, topk=3, context=9, cache=cache).work
+    assert work.bytes == 3 * (row_bytes + 4)
+    assert SparseDecodeShape(batch=1, s_q=1, h_q=1, topk=1, context=9, cache=cache).work.flops == flops
+
+
+def test_sparse_prefill_has_the_known_limits() -> None:
+    work = SparsePrefillShape(s_q=4096, h_q=128, s_kv=131072, topk=2048).work
+    assert work.flops == 2176 * 128 * 2048 * 4096
+    assert work.bytes == 1152 * 131072 + 4096 * (2184 * 128 + 4 * 2048)
+    assert [round(roof(work, GPUS[name]).us) for name in ("H800", "H200", "B200")] == pytest.approx([2701, 2957, 1038], abs=1.1)
+
+
+# microseconds on H800, H200 and B200, of 8,192 tokens and 128 heads
+@pytest.mark.parametrize(("causal", "microseconds"), [(True, (3178, 3480, 1222)), (False, (6356, 6959, 2443))])
+def test_dense_prefill_has_the_known_limits(causal: bool, microseconds: tuple[int, ...]) -> None:
+    work = DensePrefillShape(lengths=(8192,), h_q=128, h_kv=128, causal=causal).work
+    assert [round(roof(work, GPUS[name]).us) for name in ("H800", "H200", "B200")] == pytest.approx(microseconds, abs=1.1)
+
+
+def test_dense_prefill_counts_the_pairs_of_each_sequence_and_every_byte_once() -> None:
+    causal = DensePrefillShape(lengths=(1, 3), h_q=2, h_kv=1, causal=True).work
+    assert causal.flops == 640 * 2 * (1 + 6)
+    assert causal.bytes == 4 * (2 * (2 * 192 + 2 * 128 + 4) + 2 * (192 + 128))
+    assert DensePrefillShape(lengths=(1, 3), h_q=2, h_kv=1, causal=False).work.flops == 640 * 2 * (1 + 9)
+
+
+def test_merge_states_counts_every_byte_once() -> None:
+    work = MergeShape(tokens=3, h_q=2, states=4).work
+    assert work.bytes == 3 * 2 * 5 * (2 * 512 + 4)
 
 
 def test_the_ridge_divides_memory_from_compute() -> None:
@@ -113,7 +145,7 @@ def test_the_ridge_divides_memory_from_compute() -> None:
 )  # fmt: skip
 def test_tiles_of_64_rows_and_pairs_of_them_pad_few_heads(h_q: int, s_q: int, hopper: float, blackwell: float) -> None:
     for arch, factor in ((SM90, hopper), (SM100, blackwell)):
-        assert tile_padding(shape(1, 64, h_q, s_q), arch) == pytest.approx(factor)
+        assert shape(1, 64, h_q, s_q).tile_padding(arch) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(("problem", "microseconds", "bound"), [
@@ -121,7 +153,7 @@ def test_tiles_of_64_rows_and_pairs_of_them_pad_few_heads(h_q: int, s_q: int, ho
     (shape(1, 131072, 128, 1), 19, "memory"),
 ])  # fmt: skip
 def test_dense_decode_has_the_known_limits_on_a_b200(problem: DecodeShape, microseconds: float, bound: str) -> None:
-    found = roof(dense_decode_work(problem), GPUS["B200"])
+    found = roof(problem.work, GPUS["B200"])
     assert found.us == pytest.approx(microseconds, abs=0.6)
     assert found.bound == bound
 
@@ -144,7 +176,9 @@ def test_each_row_records_the_roofline_that_the_formula_gives(case: Case) -> Non
         ("D1.fixed", 185), ("D2.fixed", 370), ("D3.fixed", 739), ("D4.fixed", 1479), ("D5.fixed", 52), ("D6.s1", 145), ("D6.s2", 185),
         ("D7.s1", 142), ("D7.s2", 143), ("D8.s1", 142), ("D8.s4", 145), ("D9.s1", 141), ("D9.s4", 142), ("D10.h16s1", 35),
         ("D10.h128s1", 46), ("D11.b8h16s2", 281), ("D11.b4h128s1", 185), ("D12.h16", 1.1), ("D12.h128", 1.4), ("D13.mixed", 14.4),
-        ("C1.two", 20), ("C1.many", 0.5),
+        ("C1.two", 20), ("C1.many", 0.5), ("S1.topk2048", 185), ("S2.b64", 46), ("S2.b128", 92), ("S2.b2s2", 2.9), ("S2.b74s2", 107),
+        ("S3.h64", 46), ("S3.h16", 41), ("S3.h8", 41), ("S4.topk16384", 1710), ("P2.h64", 1479), ("P2.s512", 370),
+        ("M1.2k", 217.5), ("M1.8k", 3480),
     ],
 )  # fmt: skip
 def test_rows_are_the_suites(name: str, microseconds: float) -> None:

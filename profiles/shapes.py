@@ -1,0 +1,263 @@
+"""The shapes of benchmark rows, one class an op, and what each costs at least.
+
+Every input byte is counted as read once and every output byte as written once. Keys that several query tokens select are
+counted for each of them in sparse decode, whose tokens choose among far more than they take; in sparse prefill, where all
+tokens choose among the same rows, those are counted once.
+
+Of each shape: work, its useful arithmetic and compulsory bytes; text, the shape in one short line; tile_padding, arithmetic done
+over arithmetic useful as far as whole tiles of query rows go, None where there are no such tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..spec.arch import Arch
+from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
+from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
+from ..spec.dense_prefill import D_V as D_V_PER_HEAD
+from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
+from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, ceil_div
+from .roofline import Work
+
+E4M3_BYTES = 1
+FP8_RATE = 2.0  # of products of e4m3, in those of bf16
+FLOAT_BYTES = 4  # of lse, of max_logits and of accumulators
+INDEX_BYTES = 4  # of entries of page tables and of selected indices
+
+
+def pair_flops(d_qk: int, d_v: int) -> int:
+    """Of one query row and one key: multiply-adds of q k^T and of p v."""
+    return 2 * (d_qk + d_v)
+
+
+def _row_padding(arch: Arch, rows: int) -> float:
+    """A CTA of the latent ops always computes 64 query rows, and on Blackwell CTAs come in pairs."""
+    return row_ctas(arch, rows) * TILE_ROWS / rows
+
+
+def lengths_text(lengths: tuple[int, ...]) -> str:
+    """ "L4096", or least, greatest and mean of lengths that differ."""
+    if len(set(lengths)) == 1:
+        return f"L{lengths[0]}"
+    return f"L{min(lengths)}-{max(lengths)} (mean {sum(lengths) // len(lengths)})"
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """A dense decode.
+
+    lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page. operands: as in
+    DenseDecodeConfig.
+    """
+
+    lengths: tuple[int, ...]
+    s_q: int
+    h_q: int
+    h_kv: int = 1
+    page_size: int = 64
+    operands: str = LATENT
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.lengths)
+
+    @property
+    def keys(self) -> int:
+        """Keys of all requests."""
+        return sum(self.lengths)
+
+    @property
+    def work(self) -> Work:
+        """The cache rows, q, out, lse and the page table."""
+        rows = self.batch * self.s_q * self.h_q
+        pages = sum(ceil_div(length, self.page_size) for length in self.lengths)
+        q_bytes = D_QK * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
+        cache_row_bytes = D_QK * (ELEMENT_BYTES if self.operands == LATENT else E4M3_BYTES)
+        row_bytes = q_bytes + ELEMENT_BYTES * D_V + FLOAT_BYTES
+        return Work(
+            flops=float(pair_flops(D_QK, D_V) * self.s_q * self.h_q * self.keys),
+            bytes=float(cache_row_bytes * self.h_kv * self.keys + row_bytes * rows + INDEX_BYTES * pages),
+            rate=FP8_RATE if self.operands == FP8 else 1.0,
+        )
+
+    @property
+    def text(self) -> str:
+        """Like "b128 L4096 h128 s1"."""
+        operands = "" if self.operands == LATENT else f" {self.operands}"
+        return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} s{self.s_q}{operands}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """Of the query rows of a KV head."""
+        return _row_padding(arch, self.s_q * (self.h_q // self.h_kv))
+
+
+@dataclass(frozen=True)
+class SparseDecodeShape:
+    """A sparse decode. topk: indices of a query token, all valid. context: keys of each request, from which they are chosen.
+    cache: the name of a CacheFormat."""
+
+    batch: int
+    s_q: int
+    h_q: int
+    topk: int
+    context: int
+    cache: str = FP8_656.name
+    page_size: int = 64
+
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's layout."""
+        return FORMATS[self.cache]
+
+    @property
+    def work(self) -> Work:
+        """The selected rows of each query token, its indices, q, out and lse."""
+        tokens, layout = self.batch * self.s_q, self.format
+        row_bytes = ELEMENT_BYTES * (layout.d_qk + D_V) + FLOAT_BYTES
+        return Work(
+            flops=float(pair_flops(layout.d_qk, D_V) * tokens * self.h_q * self.topk),
+            bytes=float(tokens * ((layout.page_bytes(1) + INDEX_BYTES) * self.topk + row_bytes * self.h_q)),
+        )
+
+    @property
+    def text(self) -> str:
+        """Like "b128 topk2048 of 32768 h128 s2 fp8_656"."""
+        return f"b{self.batch} topk{self.topk} of {self.context} h{self.h_q} s{self.s_q} {self.cache}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """Of the heads of a query token."""
+        return _row_padding(arch, self.h_q)
+
+
+@dataclass(frozen=True)
+class SparsePrefillShape:
+    """A sparse prefill of one request. s_kv: rows of the latent, from which each token's topk indices are chosen, all valid."""
+
+    s_q: int
+    h_q: int
+    s_kv: int
+    topk: int
+    d_qk: int = D_QK
+
+    @property
+    def work(self) -> Work:
+        """The latent once, and of each query token its indices, q, out, lse and max_logits."""
+        row_bytes = ELEMENT_BYTES * (self.d_qk + D_V) + 2 * FLOAT_BYTES
+        return Work(
+            flops=float(pair_flops(self.d_qk, D_V) * self.s_q * self.h_q * self.topk),
+            bytes=float(ELEMENT_BYTES * self.d_qk * self.s_kv + self.s_q * (row_bytes * self.h_q + INDEX_BYTES * self.topk)),
+        )
+
+    @property
+    def text(self) -> str:
+        """Like "s4096 topk2048 of 131072 h128"."""
+        return f"s{self.s_q} topk{self.topk} of {self.s_kv} h{self.h_q}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """Of the heads of a query token."""
+        return _row_padding(arch, self.h_q)
+
+
+@dataclass(frozen=True)
+class DensePrefillShape:
+    """A dense prefill, forward only, in which sequences attend to themselves. lengths: tokens of each sequence."""
+
+    lengths: tuple[int, ...]
+    h_q: int
+    h_kv: int
+    causal: bool
+    d_qk: int = PREFILL_HEAD_DIMS[0]
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+    @property
+    def work(self) -> Work:
+        """The pairs that a token sees, itself included where the mask is causal; q, k, v, out and lse."""
+        pairs = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
+        q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
+        kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
+        return Work(
+            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * pairs),
+            bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
+        )
+
+    @property
+    def text(self) -> str:
+        """Like "b1 L8192 h128 causal"."""
+        heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
+        return f"b{self.batch} {lengths_text(self.lengths)} {heads} {'causal' if self.causal else 'full'}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """None: tiles are blocks of a sequence's tokens, which long sequences fill."""
+        return None
+
+
+@dataclass(frozen=True)
+class CombineShape:
+    """A combine: `splits` partial results for every one of batch * s_q * h_q rows."""
+
+    batch: int
+    s_q: int
+    h_q: int
+    splits: int
+
+    @property
+    def work(self) -> Work:
+        """fp32 partial outputs and lse in, out (and lse) out.
+
+        The arithmetic (one multiply-add per element read) is far below any limit, and is counted all the same.
+        """
+        rows = self.batch * self.s_q * self.h_q
+        partial = FLOAT_BYTES * (D_V + 1)
+        return Work(
+            flops=float(2 * rows * self.splits * D_V),
+            bytes=float(rows * (partial * self.splits + ELEMENT_BYTES * D_V)),
+        )
+
+    @property
+    def text(self) -> str:
+        """Like "b128 splits2 h128 s1"."""
+        return f"b{self.batch} splits{self.splits} h{self.h_q} s{self.s_q}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """None: a warp takes one row."""
+        return None
+
+
+@dataclass(frozen=True)
+class MergeShape:
+    """A merge_states: `states` results for every one of tokens * h_q rows of head_dim columns."""
+
+    tokens: int
+    h_q: int
+    states: int
+    head_dim: int = D_V
+
+    @property
+    def work(self) -> Work:
+        """16-bit outs and fp32 lse of each state in, of the result out."""
+        rows, state = self.tokens * self.h_q, ELEMENT_BYTES * self.head_dim + FLOAT_BYTES
+        return Work(flops=float(2 * rows * self.states * self.head_dim), bytes=float(rows * state * (self.states + 1)))
+
+    @property
+    def text(self) -> str:
+        """Like "tokens4096 states2 h128 d512"."""
+        return f"tokens{self.tokens} states{self.states} h{self.h_q} d{self.head_dim}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """None: a warp takes one row."""
+        return None
+
+
+Shape: TypeAlias = DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape
