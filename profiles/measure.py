@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .decode_bench import Check, DecodeBench, Operands, set_bytes
 from .roofline import GPUS, Work, roof
 from .rows import Case, by_priority
+from .subjects import make_subject
+from .subjects.subject import Check, Subject
 from .timing import Call, Ceilings, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
 
 Progress = Callable[[str, list[dict[str, Any]]], None]
@@ -74,10 +75,10 @@ def not_run(case: Case, reason: str) -> dict[str, Any]:
 
 def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
     """Checks and times one case. `wrong` rows carry no times: a fast wrong answer is no answer."""
-    subject = DecodeBench(case, bench.device, bench.l2_bytes)
+    subject = make_subject(case, bench.device, bench.l2_bytes)
     subject.poison()
     subject.call(subject.sets[0])
-    before = subject.check(subject.sets[:1], subject.sets[:1])
+    before = subject.check_sets(subject.sets[:1], subject.sets[:1])
     if not before.passed:
         return {**shape_record(case), "status": WRONG, "reason": before.reason, "check": asdict(before)}
     cold, others = _recordings(subject, bench)
@@ -95,14 +96,14 @@ def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
         "check": asdict(after),
         "launches": cold.launches,
         "sets": len(subject.sets),
-        "set_bytes": set_bytes(case),
+        "set_bytes": subject.set_bytes,
         "rounds": rounds,
         "clocks": state,
         **figures(case.work, samples, bench.ceilings),
     }
 
 
-def _recordings(subject: DecodeBench, bench: Bench) -> tuple[Recording, list[Recording]]:
+def _recordings(subject: Subject[Any], bench: Bench) -> tuple[Recording, list[Recording]]:
     """The calls over rotating sets, and what runs beside them: the same again (the noise floor), one set that stays in L2
     if it fits there, the plan, and the ceilings."""
     stopwatch, sets = bench.stopwatch, subject.sets
@@ -111,16 +112,17 @@ def _recordings(subject: DecodeBench, bench: Bench) -> tuple[Recording, list[Rec
     cold = stopwatch.record("cold", _calls(subject, sets, launches))
     others = [
         stopwatch.record("control", _calls(subject, sets, launches)),
-        stopwatch.record("plan", [subject.plan] * _PLAN_LAUNCHES),
         stopwatch.record("matmul", [bench.ceilings.matmul] * _CEILING_LAUNCHES),
         stopwatch.record("copy", [bench.ceilings.copy] * _CEILING_LAUNCHES),
     ]
-    if set_bytes(subject.case) <= bench.l2_bytes // 2:
+    if subject.has_plan:
+        others.append(stopwatch.record("plan", [subject.plan] * _PLAN_LAUNCHES))
+    if subject.set_bytes <= bench.l2_bytes // 2:
         others.append(stopwatch.record("warm", _calls(subject, sets[:1], launches)))
     return cold, others
 
 
-def _calls(subject: DecodeBench, sets: Sequence[Operands], count: int) -> list[Call]:
+def _calls(subject: Subject[Any], sets: Sequence[Any], count: int) -> list[Call]:
     """Calls of the subject over the sets in turn."""
     return [partial(subject.call, sets[index % len(sets)]) for index in range(count)]
 
@@ -132,10 +134,10 @@ def _state_under_load(cold: Recording, launch_us: float, bench: Bench) -> dict[s
     return bench.state()
 
 
-def _check_replay(subject: DecodeBench, cold: Recording) -> Check:
+def _check_replay(subject: Subject[Any], cold: Recording) -> Check:
     subject.poison()
     cold.replay()
-    return subject.check(subject.sets, [subject.sets[0], subject.sets[-1]])
+    return subject.check_sets(subject.sets, [subject.sets[0], subject.sets[-1]])
 
 
 def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> 
         "cold_us": cold.as_dict(),
         "warm_us": Spread.of(warm).as_dict() if warm else None,
         "control_ratio": Spread.of(ratios(samples["control"], samples["cold"])).as_dict(),
-        "plan_us": Spread.of(samples["plan"]).as_dict(),
+        "plan_us": Spread.of(samples["plan"]).as_dict() if "plan" in samples else None,
         "tflops": work.flops / cold.median / 1e6,
         "gbytes_per_s": work.bytes / cold.median / 1e3,
         "matmul_tflops": tflops,
@@ -161,7 +163,7 @@ def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> 
 
 def measure_kernels(case: Case, bench: Bench) -> dict[str, Any]:
     """Time per launch of each kernel alone: the main kernel as others report it, and combine."""
-    subject = DecodeBench(case, bench.device, bench.l2_bytes)
+    subject = make_subject(case, bench.device, bench.l2_bytes)
     launches = graph_launches(case.roof_us, len(subject.sets))
     return bench.kernel_times(bench.stopwatch.record("kernels", _calls(subject, subject.sets, launches)))
 

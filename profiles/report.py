@@ -16,9 +16,8 @@ from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
 from .static_report import static_report
 
-FORMAT = 2
+FORMAT = 3
 MODEL, CUDA = "model", "cuda"
-_UNTIMED = "combine has no public call of its own; its time is in the kernel times of the dense-decode rows"
 
 
 def cases_for(ops: Sequence[str], names: Sequence[str]) -> list[Case]:
@@ -85,7 +84,7 @@ def cuda_document(
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
     from .cuda_bench import cuda_bench, environment, matching_arch
-    from .measure import not_run, run_rows
+    from .measure import run_rows
 
     begin = time.monotonic()
     arch = matching_arch(archs)
@@ -103,10 +102,8 @@ def cuda_document(
         left = [row["name"] for row in rows if row["status"] == "not_run"]
         return {**fixed, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
 
-    timeable = [case for case in cases if case.op == "dense_decode"]
     remaining = budget_s - (time.monotonic() - begin)
-    rows = run_rows(timeable, bench, remaining, lambda name, so_far: progress(name, document(so_far, name)))
-    return document([*rows, *(not_run(case, _UNTIMED) for case in cases if case.op != "dense_decode")], None)
+    return document(run_rows(cases, bench, remaining, lambda name, so_far: progress(name, document(so_far, name))), None)
 
 
 def plot(document: dict[str, Any]) -> str:

@@ -11,10 +11,10 @@ import torch
 
 from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
-from cute_mla.profiles import decode_bench
 from cute_mla.profiles.measure import Bench
 from cute_mla.profiles.rows import Case, load
-from cute_mla.profiles.shapes import DecodeShape
+from cute_mla.profiles.shapes import DecodeShape, Shape
+from cute_mla.profiles.subjects import dense_decode, subject
 from cute_mla.profiles.timing import Call, Ceilings, Recording
 from cute_mla.spec.dense_decode import LATENT
 
@@ -80,10 +80,10 @@ class FakeKernel:
 
 def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     """Puts the fake where the bench finds the API."""
-    monkeypatch.setattr(decode_bench, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
-    monkeypatch.setattr(decode_bench, "get_mla_metadata", lambda *args: (None, None))
-    monkeypatch.setattr(decode_bench, "workspace_size", lambda *args, **kwargs: 64)
-    monkeypatch.setattr(decode_bench, "rotation_sets", lambda set_bytes, l2_bytes: 3)
+    monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
+    monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args: (None, None))
+    monkeypatch.setattr(dense_decode, "workspace_size", lambda *args, **kwargs: 64)
+    monkeypatch.setattr(subject, "rotation_sets", lambda set_bytes, l2_bytes: 3)
 
 
 def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}) -> Bench:
@@ -112,3 +112,9 @@ def small_case(
     row, case = name.split(".")
     shape = DecodeShape(lengths=lengths, s_q=s_q, h_q=h_q, operands=operands)
     return replace(load("dense_decode")[0], row=row, case=case, shape=shape, priority=priority, roof_us=1.0, goal_us=None)
+
+
+def case_of(op: str, shape: Shape, name: str = "X.small") -> Case:
+    """A case of an op with a shape of its own."""
+    row, case = name.split(".")
+    return replace(load(op)[0], row=row, case=case, shape=shape, roof_us=1.0, goal_us=None)

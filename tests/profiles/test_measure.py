@@ -10,9 +10,9 @@ import pytest
 import torch
 from benching import FakeKernel, bench, install, small_case
 
-from cute_mla.profiles.decode_bench import DecodeBench, make_operands, sample_requests
 from cute_mla.profiles.measure import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
 from cute_mla.profiles.roofline import Work
+from cute_mla.profiles.subjects.dense_decode import DenseDecode, sample_requests
 from cute_mla.profiles.timing import Ceilings
 
 
@@ -27,7 +27,7 @@ def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["control_ratio"]["median"] == pytest.approx(1.01)
     assert (record["sets"], record["launches"], record["rounds"]) == (3, 3, 30)  # 2000 us estimated: three launches make 5 ms
     assert record["clocks"] == {"sm_mhz": 1980.0}
-    assert record["check"]["requests"] == (0, 1, 2)
+    assert record["check"]["samples"] == (0, 1, 2)
     assert record["check"]["out_max_abs"] > 0
     assert len({call["q"] for call in kernel.seen}) == 3  # every set took part
     assert len({call["workspace"] for call in kernel.seen}) == 1
@@ -80,12 +80,12 @@ def test_a_set_that_the_graph_does_not_write_is_found(monkeypatch: pytest.Monkey
     """Only the first and last set are compared; the others are still looked at for poison."""
     kernel = FakeKernel()
     install(monkeypatch, kernel)
-    subject = DecodeBench(small_case(), torch.device("cpu"), 1)
+    subject = DenseDecode(small_case(), torch.device("cpu"), 1)
     subject.poison()
     for operands in (subject.sets[0], subject.sets[2]):
         subject.call(operands)
-    outcome = subject.check(subject.sets, [subject.sets[0], subject.sets[-1]])
-    assert outcome.reason == "out or lse has NaN, or was not written everywhere"
+    outcome = subject.check_sets(subject.sets, [subject.sets[0], subject.sets[-1]])
+    assert outcome.reason == "a result has NaN, or was not written everywhere"
 
 
 def test_results_left_over_from_before_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +98,13 @@ def test_results_left_over_from_before_do_not_pass(monkeypatch: pytest.MonkeyPat
 
     install(monkeypatch, Lazy())
     record = measure_case(small_case(), bench())
-    assert (record["status"], record["reason"][:22]) == (WRONG, "in the timed graph: ou")
+    assert (record["status"], record["reason"][:22]) == (WRONG, "in the timed graph: a ")
 
 
-def test_operands_are_nasty_shuffled_and_repeatable() -> None:
-    case = small_case(lengths=(300, 64, 0))
-    one, same, other = (make_operands(case, torch.device("cpu"), seed) for seed in (1, 1, 2))
+def test_operands_are_nasty_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeKernel())
+    subject = DenseDecode(small_case(lengths=(300, 64, 0)), torch.device("cpu"), 1)
+    one, same, other = (subject.make_operands(seed) for seed in (1, 1, 2))
     assert torch.equal(one.k_cache, same.k_cache)
     assert not torch.equal(one.k_cache, other.k_cache)
     assert sorted(one.block_table[one.block_table < 1000].tolist()) == list(range(6))  # each page once
