@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
-from .decode_op import DecodeTensors, Wanted, accumulator_bytes
+from .decode_op import Given, PreparedDecode, Wanted, accumulator_bytes
+from .decode_op import prepare as prepare_decode
 from .dense_decode_op import DenseOperands
 from .merge_states_op import MergeOperands
 from .runtime.device import device_for
-from .schedule import GivenPlan, KeyCounts, MlaSchedule
+from .schedule import KeyCounts, MlaSchedule, PlanSpecs
 from .schedule import plan as plan_splits
 from .sparse_decode_op import SparseOperands
 from .sparse_prefill_op import PrefillOperands, PrefillResults, PrefillWanted
-from .spec.dense_decode import MAX_KEYS, num_parts
+from .spec.dense_decode import MAX_KEYS, MAX_ROW_ALIGNMENT, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
 from .support import OPS, heads_problem, is_supported
 from .tensors import (
-    WORKSPACE_ALIGNMENT,
     address_of,
     alignment,
-    check_address,
     check_contiguous,
     check_dtype,
     check_empty_lse,
@@ -43,6 +42,9 @@ __all__ = [
     "merge_states",
     "workspace_size",
 ]
+
+_SPARSE_ONLY = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
+_DENSE_ONLY = ("descale_q", "descale_k")
 
 
 @overload
@@ -196,57 +198,30 @@ def flash_mla_with_kvcache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    _check_columns("head_dim_v", head_dim_v)
-    if softmax_scale is not None:
-        check_scale("softmax_scale", softmax_scale)
-    check_empty_lse(empty_lse)
-    schedule = _read_schedule(tile_scheduler_metadata, num_splits)
     operands: DenseOperands | SparseOperands
+    unused: tuple[Any, ...]
     if indices is None:
-        _reject(
-            "without indices",
-            attn_sink=attn_sink,
-            extra_k_cache=extra_k_cache,
-            extra_indices_in_kvcache=extra_indices_in_kvcache,
-            topk_length=topk_length,
-            extra_topk_length=extra_topk_length,
-        )
-        _check_fp8_flag(k_cache, is_fp8_kvcache)
-        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, bool(causal), descale_q, descale_k)  # type: ignore[arg-type]
+        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, descale_q, descale_k)  # type: ignore[arg-type]
+        unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
     else:
-        _reject("with indices", causal=causal, descale_q=descale_q, descale_k=descale_k)
-        operands = SparseOperands(
-            q,
-            k_cache,
-            indices,
-            topk_length,
-            extra_k_cache,
-            extra_indices_in_kvcache,
-            extra_topk_length,
-            attn_sink,
-            bool(is_fp8_kvcache),
-        )
-    wanted = Wanted(
-        given_plan=schedule.specs,
-        out=optional_spec("out", out),
-        lse=optional_spec("lse", lse),
-        batch_invariant=bool(batch_invariant),
-        address_alignment=alignment(address_of("q", q), 0 if out is None else out.data_ptr()),
-    )
-    device = device_for(q.device)
-    plan = operands.plan(wanted, device)
-    workspace = _workspace(workspace, plan.workspace_bytes, q.device, plan.op)
-    if out is None:
-        out = q.new_empty(plan.results.out_shape, dtype=plan.results.out_dtype)
-    if lse is None:
-        lse = q.new_empty(plan.results.lse_shape, dtype=torch.float32)
-    if plan.is_empty:
-        return out, lse
-    metadata, num_splits = schedule.prepare(device, plan.schedule_key, operands.counts(plan))
-    device.undefined(out, lse, *(() if workspace is None else (workspace,)))
-    tensors = DecodeTensors(metadata, num_splits, out, lse, workspace)
-    operands.launch(device, plan, tensors, softmax_scale, empty_lse)
-    return out, lse
+        operands = SparseOperands(q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
+        unused = (descale_q, descale_k)
+    planned = (tile_scheduler_metadata, num_splits)
+    results = (out, lse, workspace)
+    options = (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, unused)
+    try:
+        kept = device_for(q.device).kept_calls
+        tensors = (*operands, *results) if num_splits is None else (*operands, *results, *planned)
+        given = [tensor for tensor in tensors if tensor is not None]
+        address = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
+        key = (operands.__class__, q.shape, address % MAX_ROW_ALIGNMENT, *options, *[tensor is None for tensor in tensors])
+        call = kept.find(key, given)
+    except (AttributeError, TypeError):  # something is no tensor, which the checks say better
+        return _prepare_decode(operands, planned, results, DecodeOptions(*options))(operands, planned, results, q)
+    if call is None:
+        call = _prepare_decode(operands, planned, results, DecodeOptions(*options))
+        kept.keep(key, given, call)
+    return call(operands, planned, results, q)
 
 
 def flash_mla_sparse_fwd(
@@ -408,7 +383,48 @@ def workspace_size(
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
 
 
-def _reject(where: str, **given: Any) -> None:
+class DecodeOptions(NamedTuple):
+    """What a decode call is given besides tensors. unused: arguments that must be absent."""
+
+    head_dim_v: int
+    softmax_scale: float | None
+    causal: bool
+    is_fp8_kvcache: bool
+    batch_invariant: bool
+    empty_lse: float
+    unused: tuple[Any, ...]
+
+
+def _prepare_decode(operands: DenseOperands | SparseOperands, planned: Any, results: Given, options: DecodeOptions) -> PreparedDecode:
+    """Checks a call. ValueError if it is not supported."""
+    _check_columns("head_dim_v", options.head_dim_v)
+    if options.softmax_scale is not None:
+        check_scale("softmax_scale", options.softmax_scale)
+    check_empty_lse(options.empty_lse)
+    plan_specs = _plan_specs(*planned)
+    if isinstance(operands, DenseOperands):
+        _reject("without indices", dict(zip(_SPARSE_ONLY, options.unused, strict=True)))
+        _check_fp8_flag(operands.k_cache, options.is_fp8_kvcache)
+    else:
+        _reject("with indices", {"causal": options.causal, **dict(zip(_DENSE_ONLY, options.unused, strict=True))})
+    out, lse, workspace = results
+    wanted = Wanted(
+        given_plan=plan_specs,
+        out=optional_spec("out", out),
+        lse=optional_spec("lse", lse),
+        causal=bool(options.causal),
+        is_fp8_kvcache=bool(options.is_fp8_kvcache),
+        batch_invariant=bool(options.batch_invariant),
+        address_alignment=alignment(address_of("q", operands.q), 0 if out is None else out.data_ptr()),
+    )
+    device = device_for(operands.q.device)
+    plan = operands.plan(wanted, device)
+    if workspace is not None:
+        _check_workspace(workspace, plan.workspace_bytes, operands.q.device, plan.op)
+    return prepare_decode(device, plan, options.softmax_scale, options.empty_lse)
+
+
+def _reject(where: str, given: dict[str, Any]) -> None:
     """ValueError if any of the arguments is more than absent. where: the kind of call that does not have them."""
     for name, value in given.items():
         if value is not None and value is not False:
@@ -474,28 +490,25 @@ def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, top
     return most or 0
 
 
-def _read_schedule(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> MlaSchedule | GivenPlan:
+def _plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> PlanSpecs | None:
+    """Of the plan's tensors; None if a schedule object has them."""
     if isinstance(metadata, MlaSchedule):
         if num_splits is not None:
             raise ValueError("num_splits is given beside a schedule object; supported: None, as get_mla_metadata() returns")
-        return metadata
+        return None
     if not isinstance(metadata, torch.Tensor) or not isinstance(num_splits, torch.Tensor):
         raise ValueError(
             f"tile_scheduler_metadata is {type(metadata).__name__}, num_splits {type(num_splits).__name__}; "
             "supported: what get_mla_metadata returns, either a schedule object and None or two tensors"
         )
-    return GivenPlan(metadata, num_splits)
+    return PlanSpecs(spec_of("tile_scheduler_metadata", metadata), spec_of("num_splits", num_splits))
 
 
-def _workspace(workspace: torch.Tensor | None, nbytes: int, device: torch.device, op: str) -> torch.Tensor | None:
-    """The caller's workspace if it will do, else a new one; None if none is needed."""
-    if workspace is None:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes else None
+def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
+    """ValueError unless the caller's workspace will do."""
     spec = spec_of("workspace", workspace)
     if spec.device != device:
         raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
     check_contiguous("workspace", spec)
     if workspace.nbytes < nbytes:
         raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')
-    check_address("workspace", workspace.data_ptr(), WORKSPACE_ALIGNMENT)
-    return workspace if nbytes else None

@@ -10,23 +10,15 @@ from typing import NamedTuple
 import torch
 
 from .cache import DenseCache, dense_cache, dense_tensor_map
-from .decode_op import (
-    DecodePlan,
-    DecodeTensors,
-    Wanted,
-    accumulator_bytes,
-    accumulators,
-    check_results,
-    plan_combine,
-)
-from .decode_op import launch as launch_decode
-from .runtime.arguments import NULL, Argument, or_null
+from .decode_op import DecodePlan, Wanted, accumulator_bytes, check_results, plan_combine
+from .runtime.arguments import Memory
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
 from .spec.arch import Arch
 from .spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeProblem
 from .spec.mla import D_QK
 from .spec.split_plan import NO_LIMIT
+from .spec.tensor_map import TensorMap
 from .support import MAX_QUERY_TOKENS, heads_problem
 from .tensors import (
     DTYPE_NAMES,
@@ -51,7 +43,6 @@ class DenseDecodeCall(NamedTuple):
     k_cache: TensorSpec
     block_table: TensorSpec
     cache_seqlens: TensorSpec
-    causal: bool
     descale_q: TensorSpec | None
     descale_k: TensorSpec | None
     wanted: Wanted
@@ -74,7 +65,6 @@ class DenseOperands(NamedTuple):
     k_cache: torch.Tensor
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
-    causal: bool
     descale_q: torch.Tensor | None
     descale_k: torch.Tensor | None
 
@@ -85,41 +75,30 @@ class DenseOperands(NamedTuple):
             k_cache=spec_of("k_cache", self.k_cache),
             block_table=spec_of("block_table", self.block_table),
             cache_seqlens=spec_of("cache_seqlens", self.cache_seqlens),
-            causal=self.causal,
             descale_q=optional_spec("descale_q", self.descale_q),
             descale_k=optional_spec("descale_k", self.descale_k),
             wanted=wanted,
         )
-        plan = plan_call(call, device.arch, device.sm_count)
+        return plan_call(call, device.arch, device.sm_count)
+
+    def check_addresses(self) -> None:
+        """ValueError unless tensor maps can hold the address of the cache."""
         check_address("k_cache", self.k_cache.data_ptr(), TMA_ALIGNMENT)
-        return plan
 
     def counts(self, plan: DecodePlan) -> KeyCounts:
         """The keys of each request, for the plan."""
         return KeyCounts(self.cache_seqlens, None, *plan.key_limits)
 
-    def launch(self, device: Device, plan: DecodePlan, tensors: DecodeTensors, softmax_scale: float | None, empty_lse: float) -> None:
-        """Launches dense_decode, and combine where requests may be split. Allocates nothing."""
+    def maps(self, plan: DecodePlan) -> tuple[TensorMap, ...]:
+        """That of the cache."""
         assert isinstance(plan, DenseDecodePlan)
-        args: tuple[Argument, ...] = (
-            dense_tensor_map(plan.cache, self.k_cache.data_ptr(), plan.box_keys),
-            self.q,
-            self.k_cache if plan.reads_cache else NULL,
-            or_null(self.descale_q),
-            or_null(self.descale_k),
-            self.block_table,
-            self.cache_seqlens,
-            tensors.metadata,
-            tensors.num_splits,
-            tensors.out,
-            tensors.lse,
-            *accumulators(plan, tensors.workspace),
-            *plan.int64s,
-            plan.scale_log2(softmax_scale),
-            empty_lse,
-            *plan.int32s,
-        )
-        launch_decode(device, plan, tensors, args, self.counts(plan), NULL, empty_lse)
+        return (dense_tensor_map(plan.cache, self.k_cache.data_ptr(), plan.box_keys),)
+
+    def memory(self, plan: DecodePlan) -> tuple[Memory | None, ...]:
+        """The pointers of the decode kernel in front of the plan's."""
+        assert isinstance(plan, DenseDecodePlan)
+        cache = self.k_cache if plan.reads_cache else None
+        return self.q, cache, self.descale_q, self.descale_k, self.block_table, self.cache_seqlens
 
 
 @lru_cache(maxsize=4096)
@@ -150,7 +129,7 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
             problem.h_q // problem.h_kv,
             problem.page_size,
             min(cache.pages, NO_LIMIT),
-            int(call.causal and problem.s_q > 1),
+            int(call.wanted.causal and problem.s_q > 1),
             problem.batch,
             problem.max_keys,
             problem.max_splits,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .runtime.arguments import NULL, Argument, Memory
+from .runtime.arguments import Argument
 from .runtime.device import Device
 from .spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, MergeStatesConfig, grid
 from .tensors import (
@@ -94,8 +94,8 @@ class MergeOperands(NamedTuple):
         device.launch(device.kernel("merge_states", plan.kernel), plan.grid, args, pdl=True)
 
 
-def _pointers(tensors: tuple[torch.Tensor, ...]) -> tuple[Memory, ...]:
-    return *tensors, *(NULL,) * (LISTED_STATES - len(tensors))
+def _pointers(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+    return *tensors, *(None,) * (LISTED_STATES - len(tensors))
 
 
 def _spec_of_all(name: str, tensors: tuple[torch.Tensor, ...]) -> TensorSpec:

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from .runtime.arguments import NULL, Memory
 from .runtime.device import Device
 from .spec.split_plan import PLAN_COLUMNS, SplitPlanConfig
-from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_shape, spec_of
+from .tensors import TensorSpec, check_contiguous, check_device, check_dtype, check_shape
 
 
 class ScheduleKey(NamedTuple):
@@ -34,11 +33,6 @@ class KeyCounts(NamedTuple):
     limit: int
     extra_limit: int
 
-    @property
-    def pointers(self) -> tuple[Memory, Memory]:
-        """lengths and extra_lengths as arguments."""
-        return (NULL if self.lengths is None else self.lengths), (NULL if self.extra_lengths is None else self.extra_lengths)
-
 
 class PlanSpecs(NamedTuple):
     """The specs of a plan's two tensors."""
@@ -47,29 +41,11 @@ class PlanSpecs(NamedTuple):
     num_splits: TensorSpec
 
 
-class GivenPlan(NamedTuple):
-    """A plan that the caller holds: tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]."""
-
-    metadata: torch.Tensor
-    num_splits: torch.Tensor
-
-    @property
-    def specs(self) -> PlanSpecs:
-        """Of the two tensors."""
-        return PlanSpecs(spec_of("tile_scheduler_metadata", self.metadata), spec_of("num_splits", self.num_splits))
-
-    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plan, whatever it contains: the kernels keep to their operands."""
-        return self.metadata, self.num_splits
-
-
 class MlaSchedule:
     """What get_mla_metadata() returns: empty until its first use by flash_mla_with_kvcache, which plans it on the device.
 
     tile_scheduler_metadata: int32 [num_sm_parts, 8] and num_splits: int32 [batch + 1] after the first use, else None.
     """
-
-    specs: PlanSpecs | None = None  # nothing of it is the caller's
 
     def __init__(self) -> None:
         self.tile_scheduler_metadata: torch.Tensor | None = None
@@ -101,7 +77,7 @@ def plan(device: Device, counts: KeyCounts, batch: int, num_parts: int, where: t
         device.undefined(metadata, num_splits)
         kernel = device.kernel("split_plan", SplitPlanConfig().name)
         limits = (counts.limit, counts.extra_limit)
-        device.launch(kernel, (1, 1, 1), (*counts.pointers, metadata, num_splits, batch, num_parts, *limits))
+        device.launch(kernel, (1, 1, 1), (counts.lengths, counts.extra_lengths, metadata, num_splits, batch, num_parts, *limits))
     return metadata, num_splits
 
 

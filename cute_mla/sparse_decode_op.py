@@ -8,23 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .cache.gathered import GATHER_ALIGNMENT, GatheredCache, gathered_cache
-from .decode_op import (
-    DecodePlan,
-    DecodeTensors,
-    Wanted,
-    accumulator_bytes,
-    accumulators,
-    check_results,
-    plan_combine,
-)
-from .decode_op import launch as launch_decode
-from .runtime.arguments import Argument, or_null
+from .decode_op import DecodePlan, Wanted, accumulator_bytes, check_results, plan_combine
+from .runtime.arguments import Memory
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
 from .sparse_op import check_indices, check_queries, check_sink
 from .spec.arch import Arch
 from .spec.dense_decode import MAX_KEYS
 from .spec.sparse_decode import SparseDecodeProblem
+from .spec.tensor_map import TensorMap
 from .support import MAX_GRID_TOKENS
 from .tensors import DTYPE_NAMES, TensorSpec, check_address, check_counts, optional_spec, row_alignment, spec_of
 
@@ -47,7 +39,6 @@ class SparseDecodeCall(NamedTuple):
     main: Selection
     extra: Selection | None
     attn_sink: TensorSpec | None
-    is_fp8_kvcache: bool
     wanted: Wanted
 
 
@@ -62,7 +53,6 @@ class SparseOperands(NamedTuple):
     extra_indices: torch.Tensor | None
     extra_topk_length: torch.Tensor | None
     attn_sink: torch.Tensor | None
-    is_fp8_kvcache: bool
 
     def plan(self, wanted: Wanted, device: Device) -> DecodePlan:
         """What the call needs on a device. ValueError on anything not supported."""
@@ -71,14 +61,15 @@ class SparseOperands(NamedTuple):
             main=_selection(("k_cache", "indices", "topk_length"), self.k_cache, self.indices, self.topk_length),
             extra=self._extra(),
             attn_sink=optional_spec("attn_sink", self.attn_sink),
-            is_fp8_kvcache=self.is_fp8_kvcache,
             wanted=wanted,
         )
-        plan = plan_call(call, device.arch, device.sm_count)
+        return plan_call(call, device.arch, device.sm_count)
+
+    def check_addresses(self) -> None:
+        """ValueError unless whole vectors of the caches can be read."""
         check_address("k_cache", self.k_cache.data_ptr(), GATHER_ALIGNMENT)
         if self.extra_k_cache is not None:
             check_address("extra_k_cache", self.extra_k_cache.data_ptr(), GATHER_ALIGNMENT)
-        return plan
 
     def _extra(self) -> Selection | None:
         """The second cache, if there is one. ValueError if only a part of it is given."""
@@ -95,29 +86,14 @@ class SparseOperands(NamedTuple):
         """The keys of each request: its indices that count."""
         return KeyCounts(self.topk_length, self.extra_topk_length, *plan.key_limits)
 
-    def launch(self, device: Device, plan: DecodePlan, tensors: DecodeTensors, softmax_scale: float | None, empty_lse: float) -> None:
-        """Launches sparse_decode, and combine where requests may be split. Allocates nothing."""
-        attn_sink = or_null(self.attn_sink)
-        args: tuple[Argument, ...] = (
-            self.q,
-            self.k_cache,
-            self.indices,
-            or_null(self.topk_length),
-            or_null(self.extra_k_cache),
-            or_null(self.extra_indices),
-            or_null(self.extra_topk_length),
-            attn_sink,
-            tensors.metadata,
-            tensors.num_splits,
-            tensors.out,
-            tensors.lse,
-            *accumulators(plan, tensors.workspace),
-            *plan.int64s,
-            plan.scale_log2(softmax_scale),
-            empty_lse,
-            *plan.int32s,
-        )
-        launch_decode(device, plan, tensors, args, self.counts(plan), attn_sink, empty_lse)
+    def maps(self, plan: DecodePlan) -> tuple[TensorMap, ...]:
+        """There is none: the kernels gather rows by their addresses."""
+        return ()
+
+    def memory(self, plan: DecodePlan) -> tuple[Memory | None, ...]:
+        """The pointers of the decode kernel in front of the plan's."""
+        extra = (self.extra_k_cache, self.extra_indices, self.extra_topk_length)
+        return self.q, self.k_cache, self.indices, self.topk_length, *extra, self.attn_sink
 
 
 def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:
@@ -189,7 +165,7 @@ def _check_queries(q: TensorSpec) -> None:
 def _check_selection(call: SparseDecodeCall, selection: Selection) -> tuple[GatheredCache, int, tuple[int, int]]:
     """(layout of the cache, indices of a token, strides of the indices between requests and tokens)."""
     (cache_name, indices_name, length_name), k_cache, indices, length = selection
-    cache = gathered_cache(cache_name, k_cache, call.q, call.is_fp8_kvcache)
+    cache = gathered_cache(cache_name, k_cache, call.q, call.wanted.is_fp8_kvcache)
     batch, s_q = call.q.shape[:2]
     check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
     if length is not None:

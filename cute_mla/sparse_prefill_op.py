@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .cache.gathered import GATHER_ALIGNMENT, MOST_SLOTS
-from .runtime.arguments import Argument, or_null
+from .runtime.arguments import Argument
 from .runtime.device import Device
 from .sparse_op import check_indices, check_queries, check_sink
 from .spec.arch import Arch
@@ -117,10 +117,10 @@ class PrefillOperands(NamedTuple):
         args: tuple[Argument, ...] = (
             self.q,
             self.kv,
-            or_null(self.kv_offsets),
+            self.kv_offsets,
             self.indices,
-            or_null(self.topk_length),
-            or_null(self.attn_sink),
+            self.topk_length,
+            self.attn_sink,
             *results,
             *plan.int64s,
             sm_scale * LOG2E,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime import device as device_module
+from cute_mla.runtime.device import SingleLaunches, Step, cpu_tensors_on
+from cute_mla.runtime.kept_calls import KeptCalls
 from cute_mla.spec import combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90, Arch
@@ -44,15 +45,13 @@ class RecordingDevice:
     sm_count: int = 132
     launches: list[Launch] = field(default_factory=list)
     poisoned: list[int] = field(default_factory=list)
+    kept_calls: KeptCalls = field(default_factory=KeptCalls)
 
     @contextmanager
     def active(self) -> Iterator[RecordingDevice]:
         """Makes this the device of CPU tensors."""
-        token = device_module._simulated.set(self)  # type: ignore[arg-type]
-        try:
+        with cpu_tensors_on(self):
             yield self
-        finally:
-            device_module._simulated.reset(token)
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
         """An entry with a name and parameters."""
@@ -81,6 +80,10 @@ class RecordingDevice:
         """Records the launch."""
         named = {param.name: arg for param, arg in zip(kernel.params, args, strict=True)}
         self.launches.append(Launch(kernel.name, grid, named, pdl))
+
+    def prepare(self, steps: Sequence[Step]) -> SingleLaunches:
+        """Keeps what to launch."""
+        return SingleLaunches(self, steps)
 
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Records the addresses."""

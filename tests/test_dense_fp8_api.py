@@ -11,7 +11,6 @@ import torch
 from recording_device import RecordingDevice
 from test_api import Call
 
-from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -56,8 +55,8 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
     assert f"bf16_{operands}_cluster" in config.name
     assert args["kv_map"] == TensorMap("u8", call.k_cache.data_ptr(), (576, 1, 32, 20), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
     assert args["descale_k"] is descale_k
-    assert args["descale_q"] is (descale_q if q_fp8 else NULL)
-    assert args["cache"] is (NULL if q_fp8 else call.k_cache)
+    assert args["descale_q"] is (descale_q if q_fp8 else None)
+    assert args["cache"] is (None if q_fp8 else call.k_cache)
     assert (args["page_stride"], args["row_stride"], args["pages"]) == (18_432, 576, 20)
     assert out.dtype == torch.bfloat16
 
@@ -65,13 +64,13 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
 def test_scales_are_optional(device: RecordingDevice) -> None:
     Fp8Call(q_fp8=True).run()
     args = decode_args(device)
-    assert (args["descale_q"], args["descale_k"]) == (NULL, NULL)
+    assert (args["descale_q"], args["descale_k"]) == (None, None)
 
 
 def test_a_cache_of_16_bits_needs_neither_scales_nor_its_address(device: RecordingDevice) -> None:
     Call().run()
     args = decode_args(device)
-    assert (args["cache"], args["descale_q"], args["descale_k"]) == (NULL, NULL, NULL)
+    assert (args["cache"], args["descale_q"], args["descale_k"]) == (None, None, None)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])

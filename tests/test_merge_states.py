@@ -12,7 +12,6 @@ from recording_device import RecordingDevice
 
 import cute_mla
 from cute_mla import reference
-from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import LISTED_STATES, MAX_HEADS
 
@@ -115,9 +114,9 @@ def test_what_is_launched(arch: Arch) -> None:
     assert listed.kernel == f"merge_states_{arch.name}_bf16_d128"
     assert (listed.grid, listed.pdl) == ((10, 2, 1), True)
     assert [listed.args[f"state_out_{i}"].data_ptr() for i in range(3)] == [out.data_ptr() for out in outs]
-    assert listed.args["state_lse_3"] is NULL
+    assert listed.args["state_lse_3"] is None
     assert (listed.args["state_out_stride_state"], listed.args["states"]) == (0, 3)
-    assert stacked.args["state_out_1"] is NULL
+    assert stacked.args["state_out_1"] is None
     assert (stacked.args["state_out_stride_state"], stacked.args["state_lse_stride_state"]) == (2 * 5 * 9 * 128, 2 * 5 * 9)
     assert device.poisoned == [out.data_ptr(), lse.data_ptr()]
 

@@ -15,7 +15,6 @@ from test_api import Allocations, row_ctas
 import cute_mla
 from cute_mla.cache import empty_cache
 from cute_mla.cache.gathered import gathered_cache
-from cute_mla.runtime.arguments import NULL
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
@@ -100,11 +99,11 @@ def test_a_schedule_object_plans_by_lengths_and_topk(device: RecordingDevice, to
     call.run(**lengths)
     plan, decode, combine = (launch.args for launch in device.launches)
     for args in (plan, combine):
-        assert args["lengths"] is lengths.get("topk_length", NULL)
-        assert args["extra_lengths"] is lengths.get("extra_topk_length", NULL)
+        assert args["lengths"] is lengths.get("topk_length")
+        assert args["extra_lengths"] is lengths.get("extra_topk_length")
         assert (args["max_keys"], args["extra_max_keys"]) == (100, 7)
-    assert decode["topk_length"] is lengths.get("topk_length", NULL)
-    assert decode["extra_topk_length"] is lengths.get("extra_topk_length", NULL)
+    assert decode["topk_length"] is lengths.get("topk_length")
+    assert decode["extra_topk_length"] is lengths.get("extra_topk_length")
     assert plan["batch"] == 2
     assert plan["num_parts"] == 132 // row_ctas(device, 64)
 
@@ -116,8 +115,8 @@ def test_arguments_of_one_cache(device: RecordingDevice) -> None:
     given = {"q": call.q, "cache": call.k_cache, "indices": call.options["indices"], "out": out, "lse": lse}
     assert all(args[name] is tensor for name, tensor in given.items())
     for name in ("topk_length", "extra_cache", "extra_indices", "extra_topk_length", "attn_sink"):
-        assert args[name] is NULL
-    assert device.launches[2].args["attn_sink"] is NULL
+        assert args[name] is None
+    assert device.launches[2].args["attn_sink"] is None
     ctas = row_ctas(device, 24)
     assert device.launches[1].grid == (ctas, 3, 44 // ctas)
     assert {param.name: args[param.name] for param in PARAMS["sparse_decode"] if param.kind is ParamKind.INT64} == {
@@ -243,7 +242,7 @@ def test_a_plan_made_beforehand_takes_every_request_for_topk_keys(device: Record
     parts = 44 // row_ctas(device, 32)
     assert (metadata.shape, num_splits.shape) == ((parts, 8), (6,))
     assert plan.args == {
-        "lengths": NULL, "extra_lengths": NULL, "plan": metadata, "num_splits": num_splits,
+        "lengths": None, "extra_lengths": None, "plan": metadata, "num_splits": num_splits,
         "batch": 5, "num_parts": parts, "max_keys": 2048, "extra_max_keys": 0,
     }  # fmt: skip
 
@@ -259,7 +258,8 @@ def test_workspace_size_is_what_a_call_needs(sm_count: int, invariant: bool, top
         )
         call.run(workspace=torch.empty(nbytes, dtype=torch.uint8), batch_invariant=invariant)
         decode = device.launches[1].args
-        assert nbytes == decode["out_accum"].nbytes + decode["lse_accum"].nbytes
+        accumulators = (decode["out_accum"], decode["lse_accum"])
+        assert nbytes == sum(memory.nbytes for memory in accumulators if memory is not None)
         assert (len(device.launches) == 3) == (nbytes > 0)
         if nbytes:
             with pytest.raises(ValueError, match=rf'at least {nbytes}, see workspace_size\("sparse_decode"'):

@@ -135,7 +135,8 @@ def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
     call = SparseCall(batch=1, extra_topk=64)
     spec = TensorSpec((1, 1, MAX_KEYS), (MAX_KEYS, MAX_KEYS, 1), torch.int32, call.q.device)
     second = Selection(("a", "b", "c"), spec_of("k", call.k_cache), spec_of("i", call.options["extra_indices_in_kvcache"]), None)
-    whole = SparseDecodeCall(spec_of("q", call.q), second._replace(indices=spec), second, None, True, Wanted(None, None, None, False, 16))
+    wanted = Wanted(None, None, None, causal=False, is_fp8_kvcache=True, batch_invariant=False, address_alignment=16)
+    whole = SparseDecodeCall(spec_of("q", call.q), second._replace(indices=spec), second, None, wanted)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"
     ):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..spec.abi import Param, ParamKind
 from ..spec.tensor_map import TensorMap
-from .driver import TENSOR_MAP_ALIGNMENT
+from .driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from .tensor_map import encode
 
-_FORMATS = {ParamKind.POINTER: "Q", ParamKind.INT32: "i", ParamKind.INT64: "q", ParamKind.FLOAT32: "f", ParamKind.TENSOR_MAP: "128s"}
-_ALIGNMENTS = {ParamKind.TENSOR_MAP: TENSOR_MAP_ALIGNMENT}
+_SCALAR_FORMATS = {ParamKind.INT32: "i", ParamKind.INT64: "q", ParamKind.FLOAT32: "f"}
+_RANKS = {ParamKind.TENSOR_MAP: 0, ParamKind.POINTER: 1}  # and scalars behind them
 
 
 class Memory(Protocol):
@@ -25,54 +25,84 @@ class Memory(Protocol):
 
 
 class Span(NamedTuple):
-    """`nbytes` bytes of a tensor from `offset`. Without a tensor it is the null pointer, of memory never accessed."""
+    """`nbytes` bytes of a tensor from `offset`."""
 
-    tensor: Any = None
-    offset: int = 0
-    nbytes: int = 0
+    tensor: Any
+    offset: int
+    nbytes: int
 
     def data_ptr(self) -> int:
         """The address of the first byte."""
-        return self.tensor.data_ptr() + self.offset if self.tensor is not None else 0
+        address: int = self.tensor.data_ptr()
+        return address + self.offset
 
 
-NULL = Span()
+Argument: TypeAlias = int | float | Memory | TensorMap | None  # None: the null pointer
 
 
-def or_null(memory: Memory | None) -> Memory:
-    """The pointer argument of an operand that may be absent."""
-    return NULL if memory is None else memory
-
-
-Argument: TypeAlias = int | float | Memory | TensorMap
+def address_of(memory: Memory | None) -> int:
+    """The address that a pointer argument stands for."""
+    return 0 if memory is None else memory.data_ptr()
 
 
 class ArgumentBlock:
-    """Memory for one launch's arguments, and the table of pointers to them that the driver takes; made once, filled often."""
+    """Memory for one launch's arguments, and the table of pointers to them that the driver takes; made once, filled often.
+
+    Parameters are tensor maps, pointers and scalars, in this order; ValueError otherwise.
+    """
 
     def __init__(self, params: Sequence[Param]) -> None:
-        layout = "<"
-        offsets = []
-        size = 0
-        for param in params:
-            padding = -size % _ALIGNMENTS.get(param.kind, param.size)
-            offsets.append(size + padding)
-            layout += f"{padding}x{_FORMATS[param.kind]}" if padding else _FORMATS[param.kind]
-            size += padding + param.size
-        self._memory = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
-        self._start = -ctypes.addressof(self._memory) % TENSOR_MAP_ALIGNMENT
-        first = ctypes.addressof(self._memory) + self._start
+        maps = sum(param.kind is ParamKind.TENSOR_MAP for param in params)
+        pointers = sum(param.kind is ParamKind.POINTER for param in params)
+        ranks = [_RANKS.get(param.kind, len(_RANKS)) for param in params]
+        if ranks != sorted(ranks):
+            raise ValueError(f"parameters are {', '.join(param.kind for param in params)}; supported: tensor maps, pointers, scalars")
+        self._pointers_at = maps * TENSOR_MAP_BYTES
+        self._scalars_at = self._pointers_at + pointers * ParamKind.POINTER.size
+        offsets, layout, size = _places(params)
+        memory = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+        start = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+        first = ctypes.addressof(memory) + start
+        self._bytes = memoryview(memory).cast("B")[start : start + size]
         self._table = (ctypes.c_void_p * len(params))(*(first + offset for offset in offsets))
-        self._pack_into = struct.Struct(layout).pack_into
-        self._pointers = tuple(i for i, param in enumerate(params) if param.kind is ParamKind.POINTER)
-        self._tensor_maps = tuple(i for i, param in enumerate(params) if param.kind is ParamKind.TENSOR_MAP)
+        self._map_offsets = offsets[:maps]
+        self._maps: list[TensorMap | None] = [None] * maps
+        self._pointers = pointers
+        self._pack_pointers = struct.Struct(f"<{pointers}Q").pack_into
+        self._pack_scalars = struct.Struct(layout).pack_into
         self.table_address = ctypes.addressof(self._table)
 
     def fill(self, args: Sequence[Any]) -> None:
         """Writes the arguments, in the order of the parameters."""
-        values = list(args)
-        for i in self._pointers:
-            values[i] = values[i].data_ptr()
-        for i in self._tensor_maps:
-            values[i] = encode(values[i])
-        self._pack_into(self._memory, self._start, *values)
+        pointers, scalars = len(self._map_offsets), len(self._map_offsets) + self._pointers
+        self.set_maps(args[:pointers])
+        self.set_addresses([address_of(memory) for memory in args[pointers:scalars]])
+        self.set_scalars(args[scalars:])
+
+    def set_maps(self, maps: Sequence[TensorMap]) -> None:
+        """Writes the tensor maps."""
+        for i, tensor_map in enumerate(maps):
+            if tensor_map is not self._maps[i]:  # encoding finds what it has encoded, but that takes longer than all of the pointers
+                offset = self._map_offsets[i]
+                self._bytes[offset : offset + TENSOR_MAP_BYTES] = encode(tensor_map)
+                self._maps[i] = tensor_map
+
+    def set_addresses(self, addresses: Sequence[int]) -> None:
+        """Writes the pointers."""
+        self._pack_pointers(self._bytes, self._pointers_at, *addresses)
+
+    def set_scalars(self, scalars: Sequence[int | float]) -> None:
+        """Writes the arguments behind the pointers."""
+        self._pack_scalars(self._bytes, self._scalars_at, *scalars)
+
+
+def _places(params: Sequence[Param]) -> tuple[list[int], str, int]:
+    """The offset of each argument, the struct format of the scalars, and the bytes of all."""
+    offsets, layout, size = [], "<", 0
+    for param in params:
+        padding = -size % param.size
+        offsets.append(size + padding)
+        if param.kind in _SCALAR_FORMATS:
+            layout += f"{padding}x{_SCALAR_FORMATS[param.kind]}"
+        size += padding + param.size
+    return offsets, layout, size

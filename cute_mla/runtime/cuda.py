@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ..manifest import KernelEntry
 from ..spec.arch import ARCHS, Arch, arch_for
+from ..spec.tensor_map import TensorMap
 from . import driver
-from .arguments import Argument, ArgumentBlock
+from .arguments import Argument, ArgumentBlock, Memory
+from .device import Step
 from .errors import DeviceError
+from .kept_calls import KeptCalls
 from .library import Artifacts, cubin_toolkit, load_artifacts
 
 _DRIVERS = {12: "525", 13: "580"}  # the first driver for a CUDA major, which is the oldest that loads what its tools compile
@@ -38,6 +42,65 @@ class _LoadedKernel:
         self.slots = [_Slot(entry)]
 
 
+class _PreparedLaunch:
+    """A launch but for its tensor maps and pointers."""
+
+    def __init__(self, step: Step, handle: Any) -> None:
+        entry = step.kernel
+        self.handle = handle
+        self.maps = step.maps
+        self.addresses = itemgetter(*step.memory)
+        self.arguments = ArgumentBlock(entry.params)
+        self.arguments.set_scalars(step.scalars)
+        self.config = driver.launch_config(entry.block, entry.cluster, entry.smem_bytes, pdl=step.pdl)
+        self.config.gridDimX, self.config.gridDimY, self.config.gridDimZ = step.grid
+
+
+class CudaLaunches:
+    """Launches that were prepared: a call writes pointers and starts them. Threads do not share what a call writes to."""
+
+    def __init__(self, device: CudaDevice, steps: Sequence[Step]) -> None:
+        self._device = device
+        self._steps = [(step, device.loaded(step.kernel).handle) for step in steps]
+        self._free = [self._make()]
+
+    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
+        """As Launches."""
+        device = self._device
+        addresses = [0 if place is None else place.data_ptr() for place in memory]
+        stream = device.stream(current_stream(device.index))
+        try:
+            launches = self._free.pop()
+        except IndexError:
+            launches = self._make()
+        try:
+            for launch in launches:
+                if launch.maps:
+                    launch.arguments.set_maps([maps[i] for i in launch.maps])
+                launch.arguments.set_addresses(launch.addresses(addresses))
+                launch.config.hStream = stream
+            if driver.is_current(device.index):
+                _start(launches)
+            else:
+                with driver.current(device.context):
+                    _start(launches)
+        finally:
+            self._free.append(launches)
+
+    def again(self) -> Callable[[], None]:
+        """Starts the first of the launches as it was started last, and does nothing besides."""
+        launch = self._free[-1][0]
+        return partial(driver.launch, launch.config, launch.handle, launch.arguments.table_address)
+
+    def _make(self) -> list[_PreparedLaunch]:
+        return [_PreparedLaunch(step, handle) for step, handle in self._steps]
+
+
+def _start(launches: Sequence[_PreparedLaunch]) -> None:
+    for launch in launches:
+        driver.launch(launch.config, launch.handle, launch.arguments.table_address)
+
+
 class CudaDevice:
     """One CUDA device and the kernels loaded for it.
 
@@ -50,8 +113,9 @@ class CudaDevice:
         self.index = index
         self.arch = _arch_of(index)
         self.sm_count = driver.sm_count(index)
+        self.kept_calls = KeptCalls()
         self._artifacts: Artifacts = load_artifacts()
-        self._context = driver.retain_primary_context(index)
+        self.context = driver.retain_primary_context(index)
         self._entries: dict[tuple[str, str], KernelEntry] = {}
         self._kernels: dict[str, _LoadedKernel] = {}
         self._streams: dict[int, Any] = {}
@@ -78,10 +142,8 @@ class CudaDevice:
         grid: CTAs along x, y, z. stream: a raw handle; default torch's current stream of this device.
         pdl: the kernel may start before the one ahead of it ends, and waits for it itself.
         """
-        loaded = self._kernels.get(kernel.name) or self._load(kernel)
-        if stream is None:
-            stream = current_stream(self.index)
-        handle = self._streams.get(stream) or self._streams.setdefault(stream, driver.stream(stream))
+        loaded = self.loaded(kernel)
+        handle = self.stream(current_stream(self.index) if stream is None else stream)
         try:
             slot = loaded.slots.pop()
         except IndexError:
@@ -94,13 +156,25 @@ class CudaDevice:
             if driver.is_current(self.index):
                 driver.launch(config, loaded.handle, slot.arguments.table_address)
             else:  # a thread that has not used CUDA yet, or whose current device is another one
-                with driver.current(self._context):
+                with driver.current(self.context):
                     driver.launch(config, loaded.handle, slot.arguments.table_address)
         finally:
             loaded.slots.append(slot)
 
+    def prepare(self, steps: Sequence[Step]) -> CudaLaunches:
+        """Makes all of these launches ready but for their memory. Loads what is not loaded."""
+        return CudaLaunches(self, steps)
+
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Says that the contents of these tensors do not matter. Nothing to do here."""
+
+    def stream(self, raw: int) -> Any:
+        """The driver's object for a raw stream handle."""
+        return self._streams.get(raw) or self._streams.setdefault(raw, driver.stream(raw))
+
+    def loaded(self, kernel: KernelEntry) -> _LoadedKernel:
+        """The kernel on this device, loaded if need be."""
+        return self._kernels.get(kernel.name) or self._load(kernel)
 
     def _load(self, entry: KernelEntry) -> _LoadedKernel:
         with self._lock:
@@ -109,7 +183,7 @@ class CudaDevice:
                 return loaded
             cubin = self._artifacts.cubin(entry)
             _check_driver(entry, cubin)
-            with nullcontext() if driver.is_current(self.index) else driver.current(self._context), driver.loading():
+            with nullcontext() if driver.is_current(self.index) else driver.current(self.context), driver.loading():
                 library = driver.load_library(cubin)
                 handle = driver.get_kernel(library, entry.entry)
                 x, y, z = entry.cluster

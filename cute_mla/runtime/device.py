@@ -5,23 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from ..manifest import KernelEntry
 from ..spec.arch import ARCHS, Arch
-from .arguments import Argument
+from ..spec.tensor_map import TensorMap
+from .arguments import Argument, Memory
+from .kept_calls import KeptCalls
 
 if TYPE_CHECKING:
     from .simulated import SimulatedDevice
 
 
+class Step(NamedTuple):
+    """One of several launches that work on the same memory.
+
+    maps, memory: which of the launches' tensor maps and pointers are the kernel's, in the order of its parameters. scalars: the arguments
+    behind them. pdl: as in Device.launch.
+    """
+
+    kernel: KernelEntry
+    grid: tuple[int, int, int]
+    maps: tuple[int, ...]
+    memory: tuple[int, ...]
+    scalars: tuple[int | float, ...]
+    pdl: bool
+
+
+class Launches(Protocol):
+    """Launches of a few kernels, one behind the other on the current stream, that may be repeated."""
+
+    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
+        """Launches them on this memory. None: the null pointer."""
+        ...
+
+
 class Device(Protocol):
     """Something that runs kernels.
 
-    arch: whose kernels it runs. sm_count: streaming multiprocessors, which every schedule is made for.
+    arch: whose kernels it runs. sm_count: streaming multiprocessors, which every schedule is made for. kept_calls: what was checked and
+    prepared for it.
     """
+
+    kept_calls: KeptCalls
 
     @property
     def arch(self) -> Arch: ...
@@ -45,12 +73,29 @@ class Device(Protocol):
         """Launches a kernel with its parameters in order, on the current stream unless another is given."""
         ...
 
+    def prepare(self, steps: Sequence[Step]) -> Launches:
+        """Makes all of these launches ready but for their memory."""
+        ...
+
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Says that the contents of these tensors do not matter: whoever reads them before writing them is wrong."""
         ...
 
 
-_simulated: ContextVar[SimulatedDevice | None] = ContextVar("cute_mla_simulated_device", default=None)
+class SingleLaunches(NamedTuple):
+    """Launches on a device that has nothing to prepare."""
+
+    device: Device
+    steps: Sequence[Step]
+
+    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
+        """As Launches."""
+        for step in self.steps:
+            args = (*(maps[i] for i in step.maps), *(memory[i] for i in step.memory), *step.scalars)
+            self.device.launch(step.kernel, step.grid, args, pdl=step.pdl)
+
+
+_simulated: ContextVar[Device | None] = ContextVar("cute_mla_simulated_device", default=None)
 
 
 def device_for(device: torch.device) -> Device:
@@ -92,8 +137,15 @@ def simulate(
             raise ValueError(f"arch is {arch!r}; supported: {', '.join(ARCHS)}")
         arch = ARCHS[arch]
     device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding)
+    with cpu_tensors_on(device):
+        yield device
+
+
+@contextmanager
+def cpu_tensors_on(device: Device) -> Iterator[None]:
+    """Makes CPU tensors run on this device, in this thread or task only."""
     token = _simulated.set(device)
     try:
-        yield device
+        yield
     finally:
         _simulated.reset(token)

@@ -15,8 +15,10 @@ from ..manifest import KernelEntry
 from ..spec.abi import Param, ParamKind
 from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
-from .arguments import Argument, Span
+from .arguments import Argument, Span, address_of
+from .device import SingleLaunches, Step
 from .errors import ArtifactError
+from .kept_calls import KeptCalls
 from .library import Artifacts, load_artifacts
 from .tensor_map import extent_bytes
 from .undefined import UndefinedMemory
@@ -53,6 +55,7 @@ class SimulatedDevice:
         self.seconds = 0.0
         self.launches = 0
         self.counts: dict[str, Counts] | None = None
+        self.kept_calls = KeptCalls()
         self._policy = simulator.Policy.named(schedule, seed)
         self._order = f"schedule {schedule}, seed {seed}"
         self._raise = on_finding == "raise"
@@ -95,6 +98,10 @@ class SimulatedDevice:
         if report.findings and self._raise:
             text = "\n".join(str(finding) for finding in report.findings)
             raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
+
+    def prepare(self, steps: Sequence[Step]) -> SingleLaunches:
+        """Keeps what to launch."""
+        return SingleLaunches(self, steps)
 
     def count_by_role(self) -> None:
         """Counts what launches from here on execute."""
@@ -145,7 +152,7 @@ def _raw(param: Param, arg: Any) -> bytes | TensorMap:
     """An argument as the simulator takes it: its little-endian bytes, or the tensor map as it is."""
     if param.kind is ParamKind.TENSOR_MAP:
         return arg
-    return struct.pack(_SCALARS[param.kind], arg.data_ptr() if param.kind is ParamKind.POINTER else arg)
+    return struct.pack(_SCALARS[param.kind], address_of(arg) if param.kind is ParamKind.POINTER else arg)
 
 
 def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
@@ -168,7 +175,7 @@ def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str
 def _range(param: Param, arg: Any) -> tuple[int, int]:
     if param.kind is ParamKind.TENSOR_MAP:
         return arg.address, arg.address + extent_bytes(arg)
-    if param.kind is not ParamKind.POINTER:
+    if param.kind is not ParamKind.POINTER or arg is None:
         return 0, 0
     start = arg.data_ptr()
     if isinstance(arg, Span):

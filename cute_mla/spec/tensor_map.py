@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 
 class Swizzle(StrEnum):
@@ -32,3 +33,11 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: Swizzle = Swizzle.NONE
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: every launch looks for the encoded form of its maps."""
+        return hash((self.dtype, self.address, self.dims, self.strides, self.box, self.swizzle))

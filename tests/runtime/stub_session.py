@@ -1,7 +1,6 @@
 """Run by test_stub_driver.py in a process whose libcuda is the stub: launches dense_decode twice and prints what the stub saw.
 
-Its arguments are the compute capability of the device, as in `10 3`. With `--time` it also prints the microseconds of Python
-that one launch of dense_decode costs, in and around the driver call.
+Its arguments are the compute capability of the device, as in `10 3`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-import timeit
 from typing import Any
 
 import torch
@@ -75,10 +73,6 @@ def main() -> None:
         "encode_calls": record.encode_calls,
         "encode_misaligned": record.encode_misaligned,
     }
-    if "--time" in sys.argv:
-        count = 50_000
-        best = min(timeit.repeat(lambda: device.launch(kernel, (2, 1, 66), args, pdl=True), number=count, repeat=5))
-        seen["launch_us"] = best / count * 1e6
     print(json.dumps(seen))
 
 

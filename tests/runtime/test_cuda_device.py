@@ -13,10 +13,13 @@ import torch
 from cuda.bindings import driver as real
 from fake_artifacts import dense_entries, fake_cubin, write_artifacts
 from fake_driver import FakeDriver, scalar
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_mla.runtime import driver
-from cute_mla.runtime.arguments import NULL, ArgumentBlock, Span
+from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from cute_mla.runtime import cuda, driver
+from cute_mla.runtime.arguments import ArgumentBlock, Span
 from cute_mla.runtime.cuda import CudaDevice
+from cute_mla.runtime.device import Step, cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
@@ -29,13 +32,21 @@ PDL = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZA
 SMEM_LIMIT = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE_CLUSTER = real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
+
+class Refused(TorchDispatchMode):
+    """Fails at every operation of torch: allocations, copies and reads among them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} on the path of a call")
+
+
 KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728), (64, 1, 64, 1), Swizzle.B128)
 
 
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
     """Arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
-    return lengths, NULL, plan, splits, batch, 132, NO_LIMIT, 0
+    return lengths, None, plan, splits, batch, 132, NO_LIMIT, 0
 
 
 def decode_args() -> tuple[Any, ...]:
@@ -136,19 +147,20 @@ def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
     assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "accum_rows")] == [0, 1, 9]
 
 
-def test_null_pointer_argument() -> None:
-    assert NULL.data_ptr() == 0
-
-
 def test_argument_block_aligns_every_argument() -> None:
     import ctypes
 
-    params = (*int32s("a"), *int64s("b"), *float32s("c"), *tensor_maps("map"), *int32s("d"), *pointers("p"))
+    params = (*tensor_maps("m", "n"), *pointers("p", "o"), *int32s("a"), *int64s("b"), *float32s("c"), *int32s("d"))
     block = ArgumentBlock(params)
     table = (ctypes.c_void_p * len(params)).from_address(block.table_address)
-    for pointer, alignment in zip(table, (4, 8, 4, 64, 4, 8), strict=True):
+    for pointer, alignment in zip(table, (64, 64, 8, 8, 4, 8, 4, 4), strict=True):
         assert pointer is not None
         assert pointer % alignment == 0
+
+
+def test_argument_block_refuses_parameters_in_another_order() -> None:
+    with pytest.raises(ValueError, match="parameters are int32, pointer; supported: tensor maps, pointers, scalars"):
+        ArgumentBlock((*int32s("a"), *pointers("p")))
 
 
 def test_argument_block_refuses_a_wrong_number_of_arguments() -> None:
@@ -203,6 +215,81 @@ def test_launch_in_a_thread_of_another_context(fake: FakeDriver, current: int | 
     names = [name for name, _ in fake.calls][-3:]
     assert names == ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"]
     assert fake.called("cuCtxPushCurrent") == [("primary context of 0",)]
+
+
+def decode_call(device: CudaDevice, **changes: Any) -> dict[str, Any]:
+    """Arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
+    lengths = torch.zeros(4, dtype=torch.int32)
+    metadata, num_splits = get_mla_metadata(lengths, 128, 1, 128)
+    call = {
+        "q": torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16),
+        "k_cache": torch.zeros(3, 64, 1, 576, dtype=torch.bfloat16),
+        "block_table": torch.zeros(4, 2, dtype=torch.int32),
+        "cache_seqlens": lengths,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": metadata,
+        "num_splits": num_splits,
+        "out": torch.zeros(4, 1, 128, 512, dtype=torch.bfloat16),
+        "lse": torch.zeros(4, 128, 1),
+        "workspace": torch.zeros(workspace_size("dense_decode", batch=4, s_q=1, h_q=128, device="cpu"), dtype=torch.uint8),
+    }
+    return {**call, **changes}
+
+
+def test_a_decode_call_asks_the_driver_for_two_launches_and_nothing_else(fake: FakeDriver) -> None:
+    device = CudaDevice(0)
+    with cpu_tensors_on(device):
+        flash_mla_with_kvcache(**decode_call(device))  # loads the kernels
+        again = decode_call(device)
+        fake.calls.clear()
+        with Refused():
+            flash_mla_with_kvcache(**again)
+    assert [name for name, _ in fake.calls] == ["cuTensorMapEncodeTiled", "cuCtxGetDevice", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    decode, combine = fake.launches[-2:]
+    assert scalar(decode.arguments["q"], "Q") == again["q"].data_ptr()
+    assert decode.arguments["kv_map"][:8] == struct.pack("<Q", again["k_cache"].data_ptr())
+    assert scalar(decode.arguments["lse_accum"], "Q") == scalar(combine.arguments["lse_accum"], "Q")
+    assert scalar(decode.arguments["lse_accum"], "Q") > scalar(decode.arguments["out_accum"], "Q") == again["workspace"].data_ptr()
+    assert scalar(combine.arguments["lengths"], "Q") == again["cache_seqlens"].data_ptr()
+    assert (scalar(combine.arguments["extra_lengths"], "Q"), scalar(decode.arguments["descale_k"], "Q")) == (0, 0)
+    assert scalar(combine.arguments["out"], "Q") == scalar(decode.arguments["out"], "Q") == again["out"].data_ptr()
+
+
+def test_prepared_launches_follow_the_stream_and_the_context(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(0)
+    with cpu_tensors_on(device):
+        call = decode_call(device)
+        flash_mla_with_kvcache(**call)
+        monkeypatch.setattr(cuda, "current_stream", lambda index: 78)
+        fake.current_device = 1
+        flash_mla_with_kvcache(**call)
+    assert [launch.stream for launch in fake.launches[-4:]] == [77, 77, 78, 78]
+    assert [name for name, _ in fake.calls][-4:] == ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuLaunchKernelEx", "cuCtxPopCurrent"]
+
+
+def test_threads_do_not_share_prepared_launches(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(0)
+    steps = [Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), (0, 1, 2, 3), (3, 132, NO_LIMIT, 0), pdl=False)]
+    launches = device.prepare(steps)
+    inside, release, tables = threading.Event(), threading.Event(), list[int]()
+
+    def launch(config: Any, handle: Any, table: int) -> None:
+        tables.append(table)
+        if len(tables) == 1:
+            inside.set()
+            assert release.wait(10)
+
+    monkeypatch.setattr(driver, "launch", launch)
+    memory = plan_args()[:4]
+    first = threading.Thread(target=launches, args=((), memory))
+    first.start()
+    assert inside.wait(10)
+    launches((), memory)
+    release.set()
+    first.join()
+    launches((), memory)
+    assert tables[1] != tables[0], "arguments in use were written again"
+    assert tables[2] in tables[:2], "arguments were not given back"
 
 
 def test_threads_do_not_share_argument_blocks(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

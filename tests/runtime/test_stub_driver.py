@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from fake_artifacts import fake_cubin
 
+from cute_mla.profiles import host_cost
+
 HERE = Path(__file__).parent
-COMPILER = shutil.which("cc")
 
 pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C compiler (cc) to build the stub libcuda with"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler (cc) to build the stub libcuda with"),
     pytest.mark.skipif(sys.platform != "linux", reason="the stub libcuda is a Linux library"),
 ]
 
@@ -26,10 +28,7 @@ pytestmark = [
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stub as libcuda.so.1."""
     folder = tmp_path_factory.mktemp("stub")
-    assert COMPILER is not None
-    command = [COMPILER, "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(HERE / "stub_libcuda.c")]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, built.stderr
+    host_cost.build_no_driver(folder)
     return folder
 
 
@@ -64,3 +63,12 @@ def test_a_device_without_kernels_is_refused(stub: Path, artifacts: Path) -> Non
     done = run_session(stub, artifacts, 12, 0)
     assert "cuda:0 (Stub) has compute capability 12.0; supported: 9.0 (sm90), 10.0 or 10.3 (sm100)" in done.stderr
     assert done.returncode
+
+
+def test_the_cost_of_a_call_on_the_host_is_measured(stub: Path, tmp_path: Path) -> None:
+    file = tmp_path / "host_cost.json"
+    done = CliRunner().invoke(host_cost.main, ["--json", str(file)])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(file.read_text())
+    assert figures["call_us"] > 2 * figures["launch_us"] > 0
+    assert f"call_us{figures['call_us']:13.2f}" in done.output

@@ -1,5 +1,5 @@
 /* A libcuda without a device: enough of the driver for the runtime to load a cubin, encode a tensor map and launch, and a record
- * of the last launch. Built and used by test_stub_driver.py. */
+ * of the last launch. Built by host_cost.py. */
 #include <stdint.h>
 #include <string.h>
 

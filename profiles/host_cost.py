@@ -1,0 +1,113 @@
+"""What a decode call costs on the host: Python and the driver's bindings, down to a driver that does nothing.
+
+    python -m cute_mla.profiles.host_cost [--json FILE]
+
+From a checkout with built kernels; needs cuda-python and a C compiler, and no GPU. A call is flash_mla_with_kvcache with out,
+lse, workspace and plan given, of a shape that was called before, on another cache each time, as the layers of a model have: two
+launches, decode and combine. The least time of many short runs counts, because whatever else the machine does only adds to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import timeit
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..runtime import cuda
+from ..runtime.device import cpu_tensors_on
+from ..spec.mla import D_QK, D_V
+
+GOAL_US = 6.0
+_LAYERS = 8
+_CALLS, _RUNS = 16, 2000  # calls of a run, and runs: short ones, so that some are left in peace
+_STREAM = 0x5757
+_INSIDE = "--inside"  # the process whose libcuda is the one that does nothing
+
+
+def measure(device: cuda.CudaDevice) -> dict[str, Any]:
+    """Microseconds of a call, and of parts of it: `launch_us` is the bindings' launch function, called twice in a call."""
+    with cpu_tensors_on(device):
+        calls = cycle(_calls())
+        call_us = _least_us(lambda: next(calls)())
+        (prepared,) = device.kept_calls.calls()
+        launch = prepared.launches.again()
+    return {"call_us": call_us, "launch_us": _least_us(launch), "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
+
+
+def _calls() -> list[Callable[[], Any]]:
+    """Calls of one shape, each on a cache of its own."""
+    batch, heads, page, pages = 128, 128, 64, 64
+    q = torch.zeros(batch, 1, heads, D_QK, dtype=torch.bfloat16)
+    caches = [torch.zeros(pages, page, 1, D_QK, dtype=torch.bfloat16) for _ in range(_LAYERS)]
+    table = torch.zeros(batch, pages, dtype=torch.int32)
+    lengths = torch.zeros(batch, dtype=torch.int32)
+    results: dict[str, Any] = {
+        "out": q.new_empty(batch, 1, heads, D_V),
+        "lse": torch.empty(batch, heads, 1),
+        "workspace": torch.empty(workspace_size("dense_decode", batch=batch, s_q=1, h_q=heads, device="cpu"), dtype=torch.uint8),
+    }
+    plan = get_mla_metadata(lengths, heads, 1, heads)
+    return [partial(flash_mla_with_kvcache, q, cache, table, lengths, D_V, *plan, **results) for cache in caches]
+
+
+def _least_us(work: Callable[[], Any]) -> float:
+    work()
+    return min(timeit.repeat(work, number=_CALLS, repeat=_RUNS)) / _CALLS * 1e6
+
+
+def _fixed_work() -> int:
+    """Some Python, by which machines can be compared."""
+    total = 0
+    for i in range(100):
+        total += i * i
+    return total
+
+
+def _inside() -> None:
+    """Measures on the driver that does nothing."""
+    cuda.current_stream = lambda index: _STREAM
+    ctypes.CDLL("libcuda.so.1")
+    print(json.dumps(measure(cuda.CudaDevice(0))))
+
+
+def build_no_driver(folder: Path) -> None:
+    """Compiles no_driver.c to libcuda.so.1. CalledProcessError if the compiler refuses, FileNotFoundError without one."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc) to build a driver with that does nothing")
+    source = Path(__file__).with_name("no_driver.c")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+@click.command()
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
+def main(json_file: Path | None) -> None:
+    """Time a decode call on the host, without a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_no_driver(Path(folder))
+        environment = {**os.environ, "LD_LIBRARY_PATH": folder}
+        command = [sys.executable, "-m", __spec__.name, _INSIDE]
+        answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    if json_file is not None:
+        json_file.write_text(answer)
+    for name, value in json.loads(answer).items():
+        click.echo(f"{name:12}{value:8.2f}")
+
+
+if __name__ == "__main__":
+    _inside() if sys.argv[1:] == [_INSIDE] else main()

@@ -1,0 +1,185 @@
+"""A decode call that was checked is not checked again, and every other call is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from recording_device import RecordingDevice
+
+import cute_mla
+from cute_mla import api
+from cute_mla.spec.arch import Arch
+
+
+@pytest.fixture
+def device(arch: Arch) -> Iterator[RecordingDevice]:
+    with RecordingDevice(arch, sm_count=8).active() as device:
+        yield device
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every call that was checked."""
+    seen: list[Any] = []
+    original = api._prepare_decode
+
+    def counted(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(api, "_prepare_decode", counted)
+    return seen
+
+
+def bytes_from(offset: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A contiguous tensor, so many bytes behind an address that is a multiple of 64."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = torch.zeros(size + 128, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64 + offset
+    return memory[start : start + size].view(dtype).view(shape)
+
+
+def dense(**changes: Any) -> dict[str, Any]:
+    """Arguments of a dense call."""
+    lengths = torch.zeros(2, dtype=torch.int32)
+    metadata, num_splits = cute_mla.get_mla_metadata(lengths, 16, 1, 16)
+    arguments = {
+        "q": bytes_from(0, 2, 1, 16, 576),
+        "k_cache": bytes_from(0, 4, 64, 1, 576),
+        "block_table": torch.zeros(2, 2, dtype=torch.int32),
+        "cache_seqlens": lengths,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": metadata,
+        "num_splits": num_splits,
+        "out": bytes_from(0, 2, 1, 16, 512),
+        "lse": torch.zeros(2, 16, 1),
+        "workspace": bytes_from(0, 1 << 20, dtype=torch.uint8),
+    }
+    return {**arguments, **changes}
+
+
+def sparse(**changes: Any) -> dict[str, Any]:
+    """Arguments of a sparse call over a 656-byte cache, with all that may be given."""
+    metadata, num_splits = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 16, 1, 16, topk=64)
+    arguments = dense(
+        k_cache=bytes_from(0, 4, 64, 1, 656, dtype=torch.uint8),
+        is_fp8_kvcache=True,
+        block_table=None,
+        cache_seqlens=None,
+        tile_scheduler_metadata=metadata,
+        num_splits=num_splits,
+        indices=torch.zeros(2, 1, 64, dtype=torch.int32),
+        topk_length=torch.zeros(2, dtype=torch.int32),
+        attn_sink=torch.zeros(16),
+    )
+    return {**arguments, **changes}
+
+
+@pytest.mark.parametrize("make", [dense, sparse])
+@pytest.mark.parametrize("missing", ["", "out", "lse", "workspace"])
+def test_a_call_like_the_one_before_is_not_checked(device: RecordingDevice, checks: list[Any], make: Any, missing: str) -> None:
+    absent = {missing: None} if missing else {}
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**make(**absent))
+    assert len(checks) == 1
+    decodes = [launch for launch in device.launches if "decode" in launch.kernel]
+    assert len(decodes) == 3
+    assert len({launch.args["q"].data_ptr() for launch in decodes} | {id(launch.args["q"]) for launch in decodes}) > 1
+
+
+def test_a_schedule_object_is_planned_once_for_calls_that_are_found_again(device: RecordingDevice, checks: list[Any]) -> None:
+    schedule, _ = cute_mla.get_mla_metadata()
+    device.launches.clear()
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=schedule, num_splits=None))
+    assert len(checks) == 1
+    kernels = [launch.kernel.split("_sm")[0] for launch in device.launches if launch.args.get("batch") == 2 or "combine" in launch.kernel]
+    assert kernels.count("dense_decode") == 3
+
+
+BAD: dict[str, Any] = {
+    "q dtype": {"q": torch.zeros(2, 1, 16, 576)},
+    "q columns": {"q": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)},
+    "q list": {"q": [1]},
+    "q last stride": {"q": torch.zeros(2, 1, 16, 1152, dtype=torch.bfloat16)[..., ::2]},
+    "k_cache address": {"k_cache": bytes_from(2, 4, 64, 1, 576)},
+    "k_cache pages": {"k_cache": bytes_from(0, 4, 24, 1, 576)},
+    "k_cache strides": {"k_cache": torch.zeros(4, 64, 1, 577, dtype=torch.bfloat16)[..., :576]},
+    "block_table dtype": {"block_table": torch.zeros(2, 2, dtype=torch.int64)},
+    "block_table none": {"block_table": None},
+    "cache_seqlens batch": {"cache_seqlens": torch.zeros(3, dtype=torch.int32)},
+    "head_dim_v": {"head_dim_v": 576},
+    "plan rows": {"tile_scheduler_metadata": torch.zeros(7, 8, dtype=torch.int32)},
+    "plan none": {"num_splits": None},
+    "plan object": {"tile_scheduler_metadata": 3},
+    "softmax_scale": {"softmax_scale": -1.0},
+    "softmax_scale list": {"softmax_scale": [1.0]},
+    "descale_q": {"descale_q": torch.ones(1)},
+    "fp8 flag": {"is_fp8_kvcache": True},
+    "sink": {"attn_sink": torch.zeros(16)},
+    "out shape": {"out": torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16)},
+    "out overlap": {"out": torch.zeros(1, 1, 16, 512, dtype=torch.bfloat16).expand(2, 1, 16, 512)},
+    "lse dtype": {"lse": torch.zeros(2, 16, 1, dtype=torch.bfloat16)},
+    "workspace address": {"workspace": bytes_from(4, 1 << 20, dtype=torch.uint8)},
+    "workspace size": {"workspace": bytes_from(0, 64, dtype=torch.uint8)},
+    "workspace none of torch": {"workspace": 5},
+    "empty_lse": {"empty_lse": 0.0},
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, bad: str) -> None:
+    cute_mla.flash_mla_with_kvcache(**dense())
+    launched = len(device.launches)
+    good = dense()
+    planned = len(device.launches)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="supported"):
+            cute_mla.flash_mla_with_kvcache(**{**good, **BAD[bad]})
+    assert len(device.launches) == planned > launched, "a refused call was launched"
+
+
+@pytest.mark.parametrize("name", ["topk_length", "attn_sink"])
+def test_operands_that_look_alike_are_told_apart(device: RecordingDevice, name: str) -> None:
+    """One fp32 [16] or int32 [2] more or less, or another one of the same look, is another call."""
+    cute_mla.flash_mla_with_kvcache(**sparse())
+    cute_mla.flash_mla_with_kvcache(**sparse(**{name: None}))
+    decode = next(launch for launch in reversed(device.launches) if "sparse_decode" in launch.kernel)
+    assert decode.args[name] is None
+    assert decode.args[({"topk_length", "attn_sink"} - {name}).pop()] is not None
+
+
+def test_one_scale_is_not_taken_for_the_other(device: RecordingDevice) -> None:
+    cache = torch.zeros(4, 64, 1, 576, dtype=torch.float8_e4m3fn)
+    cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_k=torch.ones(1)))
+    with pytest.raises(ValueError, match="descale_q is given with torch.bfloat16"):
+        cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_q=torch.ones(1)))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("q", (2, 1, 16, 576)), ("out", (2, 1, 16, 512))])
+def test_another_alignment_is_another_variant(device: RecordingDevice, name: str, shape: tuple[int, ...]) -> None:
+    kernels = []
+    for offset in (0, 2, 0):
+        cute_mla.flash_mla_with_kvcache(**dense(**{name: bytes_from(offset, *shape)}))
+        kernels.append(next(launch.kernel for launch in reversed(device.launches) if "dense_decode" in launch.kernel))
+    assert kernels[0] == kernels[2]
+    assert kernels[1] == f"{kernels[0]}_elements"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parameter"),
+    [("softmax_scale", 0.5, "scale_log2"), ("empty_lse", float("-inf"), "empty_lse"), ("causal", True, "causal")],
+)
+def test_options_are_part_of_a_call(device: RecordingDevice, option: str, value: Any, parameter: str) -> None:
+    def launched(**options: Any) -> Any:
+        q = bytes_from(0, 2, 2, 8, 576)
+        out, lse = bytes_from(0, 2, 2, 8, 512), torch.zeros(2, 8, 2)
+        cute_mla.flash_mla_with_kvcache(**dense(q=q, out=out, lse=lse, **options))
+        return next(launch.args[parameter] for launch in reversed(device.launches) if "dense_decode" in launch.kernel)
+
+    first = launched()
+    assert launched(**{option: value}) != first
+    assert launched() == first
