@@ -26,7 +26,7 @@ _DEFAULT_BUDGET_S = 300.0
     "--device",
     type=click.Choice(["auto", "cuda", "model"]),
     default="auto",
-    help="cuda: times on the GPU. model: static report and rooflines, nothing is timed. auto: cuda if a matching GPU is there.",
+    help="cuda: times on the GPU. model: static report and predictions, nothing is timed. auto: cuda if a matching GPU is there.",
 )
 @click.option("--rows", default="", help="Rows or cases, comma-separated, as in D1,D5.fixed; default all.")
 @click.option("--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Seconds; rows not run are named.")
@@ -81,7 +81,7 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
     except GpuMismatch as mismatch:
         if device == "cuda":
             raise
-        click.echo(f"{mismatch}: static report and rooflines only", err=True)
+        click.echo(f"{mismatch}: static report and predictions only", err=True)
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""The tables of `profile`: static figures, limits, and times."""
+"""The tables of `profile`: static figures, predictions, and times."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from typing import Any
 
 import click
 
+from .model_table import show_model
 from .output import print_table
-
-_BOUND_LETTER = {"compute": "C", "memory": "M"}
 
 
 def show(document: dict[str, Any]) -> None:
-    """A document of cute_mla.profiles.report: static figures, then limits or times."""
+    """A document of cute_mla.profiles.report: static figures, then predictions or times."""
     if document["kernels"]:
         _show_kernels(document["kernels"])
     else:
@@ -21,7 +20,7 @@ def show(document: dict[str, Any]) -> None:
     if not document["rows"]:
         click.echo("no benchmark rows chosen")
     elif document["device"] == "model":
-        _show_rooflines(document)
+        show_model(document)
     else:
         _show_timings(document)
 
@@ -43,32 +42,6 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
         for kernel in kernels
     ]
     print_table(columns, rows)
-
-
-def _show_rooflines(document: dict[str, Any]) -> None:
-    gpus = [gpu["name"] for gpu in document["gpus"]]
-    bounds = [name for gpu in gpus for name in (f"{gpu} us", "by")]
-    archs = document["archs"]
-    padding = [f"{arch} tiles x" for arch in archs]
-    columns = ("row", "problem", "GFLOP", "MB", "FLOP/B", *padding, *bounds, "H200 goal us")
-    rows = []
-    for row in document["rows"]:
-        roofs = [row["roofs"][gpu] for gpu in gpus]
-        rows.append(
-            (
-                row["name"],
-                row["text"],
-                _short(row["flops"] / 1e9),
-                _short(row["bytes"] / 1e6),
-                _short(row["intensity"]),
-                *(_short(row["tile_padding"].get(arch)) for arch in archs),
-                *(cell for roof in roofs for cell in (_short(roof["us"]), _BOUND_LETTER[roof["bound"]])),
-                _short(row["goal_us"]),
-            )
-        )
-    print_table(columns, rows)
-    click.echo()
-    click.echo("Least times by compute (C) or memory (M): bounds and goals, nothing measured. tiles x: arithmetic in whole tiles of rows.")
 
 
 def _show_timings(document: dict[str, Any]) -> None:

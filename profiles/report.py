@@ -1,4 +1,4 @@
-"""The document that `profile` leaves behind: static report, rooflines, and timings where there is a GPU."""
+"""The document that `profile` leaves behind: static report, rooflines and predictions, and timings where there is a GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS, Arch
+from .machines import machines
+from .model_report import model_of
 from .plot import Point, roofline_svg
 from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
@@ -40,7 +42,7 @@ def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
 
 
 def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The roofline of every case on every GPU of these architectures, nothing of it measured."""
+    """The roofline and the model of every case on every GPU of these architectures, beside what was measured of it."""
     rows = []
     for case in cases:
         padding = {arch.name: case.shape.tile_padding(arch) for arch in archs}
@@ -57,6 +59,7 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
                 "rate": case.work.rate,
                 "tile_padding": padding,
                 "roofs": {name: {"us": bound.us, "bound": bound.bound} for name, bound in bounds.items()},
+                "model": {name: model_of(case, name) for name in bounds},
                 "goal_us": case.goal_us,
                 "status": MODEL,
             }
@@ -65,12 +68,13 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
 
 
 def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case]) -> dict[str, Any]:
-    """Without a GPU: static report and rooflines."""
+    """Without a GPU: static report, rooflines and predictions, with the constants that these rest on."""
     return {
         "format": FORMAT,
         "device": MODEL,
         "archs": [arch.name for arch in archs],
         "gpus": [asdict(gpu) for gpu in gpus_of(archs)],
+        "machines": {gpu.name: asdict(machines()[gpu.name]) for gpu in gpus_of(archs)},
         **static_section(archs, ops),
         "rows": model_rows(archs, cases),
     }

@@ -33,16 +33,22 @@ _CLASSES = tuple(
         ("shared memory", r"(ld|st|atom|red)\.shared|ldmatrix|stmatrix|mapa"),
         ("global memory", r"(ld|st|atom|red|ldu)\."),
         ("ex2", r"ex2|lg2|rcp|sqrt|rsqrt|tanh"),
+        ("packed f32", r"(fma|mul|add|sub)(\.\w+)*\.f32x2$"),
         ("f32 fma", r"fma\."),
-        ("f32 mul", r"mul(\.\w+)*\.(f32|f32x2|f16x2|bf16x2|f16|bf16)$"),
-        ("f32 add", r"(add|sub|neg|abs)(\.\w+)*\.(f32|f32x2|f16x2|bf16x2|f16|bf16)$"),
+        ("f32 mul", r"mul(\.\w+)*\.(f32|f16x2|bf16x2|f16|bf16)$"),
+        ("f32 add", r"(add|sub|neg|abs)(\.\w+)*\.(f32|f16x2|bf16x2|f16|bf16)$"),
         ("max", r"(max|min)(\.\w+)*\.(f32|f16x2|bf16x2|f16|bf16)$"),
-        ("cvt", r"cvt\.|prmt"),
+        ("cvt to f32", r"cvt\.f32\.b?f16$"),  # in SASS an addition or a shift
+        ("cvt", r"cvt\.r"),  # to floating point, which names its rounding; others change the width of integers
+        ("permute", r"prmt"),
         ("mov", r"mov"),
         ("setp", r"setp|selp|set\."),
         ("between lanes", r"shfl|vote|redux|elect|match|activemask"),
         ("branch", r"bra|ret|exit|trap|brx|call|setmaxnreg"),
-        ("integer", r"(add|sub|mul|mad|div|rem|and|or|xor|not|shl|shr|shf|lop3|min|max|abs|neg|popc|clz|bf[ei]|bfind|cvta|bmsk|szext)\b"),
+        (
+            "integer",
+            r"(cvt|add|sub|mul|mad|div|rem|and|or|xor|not|shl|shr|shf|lop3|min|max|abs|neg|popc|clz|bf[ei]|bfind|cvta|bmsk|szext)\b",
+        ),
     )
 )
 

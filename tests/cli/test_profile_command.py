@@ -39,22 +39,33 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_model_shows_static_figures_and_rooflines(artifacts: Path, tmp_path: Path) -> None:
+def test_model_shows_static_figures_and_predictions(artifacts: Path, tmp_path: Path) -> None:
     json_file, plot_file = tmp_path / "sub" / "profile.json", tmp_path / "plot.svg"
     result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
     assert result.exit_code == 0
     header, row = (line.split() for line in result.output.splitlines()[:2])
     assert (row[0], row[header.index("registers")]) == ("dense_decode_sm90_bf16_cluster1", "128")
     assert dict(zip(header[-11:], row[-11:], strict=True)) == dict.fromkeys(MIX_CLASSES, "0") | {"tensor": "44", "tma": "9"}
-    assert "bounds and goals, nothing measured" in result.output
+    assert "Predicted by the model of profiles/model.py, not measured" in result.output
+    lines = result.output.splitlines()
+    block = lines[lines.index("H200: clocks of an SM for a block of keys") + 2].split()
+    assert block[:3] == ["dense_decode_sm90_bf16_cluster2", "2176", "2240"]
+    predicted = next(line.split() for line in lines[lines.index("H200: microseconds of a call") :] if line.startswith("D1.fixed"))
+    assert predicted[5] == "184.8"
     document = json.loads(json_file.read_text())
     assert [row["name"] for row in document["rows"]] == ["D1.fixed", "C1.two", "C1.many"]
     assert document["rows"][0]["roofs"]["H200"] == {"us": pytest.approx(184.85, abs=0.01), "bound": "compute"}
+    model = document["rows"][0]["model"]["H200"]
+    assert 150 < model["low_us"] < model["high_us"] < 250
+    assert (model["measured_us"], model["error"]) == (None, None)
+    assert model["best"]["clocks"]["MMA"] == 2176
+    assert sum(model["worst"]["terms"].values()) == pytest.approx(model["high_us"])
+    assert document["machines"]["H200"]["sources"]["launch_us"]
     assert document["kernels"][0]["smem_share"] == pytest.approx(0.959, abs=0.001)
     assert ElementTree.parse(plot_file).getroot().tag.endswith("svg")
 
 
-def test_model_without_artefacts_still_shows_rooflines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_artefacts_still_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     result = run("--device", "model", "--rows", "D5")
     assert result.exit_code == 0
@@ -73,7 +84,7 @@ def test_an_op_without_rows_has_its_static_report_only(artifacts: Path) -> None:
 def test_auto_without_a_gpu_says_that_nothing_is_timed(artifacts: Path) -> None:
     result = run("--rows", "D5")
     assert result.exit_code == 0
-    assert "no CUDA GPU is available to torch: static report and rooflines only" in result.output
+    assert "no CUDA GPU is available to torch: static report and predictions only" in result.output
 
 
 @no_gpu

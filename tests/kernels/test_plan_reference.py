@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_reference import Plan, actual_tiles, pieces, planned_tiles, reference_plan
 
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import (
@@ -21,6 +20,7 @@ from cute_mla.spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     accumulator_rows,
 )
+from cute_mla.testing.plan_reference import Plan, actual_tiles, pieces, planned_tiles, reference_plan
 
 LENGTHS = st.one_of(
     st.sampled_from([0, 1, 63, 64, 65, 127, 128, 8192, 8193, -1]), st.integers(0, 600), st.integers(0, 40_000), st.integers(0, 300_000)

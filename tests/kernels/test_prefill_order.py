@@ -11,6 +11,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not install
 
 from cute_mla.kernels.dense_prefill import operands
 from cute_mla.kernels.parts import lengths
+from cute_mla.profiles.partition import item_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 
@@ -55,6 +56,11 @@ def test_every_item_is_handed_out_once(monkeypatch: pytest.MonkeyPatch, heads: i
     assert sorted(index for walk in walks for index in walk) == list(range(heads * row_blocks))
     for turn, index in ((turn, index) for walk in walks for turn, index in enumerate(walk)):
         assert index // (RANKED_ROUNDS * ctas) == turn // RANKED_ROUNDS
+
+
+@pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(1, 1, 1), (16, 64, 132), (3, 5, 7), (2, 200, 132), (1, 3, 8)])
+def test_the_model_hands_out_alike(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, ctas: int) -> None:
+    assert list(item_order(heads * row_blocks, row_blocks, ctas)) == handed_out(monkeypatch, heads, row_blocks, ctas)
 
 
 @pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(16, 64, 132), (8, 64, 132), (16, 256, 132), (128, 16, 132), (16, 64, 148)])

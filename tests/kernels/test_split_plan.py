@@ -8,11 +8,11 @@ import pytest
 import torch
 from caches import Keys
 from launching import CompiledKernel, compiled, launch, nbytes
-from plan_reference import Plan, reference_plan
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
+from cute_mla.testing.plan_reference import Plan, reference_plan
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1

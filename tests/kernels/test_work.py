@@ -11,13 +11,13 @@ import pytest
 import torch
 from caches import Keys
 from launching import CompiledKernel, launch, nbytes
-from plan_reference import Plan, actual_tiles, pieces, reference_plan
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
+from cute_mla.testing.plan_reference import Plan, actual_tiles, pieces, reference_plan
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 

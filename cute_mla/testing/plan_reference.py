@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cute_mla.spec.mla import ceil_div
-from cute_mla.spec.split_plan import (
+from ..spec.mla import ceil_div
+from ..spec.split_plan import (
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,

@@ -1,0 +1,125 @@
+"""From a benchmark row to what the model is asked: which kernel runs, on how many CTAs, with which parts, and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ..kernels.blocks import PREFILL_KEYS, block_of
+from ..spec import combine as combine_spec
+from ..spec import dense_prefill, merge_states
+from ..spec.arch import ARCHS, Arch
+from ..spec.dense_decode import DenseDecodeProblem
+from ..spec.mla import D_V, ELEMENT_BYTES, ceil_div
+from ..spec.sparse_decode import SparseDecodeProblem
+from ..spec.sparse_prefill import SparsePrefillProblem
+from ..spec.split_plan import TILE_KEYS, accumulator_rows
+from .model import Combine, Launch
+from .partition import Split, item_parts, split_parts, token_parts
+from .recorded_counts import COUNTED_DTYPE, Counts
+from .rows import Case
+from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
+
+COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
+ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
+
+Recorded = Mapping[str, Counts]
+
+
+class NoModel(ValueError):
+    """A row that the model says nothing of; the message is the reason."""
+
+
+def launch_of(case: Case, arch_name: str, sm_count: int, recorded: Recorded) -> Launch | Combine:
+    """What a row runs on so many SMs. NoModel where the kernel's counts are not recorded, or the op has no model."""
+    make = _LAUNCHES.get(type(case.shape))
+    if make is None:
+        raise NoModel(f"no model of {case.op}")
+    return make(case, case.shape, ARCHS[arch_name], sm_count, recorded)
+
+
+def _kernel(op: str, arch: Arch, config: Any, recorded: Recorded) -> tuple[str, Counts, Mapping[str, Any]]:
+    name = f"{op}_{arch.name}_{config.name}"
+    if name not in recorded:
+        raise NoModel(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
+    return name, recorded[name], asdict(config)
+
+
+def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
+    columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
+    problem = DenseDecodeProblem(
+        arch, case.dtype, shape.batch, shape.s_q, shape.h_q, shape.h_kv, shape.page_size, columns, operands=shape.operands
+    )
+    name, counts, config = _kernel("dense_decode", arch, problem.config, recorded)
+    num_parts = problem.num_parts(sm_count)
+    split = split_parts(shape.lengths, num_parts)
+    ctas = problem.row_ctas * shape.h_kv * len(split.parts)
+    combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
+    return Launch(name, block_of("dense_decode", arch.name, config), counts, split.parts, problem.row_ctas, ctas, case.work.bytes, combine)
+
+
+def _sparse_decode(case: Case, shape: SparseDecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
+    problem = SparseDecodeProblem(arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk)
+    name, counts, config = _kernel("sparse_decode", arch, problem.config, recorded)
+    num_parts = problem.num_parts(sm_count)
+    split = split_parts((shape.topk,) * shape.batch, num_parts)
+    ctas = problem.row_ctas * shape.s_q * len(split.parts)
+    combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
+    return Launch(name, block_of("sparse_decode", arch.name, config), counts, split.parts, problem.row_ctas, ctas, case.work.bytes, combine)
+
+
+def _sparse_prefill(case: Case, shape: SparsePrefillShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
+    problem = SparsePrefillProblem(arch, case.dtype, shape.d_qk, 1, shape.s_q, shape.h_q)
+    name, counts, config = _kernel("sparse_prefill", arch, problem.config, recorded)
+    groups = problem.grid(sm_count)[2]
+    parts = token_parts(problem.tokens, groups, ceil_div(shape.topk, TILE_KEYS))
+    block = block_of("sparse_prefill", arch.name, config)
+    return Launch(name, block, counts, parts, problem.row_ctas, groups * problem.row_ctas, case.work.bytes)
+
+
+def _dense_prefill(case: Case, shape: DensePrefillShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
+    problem = dense_prefill.DensePrefillProblem(
+        arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
+    )
+    name, counts, config = _kernel("dense_prefill", arch, problem.config, recorded)
+    ctas = problem.grid(sm_count)[0]
+    parts = item_parts(shape.lengths, shape.h_q, dense_prefill.TILE_ROWS[arch.name], PREFILL_KEYS, shape.causal, ctas)
+    return Launch(name, block_of("dense_prefill", arch.name, config), counts, parts, 1, ctas, case.work.bytes)
+
+
+def _combine_behind(batch: int, s_q: int, h_q: int, num_parts: int, split: Split, sm_count: int) -> Combine | None:
+    """Of a decode; None where nothing can be cut, for then it is not launched."""
+    if not accumulator_rows(batch, num_parts):
+        return None
+    tokens, head_blocks, columns = combine_spec.grid(batch, s_q, h_q, sm_count)
+    rows = s_q * h_q
+    written = split.cut_requests * rows * ELEMENT_BYTES * D_V
+    busiest = min(h_q, combine_spec.ROWS_PER_BLOCK) * split.most_splits * ACCUMULATOR_ROW_BYTES / columns
+    return Combine(
+        tokens * head_blocks * columns, COMBINE_CTAS_PER_SM, float(split.splits * rows * ACCUMULATOR_ROW_BYTES + written), busiest
+    )
+
+
+def _combine(case: Case, shape: CombineShape, arch: Arch, sm_count: int, recorded: Recorded) -> Combine:
+    tokens, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
+    busiest = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
+    return Combine(tokens * head_blocks * columns, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True)
+
+
+def _merge_states(case: Case, shape: MergeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Combine:
+    """One warp a row, as combine; outs and lse are asked for at once."""
+    tokens, head_blocks, _ = merge_states.grid(1, shape.tokens, shape.h_q)
+    row = ELEMENT_BYTES * shape.head_dim + 4
+    busiest = float(min(shape.h_q, merge_states.ROWS_PER_BLOCK) * (shape.states + 1) * row)
+    return Combine(tokens * head_blocks, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
+
+
+_LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
+    DecodeShape: _dense_decode,
+    SparseDecodeShape: _sparse_decode,
+    SparsePrefillShape: _sparse_prefill,
+    DensePrefillShape: _dense_prefill,
+    CombineShape: _combine,
+    MergeShape: _merge_states,
+}

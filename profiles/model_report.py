@@ -1,0 +1,130 @@
+"""What `profile --device model` says of a row on a GPU: the prediction with its terms, and what was measured, once something was.
+
+python -m cute_mla.profiles.model_report [GPU]      all rows on one GPU, an H200 unless named, as a table for NOTES.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .machines import ENDS, machines
+from .model import Combine, Launch, Prediction, predict, predict_combine
+from .model_launch import NoModel, launch_of
+from .recorded_counts import read
+from .results import RESULTS
+from .roofline import GPUS, roof
+from .rows import OPS, Case, load
+
+MEASURED_KEY = "cold_us"  # operands not in L2, as the rooflines have it
+
+
+def predictions(launch: Launch | Combine, gpu: str) -> tuple[Prediction, Prediction]:
+    """With the machine at its best, and at its worst."""
+    best, worst = (
+        predict(launch, machine, end) if isinstance(launch, Launch) else predict_combine(launch, machine)
+        for machine, end in zip(machines()[gpu].ends, ENDS, strict=True)
+    )
+    return best, worst
+
+
+@cache
+def launch_on(case: Case, gpu: str) -> Launch | Combine:
+    """What a row runs on a GPU. NoModel with the reason if the model says nothing of it."""
+    machine = machines()[gpu].best
+    return launch_of(case, machine.arch, machine.sm_count, _recorded())
+
+
+_recorded = cache(read)
+
+
+def model_of(case: Case, gpu: str, results: Path = RESULTS) -> dict[str, Any]:
+    """A row on a GPU, every term of it; or {"reason": why there is no model}."""
+    try:
+        launch = launch_on(case, gpu)
+    except NoModel as reason:
+        return {"reason": str(reason)}
+    best, worst = predictions(launch, gpu)
+    limit_us = roof(case.work, GPUS[gpu]).us
+    return {
+        "kernel": launch.kernel if isinstance(launch, Launch) else case.op,
+        "low_us": best.us,
+        "high_us": worst.us,
+        "binds": [best.binds, worst.binds],
+        "fraction_of_roof": [limit_us / worst.us, limit_us / best.us],
+        "best": asdict(best),
+        "worst": asdict(worst),
+        **_parts(launch),
+        **against(measured_us(case, gpu, results), best.us, worst.us),
+    }
+
+
+def _parts(launch: Launch | Combine) -> dict[str, Any]:
+    if isinstance(launch, Combine):
+        return {"combine": asdict(launch)}
+    return {
+        "block": {
+            "flops": dict(launch.block.flops),
+            "smem": dict(launch.block.smem),
+            "path": [asdict(stage) for stage in launch.block.path],
+        },
+        "ctas": launch.ctas,
+        "parts": len(launch.parts),
+        "blocks_of_the_longest": max((part.blocks for part in launch.parts), default=0),
+        "pieces_of_it": max((part.pieces for part in launch.parts), default=0),
+        "combine": asdict(launch.combine) if launch.combine is not None else None,
+    }
+
+
+def measured_us(case: Case, gpu: str, results: Path = RESULTS) -> float | None:
+    """The latest time of a row on a GPU that is kept in results/, None without."""
+    latest = None
+    for file in sorted(results.glob(f"*/{case.op}.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["name"] == case.name and row["status"] == "timed" and gpu in row["environment"]["gpu"]:
+                latest = float(row[MEASURED_KEY]["median"])
+    return latest
+
+
+def against(measured: float | None, low_us: float, high_us: float) -> dict[str, float | None]:
+    """A measured time beside a prediction. error: how far it lies outside, relative to the nearer end; 0 within, None without one."""
+    if measured is None:
+        return {"measured_us": None, "error": None}
+    nearest = min(max(measured, low_us), high_us)
+    return {"measured_us": measured, "error": measured / nearest - 1}
+
+
+def between(low: float, high: float) -> str:
+    """Two ends of a range as one cell, three digits each."""
+    first, last = (f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in (low, high))
+    return first if first == last else f"{first} to {last}"
+
+
+def markdown(cases: Sequence[Case], gpu: str) -> str:
+    """The table of NOTES.md."""
+    lines = [f"| row | problem | roofline us | {gpu}: us | binds | of the roofline, % | goal us |", "|---|---|---|---|---|---|---|"]
+    for case in cases:
+        row, limit = model_of(case, gpu), roof(case.work, GPUS[gpu]).us
+        goal = "-" if case.goal_us is None else f"{case.goal_us:,.4g}"
+        if "reason" in row:
+            cells = [row["reason"], "-", "-"]
+        else:
+            binds = ", ".join(dict.fromkeys(row["binds"]))
+            cells = [between(row["low_us"], row["high_us"]), binds, between(*(100 * share for share in row["fraction_of_roof"]))]
+        lines.append("| " + " | ".join((case.name, case.text, between(limit, limit), *cells, goal)) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table of one GPU."""
+    print(markdown([case for op in OPS for case in load(op)], arguments[0] if arguments else "H200"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""The analytic model: blocks by hand, what more of something does, and every row on every GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from cute_mla.kernels.blocks import Block, Stage, block_of
+from cute_mla.profiles.machines import BEST, WORST, Machine, machines
+from cute_mla.profiles.model import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
+from cute_mla.profiles.model_launch import NoModel, launch_of
+from cute_mla.profiles.model_report import launch_on, predictions
+from cute_mla.profiles.partition import Part
+from cute_mla.profiles.recorded_counts import RoleCounts, read
+from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.shapes import DecodeShape
+from cute_mla.spec.arch import SM90, SM100
+
+CASES = [case for op in OPS for case in load(op)]
+
+
+def case_named(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+# MMA and shared memory: the clocks that the kernels' READMEs argue with
+CLOCKS = [
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2}, 2176, 2240),
+    ("dense_decode", SM90.name, {"operands": "fp8", "cluster": 1}, 1104, 1544),
+    ("dense_decode", SM90.name, {"operands": "fp8_cache", "cluster": 1}, 2176, 2432),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2}, 1088, 1248),
+    ("dense_decode", SM100.name, {"operands": "fp8", "cluster": 2}, 560, 792),
+    ("dense_decode", SM100.name, {"operands": "fp8_cache", "cluster": 2}, 1088, 1216),
+    ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 1}, 2176, 2432),
+    ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 2}, 2176, 2688),
+    ("sparse_decode", SM90.name, {"cache": "fp8_584", "cluster": 2}, 2048, 2560),
+    ("sparse_decode", SM100.name, {"cache": "latent", "cluster": 2}, 1088, 1216),
+    ("sparse_decode", SM100.name, {"cache": "fp8_584", "cluster": 2}, 1024, 1152),
+    ("sparse_prefill", SM90.name, {"d_qk": 576, "cluster": 1}, 2176, 2240),
+    ("sparse_prefill", SM90.name, {"d_qk": 576, "cluster": 2}, 2176, 2496),
+    ("sparse_prefill", SM90.name, {"d_qk": 512, "cluster": 2}, 2048, 2304),
+    ("sparse_prefill", SM100.name, {"d_qk": 576, "cluster": 2}, 1088, 1216),
+    ("dense_prefill", SM90.name, {"d_qk": 192}, 2560, 2304),
+    ("dense_prefill", SM90.name, {"d_qk": 128}, 2048, 1792),
+    ("dense_prefill", SM100.name, {"d_qk": 192}, 2560, 2688),
+]
+
+
+@pytest.mark.parametrize(("op", "arch", "config", "mma", "port"), CLOCKS)
+def test_clocks_of_a_block(op: str, arch: str, config: Mapping[str, Any], mma: int, port: int) -> None:
+    machine = next(bounds.best for bounds in machines().values() if bounds.best.arch == arch)
+    clocks = block_clocks(block_of(op, arch, config), {}, machine, BEST, 1, 1)
+    assert (clocks["MMA"], clocks["shared memory"]) == (mma, port)
+
+
+def test_dense_decode_by_hand() -> None:
+    """D1.fixed on an H200: 132 CTAs, of which two share the 73,728 bytes of a block."""
+    clocks = predictions(launch_on(case_named("D1.fixed"), "H200"), "H200")[0].clocks
+    assert clocks["L2"] == pytest.approx(36864 / (7.0e3 / 1.755 / 132))
+    assert clocks["HBM"] == pytest.approx(36864 / (4.3e3 / 1.755 / 132))
+    assert clocks["path"] == 1152 + 486 + 2 * 30
+
+
+SIMPLE = Block(
+    keys=64, rows=64, units=1, flops={"S": 4096.0 * 100}, smem={"all": 128.0 * 90}, l2_bytes=640.0, hbm_bytes=0.0,
+    path=(Stage("a", 10, 20), Stage("b", 30, 40, barriers=0)), fill=(Stage("a", 1000, 1000, barriers=0),), loads=2,
+)  # fmt: skip
+COUNTS = {"lone": RoleCounts(1, 4, {"mov": 8.0, "ex2": 4.0}, 70.0), "all": RoleCounts(4, 4, {"packed f32": 8.0, "cvt": 8.0}, 400.0)}
+
+
+def machine(**changes: Any) -> Machine:
+    return replace(
+        machines()["H800"].best, l2_latency_clocks=100.0, hbm_latency_clocks=600.0, handover_clocks=0.0, chain_clocks=2.0, **changes
+    )
+
+
+def simple(**changes: Any) -> Launch:
+    made = Launch("k", SIMPLE, COUNTS, (Part(10, 1), Part(8, 3)), row_ctas=1, ctas=132, bytes=0.0)
+    return replace(made, **changes)
+
+
+def test_every_resource_by_hand() -> None:
+    clocks = block_clocks(SIMPLE, COUNTS, machine(), BEST, 1, 1)
+    assert clocks["MMA"] == 100
+    assert clocks["shared memory"] == 90
+    assert clocks["L2"] == 10  # one CTA: 64 bytes a clock
+    assert clocks["MUFU"] == 4 * 32 / 16
+    assert clocks["FP32"] == 8 * 64 / 128
+    assert clocks["conversion"] == 8 * 32 / 64
+    assert clocks["issue"] == 16 / 4 + 4 / 4
+    assert clocks["path"] == 10 + 30
+    assert block_clocks(SIMPLE, COUNTS, machine(), WORST, 1, 1)["path"] == 20 + 40
+
+
+def test_a_lone_warp_has_one_scheduler() -> None:
+    assert issued(COUNTS, ()) == [5, 5, 5, 5]
+    assert issued(COUNTS, ("lone",)) == [4, 8, 4, 4]
+
+
+def test_a_launch_by_hand() -> None:
+    """H800: 1.6 GHz. The longest part has 10 blocks of 100 clocks; first loads 2 x 100 + 600, epilogue 2 x 400 / 4."""
+    found = predict(simple(), machine(launch_us=1.0), BEST)
+    assert found.clocks["MMA"] == 100
+    clocks = {"first loads": 800, "first scores": 1000, "blocks": 1000, "epilogue": 200}
+    assert {name: found.terms[name] for name in clocks} == pytest.approx({name: number / 1600 for name, number in clocks.items()})
+    assert found.us == pytest.approx(1.0 + 3000 / 1600)
+    assert found.binds == "fixed"
+    # at worst a piece's first scores and epilogue stand between it and the next: 1,200 clocks twice, so the second part is the longest
+    worst = predict(simple(), machine(launch_us=1.0, piece_overlap=0.0), BEST)
+    assert (worst.terms["blocks"], worst.terms["seams"]) == pytest.approx((800 / 1600, 2400 / 1600))
+
+
+def test_memory_binds_beyond_the_blocks() -> None:
+    found = predict(simple(bytes=3.0e6 * 50), machine(), BEST)
+    assert found.terms["memory beyond them"] == pytest.approx(50 - 1000 / 1600)
+    assert found.binds == "HBM"
+
+
+def test_combine_by_hand() -> None:
+    # 1,000 CTAs, two on an SM: 4 waves, of which three start and load once; then three loads and 6,400 bytes for each of two
+    combine = Combine(ctas=1000, ctas_per_sm=2, bytes=0.0, busiest_bytes=6400.0)
+    clocks = 3 * (200 + 100) + 3 * 100 + 2 * 6400 / 64
+    assert combine_us(combine, machine(cta_start_clocks=200.0)) == pytest.approx(clocks / 1600)
+    alone = predict_combine(replace(combine, bytes=3.0e6 * 20, cold=True), machine(launch_us=1.0))
+    assert alone.us == pytest.approx(1.0 + 600 / 1600 + 20)
+
+
+# ---------------------------------------------------------------- what more of something does
+
+
+@pytest.mark.parametrize("name", ["D1.fixed", "D5.fixed", "D13.mixed", "S1.topk2048", "P1.8k", "M1.2k"])
+def test_more_sms_are_never_slower(name: str) -> None:
+    case, bounds = case_named(name), machines()["H200"]
+    times = []
+    for sm_count in (16, 32, 66, 132, 264):
+        launch = launch_of(case, SM90.name, sm_count, read())
+        assert isinstance(launch, Launch)
+        faster = {"l2_tbytes": 1e9, "sm_count": sm_count}  # rates of the whole GPU as they are would be shared by more
+        times.append(predict(replace(launch, combine=None), replace(bounds.best, **faster), BEST).us)
+    assert all(after <= before * 1.001 for before, after in pairwise(times)), times
+
+
+def test_the_worst_machine_is_slower_everywhere() -> None:
+    for gpu in machines():
+        for case in CASES:
+            best, worst = predictions(launch_on(case, gpu), gpu)
+            assert 0 < best.us < worst.us, (gpu, case.name)
+            assert sum(best.terms.values()) == pytest.approx(best.us)
+
+
+@pytest.mark.parametrize("gpu", list(machines()))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_row_has_a_model(case: Case, gpu: str) -> None:
+    best, worst = predictions(launch_on(case, gpu), gpu)
+    assert best.binds in {*best.clocks, "HBM", "fixed"}
+    assert worst.us < 4 * best.us
+
+
+def test_a_kernel_without_counts_is_named() -> None:
+    case = case_named("D1.fixed")
+    with pytest.raises(NoModel, match="the instructions of dense_decode_sm90_bf16_cluster2 are not recorded"):
+        launch_of(case, SM90.name, 132, {})
+    with pytest.raises(NoModel, match="fp16"):
+        launch_of(replace(case, dtype="fp16"), SM90.name, 132, read())
+
+
+def test_longer_requests_take_longer() -> None:
+    case = case_named("D1.fixed")
+    times = []
+    for length in (64, 640, 4096, 40960):
+        longer = replace(case, shape=DecodeShape((length,) * 128, 1, 128))
+        launch = launch_of(longer, SM90.name, 132, read())
+        times.append(predict(launch, machines()["H200"].best, BEST).us)  # type: ignore[arg-type]
+    assert times == sorted(times)
+
+
+# ---------------------------------------------------------------- planted errors
+
+
+def doubled(launch: Launch, role: str) -> Launch:
+    of_role = launch.counts[role]
+    more = replace(of_role, slope={name: 2 * number for name, number in of_role.slope.items()}, fixed=2 * of_role.fixed)
+    return replace(launch, counts={**launch.counts, role: more})
+
+
+def test_a_role_that_executes_twice_as_much_shows() -> None:
+    launch = launch_on(case_named("D1.fixed"), "H200")
+    assert isinstance(launch, Launch)
+    best = machines()["H200"].best
+    before, after = (predict(made, best, BEST) for made in (launch, doubled(launch, "score")))
+    score = launch.counts["score"]
+    assert after.clocks["issue"] - before.clocks["issue"] == pytest.approx((score.total - score.of("mov")) / 4)
+    assert after.clocks["MUFU"] == pytest.approx(2 * before.clocks["MUFU"])
+    slower = predict(doubled(launch, "output_left"), best, BEST)
+    assert slower.terms["epilogue"] > 1.9 * before.terms["epilogue"]
+    assert slower.us > before.us
+
+
+def test_bytes_that_are_forgotten_show() -> None:
+    launch = launch_on(case_named("S1.topk2048"), "H200")
+    assert isinstance(launch, Launch)
+    best = machines()["H200"].best
+    without = {name: number for name, number in launch.block.smem.items() if "peer" not in name}
+    lighter = predict(replace(launch, block=replace(launch.block, smem=without)), best, BEST)
+    before = predict(launch, best, BEST)
+    assert before.clocks["shared memory"] - lighter.clocks["shared memory"] == 512
+    assert lighter.us < before.us
