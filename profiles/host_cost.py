@@ -1,6 +1,6 @@
 """What a decode call costs on the host: Python and the driver's bindings, down to a driver that does nothing.
 
-    python -m cute_mla.profiles.host_cost [--json FILE]
+    python -m cute_mla.profiles.host_cost [FILE]        to FILE as JSON, too
 
 From a checkout with built kernels; needs cuda-python and a C compiler, and no GPU. A call is flash_mla_with_kvcache with out,
 lse, workspace and plan given, of a shape that was called before, on another cache each time, as the layers of a model have: two
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
@@ -35,7 +33,7 @@ GOAL_US = 6.0
 _LAYERS = 8
 _CALLS, _RUNS = 16, 2000  # calls of a run, and runs: short ones, so that some are left in peace
 _STREAM = 0x5757
-_INSIDE = "--inside"  # the process whose libcuda is the one that does nothing
+_LIBRARY = "libcuda.so.1"
 
 
 def measure(device: cuda.CudaDevice) -> dict[str, Any]:
@@ -77,37 +75,34 @@ def _fixed_work() -> int:
     return total
 
 
-def _inside() -> None:
-    """Measures on the driver that does nothing."""
-    cuda.current_stream = lambda index: _STREAM
-    ctypes.CDLL("libcuda.so.1")
-    print(json.dumps(measure(cuda.CudaDevice(0))))
-
-
 def build_no_driver(folder: Path) -> None:
     """Compiles no_driver.c to libcuda.so.1. CalledProcessError if the compiler refuses, FileNotFoundError without one."""
     compiler = shutil.which("cc")
     if compiler is None:
         raise FileNotFoundError("no C compiler (cc) to build a driver with that does nothing")
     source = Path(__file__).with_name("no_driver.c")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(folder / "libcuda.so.1"), str(source)]
+    command = [compiler, "-shared", "-fPIC", "-O1", f"-Wl,-soname,{_LIBRARY}", "-o", str(folder / _LIBRARY), str(source)]
     subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-@click.command()
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the figures.")
-def main(json_file: Path | None) -> None:
-    """Time a decode call on the host, without a GPU."""
+def without_driver(folder: str) -> None:
+    """Measures on the driver in a folder, and prints the figures. In a process of its own: the bindings load a driver once."""
+    cuda.current_stream = lambda index: _STREAM
+    ctypes.CDLL(str(Path(folder) / _LIBRARY), ctypes.RTLD_GLOBAL)  # the bindings find it by its name
+    print(json.dumps(measure(cuda.CudaDevice(0))))
+
+
+def main(file: Path | None = None) -> None:
+    """Times a decode call on the host, without a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         build_no_driver(Path(folder))
-        environment = {**os.environ, "LD_LIBRARY_PATH": folder}
-        command = [sys.executable, "-m", __spec__.name, _INSIDE]
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    if json_file is not None:
-        json_file.write_text(answer)
+        program = f"from cute_mla.profiles.host_cost import without_driver; without_driver({folder!r})"
+        answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    if file is not None:
+        file.write_text(answer)
     for name, value in json.loads(answer).items():
-        click.echo(f"{name:12}{value:8.2f}")
+        print(f"{name:12}{value:8.2f}")
 
 
 if __name__ == "__main__":
-    _inside() if sys.argv[1:] == [_INSIDE] else main()
+    main(*map(Path, sys.argv[1:]))
