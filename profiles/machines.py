@@ -22,7 +22,7 @@ class Machine:
 
     *_per_clock: of one SM: FLOP of 16-bit products, bytes, results of lanes, and for issue warp instructions. *_clocks: of one warp.
     l2_tbytes, hbm_tbytes: TB/s of the whole GPU. chain_clocks: from one instruction of a warp to its next. overlap_gap_us: from
-    the end of a kernel to the start of its dependent. hbm_share, piece_overlap: fractions, see the file.
+    the end of a kernel to the start of its dependent. hbm_share, piece_overlap, results_in_l2: fractions, see the file.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Machine:
     cta_start_clocks: float
     hbm_share: float
     piece_overlap: float
+    results_in_l2: float
 
     def us(self, clocks: float) -> float:
         """Clocks of an SM as microseconds."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels.blocks import Block, Stage
 from .machines import BEST, Machine
@@ -30,7 +31,7 @@ PATH, MEMORY, FIXED = "path", "HBM", "fixed"
 class Combine:
     """What merges partial results: CTAs in all, how many of them fit on an SM, bytes of all and of the busiest CTA.
 
-    cold: whether the bytes come from memory instead of L2, where the kernel before has put them. loads: loads in a row of a CTA.
+    cold: whether the bytes come from memory for certain; else the kernel before has put them into L2. loads: loads in a row of a CTA.
     """
 
     ctas: int
@@ -43,9 +44,15 @@ class Combine:
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of one kernel over keys, and of combine. row_ctas: CTAs that have other rows and the same keys. ctas: that run at the
-    same time. bytes: of memory that have to be moved."""
+    """A call of one kernel over keys, and of combine.
 
+    op, arch, config: of the kernel, which is named `kernel`. row_ctas: CTAs that have other rows and the same keys. ctas: that
+    run at the same time. bytes: of memory that have to be moved. requests: blocks of each request of a decode.
+    """
+
+    op: str
+    arch: str
+    config: Mapping[str, Any]
     kernel: str
     block: Block
     counts: Counts
@@ -54,6 +61,7 @@ class Launch:
     ctas: int
     bytes: float
     combine: Combine | None = None
+    requests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,8 @@ def combine_us(combine: Combine, machine: Machine) -> float:
     waves = -(-combine.ctas // (combine.ctas_per_sm * machine.sm_count))
     sharing = min(combine.ctas_per_sm, -(-combine.ctas // machine.sm_count))
     chain = combine.loads * machine.l2_latency_clocks + combine.busiest_bytes * sharing / machine.l2_sm_bytes_per_clock
-    rate = machine.hbm_tbytes * machine.hbm_share if combine.cold else machine.l2_tbytes
+    in_l2 = machine.results_in_l2 and not combine.cold
+    rate = machine.l2_tbytes if in_l2 else machine.hbm_tbytes * machine.hbm_share
     empty = (waves - 1) * (machine.cta_start_clocks + machine.l2_latency_clocks)
     return max(machine.us(empty + chain), machine.us(machine.hbm_latency_clocks) + combine.bytes / (rate * 1e6))
 
@@ -159,7 +168,8 @@ def predict(launch: Launch, machine: Machine, end: str) -> Prediction:
     each, seam = max(local.values()), seam_clocks(launch, machine, end)
     longest = max(launch.parts, key=lambda part: part.blocks * each + part.pieces * seam, default=Part(0, 0))
     blocks, seams = machine.us(longest.blocks * each), machine.us(max(longest.pieces - 1, 0) * seam)
-    memory = launch.bytes / (machine.hbm_tbytes * machine.hbm_share * 1e6)
+    spilled = launch.combine.bytes * (1 - machine.results_in_l2) if launch.combine is not None else 0.0
+    memory = (launch.bytes + spilled) / (machine.hbm_tbytes * machine.hbm_share * 1e6)
     terms = {
         "launch": machine.launch_us,
         "first loads": machine.us(prologue_clocks(launch, machine)),

@@ -39,11 +39,25 @@ def launch_of(case: Case, arch_name: str, sm_count: int, recorded: Recorded) -> 
     return make(case, case.shape, ARCHS[arch_name], sm_count, recorded)
 
 
-def _kernel(op: str, arch: Arch, config: Any, recorded: Recorded) -> tuple[str, Counts, Mapping[str, Any]]:
-    name = f"{op}_{arch.name}_{config.name}"
+def kernel_name(op: str, arch: Arch, config: Any) -> str:
+    """As in the manifest."""
+    return f"{op}_{arch.name}_{config.name}"
+
+
+def _kernel(op: str, arch: Arch, config: Any, recorded: Recorded) -> dict[str, Any]:
+    """What a launch says of its kernel."""
+    name = kernel_name(op, arch, config)
     if name not in recorded:
         raise NoModel(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
-    return name, recorded[name], asdict(config)
+    fields = asdict(config)
+    return {
+        "op": op,
+        "arch": arch.name,
+        "config": fields,
+        "block": block_of(op, arch.name, fields),
+        "counts": recorded[name],
+        "kernel": name,
+    }
 
 
 def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
@@ -51,41 +65,46 @@ def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, rec
     problem = DenseDecodeProblem(
         arch, case.dtype, shape.batch, shape.s_q, shape.h_q, shape.h_kv, shape.page_size, columns, operands=shape.operands
     )
-    name, counts, config = _kernel("dense_decode", arch, problem.config, recorded)
+    kernel = _kernel("dense_decode", arch, problem.config, recorded)
     num_parts = problem.num_parts(sm_count)
+    requests = tuple(ceil_div(length, TILE_KEYS) for length in shape.lengths)
     split = split_parts(shape.lengths, num_parts)
     ctas = problem.row_ctas * shape.h_kv * len(split.parts)
     combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
-    return Launch(name, block_of("dense_decode", arch.name, config), counts, split.parts, problem.row_ctas, ctas, case.work.bytes, combine)
+    return Launch(
+        **kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, requests=requests
+    )
 
 
 def _sparse_decode(case: Case, shape: SparseDecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
     problem = SparseDecodeProblem(arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk)
-    name, counts, config = _kernel("sparse_decode", arch, problem.config, recorded)
+    kernel = _kernel("sparse_decode", arch, problem.config, recorded)
     num_parts = problem.num_parts(sm_count)
+    requests = (ceil_div(shape.topk, TILE_KEYS),) * shape.batch
     split = split_parts((shape.topk,) * shape.batch, num_parts)
     ctas = problem.row_ctas * shape.s_q * len(split.parts)
     combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
-    return Launch(name, block_of("sparse_decode", arch.name, config), counts, split.parts, problem.row_ctas, ctas, case.work.bytes, combine)
+    return Launch(
+        **kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, requests=requests
+    )
 
 
 def _sparse_prefill(case: Case, shape: SparsePrefillShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
     problem = SparsePrefillProblem(arch, case.dtype, shape.d_qk, 1, shape.s_q, shape.h_q)
-    name, counts, config = _kernel("sparse_prefill", arch, problem.config, recorded)
+    kernel = _kernel("sparse_prefill", arch, problem.config, recorded)
     groups = problem.grid(sm_count)[2]
     parts = token_parts(problem.tokens, groups, ceil_div(shape.topk, TILE_KEYS))
-    block = block_of("sparse_prefill", arch.name, config)
-    return Launch(name, block, counts, parts, problem.row_ctas, groups * problem.row_ctas, case.work.bytes)
+    return Launch(**kernel, parts=parts, row_ctas=problem.row_ctas, ctas=groups * problem.row_ctas, bytes=case.work.bytes)
 
 
 def _dense_prefill(case: Case, shape: DensePrefillShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
     problem = dense_prefill.DensePrefillProblem(
         arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
     )
-    name, counts, config = _kernel("dense_prefill", arch, problem.config, recorded)
+    kernel = _kernel("dense_prefill", arch, problem.config, recorded)
     ctas = problem.grid(sm_count)[0]
     parts = item_parts(shape.lengths, shape.h_q, dense_prefill.TILE_ROWS[arch.name], PREFILL_KEYS, shape.causal, ctas)
-    return Launch(name, block_of("dense_prefill", arch.name, config), counts, parts, 1, ctas, case.work.bytes)
+    return Launch(**kernel, parts=parts, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
 
 
 def _combine_behind(batch: int, s_q: int, h_q: int, num_parts: int, split: Split, sm_count: int) -> Combine | None:

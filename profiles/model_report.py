@@ -37,10 +37,10 @@ def predictions(launch: Launch | Combine, gpu: str) -> tuple[Prediction, Predict
 def launch_on(case: Case, gpu: str) -> Launch | Combine:
     """What a row runs on a GPU. NoModel with the reason if the model says nothing of it."""
     machine = machines()[gpu].best
-    return launch_of(case, machine.arch, machine.sm_count, _recorded())
+    return launch_of(case, machine.arch, machine.sm_count, recorded())
 
 
-_recorded = cache(read)
+recorded = cache(read)
 
 
 def model_of(case: Case, gpu: str, results: Path = RESULTS) -> dict[str, Any]:

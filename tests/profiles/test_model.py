@@ -79,7 +79,7 @@ def machine(**changes: Any) -> Machine:
 
 
 def simple(**changes: Any) -> Launch:
-    made = Launch("k", SIMPLE, COUNTS, (Part(10, 1), Part(8, 3)), row_ctas=1, ctas=132, bytes=0.0)
+    made = Launch("op", "arch", {}, "k", SIMPLE, COUNTS, (Part(10, 1), Part(8, 3)), row_ctas=1, ctas=132, bytes=0.0)
     return replace(made, **changes)
 
 
