@@ -13,9 +13,12 @@ from ..manifest import KernelEntry
 from ..runtime.errors import DeviceError
 from ..runtime.library import artifacts_folder, load_artifacts
 from ..spec.arch import Arch, arch_for
+from .ceilings import make_ceilings
+from .contest import installed
 from .machine import commit, gpu_state, manifest_hash, now
 from .measure import Bench
-from .timing import CudaStopwatch, Recording, cuda_ceilings
+from .peers import PEERS
+from .timing import CudaStopwatch, Recording
 
 
 class GpuMismatch(DeviceError):
@@ -38,18 +41,21 @@ def cuda_bench(arch: Arch) -> Bench:
     """The bench of the current CUDA device, which matches the architecture."""
     device = torch.device("cuda", torch.cuda.current_device())
     entries = [entry for entry in load_artifacts().manifest.kernels.values() if entry.arch == arch.name]
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return Bench(
         device=device,
         stopwatch=CudaStopwatch(),
-        ceilings=cuda_ceilings(device),
-        l2_bytes=torch.cuda.get_device_properties(device).L2_cache_size,
+        ceilings=make_ceilings(device, l2_bytes),
+        l2_bytes=l2_bytes,
         state=lambda: gpu_state(device.index),
-        kernel_times=lambda recording: profiled_kernel_times(recording, entries),
+        kernel_times=lambda recording: kernel_times(profiled(recording), recording.launches, entries),
+        peers=PEERS,
+        peer_kernel_times=lambda recording: times_by_name(profiled(recording), recording.launches),
     )
 
 
-def profiled_kernel_times(recording: Recording, entries: Iterable[KernelEntry]) -> dict[str, Any]:
-    """Microseconds per launch that each op's kernel ran, by torch's profiler, in one replay.
+def profiled(recording: Recording) -> list[tuple[str, float]]:
+    """(name, microseconds) of every kernel of one replay, by torch's profiler.
 
     Kernels overlap where one starts before its predecessor ends, so these may add up to more than the whole.
     """
@@ -60,19 +66,22 @@ def profiled_kernel_times(recording: Recording, entries: Iterable[KernelEntry]) 
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         recording.replay()
         torch.cuda.synchronize()
-    durations = [(event.name, float(event.device_time_total)) for event in trace.events() or []]
-    return kernel_times(durations, recording.launches, entries)
+    return [(event.name, float(event.device_time_total)) for event in trace.events() or []]
 
 
 def kernel_times(durations: Iterable[tuple[str, float]], launches: int, entries: Iterable[KernelEntry]) -> dict[str, Any]:
     """Per-launch sums by op from (kernel name, microseconds) pairs; kernels that are not ours are left out."""
     op_of = {entry.entry: entry.op for entry in entries}
-    totals: dict[str, Any] = {}
+    ours = times_by_name(((op_of[name], microseconds) for name, microseconds in durations if name in op_of), launches)
+    return ours or {"unavailable": "the profiler reported none of our kernels"}
+
+
+def times_by_name(durations: Iterable[tuple[str, float]], launches: int) -> dict[str, Any]:
+    """Per-launch sums by name from (name, microseconds) pairs."""
+    totals: dict[str, float] = {}
     for name, microseconds in durations:
-        op = op_of.get(name)
-        if op is not None:
-            totals[op] = totals.get(op, 0.0) + microseconds / launches
-    return totals or {"unavailable": "the profiler reported none of our kernels"}
+        totals[name] = totals.get(name, 0.0) + microseconds / launches
+    return totals
 
 
 def environment() -> dict[str, Any]:
@@ -86,6 +95,7 @@ def environment() -> dict[str, Any]:
         "commit": commit(Path(__file__).resolve().parents[1]),
         "manifest_sha256": manifest_hash(artifacts_folder()),
         "gpu": None,
+        "peers": {peer.name: version or reason for peer in PEERS for version, reason in [installed(peer)]},
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

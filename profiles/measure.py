@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
+from .ceilings import Ceilings
+from .contest import FAILED, WRONG, Entrant, admit, failure
+from .peers.peer import Peer
 from .roofline import GPUS, Work, roof
 from .rows import Case, by_priority
 from .subjects import make_subject
 from .subjects.subject import Check, Subject
-from .timing import Call, Ceilings, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
+from .timing import Call, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
 
 Progress = Callable[[str, list[dict[str, Any]]], None]
 
-TIMED, WRONG, FAILED, NOT_RUN = "timed", "wrong", "failed", "not_run"
+TIMED, NOT_RUN = "timed", "not_run"
 _ESTIMATE_LAUNCHES = 3
 _CEILING_LAUNCHES = 3
 _PLAN_LAUNCHES = 20
@@ -31,7 +34,8 @@ class Bench:
     """What all rows of a run share.
 
     l2_bytes: of the device. state: reads clocks and power, called while the device is busy.
-    kernel_times: microseconds per launch of each kernel in one replay, by name, or {"unavailable": why}.
+    kernel_times: microseconds per launch that each of our ops took in one replay, by name, or {"unavailable": why}.
+    peers: what is timed beside ours. peer_kernel_times: likewise of every kernel, under its own name.
     """
 
     device: torch.device
@@ -41,6 +45,8 @@ class Bench:
     state: Callable[[], dict[str, Any]]
     kernel_times: Callable[[Recording], dict[str, Any]]
     load_us: float = 800_000.0  # of work queued while clocks and power are read
+    peers: tuple[Peer, ...] = ()
+    peer_kernel_times: Callable[[Recording], dict[str, Any]] = lambda recording: {}
 
 
 def shape_record(case: Case) -> dict[str, Any]:
@@ -81,10 +87,12 @@ def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
     before = subject.check_sets(subject.sets[:1], subject.sets[:1])
     if not before.passed:
         return {**shape_record(case), "status": WRONG, "reason": before.reason, "check": asdict(before)}
+    entrants, peers = admit(bench.peers, subject)
     cold, others = _recordings(subject, bench)
+    theirs = _peer_recordings(entrants, peers, bench)
     launch_us = bench.stopwatch.elapsed_us(cold) / cold.launches
     rounds = rounds_for(launch_us)
-    samples = interleave(bench.stopwatch, [cold, *others], rounds, case.seed)
+    samples = interleave(bench.stopwatch, [cold, *others, *theirs.values()], rounds, case.seed)
     state = _state_under_load(cold, launch_us, bench)
     after = _check_replay(subject, cold)
     if not after.passed:
@@ -100,6 +108,7 @@ def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
         "rounds": rounds,
         "clocks": state,
         **figures(case.work, samples, bench.ceilings),
+        "peers": {name: {**record, **_peer_figures(theirs.get(name), samples)} for name, record in peers.items()},
     }
 
 
@@ -114,6 +123,7 @@ def _recordings(subject: Subject[Any], bench: Bench) -> tuple[Recording, list[Re
         stopwatch.record("control", _calls(subject, sets, launches)),
         stopwatch.record("matmul", [bench.ceilings.matmul] * _CEILING_LAUNCHES),
         stopwatch.record("copy", [bench.ceilings.copy] * _CEILING_LAUNCHES),
+        stopwatch.record("l2_read", [bench.ceilings.l2_read] * _CEILING_LAUNCHES),
     ]
     if subject.has_plan:
         others.append(stopwatch.record("plan", [subject.plan] * _PLAN_LAUNCHES))
@@ -122,9 +132,43 @@ def _recordings(subject: Subject[Any], bench: Bench) -> tuple[Recording, list[Re
     return cold, others
 
 
+def _peer_recordings(entrants: Sequence[Entrant], records: dict[str, dict[str, Any]], bench: Bench) -> dict[str, Recording]:
+    """The runs of peers over their sets in turn, by peer. One that cannot be recorded is so in its record, and is left out."""
+    recordings = {}
+    for entrant in entrants:
+        try:
+            recordings[entrant.name] = _peer_recording(entrant, bench)
+        except Exception as error:  # as in _guarded
+            records[entrant.name] |= {"status": FAILED, "reason": failure(error)}
+    return recordings
+
+
+def _peer_recording(entrant: Entrant, bench: Bench) -> Recording:
+    sets = len(entrant.runs)
+    estimate = bench.stopwatch.record(f"{entrant.name} estimate", _in_turn(entrant.runs, _ESTIMATE_LAUNCHES))
+    launches = graph_launches(bench.stopwatch.elapsed_us(estimate) / estimate.launches, sets)
+    return bench.stopwatch.record(entrant.name, _in_turn(entrant.runs, launches))
+
+
+def _in_turn(runs: Sequence[Call], count: int) -> list[Call]:
+    return [runs[index % len(runs)] for index in range(count)]
+
+
+def _peer_figures(recording: Recording | None, samples: dict[str, list[float]]) -> dict[str, Any]:
+    """Of a peer that was timed: its time, and ours over its, round by round (below 1: ours is faster)."""
+    if recording is None:
+        return {}
+    return {
+        "status": TIMED,
+        "launches": recording.launches,
+        "us": Spread.of(samples[recording.name]).as_dict(),
+        "ratio": Spread.of(ratios(samples["cold"], samples[recording.name])).as_dict(),
+    }
+
+
 def _calls(subject: Subject[Any], sets: Sequence[Any], count: int) -> list[Call]:
     """Calls of the subject over the sets in turn."""
-    return [partial(subject.call, sets[index % len(sets)]) for index in range(count)]
+    return _in_turn([partial(subject.call, operands) for operands in sets], count)
 
 
 def _state_under_load(cold: Recording, launch_us: float, bench: Bench) -> dict[str, Any]:
@@ -156,16 +200,23 @@ def figures(work: Work, samples: dict[str, list[float]], ceilings: Ceilings) -> 
         "gbytes_per_s": work.bytes / cold.median / 1e3,
         "matmul_tflops": tflops,
         "copy_gbytes_per_s": gbytes,
+        "l2_read_gbytes_per_s": ceilings.l2_read_bytes / Spread.of(samples["l2_read"]).median / 1e3,
         "limit_us": limit_us,
         "fraction_of_limit": limit_us / cold.median,
     }
 
 
-def measure_kernels(case: Case, bench: Bench) -> dict[str, Any]:
-    """Time per launch of each kernel alone: the main kernel as others report it, and combine."""
+def measure_kernels(case: Case, bench: Bench, record: dict[str, Any]) -> None:
+    """Adds the time per launch of each kernel alone to a timed record: ours (the main kernel as others report it, and combine),
+    and those of the peers that were timed."""
     subject = make_subject(case, bench.device, bench.l2_bytes)
     launches = graph_launches(case.roof_us, len(subject.sets))
-    return bench.kernel_times(bench.stopwatch.record("kernels", _calls(subject, subject.sets, launches)))
+    record["kernel_us"] = bench.kernel_times(bench.stopwatch.record("kernels", _calls(subject, subject.sets, launches)))
+    timed = {name for name, peer in record["peers"].items() if peer["status"] == TIMED}
+    entrants, _ = admit((peer for peer in bench.peers if peer.name in timed), subject)
+    for entrant in entrants:
+        runs = _in_turn(entrant.runs, graph_launches(record["peers"][entrant.name]["us"]["median"], len(entrant.runs)))
+        record["peers"][entrant.name]["kernel_us"] = bench.peer_kernel_times(bench.stopwatch.record("kernels", runs))
 
 
 def run_rows(
@@ -203,9 +254,9 @@ def run_rows(
         progress(f"{case.name} kernels", records)
         _release(bench.device)
         try:
-            record["kernel_us"] = measure_kernels(case, bench)
+            measure_kernels(case, bench, record)
         except Exception as error:  # as in _guarded
-            record["kernel_us"] = {"unavailable": f"{type(error).__name__}: {error}"}
+            record.setdefault("kernel_us", {"unavailable": failure(error)})
     return records
 
 
@@ -214,7 +265,7 @@ def _guarded(case: Case, bench: Bench) -> dict[str, Any]:
     try:
         return measure_case(case, bench)
     except Exception as error:
-        return {**shape_record(case), "status": FAILED, "reason": f"{type(error).__name__}: {error}"}
+        return {**shape_record(case), "status": FAILED, "reason": failure(error)}
 
 
 def _release(device: torch.device) -> None:

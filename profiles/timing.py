@@ -10,7 +10,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 GRAPH_LAUNCHES = 20
 GRAPH_US = 5000.0
@@ -18,8 +18,6 @@ ROUNDS = 30
 ROUNDS_LONG = 8  # when one launch takes longer than GRAPH_US
 L2_MULTIPLE = 4
 LEAST_ROTATION_BYTES = 256 << 20
-MATMUL_EXTENT = 8192
-COPY_BYTES = 1 << 30
 
 Call = Callable[[], object]
 
@@ -131,31 +129,3 @@ def interleave(stopwatch: Stopwatch, recordings: Sequence[Recording], rounds: in
 def ratios(samples: Sequence[float], base: Sequence[float]) -> list[float]:
     """Round by round, one measurement over another."""
     return [value / reference for value, reference in zip(samples, base, strict=True)]
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Calls that show what the device gives in the same run: a large matrix product and a large copy."""
-
-    matmul: Call
-    matmul_flops: float
-    copy: Call
-    copy_bytes: float
-
-
-def cuda_ceilings(device: Any) -> Ceilings:
-    """cuBLAS bf16 on random operands (zeros run faster and prove nothing), and a device copy counted as read plus write."""
-    import torch
-
-    generator = torch.Generator(device=device).manual_seed(MATMUL_EXTENT)
-    extent = MATMUL_EXTENT
-    left, right = (torch.randn(extent, extent, device=device, dtype=torch.bfloat16, generator=generator) / 10 for _ in range(2))
-    product = torch.empty_like(left)
-    source = torch.randint(0, 256, (COPY_BYTES,), device=device, dtype=torch.uint8, generator=generator)
-    target = torch.empty_like(source)
-    return Ceilings(
-        matmul=lambda: torch.matmul(left, right, out=product),
-        matmul_flops=2.0 * extent**3,
-        copy=lambda: target.copy_(source),
-        copy_bytes=2.0 * COPY_BYTES,
-    )

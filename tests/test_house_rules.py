@@ -43,6 +43,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cuda": {"runtime"},
     "click": {"cli"},
     "rich": {"cli", "profiles"},
+    "triton": {"profiles"},
 }
 CUDA_MODULE = "runtime/driver.py"
 

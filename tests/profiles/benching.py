@@ -11,14 +11,16 @@ import torch
 
 from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
+from cute_mla.profiles.ceilings import Ceilings
 from cute_mla.profiles.measure import Bench
+from cute_mla.profiles.peers.peer import Peer
 from cute_mla.profiles.rows import Case, load
 from cute_mla.profiles.shapes import DecodeShape, Shape
 from cute_mla.profiles.subjects import dense_decode, subject
-from cute_mla.profiles.timing import Call, Ceilings, Recording
+from cute_mla.profiles.timing import Call, Recording
 from cute_mla.spec.dense_decode import LATENT
 
-CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0}
+CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0, "l2_read": 250.0}
 
 ENTRY = KernelEntry(
     name="dense_decode_sm90_bf16",
@@ -86,16 +88,18 @@ def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     monkeypatch.setattr(subject, "rotation_sets", lambda set_bytes, l2_bytes: 3)
 
 
-def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}) -> Bench:
+def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, peers: tuple[Peer, ...] = ()) -> Bench:
     """A bench on the CPU with the fake stopwatch."""
     return Bench(
         device=torch.device("cpu"),
         stopwatch=FakeStopwatch(),
-        ceilings=Ceilings(lambda: None, 790e9, lambda: None, 2.15e9),
+        ceilings=Ceilings(lambda: None, 790e9, lambda: None, 2.15e9, lambda: None, 1.6e9),
         l2_bytes=50 << 20,
         state=state,
         kernel_times=lambda recording: {"dense_decode": 90.0},
         load_us=1.0,
+        peers=peers,
+        peer_kernel_times=lambda recording: {"their_kernel": 80.0},
     )
 
 

@@ -7,10 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from benching import ENTRY
 
-from cute_mla.profiles import machine
-from cute_mla.profiles.cuda_bench import kernel_times
+from cute_mla.profiles import cuda_bench, machine
+from cute_mla.profiles.cuda_bench import kernel_times, times_by_name
+from cute_mla.profiles.peers import PEERS
 
 
 def test_gpu_state_reads_numbers_by_name() -> None:
@@ -67,3 +69,14 @@ def test_kernel_times_are_per_launch_and_of_our_kernels_only() -> None:
     events = [(ENTRY.entry, 100.0), (ENTRY.entry, 110.0), ("cublas_kernel", 500.0), ("aten::copy_", 5.0)]
     assert kernel_times(events, 2, [ENTRY]) == {"dense_decode": 105.0}
     assert "unavailable" in kernel_times([("cublas_kernel", 1.0)], 2, [ENTRY])
+
+
+def test_the_kernels_of_others_keep_their_names() -> None:
+    assert times_by_name([("a", 100.0), ("b", 1.0), ("a", 50.0)], 2) == {"a": 75.0, "b": 0.5}
+
+
+def test_the_environment_names_peers_with_version_or_reason() -> None:
+    peers = cuda_bench.environment()["peers"]
+    assert set(peers) == {peer.name for peer in PEERS}
+    assert torch.__version__ in peers["cuDNN"]
+    assert all(peers.values())

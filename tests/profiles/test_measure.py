@@ -10,10 +10,10 @@ import pytest
 import torch
 from benching import FakeKernel, bench, install, small_case
 
+from cute_mla.profiles.ceilings import Ceilings
 from cute_mla.profiles.measure import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
 from cute_mla.profiles.roofline import Work
 from cute_mla.profiles.subjects.dense_decode import DenseDecode, sample_requests
-from cute_mla.profiles.timing import Ceilings
 
 
 def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +123,17 @@ def test_sampled_requests_hold_the_extremes(lengths: tuple[int, ...], requests: 
 
 
 def test_figures_relate_a_time_to_the_ceilings_of_its_own_run() -> None:
-    ceilings = Ceilings(lambda: None, matmul_flops=800e6, copy=lambda: None, copy_bytes=4e6)  # 800 TFLOP/s, 4000 GB/s at 1 us
-    samples = {"cold": [200.0], "control": [210.0], "matmul": [1.0], "copy": [1.0], "plan": [3.0]}
+    nothing = lambda: None  # noqa: E731
+    ceilings = Ceilings(nothing, 800e6, nothing, 4e6, nothing, 6e6)  # 800 TFLOP/s, 4000 and 6000 GB/s at 1 us
+    samples = {"cold": [200.0], "control": [210.0], "matmul": [1.0], "copy": [1.0], "l2_read": [1.0]}
     memory_bound = figures(Work(flops=8e9, bytes=400e6), samples, ceilings)
     assert memory_bound["limit_us"] == pytest.approx(100.0)
     assert memory_bound["fraction_of_limit"] == pytest.approx(0.5)
     assert memory_bound["gbytes_per_s"] == pytest.approx(2000.0)
     assert memory_bound["control_ratio"]["median"] == pytest.approx(1.05)
+    assert memory_bound["l2_read_gbytes_per_s"] == pytest.approx(6000.0)
     assert memory_bound["warm_us"] is None
+    assert memory_bound["plan_us"] is None
     compute_bound = figures(Work(flops=80e9, bytes=40e6), samples, ceilings)
     assert compute_bound["limit_us"] == pytest.approx(100.0)
     assert compute_bound["tflops"] == pytest.approx(400.0)
