@@ -1,6 +1,6 @@
 """What `profile --device model` says of a row on a GPU: the prediction with its terms, and what was measured, once something was.
 
-python -m cute_mla.profiles.model_report [GPU]      all rows on one GPU, an H200 unless named, as a table for NOTES.md
+python -m cute_mla.profiles.model_report [GPU]      all kernels and rows on one GPU, an H200 unless named, as NOTES.md has them
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def markdown(cases: Sequence[Case], gpu: str) -> str:
     lines = [f"| row | problem | roofline us | {gpu}: us | binds | of the roofline, % | goal us |", "|---|---|---|---|---|---|---|"]
     for case in cases:
         row, limit = model_of(case, gpu), roof(case.work, GPUS[gpu]).us
-        goal = "-" if case.goal_us is None else f"{case.goal_us:,.4g}"
+        goal = "-" if case.goal_us is None else between(case.goal_us, case.goal_us)
         if "reason" in row:
             cells = [row["reason"], "-", "-"]
         else:
@@ -121,9 +121,25 @@ def markdown(cases: Sequence[Case], gpu: str) -> str:
     return "\n".join(lines)
 
 
+def blocks_markdown(cases: Sequence[Case], gpu: str) -> str:
+    """Clocks of a block by kernel and resource, each kernel as its first row has it."""
+    kernels: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        row = model_of(case, gpu)
+        if row.get("best", {}).get("clocks"):
+            kernels.setdefault(row["kernel"], row)
+    resources = list(next(iter(kernels.values()))["best"]["clocks"])
+    lines = [f"| kernel | {' | '.join(resources)} |", "|---" * (len(resources) + 1) + "|"]
+    for name, row in kernels.items():
+        cells = (between(*sorted((row["best"]["clocks"][what], row["worst"]["clocks"][what]))) for what in resources)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Prints the table of one GPU."""
-    print(markdown([case for op in OPS for case in load(op)], arguments[0] if arguments else "H200"))
+    """Prints the tables of one GPU."""
+    cases, gpu = [case for op in OPS for case in load(op)], arguments[0] if arguments else "H200"
+    print(blocks_markdown(cases, gpu), markdown(cases, gpu), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -120,11 +120,25 @@ def test_memory_binds_beyond_the_blocks() -> None:
     assert found.binds == "HBM"
 
 
+def test_fixed_parts_are_counted_per_64_rows() -> None:
+    twice = predict(simple(block=replace(SIMPLE, rows=128)), machine(), BEST)
+    assert twice.terms["epilogue"] == pytest.approx(2 * 200 / 1600)
+
+
+def test_partial_results_that_leave_l2_cost_memory() -> None:
+    combine = Combine(ctas=8, ctas_per_sm=2, bytes=3.0e6 * 40, busiest_bytes=0.0)
+    kept, spilled = (predict(simple(bytes=3.0e6 * 50, combine=combine), machine(results_in_l2=share), BEST) for share in (1.0, 0.0))
+    assert spilled.terms["memory beyond them"] - kept.terms["memory beyond them"] == pytest.approx(40)
+    assert spilled.terms["combine"] == pytest.approx(600 / 1600 + 40)
+
+
 def test_combine_by_hand() -> None:
     # 1,000 CTAs, two on an SM: 4 waves, of which three start and load once; then three loads and 6,400 bytes for each of two
     combine = Combine(ctas=1000, ctas_per_sm=2, bytes=0.0, busiest_bytes=6400.0)
     clocks = 3 * (200 + 100) + 3 * 100 + 2 * 6400 / 64
     assert combine_us(combine, machine(cta_start_clocks=200.0)) == pytest.approx(clocks / 1600)
+    few = replace(combine, ctas=8)  # each has an SM for itself
+    assert combine_us(few, machine()) == pytest.approx((3 * 100 + 6400 / 64) / 1600)
     alone = predict_combine(replace(combine, bytes=3.0e6 * 20, cold=True), machine(launch_us=1.0))
     assert alone.us == pytest.approx(1.0 + 600 / 1600 + 20)
 
