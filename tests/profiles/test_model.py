@@ -137,8 +137,8 @@ def test_combine_by_hand() -> None:
     combine = Combine(ctas=1000, ctas_per_sm=2, bytes=0.0, busiest_bytes=6400.0)
     clocks = 3 * (200 + 100) + 3 * 100 + 2 * 6400 / 64
     assert combine_us(combine, machine(cta_start_clocks=200.0)) == pytest.approx(clocks / 1600)
-    few = replace(combine, ctas=8)  # each has an SM for itself
-    assert combine_us(few, machine()) == pytest.approx((3 * 100 + 6400 / 64) / 1600)
+    few = replace(combine, ctas=8, busiest_bytes=64000.0)  # each has an SM for itself
+    assert combine_us(few, machine()) == pytest.approx((3 * 100 + 64000 / 64) / 1600)
     alone = predict_combine(replace(combine, bytes=3.0e6 * 20, cold=True), machine(launch_us=1.0))
     assert alone.us == pytest.approx(1.0 + 600 / 1600 + 20)
 
