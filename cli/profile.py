@@ -31,7 +31,12 @@ _DEFAULT_BUDGET_S = 300.0
 @click.option("--rows", default="", help="Rows or cases, comma-separated, as in D1,D5.fixed; default all.")
 @click.option("--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Seconds; rows not run are named.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for everything found.")
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="SVG file for a roofline.")
+@click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="SVG file for a roofline; times against batch and length go to a file beside it, NAME-latency.svg.",
+)
 def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file: Path | None, plot_file: Path | None) -> None:
     """Report on the built kernels and the limits of each problem, and time problems on a GPU.
 
@@ -57,6 +62,9 @@ def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file
     _write_document(json_file, document)
     if plot_file is not None:
         _write(plot_file, report.plot(document))
+        latency = report.latency_plot(document)
+        if latency is not None:
+            _write(plot_file.with_stem(f"{plot_file.stem}-latency"), latency)
     show(document)
     if not succeeded(document):
         raise SystemExit(1)

@@ -45,30 +45,53 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
 
 
 def _show_timings(document: dict[str, Any]) -> None:
-    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "H200 goal us")
     timed = [row for row in document["rows"] if row["status"] == "timed"]
-    click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, KV not in L2")
+    peers = [name for name in _peers_of(document) if any("ratio" in row["peers"].get(name, {}) for row in timed)]
+    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "H200 goal us")
+    click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, operands not in L2")
     rows = [
         (
             row["name"],
             row["text"],
             *(_short(row["cold_us"][part]) for part in ("median", "p10", "p90")),
             _short(row["control_ratio"]["median"]),
-            _short(row["kernel_us"].get("dense_decode")),
+            _short(row["kernel_us"].get(row["op"])),
             _short(row["tflops"]),
             _short(row["gbytes_per_s"]),
             _short(row["limit_us"]),
             round(100 * row["fraction_of_limit"], 1),
             _short(row["goal_us"]),
+            *(_short(row["peers"].get(name, {}).get("ratio", {}).get("median")) for name in peers),
         )
         for row in timed
     ]
-    print_table(columns, rows)
+    print_table((*columns, *(f"/ {name}" for name in peers)), rows)
     click.echo()
-    click.echo("limit: by the matrix product and the copy of this run. A/A: the same calls again. main: dense_decode without combine.")
+    click.echo(
+        "limit: by the matrix product and the copy of this run. A/A: the same calls again. main: the op's own kernel without combine."
+    )
+    if peers:
+        click.echo("/ NAME: our time over that library's, round by round; below 1 ours is faster.")
+    for peer, status, reason, where in _left_out(timed):
+        click.echo(f"{peer} {status.replace('_', ' ')} in {where}: {reason}")
     for row in document["rows"]:
         if row["status"] != "timed":
             click.echo(f"{row['name']} {row['status'].replace('_', ' ')}: {row['reason']}")
+
+
+def _peers_of(document: dict[str, Any]) -> list[str]:
+    """The peers that any row names, in that order."""
+    return list(dict.fromkeys(name for row in document["rows"] for name in row.get("peers", {})))
+
+
+def _left_out(timed: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """(peer, status, reason, the rows) of peers that took no part, those with one reason together."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for row in timed:
+        for name, peer in row["peers"].items():
+            if peer["status"] != "timed":
+                rows.setdefault((name, peer["status"], peer["reason"]), []).append(row["name"])
+    return [(*key, ", ".join(names)) for key, names in rows.items()]
 
 
 def _short(value: float | None) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS, Arch
+from .latency_plot import latency_svg, timed_of
 from .machines import machines
 from .model_report import model_of
 from .plot import Point, roofline_svg
@@ -116,15 +117,24 @@ def plot(document: dict[str, Any]) -> str:
     if document["device"] == MODEL:
         gpu = GPUS[document["gpus"][0]["name"]]
         points = [
-            Point(row["row"], row["intensity"], row["flops"] / row["roofs"][gpu.name]["us"] / 1e6, False)
+            Point(row["op"], row["row"], row["intensity"], row["flops"] / row["roofs"][gpu.name]["us"] / 1e6, False)
             for row in document["rows"]
-            if row["op"] == "dense_decode" and row["rate"] == 1
+            if row["rate"] == 1
         ]
-        return roofline_svg(gpu, points, f"Dense decode: the roofline of {'an' if gpu.name.startswith('H') else 'a'} {gpu.name}")
+        return roofline_svg(gpu, points, f"The roofline of {'an' if gpu.name.startswith('H') else 'a'} {gpu.name}")
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
-    timed = [row for row in document["rows"] if row["status"] == "timed" and row["rate"] == 1]
-    points = [Point(row["row"], row["intensity"], row["tflops"], True) for row in timed]
-    return roofline_svg(gpu, points, f"Dense decode on {document['environment']['gpu']}")
+    points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in _timed(document) if row["rate"] == 1]
+    return roofline_svg(gpu, points, f"Useful work on {document['environment']['gpu']}")
+
+
+def latency_plot(document: dict[str, Any]) -> str | None:
+    """What was measured, against batch and length, as SVG. None of a document that measured nothing."""
+    times = [time for row in _timed(document) for time in timed_of(row)]
+    return latency_svg(times, f"Times on {document['environment']['gpu']}") if times else None
+
+
+def _timed(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in document["rows"] if row["status"] == "timed"]
 
 
 def gpu_key(name: str) -> str:

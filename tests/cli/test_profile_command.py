@@ -125,7 +125,12 @@ def timed_document(**changes: Any) -> dict[str, Any]:
         "goal_us": 210, "cold_us": {"median": 222.25, "p10": 220.0, "p90": 225.0},
         "control_ratio": {"median": 1.001, "p10": 1.0, "p90": 1.01},
         "kernel_us": {"dense_decode": 215.0}, "intensity": 228.0, "rate": 1.0, "tflops": 657.0, "gbytes_per_s": 2878.0, "limit_us": 187.0,
-        "fraction_of_limit": 0.841, **changes,
+        "fraction_of_limit": 0.841, "shape": {"lengths": [4096] * 128, "h_q": 128, "s_q": 1, "operands": "latent"},
+        "peers": {
+            "FlashMLA": {"status": "timed", "reason": "", "us": {"median": 250.0}, "ratio": {"median": 0.889}},
+            "Triton": {"status": "absent", "reason": "not installed: No module named 'triton'"},
+            "Wrong": {"status": "wrong", "reason": "out[0]: 3 of 4 elements out of bounds"},
+        }, **changes,
     }  # fmt: skip
     left = {"name": "C1.two", "op": "combine", "status": "not_run", "reason": "the budget of 1 s was used up"}
     return {"device": "cuda", "kernels": [], "kernels_missing": "none", "environment": {"gpu": "NVIDIA H200"}, "rows": [row, left]}
@@ -148,6 +153,18 @@ def test_timings_are_shown_and_what_was_not_run_is_named(tmp_path: Path) -> None
     for text in ("NVIDIA H200: 1 rows timed", "222.2", "84.1", "C1.two not run: the budget of 1 s was used up"):
         assert text in result.output
     assert "filled: measured" in plot_file.read_text()
+    assert "no two rows differ in this alone" in (tmp_path / "plot-latency.svg").read_text()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_peers_are_columns_if_they_were_timed_and_reasons_if_not() -> None:
+    result = run()
+    header, row = (line for line in result.output.splitlines() if line.startswith(("row", "D1.fixed")))
+    assert header.split("  ")[-1] == "/ FlashMLA"
+    assert row.split()[-1] == "0.889"
+    assert "/ Triton" not in result.output
+    assert "Triton absent in D1.fixed: not installed: No module named 'triton'" in result.output
+    assert "Wrong wrong in D1.fixed: out[0]: 3 of 4 elements out of bounds" in result.output
 
 
 @pytest.mark.usefixtures("gpu")

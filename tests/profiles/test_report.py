@@ -11,10 +11,10 @@ from benching import FakeKernel, bench, install, small_case
 
 from cute_mla.profiles import cuda_bench, report
 from cute_mla.profiles.plot import Point
-from cute_mla.profiles.rows import load
+from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
 
-PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "dense_decode_roofline.svg"
+PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "roofline.svg"
 
 
 @pytest.fixture
@@ -27,13 +27,13 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
 
 def test_the_model_is_plotted_on_its_roof(drawn: list[Point]) -> None:
     document = report.model_document([SM90], ["dense_decode"], report.cases_for(["dense_decode"], ["D1.fixed", "D8.s1"]))
-    assert report.plot(document).startswith("H200: Dense decode: the roofline of an H200")
+    assert report.plot(document).startswith("H200: The roofline of an H200")
     assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D1", 790, False), ("D8", 129, False)]
 
 
 def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -> None:
     document = report.model_document([SM100], ["dense_decode"], report.cases_for(["dense_decode"], ["D2.fixed", "D8.s1"]))
-    assert report.plot(document).startswith("B200: Dense decode: the roofline of a B200")
+    assert report.plot(document).startswith("B200: The roofline of a B200")
     assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D2", 2250, False), ("D8", 240, False)]
     assert [row["tile_padding"] for row in document["rows"]] == [{"sm100": 1.0}, {"sm100": 8.0}]
     assert {name for row in document["rows"] for name in row["roofs"]} == {"B200"}
@@ -41,15 +41,15 @@ def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -
 
 def test_a_measurement_is_plotted_where_it_was(drawn: list[Point]) -> None:
     rows = [
-        {"row": "D1", "status": "timed", "rate": 1.0, "intensity": 228.0, "tflops": 640.0},
-        {"row": "D2", "status": "wrong", "intensity": 432.0},
+        {"op": "dense_decode", "row": "D1", "status": "timed", "rate": 1.0, "intensity": 228.0, "tflops": 640.0},
+        {"op": "dense_decode", "row": "D2", "status": "wrong", "intensity": 432.0},
     ]
     assert report.plot({"device": "cuda", "environment": {"gpu": "NVIDIA H100 80GB HBM3"}, "rows": rows}).startswith("H100: ")
-    assert drawn == [Point("D1", 228.0, 640.0, True)]
+    assert drawn == [Point("dense_decode", "D1", 228.0, 640.0, True)]
 
 
 def test_the_plot_of_the_readme_is_the_one_that_the_command_draws() -> None:
-    document = report.model_document([SM90], ["dense_decode"], load("dense_decode"))
+    document = report.model_document([SM90], OPS, report.cases_for(OPS, []))
     assert PLOT.read_text() == report.plot(document)
 
 

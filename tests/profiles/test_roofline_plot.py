@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from cute_mla.profiles.plot import HEIGHT, WIDTH, Point, roofline_svg
-from cute_mla.profiles.roofline import GPUS
+from cute_mla.profiles.plot import HEIGHT, OP_COLORS, WIDTH, Point, roofline_svg
+from cute_mla.profiles.roofline import GPUS, roof
+from cute_mla.profiles.rows import OPS, load
 
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = GPUS["H200"]
@@ -25,7 +26,7 @@ def texts(root: ElementTree.Element) -> list[str]:
 
 
 def test_marks_lie_on_the_roof_when_they_are_bounds() -> None:
-    root = drawn([Point("M", 10.0, 10.0 * H200.tbytes, False), Point("C", 900.0, H200.tflops, False)])
+    root = drawn([Point("dense_decode", "M", 10.0, 10.0 * H200.tbytes, False), Point("dense_decode", "C", 900.0, H200.tflops, False)])
     polyline = next(root.iter(f"{SVG}polyline")).attrib["points"].split()
     (x0, y0), (x1, y1), (x2, y2) = (tuple(map(float, corner.split(","))) for corner in polyline)
     (mx, my, fill), (cx, cy, _) = circles(root)
@@ -38,24 +39,48 @@ def test_marks_lie_on_the_roof_when_they_are_bounds() -> None:
 
 
 def test_measured_marks_are_filled_and_said_to_be() -> None:
-    root = drawn([Point("D1", 228.0, 600.0, True)])
+    root = drawn([Point("dense_decode", "D1", 228.0, 600.0, True)])
     ((_, y, fill),) = circles(root)
     assert fill != "#fff"
-    assert y > circles(drawn([Point("D1", 228.0, 700.0, True)]))[0][1]  # slower is lower
+    assert y > circles(drawn([Point("dense_decode", "D1", 228.0, 700.0, True)]))[0][1]  # slower is lower
     assert "filled: measured" in texts(root)
 
 
 def test_marks_that_touch_share_labels_and_titles_are_escaped() -> None:
-    root = drawn([Point("D10", 100.0, 400.0, False), Point("D2", 101.0, 401.0, False), Point("D7", 20.0, 80.0, False)])
+    root = drawn(
+        [
+            Point("dense_decode", "D10", 100.0, 400.0, False),
+            Point("dense_decode", "D2", 101.0, 401.0, False),
+            Point("dense_decode", "D7", 20.0, 80.0, False),
+        ]
+    )
     assert {"D2, D10", "D7", "a < b & c"} <= set(texts(root))
 
 
+def test_ops_have_colors_and_never_share_a_mark() -> None:
+    root = drawn([Point("dense_decode", "D1", 100.0, 400.0, True), Point("combine", "C1", 100.0, 400.0, True)])
+    assert len({fill for _, _, fill in circles(root)}) == 2
+    assert {"D1", "C1", "dense decode", "combine"} <= set(texts(root))
+
+
+def test_every_op_has_a_color() -> None:
+    assert set(OP_COLORS) == set(OPS)
+
+
+def test_every_row_of_the_suite_has_a_place() -> None:
+    for case in (case for op in OPS for case in load(op) if case.work.flops):
+        bound = roof(case.work, H200).us
+        if bound < 5:
+            continue  # too little work to be on the roof at all
+        assert len(circles(drawn([Point(case.op, case.row, case.work.intensity, case.work.flops / bound / 1e6, False)]))) == 1, case.name
+
+
 def test_what_lies_outside_the_axes_is_left_out() -> None:
-    assert circles(drawn([Point("D14", 0.0, 0.0, False), Point("D15", 5000.0, 790.0, False)])) == []
+    assert circles(drawn([Point("dense_decode", "D14", 0.0, 0.0, False), Point("dense_decode", "D15", 50000.0, 790.0, False)])) == []
 
 
 def test_labels_stay_inside_and_apart() -> None:
-    root = drawn([Point(f"D{number}", 10.0 + number * 9, 500.0, False) for number in range(12)])
+    root = drawn([Point("dense_decode", f"D{number}", 10.0 + number * 9, 500.0, False) for number in range(12)])
     labels = [element for element in root.iter(f"{SVG}text") if (element.text or "").startswith("D")]
     boxes = [(float(label.attrib["x"]), float(label.attrib["y"]), len(label.text or "")) for label in labels]
     assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y, _ in boxes)

@@ -1,0 +1,127 @@
+"""Times of benchmark rows against batch and against length, as a small SVG: one line for rows that differ in nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec.dense_decode import LATENT
+from .plot import OP_COLORS, op_legend
+from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
+
+OURS = ""  # as the library of a point
+WIDTH, HEIGHT = 1320, 520
+TOP, BOTTOM = 62, 62
+_PANEL, _LEFT, _LABELS = 660, 70, 190  # pixels: of a panel; of these, left and right of its axes
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One time. rest: all that tells its shape from others besides batch and length. library: a peer's name, or OURS.
+
+    batch, length: None where the op has none. us: the median of a call, in microseconds.
+    """
+
+    op: str
+    rest: str
+    library: str
+    batch: float | None
+    length: float | None
+    us: float
+
+
+def timed_of(row: Mapping[str, Any]) -> list[Timed]:
+    """What a timed record holds: our time, and those of peers."""
+    rest, batch, length = _axes_of(row["op"], row["shape"])
+    times = {OURS: row["cold_us"]["median"]} | {name: peer["us"]["median"] for name, peer in row["peers"].items() if "us" in peer}
+    return [Timed(row["op"], rest, library, batch, length, us) for library, us in times.items()]
+
+
+def _axes_of(op: str, shape: Mapping[str, Any]) -> tuple[str, float | None, float | None]:
+    """(the rest, batch, length) of a shape as records hold it. length: keys of a request, or what they are chosen from in prefill."""
+    lengths = shape.get("lengths", ())
+    varied = " varied" if len(set(lengths)) > 1 else ""
+    match op:
+        case "dense_decode":
+            operands = "" if shape["operands"] == LATENT else f" {shape['operands']}"
+            return f"h{shape['h_q']} s{shape['s_q']}{operands}{varied}", len(lengths), sum(lengths) / len(lengths)
+        case "sparse_decode":
+            return f"h{shape['h_q']} s{shape['s_q']} {shape['cache']}", shape["batch"], shape["topk"]
+        case "sparse_prefill":
+            return f"h{shape['h_q']} s{shape['s_q']} topk{shape['topk']}", None, shape["s_kv"]
+        case "dense_prefill":
+            return f"h{shape['h_q']} {'causal' if shape['causal'] else 'full'}{varied}", len(lengths), sum(lengths) / len(lengths)
+        case "combine":
+            return f"h{shape['h_q']} s{shape['s_q']} splits{shape['splits']}", shape["batch"], None
+        case _:
+            return f"h{shape['h_q']} states{shape['states']}", shape["tokens"], None
+
+
+def lines_against(axis: str, times: Sequence[Timed]) -> dict[tuple[str, str, str], list[tuple[float, float]]]:
+    """(op, label, library) -> (value, microseconds) in ascending order, of at least two values of an axis, "batch" or "length"."""
+    other = "length" if axis == "batch" else "batch"
+    found: dict[tuple[str, str, str], dict[float, float]] = {}
+    for time in times:
+        value, fixed = getattr(time, axis), getattr(time, other)
+        if value:
+            label = time.rest + ("" if fixed is None else f" {'L' if other == 'length' else 'b'}{fixed:g}")
+            found.setdefault((time.op, label, time.library), {})[value] = time.us
+    return {key: sorted(points.items()) for key, points in found.items() if len(points) > 1}
+
+
+def _decades(values: Sequence[float]) -> tuple[float, float]:
+    """Powers of ten around some positive values, at least one decade."""
+    low = 10.0 ** math.floor(math.log10(min(values)))
+    return low, max(10.0 ** math.ceil(math.log10(max(values))), 10 * low)
+
+
+def _panel(axis: str, times: Sequence[Timed], left: int) -> list[str]:
+    """Axes, lines and labels of one of the two."""
+    lines = lines_against(axis, times)
+    right, bottom = left + _PANEL - _LEFT - _LABELS, HEIGHT - BOTTOM
+    title = text((left + right) / 2, HEIGHT - 16, {"batch": "requests (tokens of merge_states)", "length": "keys of a request"}[axis])
+    if not lines:
+        return [title, text((left + right) / 2, HEIGHT / 2, "no two rows differ in this alone", fill=FAINT)]
+    points = [point for line_points in lines.values() for point in line_points]
+    xs, ys = _decades([x for x, _ in points]), _decades([y for _, y in points])
+
+    def place(point: tuple[float, float]) -> tuple[float, float]:
+        return left + (right - left) * log_fraction(point[0], xs), bottom - (bottom - TOP) * log_fraction(point[1], ys)
+
+    parts = [title, text(left - 50, (TOP + bottom) / 2, "us a call", turn=-90)]
+    for tick in (10.0**power for power in range(round(math.log10(xs[0])), round(math.log10(xs[1])) + 1)):
+        x, _ = place((tick, ys[0]))
+        parts += [line(x, TOP, x, bottom, GRID, 1), text(x, bottom + 18, f"{tick:g}")]
+    for tick in (10.0**power for power in range(round(math.log10(ys[0])), round(math.log10(ys[1])) + 1)):
+        _, y = place((xs[0], tick))
+        parts += [line(left, y, right, y, GRID, 1), text(left - 8, y + 4, f"{tick:g}", anchor="end")]
+    taken: list[float] = []
+    for (op, label, library), line_points in sorted(lines.items(), key=lambda item: -item[1][-1][1]):
+        color, places = OP_COLORS[op], [place(point) for point in line_points]
+        parts.append(path(places, color, dashed=library != OURS))
+        parts += (mark(x, y, color if library == OURS else "#fff", color) for x, y in places)
+        y = max([places[-1][1] + 4, *(other + 11 for other in taken[-1:])])
+        taken.append(y)
+        parts.append(text(right + 6, y, f"{label} {library}".strip(), size=9, anchor="start", fill=color))
+    return parts
+
+
+def latency_svg(times: Sequence[Timed], title: str) -> str:
+    """The plot as SVG text: on the left against requests, on the right against keys; ours solid, peers dashed."""
+    body = [
+        text(_LEFT, 22, title, size=15, anchor="start"),
+        text(
+            _LEFT,
+            37,
+            "measured; solid: ours, dashed: others; lines join rows that differ in this alone",
+            size=11,
+            anchor="start",
+            fill=FAINT,
+        ),
+        *op_legend([time.op for time in times], _LEFT, 52),
+        *_panel("batch", times, _LEFT),
+        *_panel("length", times, _PANEL + _LEFT),
+    ]
+    return picture(WIDTH, HEIGHT, body)
