@@ -65,6 +65,43 @@ def test_dense_decode_by_hand() -> None:
     assert clocks["path"] == 1152 + 486 + 2 * 30
 
 
+# L2: bytes of a block and SM, by the READMEs; of fp8_656, 656 bytes are 21 sectors of 32
+L2_BYTES = [
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2}, 36864),
+    ("dense_decode", SM90.name, {"operands": "fp8", "cluster": 1}, 36864),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2}, 40960),
+    ("sparse_decode", SM90.name, {"cache": "latent", "cluster": 1}, 73728),
+    ("sparse_decode", SM90.name, {"cache": "latent", "cluster": 2}, 40960),
+    ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 1}, 64 * 672),
+    ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 2}, 64 * (272 + 128)),
+    ("sparse_prefill", SM90.name, {"d_qk": 576, "cluster": 2}, 40960),
+    ("sparse_prefill", SM90.name, {"d_qk": 512, "cluster": 2}, 32768),
+    ("sparse_prefill", SM100.name, {"d_qk": 576, "cluster": 2}, 36864),
+    ("dense_prefill", SM90.name, {"d_qk": 192}, 81920),
+]
+
+
+@pytest.mark.parametrize(("op", "arch", "config", "l2_bytes"), L2_BYTES)
+def test_bytes_from_l2(op: str, arch: str, config: Mapping[str, Any], l2_bytes: int) -> None:
+    assert block_of(op, arch, config).l2_bytes == l2_bytes
+
+
+def test_exponentials_of_dense_prefill() -> None:
+    """128 x 128 scores, and one factor a row and lane of its quad: the README's 1,056 clocks. On Blackwell 5 of 8 of twice as many."""
+    assert predictions(launch_on(case_named("M1.8k"), "H200"), "H200")[0].clocks["MUFU"] == pytest.approx(1056, rel=0.01)
+    assert predictions(launch_on(case_named("M1.8k"), "B200"), "B200")[0].clocks["MUFU"] == pytest.approx(1296, rel=0.01)
+
+
+def test_combine_of_a_small_call_takes_a_row_apart() -> None:
+    combine = launch_on(case_named("C1.many"), "H200")
+    assert isinstance(combine, Combine)
+    assert (combine.ctas, combine.busiest_bytes) == (2 * 4, 8 * 64 * 2052 / 4)
+    behind = launch_on(case_named("D12.h16"), "H200")
+    assert isinstance(behind, Launch)
+    assert behind.combine is not None
+    assert behind.combine.ctas == 2 * 4
+
+
 SIMPLE = Block(
     keys=64, rows=64, units=1, flops={"S": 4096.0 * 100}, smem={"all": 128.0 * 90}, l2_bytes=640.0, hbm_bytes=0.0,
     path=(Stage("a", 10, 20), Stage("b", 30, 40, barriers=0)), fill=(Stage("a", 1000, 1000, barriers=0),), loads=2,

@@ -70,6 +70,14 @@ def test_a_slope_is_that_of_the_loop() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("schedule", ["round_robin", "random", "adversarial"])
+def test_every_warp_that_meets_at_a_barrier_counts(schedule: str) -> None:
+    text = PTX.replace("END:\n    ret;", "END:\n    bar.sync 0;\n    ret;")
+    launch = Launch(load_module(text), "k", (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, [struct.pack("<I", 3)])
+    counts = run(launch, GlobalMemory(), Policy.named(schedule)).executed.by_role()[NO_ROLE]
+    assert counts["barrier"] == 4
+
+
 @pytest.mark.parametrize(
     ("opcode", "name"),
     [

@@ -406,6 +406,7 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
     waiting, barrier.waiting = barrier.waiting, []
     cta.machine.progress += 1
     for group in waiting:
+        cta.machine.executed.add(cta.machine.blocks[group.pc], group.warps)
         group.pc += 1
         order.wait(cta, group.warps, barrier)
         phases.note_round(cta, group.warps, barrier)
