@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.profiles.model_report import against, between, markdown, measured_us, model_of
+from cute_mla.profiles.roofline import GPUS, roof
 from cute_mla.profiles.rows import Case, load
 
 MADE_UP = "NVIDIA H200"
@@ -43,6 +44,8 @@ def test_the_latest_time_of_a_row_on_its_gpu(case: Case, results: Path, tmp_path
 def test_a_time_outside_the_prediction_has_an_error(case: Case, results: Path) -> None:
     row = model_of(case, "H200", results)
     assert row["measured_us"] == 230.0
+    limit_us = roof(case.work, GPUS["H200"]).us
+    assert row["fraction_of_roof"] == [limit_us / row["high_us"], limit_us / row["low_us"]]
     assert row["error"] == pytest.approx(230.0 / row["high_us"] - 1)
     assert row["error"] > 0.01
 
