@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # The one command for a machine with a Hopper or Blackwell GPU and no network: verifies the kernels that came along in
-# cute_mla/artifacts, then times them. Runs from the tree and installs nothing.
+# cute_mla/artifacts, then times the benchmark rows of all ops, the most wanted first. Runs from the tree and installs nothing.
 #
 #   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite smoke|full] [--rows D1,D5]
+#                      [--wheels FOLDER]
 #
-# Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. Leaves in OUTDIR: preflight.json, verify.json,
-# profile.json, roofline.svg, a .log of each step, and status.json, which says how each step ended.
+# Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. --wheels: libraries to be timed beside ours, such as
+# sgl-flash-mla and flash-attn-4 with what they need; they go to a temporary folder, and what cannot be installed is left out.
+# Leaves in OUTDIR: preflight.json, verify.json, profile.json, roofline.svg, roofline-latency.svg, a .log of each step, and
+# status.json, which says how each step ended.
 # Exit: 0 all passed, 2 usage, 3 this machine cannot run the kernels, 4 verify failed, 5 profile failed, 6 both failed.
 set -u
 
 usage() {
-    sed -n '5,9p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2
+    sed -n '5,12p' "${BASH_SOURCE[0]}" | sed 's/^# \{0,1\}//' >&2
     exit 2
 }
 
@@ -20,31 +23,34 @@ seconds_of() {
 }
 
 TREE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-OUT="" PYTHON="python3" VERIFY_SECONDS=240 PROFILE_SECONDS=300 SUITE="smoke" ROWS=""
+OUT="" PYTHON="python3" VERIFY_SECONDS=240 PROFILE_SECONDS=300 SUITE="smoke" ROWS="" WHEELS="" SITE=""
 while [ $# -gt 0 ]; do
     case "$1" in
-        --python | --verify-seconds | --profile-seconds | --suite | --rows) [ $# -ge 2 ] || usage ;;&
+        --python | --verify-seconds | --profile-seconds | --suite | --rows | --wheels) [ $# -ge 2 ] || usage ;;&
         --python) PYTHON="$2"; shift 2 ;;
         --verify-seconds) VERIFY_SECONDS="$(seconds_of "$1" "$2")" || exit 2; shift 2 ;;
         --profile-seconds) PROFILE_SECONDS="$(seconds_of "$1" "$2")" || exit 2; shift 2 ;;
         --suite) SUITE="$2"; shift 2 ;;
         --rows) ROWS="$2"; shift 2 ;;
+        --wheels) WHEELS="$2"; shift 2 ;;
         -*) usage ;;
         *) [ -z "$OUT" ] || usage; OUT="$1"; shift ;;
     esac
 done
 [ -n "$OUT" ] || usage
+[ -z "$WHEELS" ] || WHEELS="$(cd "$WHEELS" && pwd)" || exit 2
 mkdir -p "$OUT" || exit 2
 OUT="$(cd "$OUT" && pwd)"
 export PYTHONPATH="$TREE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-rm -f "$OUT"/{preflight,verify,profile,status}.json "$OUT"/{preflight,verify,profile}.log "$OUT/roofline.svg"
+rm -f "$OUT"/{preflight,verify,profile,status}.json "$OUT"/{wheels,preflight,verify,profile}.log "$OUT"/roofline{,-latency}.svg
+trap '[ -z "$SITE" ] || rm -rf "$SITE"' EXIT
 
 # step NAME SECONDS COMMAND...: runs it for at most that long, its output to the terminal and NAME.log; its status returned.
 step() {
     local name="$1" limit="$2"
     shift 2
     echo "== $name (at most $limit s)"
-    (cd "$OUT" && timeout --kill-after=10 "$limit" "$@") 2>&1 | tee "$OUT/$name.log"
+    (cd "$OUT" && timeout --kill-after=10 "$limit" "$@") 2>&1 | tee -a "$OUT/$name.log"
     local status="${PIPESTATUS[0]}"
     [ "$status" -ne 124 ] && [ "$status" -ne 137 ] || echo "$name ran past its $limit s" | tee -a "$OUT/$name.log" >&2
     return "$status"
@@ -52,14 +58,26 @@ step() {
 
 # finish EXIT PREFLIGHT VERIFY PROFILE: writes status.json ("null": the step was not run) and exits.
 finish() {
-    printf '{"exit": %s, "preflight": %s, "verify": %s, "profile": %s, "seconds": %s}\n' "$1" "$2" "$3" "$4" "$SECONDS" >"$OUT/status.json"
+    printf '{"exit": %s, "wheels": %s, "preflight": %s, "verify": %s, "profile": %s, "seconds": %s}\n' \
+        "$1" "$wheels" "$2" "$3" "$4" "$SECONDS" >"$OUT/status.json"
     echo "== exit $1 after $SECONDS s; results in $OUT"
     exit "$1"
 }
 
+wheels=null
 if ! command -v "$PYTHON" >/dev/null; then
     echo "cannot run here: no $PYTHON on this machine" | tee "$OUT/preflight.log" >&2
     finish 3 127 null null
+fi
+if [ -n "$WHEELS" ]; then
+    # Behind everything that is on the path already. Packages that place themselves by a .pth file need a folder that is a site.
+    SITE="$(mktemp -d)" || exit 2
+    wheels=0
+    for wheel in "$WHEELS"/*.whl; do
+        step wheels 120 "$PYTHON" -m pip install --quiet --no-deps --no-index --no-compile --upgrade --target "$SITE" "$wheel" || wheels=$?
+    done
+    printf 'import os, site\nsite.addsitedir(os.path.dirname(os.path.abspath(__file__)))\n' >"$SITE/sitecustomize.py"
+    export PYTHONPATH="$PYTHONPATH:$SITE"
 fi
 step preflight 120 "$PYTHON" -m cute_mla.profiles.preflight "$OUT/preflight.json"
 preflight=$?

@@ -20,10 +20,13 @@ case "$2 $3" in
     *preflight*) step=preflight; file="$3" ;;
     *verify*) step=verify ;;
     *profile*) step=profile ;;
+    *pip*) step=pip; touch "${@: -2:1}/installed-$(basename "${@: -1}")" ;;
 esac
 echo "$PWD $*" >>"$here/calls"
 echo "this is $step"
 while [ $# -gt 0 ]; do [ "$1" = --json ] && echo '[]' >"$2"; shift; done
+echo "${PYTHONPATH##*:}" >>"$here/paths"
+ls "${PYTHONPATH##*:}" >>"$here/listing"
 source "$here/$step"
 """
 
@@ -41,7 +44,7 @@ def fake_python(tmp_path: Path) -> Path:
     python = folder / "python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    for step in ("preflight", "verify", "profile"):
+    for step in ("preflight", "verify", "profile", "pip"):
         (folder / step).write_text("exit 0\n")
     return python
 
@@ -58,7 +61,9 @@ def test_without_a_gpu_it_says_so_and_leaves_json(tmp_path: Path) -> None:
     assert result.returncode == 3
     assert "cannot run here: no CUDA GPU is available to torch" in result.stdout
     assert f"cannot run here: no manifest.json in {tmp_path / 'none'}" in result.stdout
-    assert status(out) == {"exit": 3, "preflight": 1, "verify": None, "profile": None, "seconds": status(out)["seconds"]}
+    assert status(out) == {
+        "exit": 3, "wheels": None, "preflight": 1, "verify": None, "profile": None, "seconds": status(out)["seconds"],
+    }  # fmt: skip
     assert len(json.loads((out / "preflight.json").read_text())["problems"]) == 2
     assert "no CUDA GPU" in (out / "preflight.log").read_text()
     assert not (out / "verify.json").exists()
@@ -93,6 +98,40 @@ def test_a_step_that_hangs_is_ended_and_the_next_one_runs(tmp_path: Path, fake_p
     assert "verify ran past its 1 s" in (out / "verify.log").read_text()
 
 
+@pytest.mark.parametrize(("outcome", "code"), [("exit 0", 0), ("exit 1", 1)])
+def test_wheels_go_to_a_temporary_folder_behind_everything_else(tmp_path: Path, fake_python: Path, outcome: str, code: int) -> None:
+    carried = tmp_path / "carried along"
+    carried.mkdir()
+    for name in ("a-1.whl", "b-2.whl", "notes.txt"):
+        (carried / name).touch()
+    (fake_python.parent / "pip").write_text(outcome)
+    result = run(tmp_path / "out", "--python", fake_python, "--wheels", carried)
+    assert result.returncode == 0  # a peer that cannot be installed is left out
+    assert (status(tmp_path / "out")["wheels"], status(tmp_path / "out")["preflight"]) == (code, 0)
+    calls = [call.split(" -m ")[1] for call in (fake_python.parent / "calls").read_text().splitlines()]
+    installs = [call for call in calls if call.startswith("pip")]
+    assert len(installs) == 2
+    assert all(call.startswith("pip install --quiet --no-deps --no-index --no-compile --upgrade --target /") for call in installs)
+    paths = (fake_python.parent / "paths").read_text().splitlines()
+    assert len(set(paths[2:])) == 1  # of preflight, verify and profile
+    assert {"installed-a-1.whl", "installed-b-2.whl", "sitecustomize.py"} <= set((fake_python.parent / "listing").read_text().splitlines())
+    assert not Path(paths[-1]).exists()
+
+
+def test_wheels_that_place_themselves_by_a_pth_file_are_found(tmp_path: Path) -> None:
+    """As the script leaves the folder: a real Python finds a package that lies below it."""
+    text = SCRIPT.read_text()
+    (line,) = (line.strip() for line in text.splitlines() if "sitecustomize.py" in line)
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "placed_by_pth.py").touch()
+    (tmp_path / "one.pth").write_text("below\n")
+    subprocess.run(["bash", "-c", line], check=True, env={**os.environ, "SITE": str(tmp_path)})
+    found = subprocess.run(
+        [sys.executable, "-c", "import placed_by_pth"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+
+
 def test_results_of_an_earlier_run_do_not_survive(tmp_path: Path, fake_python: Path) -> None:
     out = tmp_path / "out"
     assert run(out, "--python", fake_python).returncode == 0
@@ -103,7 +142,16 @@ def test_results_of_an_earlier_run_do_not_survive(tmp_path: Path, fake_python: P
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["a", "b"], ["a", "--verify-seconds", "0"], ["a", "--verify-seconds", "1m"], ["a", "--rows"], ["a", "--fast"]]
+    "arguments",
+    [
+        [],
+        ["a", "b"],
+        ["a", "--verify-seconds", "0"],
+        ["a", "--verify-seconds", "1m"],
+        ["a", "--rows"],
+        ["a", "--fast"],
+        ["a", "--wheels", "b"],
+    ],
 )
 def test_bad_usage_exits_2_and_runs_nothing(tmp_path: Path, arguments: list[str]) -> None:
     result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=20)
