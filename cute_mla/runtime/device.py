@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from ..manifest import KernelEntry
-from ..spec.arch import ARCHS, Arch
+from ..spec.arch import ARCHS, Arch, arch_for
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Memory
 from .kept_calls import KeptCalls
@@ -110,6 +110,13 @@ def device_for(device: torch.device) -> Device:
             raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
         return simulated
     raise ValueError(f"got tensors on {device}: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether there are kernels for tensors of this torch device: on GPUs of their architectures, and on the CPU inside simulate()."""
+    if device.type == "cuda":
+        return arch_for(torch.cuda.get_device_capability(device)) is not None
+    return device.type == "cpu" and _simulated.get() is not None
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""What an MLA layer is: its sizes, its rotary embedding, the scale of its softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from ..spec.dense_prefill import D_V as HEAD_V
+from ..spec.dense_prefill import HEAD_DIMS
+from ..spec.mla import D_LATENT, D_ROPE
+
+D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without position
+
+_FIXED = {"kv_lora_rank": D_LATENT, "qk_nope_head_dim": D_NOPE, "qk_rope_head_dim": D_ROPE, "v_head_dim": HEAD_V}
+_POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
+_YARN_TYPES = ("yarn", "deepseek_yarn")
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: positions stretched by `factor` for slow frequencies, left alone for fast ones.
+
+    factor: how many times longer than original_max_position_embeddings the context is to be.
+    beta_fast, beta_slow: turns within the original context from which on a frequency is left alone, and up to which it is stretched.
+    mscale, mscale_all_dim: of the queries' and keys' rotary columns, and of all columns (which goes to the scale of the softmax).
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"rope_scaling[{name!r}] is {value!r}; supported: a number, 0 or more")
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"rope_scaling has beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; supported: the former less")
+
+    @staticmethod
+    def from_hugging_face(scaling: Mapping[str, Any]) -> YarnScaling | None:
+        """From `rope_scaling` of a config; None where it scales nothing. ValueError if it is not YaRN."""
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind == "default":
+            return None
+        if kind not in _YARN_TYPES:
+            raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join(_YARN_TYPES)}")
+        required = ("factor", "original_max_position_embeddings")
+        _check_present("rope_scaling", scaling, required)
+        names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        return YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
+
+    @property
+    def rotary_scale(self) -> float:
+        """What the rotary columns of queries and keys are multiplied by, each."""
+        return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What the scale of the softmax is multiplied by."""
+        return _magnitude(self.factor, self.mscale_all_dim) ** 2
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """The sizes of a layer. Names are those of Hugging Face configs; what is fixed is what the kernels are made for.
+
+    q_lora_rank: None where queries are projected in one step (DeepSeek-V2-Lite).
+    rope_interleave: whether a checkpoint's rotary columns 2i and 2i + 1 turn together, as DeepSeek's do; else i and i + 32.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int = D_LATENT
+    qk_nope_head_dim: int = D_NOPE
+    qk_rope_head_dim: int = D_ROPE
+    v_head_dim: int = HEAD_V
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    rope_scaling: YarnScaling | None = None
+    rope_interleave: bool = True
+    max_position_embeddings: int = 163_840
+
+    def __post_init__(self) -> None:
+        for name, fixed in _FIXED.items():
+            if getattr(self, name) != fixed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {fixed}")
+        for name in _POSITIVE_INTEGERS:
+            _check_positive_integer(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            _check_positive_integer("q_lora_rank", self.q_lora_rank)
+        for name in ("rms_norm_eps", "rope_theta"):
+            _check_positive(name, getattr(self, name))
+
+    @staticmethod
+    def from_hugging_face(config: Mapping[str, Any]) -> MlaConfig:
+        """From a model's config.json. Keys that do not concern attention are not looked at.
+
+        ValueError if a key is missing or means something that is not supported.
+        """
+        required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        _check_present("the config", config, (*required, "q_lora_rank"))
+        if config.get("attention_bias"):
+            raise ValueError(f"attention_bias is {config['attention_bias']!r}; supported: False")
+        rope = config.get("rope_parameters") or {}  # where newer configs keep rope_theta and rope_scaling
+        scaling = config.get("rope_scaling") or rope
+        optional = {
+            **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave")},
+            "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
+        }
+        return MlaConfig(
+            **{name: config[name] for name in required},
+            q_lora_rank=config["q_lora_rank"],
+            rope_scaling=YarnScaling.from_hugging_face(scaling),
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of queries with both kinds of columns, YaRN's share included."""
+        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of a head's query."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    """YaRN's temperature of attention over a context stretched by a factor."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _check_present(where: str, given: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}; supported: the configs of DeepSeek-V2 and V3")
+
+
+def _check_positive_integer(name: str, value: Any) -> None:
+    if not isinstance(value, Integral) or int(value) < 1:
+        raise ValueError(f"{name} is {value!r}; supported: an integer, 1 or more")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} is {value!r}; supported: a positive finite number")

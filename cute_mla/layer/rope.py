@@ -1,0 +1,62 @@
+"""Rotary position embedding: pairs of neighbouring columns turned by angles that grow with the position."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .config import MlaConfig, YarnScaling
+
+
+class Rotation(NamedTuple):
+    """Of some tokens: fp32 cosines and sines [tokens, 32], YaRN's scale of rotary columns included."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, columns: torch.Tensor) -> torch.Tensor:
+        """Turns rotary columns [tokens, .., 64], where 2i and 2i + 1 are a pair; rounded once, to their dtype."""
+        by_token = (*self.cos.shape[:1], *[1] * (columns.dim() - 2), *self.cos.shape[1:])
+        cos, sin = self.cos.view(by_token), self.sin.view(by_token)
+        even, odd = columns[..., 0::2].float(), columns[..., 1::2].float()
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(columns.dtype)
+
+
+def frequencies(config: MlaConfig) -> torch.Tensor:
+    """fp32 [32]: radians per position of each pair of columns."""
+    pairs = torch.arange(config.qk_rope_head_dim // 2, dtype=torch.float32)
+    plain = config.rope_theta ** (-2 * pairs / config.qk_rope_head_dim)
+    yarn = config.rope_scaling
+    if yarn is None:
+        return plain
+    first, last = _ramp(yarn, config)
+    stretched = ((pairs - first) / (last - first)).clamp(0, 1)
+    return plain * (1 - stretched) + plain / yarn.factor * stretched
+
+
+def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) -> Rotation:
+    """The rotation of tokens at integer positions [tokens]. radians: what frequencies returns, on their device."""
+    angles = positions.float().unsqueeze(1) * radians
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
+    return Rotation(angles.cos() * scale, angles.sin() * scale)
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of a projection [.., 64, columns] to rotary columns, in whose order i and i + 32 are a pair, so that 2i and 2i + 1 are."""
+    halves = rows.unflatten(-2, (2, -1))
+    return halves.transpose(-3, -2).flatten(-3, -2)
+
+
+def _ramp(yarn: YarnScaling, config: MlaConfig) -> tuple[float, float]:
+    """Up to which pair frequencies are left alone, and from which on they are stretched in full."""
+    columns = config.qk_rope_head_dim
+
+    def pair_that_turns(times: float) -> float:
+        length = yarn.original_max_position_embeddings / (2 * math.pi * times)
+        return columns * math.log(length) / (2 * math.log(config.rope_theta))
+
+    first = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(yarn.beta_slow)), columns - 1)
+    return first, max(last, first + 0.001)  # a step, where both are one
