@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from cute_mla.runtime.library import load_artifacts
-from tests.mutation.campaign import judge_batch, read, unexplained, wanted
+from tests.mutation.campaign import coverage, judge_batch, read, unexplained, wanted
 from tests.mutation.sites import KINDS
 
 BATCH = 24  # mutations of a kernel that a process takes at a time
@@ -67,10 +67,11 @@ def report(out: Path) -> None:
         rows[line.kind][f"{arch} {state}"] += 1
     click.echo(table(rows))
     for line in open_ones:
-        click.echo(f"not noticed: {line.kernel}, {line.kind} {line.number}, PTX line {line.line}: {line.code}")
+        click.echo(f"not noticed: {line.kernel}, {line.kind}, {line.place}, PTX line {line.line}: {line.code}")
     caught = sum(bool(line.noticed) for line in lines)
     real = caught + len(open_ones)
     click.echo(f"{caught} of {real} caught ({100 * caught / max(real, 1):.1f} %), {len(lines) - real} equivalent")
+    click.echo(str(coverage(lines, load_artifacts())))
     if open_ones:
         raise SystemExit(1)
 

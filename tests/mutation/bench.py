@@ -24,6 +24,7 @@ from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations import Result, operation
 from cute_mla.testing.runner import Schedule, call
 from tests.mutation.cases import cases
+from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -63,12 +64,13 @@ def limited_time() -> Iterator[None]:
 
 
 class Subject:
-    """A kernel with its cases."""
+    """A kernel with its cases. places: where its instructions run in these."""
 
     def __init__(self, kernel: KernelEntry) -> None:
         self.arch = kernel.arch
         self.kernel = kernel
         self.ptx = load_artifacts().ptx(kernel)
+        self.places = Places(kernel)
         self.cases: list[tuple[BaseCase, Any, Result]] = []
         for case in cases(kernel.op, ARCHS[kernel.arch]):
             case = replace(case, **{name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(case, name)})
@@ -80,7 +82,8 @@ class Subject:
         """Take a case in if it launches the kernel; it must be without findings."""
         tensors = operation(case).make_tensors(case, "cpu")
         simulated._modules.clear()
-        results, findings = self._call(case, tensors, Schedule("round_robin", 0))
+        with self.places.watch():
+            results, findings = self._call(case, tensors, Schedule("round_robin", 0))
         if self.kernel.ptx_sha256 in simulated._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.library import Artifacts, load_artifacts
 from tests.mutation.bench import Outcome, Subject, orders, prepare
+from tests.mutation.places import structure
 from tests.mutation.sites import Mutation, find
 
 SURVIVORS = Path(__file__).with_name("survivors.toml")
@@ -21,12 +22,14 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 @dataclass(frozen=True)
 class Line:
-    """What is recorded of one mutation. ptx: digest of the text that was broken; the rest as in Mutation and Outcome."""
+    """What is recorded of one mutation. ptx: digest of the text that was broken. place: as Places.of_all has it. The rest as in
+    Mutation and Outcome."""
 
     kernel: str
     ptx: str
     kind: str
     number: int
+    place: str
     line: int
     code: str
     noticed: str
@@ -57,15 +60,14 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
     prepare()
     entry = load_artifacts().manifest.kernels[kernel]
     subject = Subject(entry)
-    if not subject.cases:
-        return [as_line(entry, subject.ptx, mutation, Outcome("no case", "", "")) for mutation in mutations]
-    return [as_line(entry, subject.ptx, mutation, subject.judge(mutation, orders(seeds))) for mutation in mutations]
-
-
-def as_line(entry: KernelEntry, ptx: str, mutation: Mutation, outcome: Outcome) -> Line:
-    """The record."""
-    code = " ".join(ptx[mutation.start : mutation.stop].split())
-    return Line(entry.name, entry.ptx_sha256[:12], mutation.kind, mutation.number, mutation.line, code, **asdict(outcome))
+    places = subject.places.of_all(find(subject.ptx))
+    lines = []
+    for mutation in mutations:
+        outcome = subject.judge(mutation, orders(seeds)) if subject.cases else Outcome("no case", "", "")
+        code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
+        where = (mutation.kind, mutation.number, places[mutation], mutation.line)
+        lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
+    return lines
 
 
 def read(path: Path) -> list[Line]:
@@ -82,24 +84,22 @@ def wanted(kernels: Iterable[KernelEntry], sample: int | None, seed: int, kind: 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why mutations of a kind, in kernels whose names match, change nothing that is promised. numbers: None for all of them."""
+    """Why mutations of these kinds, at places and in kernels that match, change nothing that is promised."""
 
     kernel: re.Pattern[str]
-    kind: str
-    numbers: frozenset[int] | None
+    kind: re.Pattern[str]
+    place: re.Pattern[str]
     reason: str
 
     def covers(self, line: Line) -> bool:
         """Whether it is about this mutation."""
-        return line.kind == self.kind and bool(self.kernel.fullmatch(line.kernel)) and (self.numbers is None or line.number in self.numbers)
+        return bool(self.kind.fullmatch(line.kind) and self.kernel.fullmatch(line.kernel) and self.place.fullmatch(line.place))
 
 
 def explanations() -> list[Explanation]:
     """The contents of survivors.toml."""
     return [
-        Explanation(
-            re.compile(entry["kernel"]), entry["kind"], frozenset(entry["numbers"]) if "numbers" in entry else None, entry["reason"]
-        )
+        Explanation(*(re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")), entry["reason"])
         for entry in tomllib.loads(SURVIVORS.read_text())["survivor"]
     ]
 
@@ -108,3 +108,39 @@ def unexplained(lines: Iterable[Line]) -> list[Line]:
     """The survivors that survivors.toml does not explain."""
     known = explanations()
     return [line for line in lines if not line.noticed and not any(item.covers(line) for item in known)]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Kernels by how many of their mutations were tried. whole: all; alike: not all, but of the same structure as one of those;
+    sampled: of the others, some."""
+
+    whole: int
+    alike: int
+    sampled: int
+    untouched: int
+
+    def __str__(self) -> str:
+        return (
+            f"kernels: {self.whole} with all their mutations, {self.alike} of the same structure as one of those, "
+            f"{self.sampled} others with some, {self.untouched} with none"
+        )
+
+
+def coverage(lines: Iterable[Line], artifacts: Artifacts) -> Coverage:
+    """What records say of kernels as they are now."""
+    tried = {line.key for line in lines}
+    some, whole, structures = set(), set(), {}
+    for name, entry in artifacts.manifest.kernels.items():
+        ptx = artifacts.ptx(entry)
+        mutations = find(ptx)
+        hits = sum((name, entry.ptx_sha256[:12], mutation.kind, mutation.number) in tried for mutation in mutations)
+        structures[name] = structure(entry, ptx, mutations)
+        if hits == len(mutations):
+            whole.add(name)
+        elif hits:
+            some.add(name)
+    known = {structures[name] for name in whole}
+    alike = {name for name in structures.keys() - whole if structures[name] in known}
+    others = structures.keys() - whole - alike
+    return Coverage(len(whole), len(alike), len(others & some), len(others - some))

@@ -18,9 +18,10 @@ RISING = Case(batch=2, lengths=(400, 200), h_q=9, values="rising")  # O is resca
 SPLIT = Case(batch=2, lengths=(700, 130), h_q=9)  # for the kernels around it, on more SMs than it has requests
 SPARSE = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn")
 TOKENS = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn")
-PREFILL = DensePrefillCase(lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 65)), causal=True, values="falling", outputs="given")
+PREFILL = DensePrefillCase(lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 165)), causal=True, values="falling", outputs="given")
 FEW = replace(TOKENS, s_q=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))
-MANY = replace(PREFILL, lengths=((5, 64), (40, 100), (0, 3)) * 4)  # so many items that every ring of them is gone round
+# so many items that every ring of them is gone round, those of a second block of rows, too
+MANY = replace(PREFILL, lengths=((5, 64), (140, 100), (0, 3), (130, 140)) * 2)
 
 CASES: dict[str, tuple[BaseCase, ...]] = {
     "dense_decode": (DENSE, RISING, GAPS),
@@ -43,10 +44,10 @@ def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
     if CASES.get(op, ()) == (SPLIT,):
         yield replace(SPLIT, sm_count=8)
         return
-    cluster = 1 if arch.name == "sm90" else 2
+    pair = 1 if arch.name == "sm90" else 2
     for heads in HEADS.get(op, (None,)):
         for case in CASES.get(op, ()):
             more = {} if heads is None else {"h_q": heads}
-            sms = cluster if heads in (None, 9) else 2
+            sms = 1 if heads is None else pair if heads == 9 else 2
             for layout in ("packed", "odd"):
                 yield replace(case, sm_count=sms, q_layout=layout, **more)  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""Where the instructions of a kernel run: what a mutation is known by, however the text around it changes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from cute_mla import simulator
+from cute_mla.manifest import KernelEntry
+from cute_mla.simulator import Observer, machine
+from cute_mla.simulator.counts import NO_ROLE
+from tests.mutation.sites import Mutation
+
+ALL_ROLES = "all"
+NOT_RUN = "not run"
+
+
+class _Listener(Observer):
+    """Tells places of the barriers of a launch."""
+
+    def __init__(self, places: Places, names: simulator.Names) -> None:
+        self.places = places
+        self.names = names
+
+    def barrier(self, w: Any, barrier: Any, action: str, number: int) -> None:
+        instruction = machine.instruction_of_caller()
+        if instruction is not None:
+            self.places.note(instruction.line, w.warps, self.names)
+            if hasattr(barrier, "name"):
+                self.places.rings[instruction.line].add(re.split(r"[\[@]", barrier.name)[0])
+
+
+class Places:
+    """The roles and the rings of barriers of each PTX line of a kernel, from runs of it."""
+
+    def __init__(self, kernel: KernelEntry) -> None:
+        self.kernel = kernel
+        self.roles: dict[int, set[str]] = defaultdict(set)
+        self.rings: dict[int, set[str]] = defaultdict(set)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Learns from every launch of the kernel inside."""
+        run = simulator.run
+
+        def watched(launch: simulator.Launch, *args: Any) -> Any:
+            if launch.entry != self.kernel.entry:
+                return run(launch, *args)
+            report = run(launch, *args, _Listener(self, launch.names))
+            for index, warps in report.executed.times:
+                for item in report.executed.blocks[index].instructions:
+                    self.note(item.instruction.line, warps, launch.names)
+            return report
+
+        with patch.object(simulator, "run", watched):
+            yield
+
+    def note(self, line: int, warps: Iterable[int], names: simulator.Names) -> None:
+        """These warps have been at a PTX line."""
+        self.roles[line] |= {names.role(warp) or NO_ROLE for warp in warps}
+
+    def of(self, line: int) -> str:
+        """Roles and rings of a PTX line; there is no ring where no barrier is."""
+        roles, known = self.roles[line], [role.name for role in self.kernel.roles]
+        if not roles:
+            return NOT_RUN
+        everywhere = len(known) > 1 and roles.issuperset(known)
+        names = ALL_ROLES if everywhere else "+".join([name for name in [*known, NO_ROLE] if name in roles])
+        return f"{names}: {'+'.join(sorted(self.rings[line]))}" if self.rings[line] else names
+
+    def of_all(self, mutations: Iterable[Mutation]) -> dict[Mutation, str]:
+        """The place of each of the mutations of a kernel: roles, ring, and a number among those of its kind with the same."""
+        places, seen = {}, Counter[tuple[str, str]]()
+        for mutation in mutations:
+            place = self.of(mutation.line)
+            places[mutation] = f"{place} #{seen[mutation.kind, place]}"
+            seen[mutation.kind, place] += 1
+        return places
+
+
+def structure(kernel: KernelEntry, ptx: str, mutations: Sequence[Mutation]) -> tuple[object, ...]:
+    """What kernels have in common whose mutations come to the same: op, roles, barriers, and every instruction that is broken, in order."""
+    broken = tuple((mutation.kind, ptx[mutation.start : mutation.stop].split()[0]) for mutation in mutations)
+    return kernel.op, tuple(kernel.roles), tuple(kernel.barriers), tuple(kernel.named_barriers), kernel.cluster, broken
