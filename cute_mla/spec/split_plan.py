@@ -1,5 +1,7 @@
 """split_plan: divides the key tiles of a batch into parts of equal cost, on the device.
 
+Requests stay whole where parts of the same greatest cost can hold them so; else part boundaries cut them.
+
 The plan is a table int32 [num_parts, 8] (FlashMLA's tile_scheduler_metadata) and a prefix sum int32 [batch + 1]
 (num_splits). A part handles the key tiles from (begin_req, begin_tile) up to, not including, (end_req, end_tile); between
 them lie whole requests. A request cut by k part boundaries has k + 1 splits; an uncut one has none and writes its output
@@ -34,6 +36,7 @@ PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
 
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
 MAX_PARTS = 1024
+MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; there are few cuts beside so many requests
 
 INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from ..spec.mla import ceil_div
 from ..spec.split_plan import (
+    MOST_WHOLE_REQUESTS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -54,6 +55,10 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[i
     for length in lengths:
         starts.append(starts[-1] + planned_tiles(length) + PIECE_OVERHEAD_TILES)
     step = ceil_div(starts[-1], num_parts)
+    if len(lengths) <= MOST_WHOLE_REQUESTS:
+        whole = whole_boundaries(starts, num_parts, step + PIECE_OVERHEAD_TILES)
+        if whole[-1] == len(lengths):
+            return [(request, 0) for request in whole]
     boundaries = []
     for part in range(num_parts + 1):
         cost = min(part * step, starts[-1])
@@ -63,6 +68,17 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[i
         request = bisect_right(starts, cost) - 1
         tile = max(cost - starts[request] - PIECE_OVERHEAD_TILES, 0)
         boundaries.append((request, tile))
+    return boundaries
+
+
+def whole_boundaries(starts: Sequence[int], num_parts: int, cap: int) -> list[int]:
+    """The requests at which num_parts + 1 boundaries lie if every part takes as many whole requests as cost at most cap.
+
+    starts: cost of the requests before each, and of all. The last boundary is not the end of the batch if the parts do not hold it.
+    """
+    boundaries = [0]
+    for _ in range(num_parts):
+        boundaries.append(bisect_right(starts, starts[boundaries[-1]] + cap) - 1)
     return boundaries
 
 

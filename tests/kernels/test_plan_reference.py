@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,6 +82,16 @@ def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: 
     bound = ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES + split_tiles - 1
     assert all(cost <= bound for cost in part_costs(plan, lengths, split_tiles))
     check_coverage(plan, (later + lengths)[: len(lengths)], split_tiles)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 2000), min_size=1, max_size=9), st.integers(1, 6))
+def test_requests_are_cut_only_if_no_parts_of_whole_ones_cost_as_little(lengths: list[int], num_parts: int) -> None:
+    costs = [planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths]
+    cap = ceil_div(sum(costs), num_parts) + PIECE_OVERHEAD_TILES
+    ways = combinations_with_replacement(range(len(costs) + 1), num_parts - 1)
+    possible = any(all(sum(costs[a:b]) <= cap for a, b in pairwise((0, *way, len(costs)))) for way in ways)
+    assert (reference_plan(lengths, num_parts).num_splits[-1] == 0) >= possible
 
 
 @settings(max_examples=200, deadline=None)

@@ -102,6 +102,54 @@ def test_costs_beyond_32_bits(kernel: CompiledKernel) -> None:
     check(kernel, [7, *[HUGE] * 300, 64], 7)
 
 
+def tiles(*counts: int) -> list[int]:
+    """Lengths of so many tiles."""
+    return [count * TILE_KEYS for count in counts]
+
+
+# Costs are tiles and 5; a part with whole requests may cost ceil(sum / parts) + 5.
+WHOLE = {
+    "one each": (tiles(*[30] * 7), 7),
+    "fewer than parts": (tiles(*[30] * 5), 6),
+    "two each": (tiles(*[64] * 128), 66),
+    "just": (tiles(*[25] * 5), 6),
+    "uneven": (tiles(46, 1, 1, 1, 1, 1, 10, 44, 46), 4),
+    "1,023": (tiles(*[3] * 1023), 132),
+    "1,024": (tiles(*[3] * 1024), MAX_PARTS),
+    "1,024 in few": (tiles(*[1] * 1024), 7),
+    "1,000 parts": (tiles(*[9] * 1000), 1000),
+}
+CUT = {
+    "one too long": (tiles(*[30] * 6, 37), 7),
+    "one part too few": (tiles(*[64] * 134), 66),
+    "not quite": (tiles(*[31] * 5), 6),
+    "1,025": (tiles(*[3] * 1025), 132),
+    "the last one alone": (tiles(*[64] * 132, 64), 66),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_requests_stay_whole(kernel: CompiledKernel, case: str) -> None:
+    lengths, num_parts = WHOLE[case]
+    assert reference_plan(lengths, num_parts).num_splits[-1] == 0
+    check(kernel, lengths, num_parts)
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_requests_are_cut_where_parts_would_cost_more(kernel: CompiledKernel, case: str) -> None:
+    lengths, num_parts = CUT[case]
+    assert reference_plan(lengths, num_parts).num_splits[-1] > 0
+    check(kernel, lengths, num_parts)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_of_like_lengths(kernel: CompiledKernel, seed: int) -> None:
+    draw = random.Random(seed)
+    around, num_parts = draw.randrange(1, 60), draw.randrange(1, 40)
+    lengths = tiles(*(around + draw.randrange(-1, 2) for _ in range(num_parts * draw.randrange(1, 4) - draw.randrange(1))))
+    check(kernel, lengths, num_parts)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_batches(kernel: CompiledKernel, seed: int) -> None:
     draw = random.Random(seed)
@@ -139,6 +187,13 @@ def test_planted_overhead_is_seen(kernel: CompiledKernel) -> None:
     """The overhead of a piece, off by one in the costs but not in the cuts."""
     plan, _ = run_plan(kernel.edited(r"(add\.s32 .*), 6;", r"\1, 7;"), [9000, 70, 12_345], 20)
     assert plan != reference_plan([9000, 70, 12_345], 20)
+
+
+def test_planted_cap_is_seen(kernel: CompiledKernel) -> None:
+    """A cap one lower: the request that just fits does not."""
+    lengths, num_parts = WHOLE["just"]
+    plan, _ = run_plan(kernel.edited(r"(add\.s64 .*), 5;", r"\1, 4;"), lengths, num_parts)
+    assert plan != reference_plan(lengths, num_parts)
 
 
 def test_planted_missing_barrier_is_seen(kernel: CompiledKernel) -> None:

@@ -1,16 +1,24 @@
 """split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
 
     tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 5     C_r = sum of cost before r     T = C_batch
-    boundary p lies at cost x = min(p * ceil(T / num_parts), T), in the request r with C_r <= x < C_r+1,
-    and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
+    step = ceil(T / num_parts)     cap = step + 5, what a part with a cut request may cost
 
-The trick: boundaries do not depend on one another, so nothing is walked. 1,024 threads each own
+    whole requests, if num_parts parts of at most cap hold them:
+        boundary 0 is request 0, and behind a boundary at request i the next one is at the last request j with C_j - C_i <= cap
+    cuts, else:
+        boundary p lies at cost x = min(p * step, T), in the request r with C_r <= x < C_r+1,
+        and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
+
+The trick: nothing is walked. Cuts do not depend on one another, and boundaries between whole requests are found by doubling. 1,024
+threads each own
 
     phase 1   a run of ceil(batch / 1024) requests   sum its cost; block scan -> s_cost[1025], exclusive, 64 bits
-    phase 2   one boundary                           search s_cost, walk inside the run -> s_req, s_tile[1025]
-    phase 3   the same boundary                      is it a cut, is it the first of its request; block scan -> s_rows[1025],
+    phase 2   one request, and one boundary          search s_cost for the boundary behind it -> s_next[1025]; s_next of s_next, 9 times,
+                                                     each time a step of 2^level boundaries -> the boundary; only where runs are requests
+    phase 3   the same boundary                      if there are cuts: search s_cost, walk inside the run; -> s_req, s_tile[1025]
+    phase 4   the same boundary                      is it a cut, is it the first of its request; block scan -> s_rows[1025],
                                                      the accumulator rows of all boundaries before it
-    phase 4   one part, and every 1,024th request    write the plan row from boundaries p, p + 1; num_splits by searching s_req
+    phase 5   one part, and every 1,024th request    write the plan row from boundaries p, p + 1; num_splits by searching s_req
 
 No scratch beyond shared memory and no bound on batch: what is stored per run, not per request, is small and 64 bits wide, while
 num_splits, int32, only ever holds accumulator rows. Operands and their meaning: cute_mla/spec/split_plan.py.
@@ -24,6 +32,7 @@ from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.split_plan import (
     MAX_PARTS,
+    MOST_WHOLE_REQUESTS,
     PARAMS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
@@ -44,15 +53,21 @@ from ..source import KernelSource
 
 THREADS = 1024
 WARPS = THREADS // 32
+LEVELS = (THREADS - 1).bit_length()  # of doubling: boundaries are numbered by threads
 assert THREADS >= MAX_PARTS, "one thread per boundary"
+assert THREADS == MOST_WHOLE_REQUESTS, "one thread per request that may stay whole"
 
 
 @cute.struct
 class Smem:
-    """cost: exclusive prefix sum over the runs of requests, total at the end. req, tile: the boundaries. rows: exclusive
-    prefix sum of the accumulator rows over the boundaries. warp_cost, warp_rows: totals of the warps, during a scan."""
+    """cost: exclusive prefix sum over the runs of requests, total at the end. next, next_doubled: how far boundaries get from a
+    request. whole: whether requests stay whole. req, tile: the boundaries. rows: exclusive prefix sum of the accumulator rows over
+    the boundaries. warp_cost, warp_rows: totals of the warps, during a scan."""
 
     cost: cute.struct.MemRange[Int64, THREADS + 1]
+    next: cute.struct.MemRange[Int32, THREADS + 1]
+    next_doubled: cute.struct.MemRange[Int32, THREADS + 1]
+    whole: cute.struct.MemRange[Int32, 1]
     warp_cost: cute.struct.MemRange[Int64, WARPS]
     warp_rows: cute.struct.MemRange[Int32, WARPS]
     req: cute.struct.MemRange[Int32, MAX_PARTS + 1]
@@ -106,6 +121,29 @@ def count_not_above(values: cute.Pointer, count: Int32, bound):
         value = values[cutlass.min(probe, count) - 1]  # always loaded, so that there is no branch
         found = probe if probe <= count and value <= bound else found
     return found
+
+
+@cute.jit
+def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> Int32:
+    """The boundary of this thread, if every part takes as many whole requests as fit: the request it lies at. Each of the batch <= 1,024
+    requests is a run. tables: two for next, which end up in any state. It contains a barrier for each level."""
+    thread, _, _ = cute.arch.thread_idx()
+    table, other = tables
+    table[thread] = cutlass.min(count_not_above(costs, Int32(THREADS + 1), costs[thread] + cap) - 1, batch)
+    if thread == 0:
+        table[THREADS] = batch
+    cute.arch.sync_threads()
+    request = Int32(0)
+    for level in cutlass.range_constexpr(LEVELS):
+        ahead = table[request]
+        request = ahead if (thread & (1 << level)) != 0 else request
+        if cutlass.const_expr(level + 1 < LEVELS):
+            other[thread] = table[table[thread]]
+            if thread == 0:
+                other[THREADS] = batch
+            cute.arch.sync_threads()
+            table, other = other, table
+    return request
 
 
 @cute.jit
@@ -168,6 +206,7 @@ def split_plan(
     keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
+    whole = smem.whole.data_ptr()
 
     # The consumer may be launched now: it waits for this grid to end before it reads the plan.
     cute.arch.griddepcontrol_launch_dependents()
@@ -179,14 +218,27 @@ def split_plan(
     run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
     cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
     costs[thread] = cost_before
-    cute.arch.sync_threads()
 
-    # Phase 2: boundaries. Threads past num_parts only take part in the barriers.
+    # Phase 2: boundaries between whole requests.
+    step = (total + Int64(num_parts - 1)) // Int64(num_parts)
+    cap = step + PIECE_OVERHEAD_TILES
     req, tile = batch, Int32(0)
+    if thread == 0:
+        costs[THREADS] = total
+        whole[0] = Int32(0)
+    cute.arch.sync_threads()
+    if run <= 1:
+        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
+        if thread == num_parts - 1 and total - costs[req] <= cap:
+            whole[0] = Int32(1)
+        cute.arch.sync_threads()
+
+    # Phase 3: cuts. Threads past num_parts only take part in the barriers.
     if thread < num_parts:
-        step = (total + Int64(num_parts - 1)) // Int64(num_parts)
         cost = Int64(thread) * step
-        if cost < total:
+        if whole[0] == 0:
+            req = batch
+        if whole[0] == 0 and cost < total:
             req, offset = locate(keys, costs, cost, run, batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
         reqs[thread] = req
@@ -196,7 +248,7 @@ def split_plan(
         tiles[num_parts] = Int32(0)
     cute.arch.sync_threads()
 
-    # Phase 3: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
+    # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
     added = Int32(0)
     if tile > 0:  # never at boundary 0
         added = Int32(2)
@@ -209,7 +261,7 @@ def split_plan(
         rows[num_parts] = total_rows
     cute.arch.sync_threads()
 
-    # Phase 4: the plan and num_splits.
+    # Phase 5: the plan and num_splits.
     if thread < num_parts:
         split = Int32(0)
         if tile > 0:
@@ -253,5 +305,5 @@ def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
         barriers=(),
         named_barriers=(),
         roles=(Role("planner", 0, WARPS),),
-        expected={"bar.sync": 5},
+        expected={"bar.sync": 6 + LEVELS},
     )
