@@ -44,6 +44,7 @@ OUTSIDE: dict[str, set[str]] = {
     "click": {"cli"},
     "rich": {"cli", "profiles"},
     "triton": {"profiles"},
+    "safetensors": {"layer"},
 }
 CUDA_MODULE = "runtime/driver.py"
 

@@ -1,0 +1,83 @@
+"""Configurations read from Hugging Face's keys, and what YaRN makes of scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from mla_models import V2_LITE, V3, YARN
+
+from cute_mla.layer import MlaConfig, YarnScaling
+
+
+def test_deepseek_v3() -> None:
+    config = MlaConfig.from_hugging_face({**V3, "model_type": "deepseek_v3", "n_routed_experts": 256})
+    assert (config.hidden_size, config.num_attention_heads, config.q_lora_rank) == (7168, 128, 1536)
+    assert (config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim) == (512, 128, 64, 128)
+    assert config.rope_scaling == YarnScaling(40, 4096, 32, 1, 1.0, 1.0)
+    # 0.1 ln 40 + 1 = 1.36888795; squared 1.87385421; over the root of 192, 13.8564065.
+    assert config.softmax_scale == pytest.approx(0.13523377, rel=1e-6)
+    assert config.rope_scaling.rotary_scale == 1.0
+
+
+def test_deepseek_v2_lite() -> None:
+    config = MlaConfig.from_hugging_face(V2_LITE)
+    assert config.q_lora_rank is None
+    # 0.0707 ln 40 + 1 = 1.26080378; squared 1.58962617; over the root of 192.
+    assert config.softmax_scale == pytest.approx(0.11472138, rel=1e-6)
+
+
+def test_without_scaling() -> None:
+    for none in ({"rope_scaling": None}, {"rope_scaling": {"rope_type": "default"}}):
+        config = MlaConfig.from_hugging_face({**V3, **none})
+        assert config.rope_scaling is None
+        assert config.softmax_scale == pytest.approx(1 / math.sqrt(192))
+
+
+def test_where_newer_configs_keep_rope() -> None:
+    newer = {key: value for key, value in V3.items() if key not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {**V3["rope_scaling"], "rope_type": "yarn", "rope_theta": 50_000.0}
+    config = MlaConfig.from_hugging_face(newer)
+    assert config.rope_theta == 50_000.0
+    assert config.rope_scaling == MlaConfig.from_hugging_face(V3).rope_scaling
+
+
+def test_magnitudes_that_differ() -> None:
+    """mscale 0.5 and mscale_all_dim 0.25: (0.05 ln 40 + 1) / (0.025 ln 40 + 1) on the columns, the latter squared on the scale."""
+    yarn = YarnScaling(40, 4096, mscale=0.5, mscale_all_dim=0.25)
+    assert yarn.rotary_scale == pytest.approx(1.18444397 / 1.09222199, rel=1e-6)
+    assert yarn.softmax_scale == pytest.approx(1.09222199**2, rel=1e-6)
+    assert YarnScaling(40, 4096).softmax_scale == 1.0  # mscale_all_dim is 0 unless given
+    assert YarnScaling(0.5, 4096, mscale_all_dim=1.0).softmax_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": 256}, "kv_lora_rank is 256; supported: 512"),
+        ({"qk_nope_head_dim": 64}, "qk_nope_head_dim is 64; supported: 128"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; supported: 64"),
+        ({"v_head_dim": 192}, "v_head_dim is 192; supported: 128"),
+        ({"hidden_size": 0}, "hidden_size is 0; supported: an integer, 1 or more"),
+        ({"num_attention_heads": 2.5}, r"num_attention_heads is 2\.5; supported: an integer"),
+        ({"q_lora_rank": -1}, "q_lora_rank is -1; supported: an integer, 1 or more"),
+        ({"rope_theta": 0}, "rope_theta is 0; supported: a positive finite number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; supported: a positive finite number"),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling is of type 'linear'; supported: yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "factor": -2}}, r"rope_scaling\['factor'\] is -2; supported: a positive"),
+        ({"rope_scaling": {**YARN, "mscale": -1}}, r"rope_scaling\['mscale'\] is -1; supported: a number, 0 or more"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1}}, "beta_slow 1 and beta_fast 1; supported: the former less"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MlaConfig.from_hugging_face({**V3, **change})
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "q_lora_rank", "kv_lora_rank"])
+def test_keys_that_are_missing(missing: str) -> None:
+    with pytest.raises(ValueError, match=f"the config has no {missing}; supported: the configs of DeepSeek-V2 and V3"):
+        MlaConfig.from_hugging_face({key: value for key, value in V3.items() if key != missing})

@@ -1,0 +1,58 @@
+"""The layer by the kernels, on the simulated device of every architecture: one small batch, and what is not for kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mla_models import V2_LITE, V3
+from mla_steps import Sequences
+
+import cute_mla
+from cute_mla.spec.arch import Arch
+
+CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills
+SMS = 2
+
+
+def test_a_mixed_batch_by_the_kernels(arch: Arch) -> None:
+    """All kinds of attention in one step: against the reference in the tests, and against the layer's own reference path."""
+    sequences = Sequences.drawn(V3, [66, 9, 8], torch.bfloat16).with_context(CONTEXTS)
+    by_reference = replace(sequences, k_cache=sequences.k_cache.clone())
+    with cute_mla.simulate(arch, SMS) as device:
+        assert sequences.layer().path == "kernels"
+        out = sequences.step(CONTEXTS, DECODES)
+    ran = device.launches
+    assert ran >= 5  # plan, decode, two of prefill, merge
+    assert device.findings == []
+    expected = sequences.expected(CONTEXTS)
+    sequences.expect(out, expected)
+    sequences.expect(by_reference.step(CONTEXTS, DECODES), out.float())
+    assert device.launches == ran
+    assert torch.equal(by_reference.k_cache.nan_to_num(7.0), sequences.k_cache.nan_to_num(7.0))
+
+
+def test_one_schedule_serves_all_layers_of_a_step(arch: Arch) -> None:
+    """The second layer does not plan again. fp16, and padding that gives zeros."""
+    sequences = Sequences.drawn(V2_LITE, [3, 1], torch.float16).with_context([2, 0])
+    plan = sequences.plan([2, 0], 2)
+    slots, lengths = plan.slot_mapping.clone(), torch.tensor([3, 0], dtype=torch.int32)
+    slots[1] = -1
+    assert plan.decode is not None
+    padded = replace(plan, slot_mapping=slots, decode=replace(plan.decode, cache_seqlens=lengths))
+    layer, hidden = sequences.layer(), torch.cat(sequences.new_tokens([2, 0]))
+    with cute_mla.simulate(arch, SMS) as device:
+        out = layer(hidden, sequences.k_cache, padded)
+        first = device.launches
+        assert torch.equal(layer(hidden, sequences.k_cache, padded), out)
+        assert device.launches == 2 * first - 1
+    expected = sequences.expected([2, 0])
+    expected[1] = 0
+    sequences.expect(out, expected)
+
+
+def test_fp32_is_not_for_the_kernels(arch: Arch) -> None:
+    sequences = Sequences.drawn(V3, [3])
+    with cute_mla.simulate(arch, SMS), pytest.raises(ValueError, match=r"dtype torch\.float32; supported: torch\.bfloat16, torch\.float16"):
+        sequences.step([0], 0)

@@ -1,0 +1,130 @@
+"""Weights by Hugging Face's names, from state dicts and files: whole, sharded, quantised, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, reduced
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cute_mla.layer import MlaConfig, MlaWeights, Shard, load_weights
+
+SMALL = reduced(V3, hidden=24, heads=4) | {"q_lora_rank": 40}
+CONFIG = MlaConfig.from_hugging_face(SMALL)
+
+
+def same(one: MlaWeights, other: MlaWeights) -> bool:
+    """Whether all weights are equal, in dtype too."""
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(MlaWeights)]
+    return all(a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_shapes(model: str) -> None:
+    config = MlaConfig.from_hugging_face(reduced(MODELS[model], hidden=24, heads=4))
+    weights = MlaWeights.from_tensors(checkpoint(reduced(MODELS[model], hidden=24, heads=4)), config, prefix=PREFIX)
+    assert weights.heads(config) == 4
+    assert (weights.q_a is None) == (weights.q_a_norm is None) == (model == "v2_lite")
+    assert weights.q_b.shape == (768, 24 if model == "v2_lite" else 1536)
+
+
+def test_a_rank_holds_its_heads() -> None:
+    tensors = checkpoint(SMALL)
+    weights = MlaWeights.from_tensors(tensors, CONFIG, shard=Shard(1, 2), prefix=PREFIX)
+    assert weights.heads(CONFIG) == 2
+    assert torch.equal(weights.q_b, tensors[f"{PREFIX}q_b_proj.weight"][384:])
+    assert torch.equal(weights.kv_b, tensors[f"{PREFIX}kv_b_proj.weight"][512:])
+    assert torch.equal(weights.o, tensors[f"{PREFIX}o_proj.weight"][:, 256:])
+    assert torch.equal(weights.kv_a, tensors[f"{PREFIX}kv_a_proj_with_mqa.weight"])
+    for weight in (weights.q_b, weights.kv_b, weights.o):
+        assert weight.is_contiguous()
+        assert weight.untyped_storage().nbytes() == weight.nbytes
+
+
+@pytest.mark.parametrize("layout", ["file", "folder", "index"])
+def test_safetensors(tmp_path: Path, layout: str) -> None:
+    own = checkpoint(SMALL, torch.bfloat16)
+    second = {name.replace("layers.0.", "layers.1."): tensor + 1 for name, tensor in own.items()}
+    both = own | second | {"model.layers.10.self_attn.o_proj.weight": torch.zeros(1)}
+    if layout == "index":
+        names = sorted(both)
+        parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, held in parts.items():
+            save_file({name: both[name] for name in held}, tmp_path / file)
+        places = {name: file for file, held in parts.items() for name in held}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    else:
+        save_file(both, tmp_path / "model.safetensors")
+    path = tmp_path / "model.safetensors" if layout == "file" else tmp_path
+    assert same(load_weights(path, 0, CONFIG), MlaWeights.from_tensors(own, CONFIG, prefix=PREFIX))
+    shard = Shard(3, 4)
+    expected = MlaWeights.from_tensors(second, CONFIG, shard=shard, prefix="model.layers.1.self_attn.").to(dtype=torch.float16)
+    assert same(load_weights(str(path), 1, CONFIG, shard=shard, dtype=torch.float16), expected)
+
+
+def test_without_safetensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r"the package safetensors, which is not installed: pip install 'cute-mla\[weights\]'"):
+        load_weights("anywhere", 0, CONFIG)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_weights(tmp_path, 0, CONFIG)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight in e4m3, and a scale of each 128 rows and columns."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    scales = 0.5 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(1))
+    return weight.to(torch.float8_e4m3fn), scales
+
+
+def test_weights_in_e4m3() -> None:
+    """As DeepSeek-V3's own checkpoint has them; blocks end where a matrix does, not where a head does."""
+    tensors = checkpoint(SMALL)
+    name = f"{PREFIX}q_b_proj.weight"
+    tensors[name], scales = quantised(tensors[name])
+    tensors[f"{name}_scale_inv"] = scales
+    weights = MlaWeights.from_tensors(tensors, CONFIG, shard=Shard(1, 2), prefix=PREFIX)
+    assert weights.q_b.dtype == torch.bfloat16
+    for row, column in [(0, 0), (127, 39), (128, 0), (383, 39)]:
+        wanted = tensors[name][384 + row, column].float() * scales[(384 + row) // 128, 0]
+        assert weights.q_b[row, column] == wanted.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("o_proj", None, r"there is no model\.layers\.0\.self_attn\.o_proj\.weight"),
+        ("kv_b_proj", torch.zeros(1024, 511), r"kv_b_proj\.weight has shape \[1024, 511\]; supported with this config: \[1024, 512\]"),
+        ("q_a_layernorm", torch.zeros(40, dtype=torch.int8), r"q_a_layernorm\.weight has dtype torch\.int8; supported: torch\.bfloat16"),
+        ("o_proj", torch.zeros(24, 512).to(torch.float8_e4m3fn), r"_scale_inv has shape None; supported .* of \[24, 512\]: \[1, 4\]"),
+    ],
+)
+def test_checkpoints_that_are_refused(name: str, tensor: Tensor | None, message: str) -> None:
+    tensors = checkpoint(SMALL)
+    if tensor is None:
+        del tensors[f"{PREFIX}{name}.weight"]
+    else:
+        tensors[f"{PREFIX}{name}.weight"] = tensor
+    with pytest.raises(ValueError, match=message):
+        MlaWeights.from_tensors(tensors, CONFIG, prefix=PREFIX)
+
+
+def test_a_checkpoint_of_the_other_kind() -> None:
+    with pytest.raises(ValueError, match=r"there is no model\.layers\.0\.self_attn\.q_b_proj\.weight"):
+        MlaWeights.from_tensors(checkpoint(reduced(V2_LITE, 24, 4)), CONFIG, prefix=PREFIX)
+
+
+def test_ranks_that_are_refused() -> None:
+    with pytest.raises(ValueError, match="rank is 2 of 2; supported: 0 to world - 1"):
+        Shard(2, 2)
+    with pytest.raises(ValueError, match="4 heads on 3 ranks; supported: a divisor of the number of heads"):
+        MlaWeights.from_tensors(checkpoint(SMALL), CONFIG, shard=Shard(0, 3), prefix=PREFIX)
