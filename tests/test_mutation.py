@@ -8,7 +8,8 @@ from multiprocessing import get_context
 import pytest
 
 from cute_mla.runtime.library import load_artifacts
-from tests.mutation.campaign import judge_batch, sampled, unexplained
+from tests.mutation.bench import Subject
+from tests.mutation.campaign import explanations, judge_batch, sampled, unexplained
 from tests.mutation.sites import KINDS, find
 
 KERNELS = (
@@ -22,6 +23,7 @@ KERNELS = (
     "dense_prefill_sm100_bf16_d192",
     "combine_sm90_bf16",
     "split_plan_sm90_i32",
+    "merge_states_sm100_bf16_d128",
 )
 SNIPPET = """
 @%p1 mbarrier.arrive.shared.b64 _, [%r1]; // mbarrier.arrive in a comment
@@ -59,10 +61,24 @@ def test_what_is_broken_and_how() -> None:
     }
 
 
-def test_every_kind_occurs_in_some_kernel() -> None:
-    """Else its pattern is out of date."""
+def test_places_are_roles_and_rings() -> None:
+    """Which survivors.toml knows mutations by."""
+    subject = Subject(load_artifacts().manifest.kernels["dense_prefill_sm90_bf16_d192"])
+    places = subject.places.of_all(find(subject.ptx))
+    waits = {place for mutation, place in places.items() if mutation.kind == "phase not waited for"}
+    assert {"keys: key_free #0", "values: value_free #0", "queries: query_free #1", "attend_0+attend_1: key_ready #1"} <= waits
+    assert "all #0" in {place for mutation, place in places.items() if mutation.kind == "grid wait deleted"}
+
+
+def test_kinds_and_explanations_are_about_some_kernel() -> None:
+    """Else a pattern is out of date."""
     artifacts = load_artifacts()
-    kinds = {
-        mutation.kind for name, entry in artifacts.manifest.kernels.items() if "bf16" in name for mutation in find(artifacts.ptx(entry))
-    }
+    known = explanations()
+    kinds = set()
+    for name, entry in artifacts.manifest.kernels.items():
+        if "bf16" in name or "i32" in name:
+            own = {mutation.kind for mutation in find(artifacts.ptx(entry))}
+            kinds |= own
+            known = [item for item in known if not (item.kernel.fullmatch(name) and any(map(item.kind.fullmatch, own)))]
     assert kinds == {kind.name for kind in KINDS}
+    assert known == []

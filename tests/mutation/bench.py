@@ -21,15 +21,16 @@ from cute_mla.simulator import machine
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.case import BaseCase
 from cute_mla.testing.compare import same_bits
-from cute_mla.testing.operations import Result, operation
-from cute_mla.testing.runner import Schedule, call
+from cute_mla.testing.operations import Result
+from cute_mla.testing.runner import Schedule
 from tests.mutation.cases import cases
+from tests.mutation.merging import operation_of
 from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
 MEMORY = 3 << 30  # bytes of a process; it may also issue copies for ever
-SAME = ("dtype", "operands")  # fields of a kernel's config that its cases have, too
+SAME = ("dtype", "operands", "head_dim")  # fields of a kernel's config that its cases have, too
 MOST_CASES = 3  # of those that use a kernel
 
 
@@ -80,7 +81,7 @@ class Subject:
 
     def _try(self, case: BaseCase) -> None:
         """Take a case in if it launches the kernel; it must be without findings."""
-        tensors = operation(case).make_tensors(case, "cpu")
+        tensors = operation_of(case).make_tensors(case, "cpu")
         simulated._modules.clear()
         with self.places.watch():
             results, findings = self._call(case, tensors, Schedule("round_robin", 0))
@@ -93,7 +94,7 @@ class Subject:
         for given in tensors.given.values():
             given.storage.fill_(float("nan"))
         with simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
-            results = call(case, tensors, None)
+            results = operation_of(case).call(case, tensors, None)
         return tuple(result.clone() for result in results), device.findings
 
     def judge(self, mutation: Mutation, schedules: Sequence[Schedule]) -> Outcome:

@@ -11,6 +11,7 @@ from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.sparse_cases import Pool, SparseCase
+from tests.mutation.merging import MergeCase
 
 DENSE = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
 GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
@@ -35,6 +36,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
     "combine": (SPLIT,),
     "split_plan": (SPLIT,),
+    "merge_states": (MergeCase(),),
 }
 HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (9, 128)}  # one row tile, and two
 
