@@ -55,3 +55,11 @@ def test_public_names_that_are_used_exist() -> None:
     assert {"simulate", "workspace_size", "get_mla_metadata", "flash_mla_with_kvcache"} <= used
     for name in used:
         assert callable(getattr(cute_mla, name))
+
+
+def test_names_that_are_imported_exist() -> None:
+    imports = re.findall(r"^from (cute_mla[.\w]*) import (.+)$", TEXT, re.MULTILINE)
+    assert "cute_mla.layer" in dict(imports)
+    for module, names in imports:
+        for name in names.split(", "):
+            assert callable(getattr(import_module(module), name))

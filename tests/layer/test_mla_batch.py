@@ -49,6 +49,13 @@ def test_only_decodes_and_nothing() -> None:
     assert (nothing.tokens, nothing.decode, nothing.prefill) == (0, None, None)
 
 
+def test_slots_beyond_32_bits() -> None:
+    batch = plan_batch([1], [20], torch.tensor([[2**27, 2**28]], dtype=torch.int32), 16)
+    assert batch.slot_mapping.tolist() == [2**32 + 4]
+    assert batch.prefill is not None
+    assert batch.prefill.chunks[0].slots[:16].tolist() == list(range(2**31, 2**31 + 16))
+
+
 def test_slots_of_the_caller() -> None:
     slots = torch.tensor([-1, 9, 3])
     assert plan_batch([1, 1, 1], [0, 0, 0], TABLE, 16, slot_mapping=slots).slot_mapping is slots
