@@ -47,7 +47,7 @@ class Launch:
     """A call of one kernel over keys, and of combine.
 
     op, arch, config: of the kernel, which is named `kernel`. row_ctas: CTAs that have other rows and the same keys. ctas: that
-    run at the same time. bytes: of memory that have to be moved. requests: blocks of each request of a decode.
+    run at the same time. bytes: of memory that have to be moved.
     """
 
     op: str
@@ -61,7 +61,6 @@ class Launch:
     ctas: int
     bytes: float
     combine: Combine | None = None
-    requests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from ..spec.mla import D_QK, D_V, ELEMENT_BYTES
 from ..spec.split_plan import TILE_KEYS
 from .model import Launch
 from .model_report import between, launch_on, predictions, recorded
-from .partition import Part
 from .rows import OPS, Case, load
 
 FEW_HEADS = 16  # columns of a product whose operands are swapped: keys as rows, heads as columns
@@ -105,19 +104,6 @@ def _alone(launch: Launch) -> Launch:
     return replace(launch, kernel=name, config=config, block=block_of(launch.op, launch.arch, config), counts=recorded()[name])
 
 
-def _uncut(launch: Launch) -> Launch:
-    """Whole requests, the longest first, each to the part that has least: nothing to combine, which is still launched."""
-    ends = [0] * len(launch.parts)
-    pieces = [0] * len(launch.parts)
-    for blocks in sorted(launch.requests, reverse=True):
-        least = min(range(len(ends)), key=lambda part: (ends[part], part))
-        ends[least] += blocks
-        pieces[least] += 1
-    parts = tuple(Part(blocks, number) for blocks, number in zip(ends, pieces, strict=True))
-    combine = launch.combine
-    return replace(launch, parts=parts, combine=combine and replace(combine, bytes=0.0, busiest_bytes=0.0))
-
-
 def _swapped(launch: Launch) -> Launch:
     """Keys as rows of the products, at most 16 heads as columns: S^T = K Q^T and O^T = V^T P^T in steps of 64 x 16 x 16."""
     steps = {"S": TILE_KEYS // 64 * D_QK // 16, "P V": D_V // 64 * TILE_KEYS // 16}
@@ -161,7 +147,6 @@ CHANGES: tuple[Change, ...] = (
     Change("fixed instructions halved", (*_SHORT, "D1.fixed", "S2.b2s2", "S1.topk2048"), _fixed_halved),
     Change("combine without CTAs that have nothing to merge", _CUT, _no_empty_ctas),
     Change("combine for nothing: merged in the decode kernel, at most", (*_SHORT, "D1.fixed", "D10.h16s1", "S2.b2s2"), _no_combine),
-    Change("requests whole, none cut", ("D1.fixed", "D5.fixed", "D6.s1", "D8.s1", "S1.topk2048", "S2.b64", "S2.b128"), _uncut),
     Change("0.8 of the instructions of a block", ("D1.fixed", "S1.topk2048", "S3.h16", "P1.8k", "F1.s1"), _slope_at_goal),
     Change("one more column tile of Q in registers", ("D1.fixed", "S1.topk2048", "S3.h64", "P1.8k", "F2.h16"), _q_tile),
     Change("P read once for 256 columns", ("D1.fixed", "S1.topk2048", "P1.8k", "F2.h128"), _one_p),

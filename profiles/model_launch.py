@@ -67,26 +67,20 @@ def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, rec
     )
     kernel = _kernel("dense_decode", arch, problem.config, recorded)
     num_parts = problem.num_parts(sm_count)
-    requests = tuple(ceil_div(length, TILE_KEYS) for length in shape.lengths)
     split = split_parts(shape.lengths, num_parts)
     ctas = problem.row_ctas * shape.h_kv * len(split.parts)
     combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
-    return Launch(
-        **kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, requests=requests
-    )
+    return Launch(**kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
 
 
 def _sparse_decode(case: Case, shape: SparseDecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
     problem = SparseDecodeProblem(arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk)
     kernel = _kernel("sparse_decode", arch, problem.config, recorded)
     num_parts = problem.num_parts(sm_count)
-    requests = (ceil_div(shape.topk, TILE_KEYS),) * shape.batch
     split = split_parts((shape.topk,) * shape.batch, num_parts)
     ctas = problem.row_ctas * shape.s_q * len(split.parts)
     combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
-    return Launch(
-        **kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, requests=requests
-    )
+    return Launch(**kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
 
 
 def _sparse_prefill(case: Case, shape: SparsePrefillShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:

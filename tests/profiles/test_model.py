@@ -58,10 +58,10 @@ def test_clocks_of_a_block(op: str, arch: str, config: Mapping[str, Any], mma: i
 
 
 def test_dense_decode_by_hand() -> None:
-    """D1.fixed on an H200: 132 CTAs, of which two share the 73,728 bytes of a block."""
+    """D1.fixed on an H200: 64 parts of two whole requests, each a pair of CTAs that share the 73,728 bytes of a block."""
     clocks = predictions(launch_on(case_named("D1.fixed"), "H200"), "H200")[0].clocks
-    assert clocks["L2"] == pytest.approx(36864 / (7.0e3 / 1.755 / 132))
-    assert clocks["HBM"] == pytest.approx(36864 / (4.3e3 / 1.755 / 132))
+    assert clocks["L2"] == pytest.approx(36864 / (7.0e3 / 1.755 / 128))
+    assert clocks["HBM"] == pytest.approx(36864 / (4.3e3 / 1.755 / 128))
     assert clocks["path"] == 1152 + 486 + 2 * 30
 
 

@@ -47,13 +47,6 @@ def test_half_of_what_is_fixed() -> None:
     assert gain.saved_us[0] == pytest.approx(bounds.best.us(2.04 * longest / 2), abs=1e-6)
 
 
-def test_whole_requests_have_all_blocks() -> None:
-    before = launch("S2.b64")
-    after = change_named("requests whole, none cut").apply(before)
-    assert sum(part.blocks for part in after.parts) == sum(part.blocks for part in before.parts)
-    assert sum(part.pieces for part in after.parts) == 64
-
-
 def test_swapped_operands_take_as_long_as_the_argument_says() -> None:
     after = change_named("keys as rows, for at most 16 heads").apply(launch("S3.h16"))
     assert sum(after.block.flops.values()) / machines()[GPU].best.mma_flops_per_clock == pytest.approx(1360)
