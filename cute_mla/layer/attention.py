@@ -107,7 +107,7 @@ class MlaAttention:
         absorbed = q.new_empty(*q.shape[:2], D_QK)
         torch.bmm(q[..., :nope].transpose(0, 1), self._into_query, out=absorbed[..., :latent].transpose(0, 1))
         absorbed[..., latent:] = q[..., nope:]
-        by_request = absorbed.unflatten(0, (-1, requests.s_q))
+        by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
         out = path.decode(by_request, k_cache, requests, self.config.softmax_scale)
         return torch.bmm(out.flatten(0, 1).transpose(0, 1), self._out_of_latent).transpose(0, 1)
 

@@ -125,7 +125,7 @@ def plan_batch(
     pages = _Pages(block_table, page_size)
     requests, positions = _tokens([context for _, context in lengths], [new for new, _ in lengths])
     return MlaBatch(
-        positions=positions.to(table.device),
+        positions=_sent(positions, table.device),
         slot_mapping=pages.slots(requests, positions) if slot_mapping is None else slot_mapping,
         decode=_decode(lengths[:decodes], block_table) if decodes else None,
         prefill=_prefill(lengths[decodes:], _Pages(block_table[decodes:], page_size), chunk_tokens) if lengths[decodes:] else None,
@@ -142,8 +142,13 @@ class _Pages:
     def slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [keys]: of the keys of some requests at some positions, both int64 [keys] on the CPU."""
         device = self.block_table.device
-        columns, rows = (positions // self.page_size).to(device), (positions % self.page_size).to(device)
-        return self.block_table[requests.to(device), columns].long() * self.page_size + rows
+        columns, rows = _sent(positions // self.page_size, device), _sent(positions % self.page_size, device)
+        return self.block_table[_sent(requests, device), columns].long() * self.page_size + rows
+
+
+def _sent(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the host on a device, without waiting for what it is doing: CUDA copies pageable memory aside before it returns."""
+    return counts.to(device, non_blocking=True)
 
 
 def _check_lengths(query_lengths: Sequence[int], context_lengths: Sequence[int], decodes: int) -> None:
@@ -169,12 +174,12 @@ def _tokens(firsts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor,
 
 def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [requests + 1]: the ends of packed sequences."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(device)
+    return _sent(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
 def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor) -> DecodeRequests:
     keys = torch.tensor([new + context for new, context in lengths], dtype=torch.int32)
-    return DecodeRequests(block_table[: len(lengths)], keys.to(block_table.device), lengths[0][0])
+    return DecodeRequests(block_table[: len(lengths)], _sent(keys, block_table.device), lengths[0][0])
 
 
 def _prefill(lengths: list[tuple[int, int]], pages: _Pages, chunk_tokens: int) -> PrefillRequests:

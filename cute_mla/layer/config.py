@@ -73,6 +73,7 @@ class YarnScaling:
 class MlaConfig:
     """The sizes of a layer. Names are those of Hugging Face configs; what is fixed is what the kernels are made for.
 
+    max_position_embeddings: of the model; positions are on the device, and nothing checks them against it.
     q_lora_rank: None where queries are projected in one step (DeepSeek-V2-Lite).
     rope_interleave: whether a checkpoint's rotary columns 2i and 2i + 1 turn together, as DeepSeek's do; else i and i + 32.
     """

@@ -63,6 +63,13 @@ def test_context_in_chunks(chunk_tokens: int) -> None:
     sequences.expect(sequences.step(contexts, 0, chunk_tokens=chunk_tokens), sequences.expected(contexts))
 
 
+def test_without_yarn_and_with_an_epsilon_that_counts() -> None:
+    plain = {**V3, "rope_scaling": None, "rope_theta": 500.0, "rms_norm_eps": 0.3}
+    contexts = [9, 5]
+    sequences = Sequences.drawn(plain, [10, 12]).with_context(contexts)
+    sequences.expect(sequences.step(contexts, 1), sequences.expected(contexts))
+
+
 def test_a_sequence_in_steps_is_the_sequence() -> None:
     """Prefill, another one on top of it, then tokens one by one: every step reads what those before it wrote."""
     whole = Sequences.drawn(V2_LITE, [75])
@@ -146,8 +153,10 @@ def test_checkpoints_whose_halves_are_pairs() -> None:
 
 def test_no_tokens() -> None:
     sequences = Sequences.drawn(V3, [64])
-    empty = plan_batch([], [], torch.empty(0, 1, dtype=torch.int32), 64)
-    assert sequences.layer()(torch.empty(0, 96), sequences.k_cache, empty).shape == (0, 96)
+    table = torch.empty(0, 1, dtype=torch.int32)
+    empty = plan_batch([], [], table, 64)
+    for batch in (empty, replace(empty, decode=DecodeRequests(table, table[:, 0]))):
+        assert sequences.layer()(torch.empty(0, 96), sequences.k_cache, batch).shape == (0, 96)
     assert sequences.k_cache.isnan().all()
 
 
