@@ -53,6 +53,16 @@ def test_a_phase_that_completes_before_a_waiter_has_seen_the_last(policy: Policy
 
 
 @each_policy
+def test_lanes_that_wait_for_different_barriers(policy: Policy) -> None:
+    """Thread 0 waits for a phase that is complete, the other lanes of its warp for one that thread 32 is about to complete: when the
+    first may go on, nobody has waited for the second."""
+    split = "add.u32 %r9, %r1, 8;\nselp.b32 %r9, %r1, %r9, %p0;\n"
+    waits = "W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0, 10000000;\n@!%p9 bra W;\n"
+    completes = "bra END;\nOTHER:\n@%p2 mbarrier.arrive.shared.b64 _, [%r1+8];\nEND:\n"
+    assert not findings(f"{ARRIVE}{BAR}@%p1 bra OTHER;\n{split}{waits}{completes}", policy)
+
+
+@each_policy
 def test_a_phase_that_completes_behind_a_copy(policy: Policy) -> None:
     """A ring of one slot: the producer fills it again when the consumer, warp 1, has said that it has seen the first filling."""
     consume = "@!%p1 bra NEXT;\n" + wait("W") + "@%p2 mbarrier.arrive.shared.b64 _, [%r1+8];\nNEXT:\n"

@@ -231,6 +231,7 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
     users: list[Sequence[int]] = []  # the warps that wait for each
+    places: list[np.ndarray | slice] = []  # and their lanes
     parts = place_shared(w, address, False)
     if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
         target, _, offsets = parts[0]
@@ -238,6 +239,7 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
         ready[...] = (barrier.phase & 1) != expected if parity else barrier.phase != expected
         blocked.append(barrier)
         users.append(w.warps)
+        places.append(slice(None))
     else:
         wanted = np.broadcast_to(expected, (w.n,))
         for target, index, offsets in parts:
@@ -247,22 +249,28 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
                 where = lanes[offsets == offset]
                 ready[where] = (barrier.phase & 1) != wanted[where] if parity else barrier.phase != wanted[where]
                 blocked.append(barrier)
-                users.append(tuple(int(warp) for warp in np.unique(w.lanes[where] // WARP)))
+                users.append(warps_of(w, where))
+                places.append(where)
     for barrier, warps in zip(blocked, users, strict=True):
         group.check_lapped(barrier)
         phases.check_use(w, warps, barrier, False)
     if ready.any():
         group.waited = {}
         out[...] = ready
-        for barrier, warps in zip(blocked, users, strict=True):
-            done = warps if ready.all() else [warp for warp in warps if ready[w.lanes // WARP == warp].any()]
+        for barrier, warps, where in zip(blocked, users, places, strict=True):
+            # lanes of a warp that have come apart may wait for different barriers: one of them says nothing of another
+            done = warps if ready.all() else warps_of(w, np.arange(w.n)[where][ready[where]])
             order.wait(cta, done, barrier)
             phases.note_wait(cta, done, barrier)
-        if cta.observer is not None:
-            for barrier in blocked:
+            if cta.observer is not None and done:
                 cta.observer.barrier(w, barrier, "wait", 0)
         return True
     return refuse_wait(w, out, blocked, hint)
+
+
+def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
+    """The warps that these positions in the window belong to."""
+    return tuple(int(warp) for warp in np.unique(w.lanes[lanes] // WARP))
 
 
 def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool) -> bool:
