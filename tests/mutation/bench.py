@@ -65,13 +65,14 @@ def limited_time() -> Iterator[None]:
 
 
 class Subject:
-    """A kernel with its cases. places: where its instructions run in these."""
+    """A kernel with its cases. places: where its instructions run in these. clean: schedules and cases without findings as it ships."""
 
     def __init__(self, kernel: KernelEntry) -> None:
         self.arch = kernel.arch
         self.kernel = kernel
         self.ptx = load_artifacts().ptx(kernel)
         self.places = Places(kernel)
+        self.clean: set[str] = set()
         self.cases: list[tuple[BaseCase, Any, Result]] = []
         for case in cases(kernel.op, ARCHS[kernel.arch]):
             case = replace(case, **{name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(case, name)})
@@ -98,17 +99,30 @@ class Subject:
         return tuple(result.clone() for result in results), device.findings
 
     def judge(self, mutation: Mutation, schedules: Sequence[Schedule]) -> Outcome:
-        """Runs the cases with the broken kernel until something is noticed."""
+        """Runs the cases with the broken kernel until something is noticed. ValueError if it is noticed in the kernel as it ships, too."""
         module = simulator.load_module(mutation.apply(self.ptx))
         key = self.kernel.ptx_sha256
         before = simulated._modules.pop(key, None)
         simulated._modules[key] = module
         try:
-            return self._judge(schedules)
+            outcome = self._judge(schedules)
         finally:
             simulated._modules.pop(key, None)
             if before is not None:
                 simulated._modules[key] = before
+        self._expect_clean(outcome, schedules)
+        return outcome
+
+    def _expect_clean(self, outcome: Outcome, schedules: Sequence[Schedule]) -> None:
+        """What was noticed must be the mutation's doing."""
+        for schedule in schedules:
+            for case, tensors, expected in self.cases:
+                by = f"{schedule} {case.id}"
+                if by == outcome.by and by not in self.clean:
+                    results, findings = self._call(case, tensors, schedule)
+                    if findings or not all(map(same_bits, results, expected)):
+                        raise ValueError(f"{self.kernel.name} as it ships, {by}: {[*findings, 'other results'][0]}")
+                    self.clean.add(by)
 
     def _judge(self, schedules: Sequence[Schedule]) -> Outcome:
         for schedule in schedules:
