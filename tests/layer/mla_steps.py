@@ -80,7 +80,8 @@ class Sequences:
         return torch.cat([out[context:] for out, context in zip(whole, contexts, strict=True)])
 
     def expect(self, out: Tensor, expected: Tensor) -> None:
-        """Asserts that an output agrees with the reference's, as well as its dtype allows."""
+        """Asserts that an output agrees with the reference's, as well as its dtype allows, and that nobody wrote to page 0."""
+        assert self.k_cache[0].isnan().all()
         assert out.dtype == self.k_cache.dtype
         assert out.shape == expected.shape
         if len(out):
