@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from cute_mla.runtime.library import load_artifacts
-from tests.mutation.campaign import coverage, judge_batch, read, unexplained, wanted
+from tests.mutation.campaign import coverage, explanations, judge_batch, read, unexplained, wanted
 from tests.mutation.sites import KINDS
 
 BATCH = 24  # mutations of a kernel that a process takes at a time
@@ -68,6 +68,10 @@ def report(out: Path) -> None:
     click.echo(table(rows))
     for line in open_ones:
         click.echo(f"not noticed: {line.kernel}, {line.kind}, {line.place}, PTX line {line.line}: {line.code}")
+    for item in explanations():
+        covered = [line for line in lines if item.covers(line)]
+        if covered and all(line.noticed for line in covered):
+            click.echo(f"explained, but noticed: {item.kernel.pattern}, {item.kind.pattern}, {item.place.pattern}")
     caught = sum(bool(line.noticed) for line in lines)
     real = caught + len(open_ones)
     click.echo(f"{caught} of {real} caught ({100 * caught / max(real, 1):.1f} %), {len(lines) - real} equivalent")
