@@ -119,7 +119,7 @@ def plan_call(call: DenseDecodeCall, arch: Arch, sm_count: int) -> DenseDecodePl
         lse_accum_bytes=lse_bytes,
         combine_kernel=combine_kernel,
         combine_grid=combine_grid,
-        combine_int32s=(problem.s_q, problem.h_q, problem.max_keys, 0, problem.max_splits, results.accum_rows),
+        combine_int32s=(problem.batch, problem.s_q, problem.h_q, problem.max_keys, 0, problem.max_splits, results.accum_rows),
         key_limits=(NO_LIMIT, 0),  # block tables of any width share a plan
         default_scale=D_QK**-0.5,
         int64s=(*call.q.stride[:3], *results.strides, call.block_table.stride[0], *cache.strides[:0:-1]),

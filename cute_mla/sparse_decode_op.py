@@ -136,7 +136,7 @@ def plan_call(call: SparseDecodeCall, arch: Arch, sm_count: int) -> DecodePlan:
         lse_accum_bytes=lse_bytes,
         combine_kernel=combine_kernel,
         combine_grid=combine_grid,
-        combine_int32s=(s_q, h_q, topk, extra_topk, problem.max_splits, results.accum_rows),
+        combine_int32s=(batch, s_q, h_q, topk, extra_topk, problem.max_splits, results.accum_rows),
         int64s=(
             *call.q.stride[:3],
             *results.strides,

@@ -12,6 +12,7 @@ from .mla import ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (query token, head), or a quarter of its columns
 COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
+BLOCKS_PER_SM = 4  # at most, twice what an SM holds at once: what has nothing to merge still has to be started
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
@@ -34,6 +35,7 @@ PARAMS: tuple[Param, ...] = (
     ),
     *float32s("empty_lse"),
     *int32s(
+        "batch",
         "s_q",
         "h_q",
         "max_keys",  # as in split_plan
@@ -45,9 +47,11 @@ PARAMS: tuple[Param, ...] = (
 
 
 def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:
-    """CTAs along (batch * s_q, blocks of heads, blocks of columns). The result's bits do not depend on the last."""
+    """CTAs along (batch * s_q, blocks of heads, blocks of columns): along the first every CTA takes every so-many-th query token. The
+    result's bits do not depend on the grid."""
     tokens, head_blocks = batch * s_q, ceil_div(h_q, ROWS_PER_BLOCK)
-    return tokens, head_blocks, COLUMN_BLOCKS if tokens * head_blocks <= 2 * sm_count else 1
+    columns = COLUMN_BLOCKS if tokens * head_blocks <= 2 * sm_count else 1
+    return min(tokens, max(BLOCKS_PER_SM * sm_count // (head_blocks * columns), 1)), head_blocks, columns
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class Combine(Subject[Operands]):
         tensors = (operands.out_accum, operands.lse_accum, operands.out, operands.lse)
         strides = (*operands.out.stride()[:3], *operands.lse.stride())
         lengths = (NO_LIMIT, 0, 0)  # most keys in both caches, and no batch invariance: nothing of it is read
-        int32s = (shape.s_q, shape.h_q, *lengths, shape.batch * shape.splits)
+        int32s = (shape.batch, shape.s_q, shape.h_q, *lengths, shape.batch * shape.splits)
         args = (None, None, self.num_splits, None, *tensors, *strides, math.inf, *int32s)
         self.runner.launch(self.kernel, self.grid, args, pdl=True)
 

@@ -13,7 +13,7 @@ from caches import Keys
 from launching import CompiledKernel, compiled, launch, nbytes
 
 from cute_mla import simulator
-from cute_mla.spec.combine import COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
+from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 
@@ -106,7 +106,7 @@ class Problem:
         keys = self.keys or Keys(len(self.rows), None, None)
         operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse]
         limits = (keys.limit, keys.extra_limit, self.max_splits, len(self.accum))
-        return [*operands, *strides, self.empty_lse, self.s_q, self.h_q, *limits]
+        return [*operands, *strides, self.empty_lse, len(self.rows), self.s_q, self.h_q, *limits]
 
     def _written(self, first: int, count: int) -> list[tuple[int, int, int]]:
         positions = [(first + s, token, head) for s in range(count) for token in range(self.s_q) for head in range(self.h_q)]
@@ -116,11 +116,12 @@ class Problem:
         self,
         kernel: CompiledKernel | None = None,
         column_blocks: int = 1,
+        token_blocks: int | None = None,
         policy: simulator.Policy | None = None,
         memory: simulator.GlobalMemory | None = None,
     ) -> list[simulator.Finding]:
         kernel = kernel or compiled("combine", self.dtype)
-        shape = (len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
+        shape = (token_blocks or len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
         args = self.args(self.out, self.lse, (*self.out.stride()[:3], *self.lse.stride()))
         return launch(kernel, shape, args, memory or self.memory(), policy)
 
@@ -157,15 +158,32 @@ class Problem:
 
 def run_both(problem: Problem) -> None:
     """With 1 and with 4 blocks of columns: both right, and the same bits."""
-    assert not problem.run(column_blocks=1)
-    problem.check()
-    bits, lse = problem.out.clone(), problem.lse.clone()
-    problem.buffer.fill_(CANARY)
-    problem.lse.fill_(CANARY)
-    assert not problem.run(column_blocks=COLUMN_BLOCKS)
-    problem.check()
-    assert torch.equal(bits.view(torch.int16), problem.out.view(torch.int16))
-    assert torch.equal(lse.view(torch.int32), problem.lse.view(torch.int32))
+    run_grids(problem, (None, 1), (None, COLUMN_BLOCKS))
+
+
+def run_grids(problem: Problem, *grids: tuple[int | None, int]) -> None:
+    """With each grid, (blocks of query tokens or None for all, blocks of columns): right, and the same bits."""
+    results = []
+    for token_blocks, column_blocks in grids:
+        problem.buffer.fill_(CANARY)
+        problem.lse.fill_(CANARY)
+        assert not problem.run(column_blocks=column_blocks, token_blocks=token_blocks)
+        problem.check()
+        results.append((problem.out.clone().view(torch.int16), problem.lse.clone().view(torch.int32)))
+    assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_a_block_takes_several_query_tokens(s_q: int) -> None:
+    """More than 32, which are asked for at once; cut ones first, last, next to each other and far apart."""
+    rows = [2, 0, 0, 3, 2, *[0] * 30, 2, *[0] * 40, 33, 2]
+    run_grids(Problem(rows, s_q=s_q, h_q=1), (None, 1), (1, 1), (2, 1), (2, COLUMN_BLOCKS), (75, 1), (len(rows) * s_q - 1, 1))
+
+
+def test_a_block_takes_several_query_tokens_of_invariant_calls() -> None:
+    keys = Keys.of([100, 70_000, 5, 8192, 8193, 20_000])
+    problem = Problem([invariant_splits(70_000)] * keys.batch, h_q=9, keys=keys, sink=[0.5] * 9)
+    run_grids(problem, (None, 1), (1, 1), (4, 1))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -305,7 +323,14 @@ def test_schedules(schedule: str) -> None:
 
 def test_grid_is_fine_where_rows_are_few() -> None:
     assert grid(1, 1, 128, 132) == (1, 16, COLUMN_BLOCKS)
-    assert grid(128, 2, 128, 132) == (256, 16, 1)
+    assert grid(128, 2, 128, 132) == (33, 16, 1)
+
+
+def test_blocks_are_few_where_rows_are_many() -> None:
+    for batch, s_q, h_q, sm_count in ((128, 1, 128, 132), (100_000, 1, 1, 132), (1, 70_000, 128, 148), (5, 3, 128, 1)):
+        x, y, z = grid(batch, s_q, h_q, sm_count)
+        assert 1 <= x <= batch * s_q
+        assert x * y * z <= max(BLOCKS_PER_SM * sm_count, y)
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
     m = max_s lse_s     w_s = 2^(lse_s - m)     lse = (m + log2(sum_s w_s)) ln 2
     out = sum_s w_s out_s / (sum_s w_s + 2^(sink log2 e - m)), the last term only where there is an attention sink
 
-    grid     (batch * s_q, ceil(h_q / 8), 1 or 4), 256 threads, no shared memory; one warp merges one row (query token, head)
+    grid     (x, ceil(h_q / 8), 1 or 4), 256 threads, no shared memory; a CTA takes every x-th query token of the batch, and one warp
+             merges one row (query token, head)
              z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane, for batches too small to fill
              the GPU. The bits are the same: a column is summed over the splits in their order, whoever does it.
     a row    as in parts/merging.py, 2 splits of 16 columns a lane in flight per buffer, or 8 of 4
 
-The trick is what is not done: a request that was not split ends here after reading two integers, and a split whose weight is 0
-(it was empty, and nobody wrote its row) is not read. Operands and their meaning: cute_mla/spec/combine.py.
+The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
+a split whose weight is 0 (it was empty, and nobody wrote its row) is not read. Operands and their meaning: cute_mla/spec/combine.py.
 """
 
 import math
@@ -91,6 +92,7 @@ def combine(
     lse_stride_head: Int64,
     lse_stride_token: Int64,
     empty_lse: Float32,
+    batch: Int32,
     s_q: Int32,
     h_q: Int32,
     max_keys: Int32,
@@ -98,38 +100,47 @@ def combine(
     max_splits: Int32,
     accum_rows: Int32,
 ):
-    token_index, head_block, column_block = cute.arch.block_idx()
-    _, _, column_blocks = cute.arch.grid_dim()
+    first_token, head_block, column_block = cute.arch.block_idx()
+    token_step, _, column_blocks = cute.arch.grid_dim()
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % 32
     head = head_block * ROWS_PER_BLOCK + thread // 32
-    request, token = token_index // s_q, token_index % s_q
+    column = column_block * GROUP + lane * VECTOR
+    stride = Int64(s_q) * h_q
 
     # The next kernel may be launched now: one that reads out waits for this grid to end.
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
     keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
-    first, count = splits_of(keys, num_splits, request, max_splits, accum_rows)
-    if head < h_q and count > 1:
-        stride = Int64(s_q) * h_q
-        row = first * stride + (Int64(token) * h_q + head)
-        column = column_block * GROUP + lane * VECTOR
-        out_row = out + (request * out_stride_batch + token * out_stride_token + head * out_stride_head + column)
-        splits = Splits(out_accum + (row * D_V + column), lse_accum + row, stride * D_V, stride)
-        sink = Float32(-math.inf)
-        if attn_sink.toint() != 0:
-            sink = attn_sink[head] * LOG2E
-        shift, total = Float32(0), Float32(0)
-        if column_blocks == 1:
-            shift, total = merge_row(out_row, splits, count, sink, D_V // GROUP)
-        else:
-            shift, total = merge_row(out_row, splits, count, sink, 1)
-        if lane == 0 and column_block == 0:
-            value = empty_lse
-            if total != 0:  # true for NaN
-                value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-            (lse + (request * lse_stride_batch + head * lse_stride_head + token * lse_stride_token)).store(value)
+    sink = Float32(-math.inf)
+    if attn_sink.toint() != 0 and head < h_q:
+        sink = attn_sink[head] * LOG2E
+    begin = first_token
+    while begin < batch * s_q:
+        mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
+        first, count = Int32(0), Int32(0)
+        if mine < batch * s_q:
+            first, count = splits_of(keys, num_splits, mine // s_q, max_splits, accum_rows)
+        split = cute.arch.vote_ballot_sync(count > 1) if head < h_q else Int32(0)
+        while split != 0:
+            index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
+            split = split & (split - 1)
+            request, token = (begin + index * token_step) // s_q, (begin + index * token_step) % s_q
+            row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * h_q + head)
+            out_row = out + (request * out_stride_batch + token * out_stride_token + head * out_stride_head + column)
+            splits = Splits(out_accum + (row * D_V + column), lse_accum + row, stride * D_V, stride)
+            shift, total = Float32(0), Float32(0)
+            if column_blocks == 1:
+                shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, D_V // GROUP)
+            else:
+                shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, 1)
+            if lane == 0 and column_block == 0:
+                value = empty_lse
+                if total != 0:  # true for NaN
+                    value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+                (lse + (request * lse_stride_batch + head * lse_stride_head + token * lse_stride_token)).store(value)
+        begin += 32 * token_step
 
 
 @cute.jit
@@ -149,6 +160,7 @@ def launch(
     lse_stride_head: Int64,
     lse_stride_token: Int64,
     empty_lse: Float32,
+    batch: Int32,
     s_q: Int32,
     h_q: Int32,
     max_keys: Int32,
@@ -174,6 +186,7 @@ def launch(
         lse_stride_head,
         lse_stride_token,
         empty_lse,
+        batch,
         s_q,
         h_q,
         max_keys,
