@@ -68,12 +68,6 @@ def _slope_at_goal(launch: Launch) -> Launch:
     return replace(launch, counts=counts)
 
 
-def _no_empty_ctas(launch: Launch) -> Launch:
-    """combine starts CTAs for requests that are cut, and no others: one wave of them."""
-    combine = launch.combine
-    return replace(launch, combine=combine and replace(combine, ctas=1))
-
-
 def _no_combine(launch: Launch) -> Launch:
     """The upper end of what merging inside the decode kernel could give: it costs nothing."""
     return replace(launch, combine=None)
@@ -141,11 +135,8 @@ def _one_p(launch: Launch) -> Launch:
     return _block(launch, smem={**launch.block.smem, name: launch.block.smem[name] / 2})
 
 
-_CUT = ("D1.fixed", "D5.fixed", "D6.s2", "D8.s1", "D13.mixed", "S1.topk2048", "S2.b64", "S2.b128")
-
 CHANGES: tuple[Change, ...] = (
     Change("fixed instructions halved", (*_SHORT, "D1.fixed", "S2.b2s2", "S1.topk2048"), _fixed_halved),
-    Change("combine without CTAs that have nothing to merge", _CUT, _no_empty_ctas),
     Change("combine for nothing: merged in the decode kernel, at most", (*_SHORT, "D1.fixed", "D10.h16s1", "S2.b2s2"), _no_combine),
     Change("0.8 of the instructions of a block", ("D1.fixed", "S1.topk2048", "S3.h16", "P1.8k", "F1.s1"), _slope_at_goal),
     Change("one more column tile of Q in registers", ("D1.fixed", "S1.topk2048", "S3.h64", "P1.8k", "F2.h16"), _q_tile),

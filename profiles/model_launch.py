@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..kernels.blocks import PREFILL_KEYS, block_of
@@ -105,19 +105,24 @@ def _combine_behind(batch: int, s_q: int, h_q: int, num_parts: int, split: Split
     """Of a decode; None where nothing can be cut, for then it is not launched."""
     if not accumulator_rows(batch, num_parts):
         return None
-    tokens, head_blocks, columns = combine_spec.grid(batch, s_q, h_q, sm_count)
     rows = s_q * h_q
-    written = split.cut_requests * rows * ELEMENT_BYTES * D_V
-    busiest = min(h_q, combine_spec.ROWS_PER_BLOCK) * split.most_splits * ACCUMULATOR_ROW_BYTES / columns
-    return Combine(
-        tokens * head_blocks * columns, COMBINE_CTAS_PER_SM, float(split.splits * rows * ACCUMULATOR_ROW_BYTES + written), busiest
-    )
+    merged = split.splits * rows * ACCUMULATOR_ROW_BYTES + split.cut_requests * rows * ELEMENT_BYTES * D_V
+    shape = CombineShape(batch, s_q, h_q, split.most_splits)
+    return _merging(shape, split.cut_requests * s_q, float(merged), sm_count)
 
 
 def _combine(case: Case, shape: CombineShape, arch: Arch, sm_count: int, recorded: Recorded) -> Combine:
-    tokens, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
-    busiest = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
-    return Combine(tokens * head_blocks * columns, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True)
+    return replace(_merging(shape, shape.batch * shape.s_q, case.work.bytes, sm_count), cold=True)
+
+
+def _merging(shape: CombineShape, cut: int, moved: float, sm_count: int) -> Combine:
+    """combine on its grid: a CTA takes every so-many-th query token, looks up whether it is cut (`cut` of them are, taken for spread
+    evenly), and if so loads its lse and then its rows."""
+    across, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
+    tokens, merges = ceil_div(shape.batch * shape.s_q, across), ceil_div(cut, across)
+    bytes_of_one = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
+    loads = tokens + 2 * max(merges, 1)
+    return Combine(across * head_blocks * columns, COMBINE_CTAS_PER_SM, moved, merges * bytes_of_one, loads=loads)
 
 
 def _merge_states(case: Case, shape: MergeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Combine:

@@ -102,6 +102,16 @@ def test_combine_of_a_small_call_takes_a_row_apart() -> None:
     assert behind.combine.ctas == 2 * 4
 
 
+def test_combine_passes_over_what_is_not_cut() -> None:
+    """D1: 128 requests, none cut, on 33 CTAs along them. C1.two: all of 128 cut in two."""
+    behind = launch_on(case_named("D1.fixed"), "H200")
+    assert isinstance(behind, Launch)
+    assert behind.combine == Combine(33 * 16, 2, 0.0, 0.0, loads=4 + 2)
+    alone = launch_on(case_named("C1.two"), "H200")
+    assert isinstance(alone, Combine)
+    assert (alone.ctas, alone.busiest_bytes, alone.loads) == (33 * 16, 4 * 8 * 2 * 2052, 4 + 2 * 4)
+
+
 SIMPLE = Block(
     keys=64, rows=64, units=1, flops={"S": 4096.0 * 100}, smem={"all": 128.0 * 90}, l2_bytes=640.0, hbm_bytes=0.0,
     path=(Stage("a", 10, 20), Stage("b", 30, 40, barriers=0)), fill=(Stage("a", 1000, 1000, barriers=0),), loads=2,
