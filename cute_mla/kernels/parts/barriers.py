@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Int32, cute
 
 from ...manifest import Barrier
+
+
+@dataclass(frozen=True)
+class Place:
+    """A use of a ring, carried from one use to the next so that nothing is divided. parity: the one that completes with the use."""
+
+    slot: Int32
+    parity: Int32
+
+    def following(self, slots: int) -> Place:
+        """Of the next use of a ring of so many slots."""
+        slot = self.slot + 1
+        again = slot == slots
+        return Place(cutlass.select_(again, Int32(0), slot), cutlass.select_(again, self.parity ^ 1, self.parity))
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,18 @@ class Ring:
     def parity(self, use: Int32) -> Int32:
         """The parity that completes with a use."""
         return (use // self.slots) & 1
+
+    def place(self, use: Int32) -> Place:
+        """Of a use."""
+        return Place(self.slot(use), self.parity(use))
+
+    def after(self, place: Place) -> Place:
+        """The place behind one."""
+        return place.following(self.slots)
+
+    def await_free_at(self, place: Place) -> None:
+        """wait_free of the use at a place."""
+        cute.arch.mbarrier_wait(self.base + place.slot, place.parity ^ 1)
 
     def initialise(self, arrivals: int | Int32) -> None:
         """Sets the arrivals that complete a phase. One thread, before any use."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cutlass import Int32, Int64, cute
 
+from .kept import kept
 from .sm90_geometry import BOX_BYTES, SLOTS_PER_TILE
 from .sm90_shares import CHUNK, KEYS_PER_WARP, ROW_BYTES
 from .tiles import BOX_COLUMNS
@@ -72,7 +73,7 @@ def steps_ahead(steps: tuple[Step, ...]) -> int:
     def words(ahead: int) -> int:
         return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
 
-    return max(ahead for ahead in range(1, len(steps)) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
+    return max(ahead for ahead in range(1, len(steps) + 1) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ class Lane:
             source=part * CHUNK,
             swapped=swapped * (LANES_PER_KEY * CHUNK),
         )
+
+
+def kept_lane(thread: Int32) -> Lane:
+    """Lane.of, in registers."""
+    lane = Lane.of(thread)
+    return Lane(kept(lane.narrow), kept(lane.wide), kept(lane.source), lane.swapped)
 
 
 def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
@@ -139,19 +146,19 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 
 
 def store_runs(
-    step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane
+    step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane, offset: int = 0
 ) -> None:
-    """Stores the bytes of a step in the half of a slot at a shared memory address. convert: 16 e4m3 values of a run in 4 words to 8
-    words of 16-bit columns."""
+    """Stores the bytes of a step in the half of a slot that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
+    values of a run in 4 words to 8 words of 16-bit columns."""
     first = 0
     for run in step.runs:
-        base = target + run.box * BOX_BYTES
         if run.quantised:
             chunks = convert(part_of(words, first, CHUNK_WORDS), run)
-            places = (lane.narrow, lane.narrow ^ CHUNK)
+            place, to_other = target + lane.narrow, CHUNK
         else:
             chunks = part_of(words, first, run.words)
-            places = (lane.wide, lane.wide ^ (LANES_PER_KEY * CHUNK))
+            place, to_other = target + lane.wide, LANES_PER_KEY * CHUNK
+        places = place, place ^ to_other  # slots begin at multiples of a row
         for i in range(2):
-            store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), base + places[i])
+            store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + (offset + run.box * BOX_BYTES))
         first += run.words

@@ -114,11 +114,15 @@ class RolesSm90:
     @cute.jit
     def await_peer(self, pipes: Pipes, tiles_done: Int32):
         """Waits until every slot is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
-        which would make every warp wait for its stores."""
-        for i in cutlass.range(self.geometry.kv_slots, unroll=1):
-            pipes.kv_free.wait_free(tiles_done * SLOTS_PER_TILE + i)
-        for i in cutlass.range(self.geometry.rope_slots, unroll=1):
-            pipes.rope_free.wait_free(tiles_done + i)
+        which would make every warp wait for its stores. One warp is enough: the CTA stays as long as any."""
+        kv = pipes.kv_free.place(tiles_done * SLOTS_PER_TILE)
+        for _ in cutlass.range(self.geometry.kv_slots, unroll=1):
+            pipes.kv_free.await_free_at(kv)
+            kv = pipes.kv_free.after(kv)
+        rope = pipes.rope_free.place(tiles_done)
+        for _ in cutlass.range(self.geometry.rope_slots, unroll=1):
+            pipes.rope_free.await_free_at(rope)
+            rope = pipes.rope_free.after(rope)
 
     # ---- score ------------------------------------------------------------------------------------------------------
 

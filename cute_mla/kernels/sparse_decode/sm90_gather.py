@@ -2,7 +2,8 @@
 
 A thread has two keys of every tile, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth 16 bytes: a
 warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step are
-asked for several steps before they are converted and stored, across the end of the tile.
+asked for several steps before they are converted and stored, across the end of the tile. The RoPE columns are no step: cp.async
+copies them while the tile's other columns are converted.
 
 Of a pair of CTAs each converts the slots' columns of one half of the keys (parts/sm90_shares.py). Their RoPE columns both
 gather: they are not converted.
@@ -13,14 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ..parts.sm90_converted import LANES_PER_KEY, ROPE_SLOT, Lane, Run, Step, global_words, load_runs, store_runs
+from ...spec.mla import D_LATENT
+from ..parts.lengths import smaller
+from ..parts.sm90_converted import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
+from ..parts.sm90_copied import copy_chunk
 from ..parts.sm90_geometry import SLOT_COLUMNS
 from ..parts.sm90_shares import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from .operands import Operands, slot_address
+from .operands import NO_SLOT, IndexList, Operands, slot_address
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
@@ -28,18 +32,16 @@ E8M0_ONE = 1 << 23
 
 
 def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
-    """All steps of a tile, in order: slot by slot."""
+    """All steps of a tile, in order: slot by slot. The RoPE columns go another way."""
     steps: list[Step] = []
-    for first in range(0, cache_format.d_qk, SLOT_COLUMNS):
-        columns = range(first, min(first + SLOT_COLUMNS, cache_format.d_qk), BOX_COLUMNS)
-        runs = [_run(cache_format, first, column) for column in columns]
+    for first in range(0, D_LATENT, SLOT_COLUMNS):
+        runs = [_run(cache_format, first, column) for column in range(first, first + SLOT_COLUMNS, BOX_COLUMNS)]
         scale_bytes = cache_format.scale_bytes // (cache_format.groups or 1)
         scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
         slot = first // SLOT_COLUMNS
-        keys = range(HALVES if slot == ROPE_SLOT else HALVES // cluster)
-        steps += [Step(slot, key, part, scale_source) for part in together for key in keys]
+        steps += [Step(slot, key, part, scale_source) for part in together for key in range(HALVES // cluster)]
     return tuple(steps)
 
 
@@ -48,6 +50,39 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
     source = column if quantised else cache_format.wide_offset + (column - cache_format.quantised) * ELEMENT_BYTES
     scale = (column - first) // cache_format.group if quantised else 0
     return Run((column - first) // BOX_COLUMNS, source, quantised, scale)
+
+
+@dataclass(frozen=True)
+class Indices:
+    """The indices of a piece. main: those before it are of the first cache. end: the list's or the piece's, whichever comes first.
+    first, second: where the indices of either cache would begin if they stood in one list."""
+
+    main: Int32
+    end: Int32
+    first: cute.Pointer
+    second: cute.Pointer
+
+    @staticmethod
+    def of(operands: Operands, req: Int32, end: Int32) -> Indices:
+        """Those of a request before a position."""
+        indices = IndexList.of(operands, req)
+        end = smaller(indices.main + indices.extra, end)
+        return Indices(indices.main, end, indices.main_indices, indices.extra_indices - Int64(indices.main))
+
+    def in_extra(self, position: Int32) -> Boolean:
+        """Whether a key lies in the second cache."""
+        return position >= self.main
+
+    @cute.jit
+    def look_up(self, position: Int32) -> Int32:
+        """The index at a position; NO_SLOT at the end, where nothing is read."""
+        index = Int32(NO_SLOT)
+        if Uint32(position) < Uint32(self.end):
+            if position < self.main:
+                index = (self.first + position).load()
+            else:
+                index = (self.second + position).load()
+        return index
 
 
 @dataclass(frozen=True)
@@ -75,14 +110,24 @@ def source_lane(thread: Int32, half: int | Int32) -> Int32:
 
 
 def find_keys(
-    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: cutlass.Boolean, halves: tuple[Half, Half], thread: Int32
+    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], thread: Int32
 ) -> Keys:
     """Each lane works out one address, of the key that it has looked up, and gets those of its two keys, which lie in these
     halves of the tile, from the others."""
     row, scales = slot_address(operands, cache_format, index, in_extra)
-    first, second = (cute.arch.shuffle_sync(row, source_lane(thread, half)) for half in halves)
+    first, second = (shuffle_address(row, source_lane(thread, half)) for half in halves)
     own = (Int32(0), Int32(0)) if cache_format.scales_inside else load_scales(scales)
     return Keys((first, second), own, cute.arch.vote_ballot_sync(row != 0))
+
+
+def shuffle_address(own: Int64, lane: Int32) -> Int64:
+    """The address that another lane has. All lanes."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, {$r0}; "
+        "shfl.sync.idx.b32 lo, lo, {$r1}, 31, -1; shfl.sync.idx.b32 hi, hi, {$r1}, 31, -1; mov.b64 {$w0}, {lo, hi}; }",
+        write_only_types=[Int64],
+        read_only_args=[own, lane],
+    )
 
 
 @cute.jit
@@ -105,27 +150,44 @@ class Buffer:
     @staticmethod
     def create(words: int) -> Buffer:
         """Registers for a step of up to so many words."""
-        return Buffer(
-            cute.make_rmem_tensor(cute.make_layout(words), Int32), cute.make_rmem_tensor(cute.make_layout(1), Int32)
-        )
+        return Buffer(cute.make_rmem_tensor(cute.make_layout(words), Int32), cute.make_rmem_tensor(cute.make_layout(1), Int32))
 
 
 @cute.jit
 def load_step(
-    cache_format: cutlass.Constexpr[CacheFormat], step: cutlass.Constexpr[Step], buffer: Buffer, row: Int64, lane: Lane
+    cache_format: cutlass.Constexpr[CacheFormat], step: cutlass.Constexpr[Step], buffer: Buffer, row: Int64, near: Int64, lane: Lane
 ):
     """Asks for the bytes of a step; zeros, and no access, for a key that is not there."""
-    buffer.words.fill(0)
-    buffer.scale.fill(0)
+    scaled = step.quantised and cache_format.scales_inside
     if row != 0:
-        load_runs(step, buffer.words, row, lane)
-        if cutlass.const_expr(step.quantised and cache_format.scales_inside):
+        load_runs(step, buffer.words, near, lane)
+        if cutlass.const_expr(scaled):
             buffer.scale[0] = global_words(row + (cache_format.quantised + step.scale_source), 1, 4)[0]
+    else:
+        clear(buffer.words, step.words)
+        if cutlass.const_expr(scaled):
+            clear(buffer.scale, 1)
 
 
-def step_scales(
-    cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, half: Half, thread: Int32
-) -> list[Float32]:
+def clear(words: cute.Tensor, count: int) -> None:
+    """Zeroes the first registers of a buffer. As PTX, which stays in its branch: nothing is zeroed ahead of a load."""
+    zeros = cute.arch.inline_ptx(" ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count)), write_only_types=[Int32] * count)
+    for i, zero in enumerate(zeros if count > 1 else (zeros,)):
+        words[i] = zero
+
+
+def copy_rope(cache_format: CacheFormat, rows: tuple[Int64, Int64], targets: tuple[Int32, Int32], lane: Lane) -> None:
+    """Starts the copies of the RoPE columns of the thread's two keys to these halves of a RoPE slot, shared memory addresses; of
+    zeros for a key that is not there, of which nothing is read."""
+    other, first = LANES_PER_KEY * CHUNK, _run(cache_format, D_LATENT, D_LATENT).source
+    for row, target in zip(rows, targets, strict=True):
+        there = row != 0
+        place = target + lane.wide
+        copy_chunk(place, row + (lane.source + lane.swapped) + first, there)
+        copy_chunk(place ^ other, row + ((lane.source + lane.swapped) ^ other) + first, there)
+
+
+def step_scales(cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, half: Half, thread: Int32) -> list[Float32]:
     """The scales of a step's runs, whose key lies in this half of the tile. All lanes."""
     if not step.quantised:
         return []
@@ -159,6 +221,14 @@ def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric])
     return cute.recast_tensor(rounded, Int32)
 
 
-def store_step(step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, dtype: type[cutlass.Numeric]) -> None:
-    """Converts a step and stores it in the half of a slot at a shared memory address."""
-    store_runs(step, buffer.words, lambda words, run: dequantise(words, scales[run.scale], dtype), target, lane)
+def store_step(
+    step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, offset: int, dtype: type[cutlass.Numeric]
+) -> None:
+    """Converts a step and stores it in the half of a slot that begins `offset` bytes behind a shared memory address."""
+
+    def convert(words: cute.Tensor, run: Run) -> cute.Tensor:
+        if run.box:
+            cute.arch.sync_warp()  # keeps ptxas from converting both boxes at a time, for which registers are short
+        return dequantise(words, scales[run.scale], dtype)
+
+    store_runs(step, buffer.words, convert, target, lane, offset)

@@ -49,7 +49,7 @@ from ..parts.sm90_geometry import (
     Tiles,
 )
 from ..parts.sm90_roles import named_barriers, role_table
-from ..parts.sm90_shares import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over
+from ..parts.sm90_shares import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
 from ..parts.sm90_sparse import SparseRolesSm90
 from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 from ..source import KernelSource
@@ -182,7 +182,7 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
                 arrive(pipes.kv_ready.barrier(use))
             elif present:
                 own = self.kv_slot(tiles, pipes, use) + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
-                hand_over(pipes.kv_ready.barrier(use), own, SLOT_COLUMNS // BOX_COLUMNS, HALF_BYTES, cute.arch.lane_idx())
+                hand_over(pipes.kv_ready.barrier(use), own, SLOT_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
                 arrive(pipes.kv_ready.barrier(use))
         pipes.rope_landed.wait_ready(tile)
