@@ -110,7 +110,7 @@ class Operands:
 
     def token_and_head(self, row: Int32) -> tuple[Int32, Int32]:
         """Query token and query head of a row of this CTA's KV head."""
-        token = row // self.heads_per_kv
+        token = Int32(Uint32(row) // Uint32(self.heads_per_kv))
         return token, self.kv_head() * self.heads_per_kv + (row - token * self.heads_per_kv)
 
     def q_row(self, req: Int32, row: Int32) -> cute.Pointer:

@@ -18,8 +18,9 @@ def load_pieces(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneB
     keys that begins at l boxes. Returns the tiles done."""
     schedule = operands.schedule
     req, begin_tile = schedule.first_piece()
+    last = schedule.last_request()
     tile = Int32(0)
-    while req <= schedule.last_request():
+    while req <= last:
         extent = schedule.extent(req, begin_tile)
         entry, row = operands.place_in_table(begin_tile * TILE_KEYS)
         page = look_up(operands, req, entry, extent.keys)
@@ -33,7 +34,7 @@ def load_pieces(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneB
             page, boxes = next_page, count_boxes(next_page)
             entry, row = next_entry, next_row
         tile = tile + extent.tiles
-        piece = schedule.piece(req, begin_tile)
+        piece = schedule.piece_of(extent, req, begin_tile)
         req, begin_tile = piece.next_req, piece.next_tile
     return tile
 

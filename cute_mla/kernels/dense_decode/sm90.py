@@ -15,13 +15,15 @@ Shared memory: a ring of 10 slots of 64 keys x 128 latent columns (a tile takes 
 RoPE columns, and the last 256 columns of Q. V is the same memory as K, read transposed.
 
 Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
-  kv_ready[10]    load -> score, output   1 and the bytes of two boxes
+  kv_ready[10]    load -> score           1 and the bytes of two boxes
   kv_free[10]     output -> load          4 c: the warps of the side that reads the slot
   rope_ready[3]   load -> score           1 and the bytes of one box
-  rope_free[3]    output -> load          8 c
   probs_ready[3]  score -> output         4: P and alpha are written
   stats_ready     score -> output         4: 1 / row sum is written, once per piece
   stats_free      output -> score         8
+
+A RoPE slot has no barrier of its own that tells when it is free, and the output role does not wait for keys: kv_free of a tile's
+four slots says that P of the tile three before has been read, and probs_ready that the score role has waited for the keys.
 
 The trick: the RoPE columns of K are dead once S is known, so P (64 x 64, the same bytes) is written over them. With five of
 the nine column tiles of Q in the registers of a warpgroup that accumulates nothing else, that leaves shared memory for 2.5
@@ -41,6 +43,7 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
+from ..parts.barriers import Place
 from ..parts.sm90_gemm import OutputGemm, clear_rows
 from ..parts.sm90_geometry import (
     OUTPUT_BARRIER,
@@ -48,12 +51,11 @@ from ..parts.sm90_geometry import (
     SLOTS_PER_TILE,
     THREADS,
     WARPGROUP,
-    WARPS_PER_GROUP,
     Geometry,
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import set_registers
+from ..parts.sm90_roles import group_of, set_registers
 from ..parts.tiles import BOX_COLUMNS
 from ..parts.tma import load_box, multicast_box, prefetch_map
 from ..source import KernelSource
@@ -72,6 +74,7 @@ GEOMETRY = Geometry(
     score_registers=160,
     ready_arrivals=1,
     valid_slots=0,
+    frees_rope=False,
 )
 
 
@@ -94,7 +97,7 @@ class DenseDecodeSm90(DenseRowsSm90):
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group = warp // WARPS_PER_GROUP
+        group = group_of(warp)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
             set_registers(GEOMETRY.first_registers)
@@ -111,7 +114,7 @@ class DenseDecodeSm90(DenseRowsSm90):
 
     @cute.jit
     def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        """Waits kv_free. Signals kv_ready, rope_ready."""
         tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1):
@@ -123,19 +126,21 @@ class DenseDecodeSm90(DenseRowsSm90):
         lane = cute.arch.lane_idx()
         where = (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
+        kv = pipes.kv_ready.place(tile * SLOTS_PER_TILE)
         for i in cutlass.range_constexpr(SLOTS_PER_TILE):
-            use = tile * SLOTS_PER_TILE + i
-            ready = pipes.kv_ready.barrier(use)
-            pipes.kv_free.wait_free(use)
+            ready = pipes.kv_ready.at(kv)
+            pipes.kv_free.await_free_at(kv)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, 2 * box.tile_bytes)
             cute.arch.sync_warp()
             if box.active:
-                target = tiles.sKv.iterator + (pipes.kv_ready.slot(use) * (TILE_KEYS * SLOT_COLUMNS) + offset)
+                target = tiles.sKv.iterator + (kv.slot * (TILE_KEYS * SLOT_COLUMNS) + offset)
                 self.load_slot(operands.kv_map, target, i * SLOT_COLUMNS, where, ready)
+            # two slots side by side, then divided anew: no registers are left to carry a place over more
+            kv = pipes.kv_ready.further(kv, 0) if i % 2 == 0 else pipes.kv_ready.place(tile * SLOTS_PER_TILE + (i + 1))
 
+        # P of the tile that had the RoPE slot was read before the last of these slots came free
         ready = pipes.rope_ready.barrier(tile)
-        pipes.rope_free.wait_free(tile)
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, box.tile_bytes)
         cute.arch.sync_warp()
@@ -159,11 +164,11 @@ class DenseDecodeSm90(DenseRowsSm90):
     # ---- what no row sees -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32):
+    def clear_unused(self, tiles: Tiles, gemm: OutputGemm, slots: list[Place], left: Int32, side: Int32):
         """P is 0 past the end, but 0 times a NaN of an unused row is NaN."""
         if left < TILE_KEYS:
-            for chunk in cutlass.range_constexpr(gemm.chunks):
-                clear_rows(tiles.sKv, pipes.kv_ready.slot(first_use + chunk), left, gemm.thread)
+            for slot in slots:
+                clear_rows(tiles.sKv, slot.slot, left, gemm.thread)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 

@@ -120,11 +120,12 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
         """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
+        last = schedule.last_request()
         tile = Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             extent = schedule.extent(req, begin_tile)
             # asked here, so that nothing but the answer is kept through the tiles
-            piece = schedule.piece(req, begin_tile)
+            piece = schedule.piece_of(extent, req, begin_tile)
             end = tile + extent.tiles
             if extent.tiles > 0:
                 first = thread // LANES_PER_KEY

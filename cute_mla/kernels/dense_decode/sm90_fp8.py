@@ -36,17 +36,17 @@ from functools import partial
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import arrive, arrive_cluster, barrier_table
-from ..parts.fragments import ROWS_PER_THREAD, fragment_row, load_word
+from ..parts.barriers import arrive, arrive_cluster, barrier_at, barrier_table
+from ..parts.fragments import ROWS_PER_THREAD, load_word
 from ..parts.sm90_bytes import ONES, smem_pointer, transpose_box
-from ..parts.sm90_geometry import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP
-from ..parts.sm90_roles import query_row, set_registers
+from ..parts.sm90_geometry import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP, TilePlace
+from ..parts.sm90_roles import NOTHING, group_of, query_row, set_registers
 from ..parts.softmax import TileSoftmax
 from ..parts.tma import load_box, multicast_box, prefetch_map
 from ..source import KernelSource
@@ -105,7 +105,7 @@ class NativeSm90(DenseRowsSm90):
         # the plan, the lengths, the scales, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group = warp // WARPS_PER_GROUP
+        group = group_of(warp)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
             set_registers(LOAD_REGISTERS)
@@ -174,8 +174,9 @@ class NativeSm90(DenseRowsSm90):
         """Waits kv_ready, values_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
+        last = schedule.last_request()
         tile = Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             extent = schedule.extent(req, begin_tile)
             for t in cutlass.range(extent.tiles, unroll=1):
                 # chunks are counted through all tiles; a tile's first one is number 4 tile, which is tile modulo 3
@@ -183,7 +184,7 @@ class NativeSm90(DenseRowsSm90):
                 for chunk in cutlass.range(first, LATENT_SLOTS, TRANSPOSERS, unroll=1):
                     self.transpose_chunk(tiles, pipes, tile + t, chunk, extent.keys - t * TILE_KEYS)
             tile = tile + extent.tiles
-            piece = schedule.piece(req, begin_tile)
+            piece = schedule.piece_of(extent, req, begin_tile)
             req, begin_tile = piece.next_req, piece.next_tile
 
     @cute.jit
@@ -232,29 +233,36 @@ class NativeSm90(DenseRowsSm90):
                 words[2 * sixteen + row_half] = word
 
     @cute.jit
-    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemmFp8, use: Int32, withheld: Int32):
+    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemmFp8, place: TilePlace, withheld: Int32):
         """S of one tile. Hands over P of the tile before, if it was withheld."""
-        gemm.multiply(pipes, use)
-        if withheld != 0:
-            arrive(pipes.probs_ready.barrier(use - 1))
-        arrive_cluster(pipes.keys_free.barrier(use), self.config.cluster)
+        gemm.multiply(pipes, place)
+        if withheld != NOTHING:
+            arrive(barrier_at(withheld))
+        arrive_cluster(pipes.keys_free.at(place.kv), self.config.cluster)
+
+    def probs_barrier(self, pipes: Pipes, place: TilePlace) -> Int32:
+        """The address of the barrier that hands over P of a tile."""
+        return pipes.probs_ready.barrier(place.number).toint()
 
     @cute.jit
     def weigh_tile(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: TileSoftmax, use: Int32, left: Int32
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: TileSoftmax, place: TilePlace, left: Int32
     ):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
-        self.mask(operands, tiles, gemm, use, left)
+        self.mask(operands, tiles, gemm, place, left)
         alpha = softmax.add_tile(gemm.scores)
-        slot = pipes.probs_ready.slot(use)
-        pipes.probs_free.wait_free(use)
+        slot = pipes.probs_ready.slot(place.number)
+        pipes.probs_free.wait_free(place.number)
         gemm.store_probs(slot)
         if gemm.thread % 4 == 0:
-            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] = alpha[row_half]
+            gemm.factors.store(slot, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # ---- output -----------------------------------------------------------------------------------------------------
+
+    def first_output(self, pipes: Pipes, side: Int32) -> TilePlace:
+        """The place of the first tile, for a side."""
+        return pipes.first_tile()
 
     def output_gemm(self, tiles: Tiles, thread: Int32) -> OutputGemmFp8:
         """The product that makes O, for one thread."""
@@ -274,32 +282,37 @@ class NativeSm90(DenseRowsSm90):
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
-    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, pieces: Int32) -> list[Float32]:
+    def row_weights(
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, pieces: Int32, begun: Boolean
+    ) -> list[Float32]:
         """descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
         weights = []
         for row_half in range(ROWS_PER_THREAD):
-            total = gemm.row_sum(row_half)
+            total = cutlass.select_(begun, gemm.row_sum(row_half), Float32(0))
             weights.append(cutlass.select_(total == 0.0, Float32(0), operands.row_weight(self.config.operands, total)))
         return weights
 
     @cute.jit
-    def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, tile: Int32, left: Int32, side: Int32):
-        """O += P V of one tile."""
-        first = side * CHUNKS
+    def output_tile(
+        self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, place: TilePlace, begun: Boolean, left: Int32, side: Int32
+    ) -> Boolean:
+        """O += P V of one tile, or O = P V unless O has begun, which it has then."""
+        first, tile = side * CHUNKS, place.number
         for chunk in cutlass.range_constexpr(CHUNKS):
             pipes.values_ready.of(first + chunk).wait_ready(tile)
         pipes.probs_ready.wait_ready(tile)
         slot = pipes.probs_ready.slot(tile)
-        alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
-        if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
+        alpha = gemm.factors.load(slot)
+        if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
             gemm.scale(alpha)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(CHUNKS):
-            gemm.multiply(chunk, slot, pipes.values_ready.place(first + chunk, tile))
+            gemm.multiply(chunk, slot, pipes.values_ready.place(first + chunk, tile), begun)
         for chunk in cutlass.range_constexpr(CHUNKS):
             warpgroup.wait_group(CHUNKS - 1 - chunk)
             arrive(pipes.values_free.of(first + chunk).barrier(tile))
         arrive(pipes.probs_free.barrier(tile))
+        return Boolean(True)
 
     def variant(self) -> KernelSource:
         """Ready to compile."""

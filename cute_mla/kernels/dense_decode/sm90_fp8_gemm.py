@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..parts.fragments import ROWS_PER_THREAD, flat, pack_word
+from ..parts.fragments import ROWS_PER_THREAD, RowPair, flat, pack_word
+from ..parts.kept import kept
 from ..parts.sm90_bytes import CHUNK, KEY_GROUPS, store_groups, writer_address
-from ..parts.sm90_gemm import OutputGemm
+from ..parts.sm90_gemm import WARP_ROWS, OutputGemm
+from ..parts.sm90_geometry import TilePlace
 from ..parts.softmax import DITHER
 from .sm90_fp8_tiles import (
     CHUNKS,
@@ -22,6 +24,7 @@ from .sm90_fp8_tiles import (
     PROBS_STEPS,
     Q_STEPS,
     SLOT_COLUMNS,
+    STAGES,
     STEPS_PER_SLOT,
     VALUE_ROWS,
     Pipes,
@@ -31,7 +34,6 @@ from .sm90_fp8_tiles import (
 WORDS_PER_STEP = 4  # of A of one WGMMA: (row half, columns 0..15 or 16..31) of a thread, four columns each
 A_VALUES = (4, 2, 2)
 A_STRIDES = (1, 4, 8)
-WARP_ROWS = 16
 SUMMING_CHUNK = CHUNKS - 1
 ROW_BYTES = TILE_KEYS
 
@@ -63,6 +65,7 @@ class ScoreGemmFp8:
     scores: cute.Tensor
     dither: tuple[Float32, Float32]  # what the even and the odd one of this thread's pairs of probabilities are multiplied with
     probs: Int32  # where this lane's row of its warp's matrix stores lies in the first slot of P
+    factors: RowPair  # rescale factors, beside P
 
     @staticmethod
     def create(tiles: Tiles, thread: Int32) -> ScoreGemmFp8:
@@ -78,21 +81,22 @@ class ScoreGemmFp8:
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=cute.make_rmem_tensor(slice_.partition_shape_C((TILE_ROWS, TILE_KEYS)), Float32),
             dither=(lane_dither(thread, 0), lane_dither(thread, 1)),
-            probs=writer_address(rows, thread % 32),
+            probs=kept(writer_address(rows, thread % 32)),
+            factors=RowPair.of(tiles.sAlpha, thread),
         )
 
     def query_words(self) -> cute.Tensor:
         """Q as 32-bit registers: of columns 16 n + 4 (t % 4) and the next three of row half h, register 2 n + h."""
         return cute.recast_tensor(flat(self.rQ), Int32)
 
-    def multiply(self, pipes: Pipes, tile: Int32) -> None:
+    def multiply(self, pipes: Pipes, place: TilePlace) -> None:
         """S of one key tile, complete on return. Waits for each slot just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
         for i in range(LATENT_SLOTS):
-            pipes.kv_ready.of(i).wait_ready(tile)
-            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, pipes.kv_ready.place(i, tile)])
-        pipes.rope_ready.wait_ready(tile)
-        self._multiply_slot(LATENT_SLOTS * STEPS_PER_SLOT, self.tRope[None, None, None, pipes.rope_ready.slot(tile)])
+            pipes.kv_ready.of(i).wait_ready_at(place.kv)
+            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, i * STAGES + place.kv.slot])
+        pipes.rope_ready.wait_ready_at(place.rope)
+        self._multiply_slot(LATENT_SLOTS * STEPS_PER_SLOT, self.tRope[None, None, None, place.rope.slot])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
@@ -137,17 +141,14 @@ class OutputGemmFp8(OutputGemm):
             summing=summing,
             tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sProbs)),
             tV=slice_.make_fragment_B(slice_.partition_B(tiles.sVt)),
+            factors=RowPair.of(tiles.sAlpha, thread),
             accumulators=tuple(cute.make_rmem_tensor(shapes[0 if n == VALUE_ROWS else 1], Float32) for n in columns),
         )
 
-    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32) -> None:
-        """Issues one chunk as its own group."""
+    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+        """Issues one chunk as its own group, which adds to O or else overwrites it."""
         mma = self.summing if chunk == SUMMING_CHUNK else self.mma
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        accumulator = self.accumulators[chunk]
-        for step in range(PROBS_STEPS):
-            cute.gemm(mma, accumulator, self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot], accumulator)
-        warpgroup.commit_group()
+        self.multiply_steps(mma, chunk, PROBS_STEPS, probs_slot, kv_slot, adds)
 
     def row_sum(self, row_half: int) -> Float32:
         """Of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""

@@ -11,8 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Ring
-from ..parts.sm90_geometry import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT
+from ..parts.barriers import Place, Ring
+from ..parts.sm90_geometry import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT, TilePlace
 
 SLOT_COLUMNS = 128  # of a box
 SLOT_BYTES = TILE_KEYS * SLOT_COLUMNS
@@ -77,7 +77,7 @@ class Rings:
 
     def place(self, part: int | Int32, tile: Int32) -> Int32:
         """Where a part of a tile lies, in slots."""
-        return part * self.slots + tile % self.slots
+        return part * self.slots + Ring(self.base, self.slots).slot(tile)
 
     def initialise(self, parts: int, arrivals: int) -> None:
         """Sets the arrivals that complete a phase. One thread, before any use."""
@@ -95,6 +95,21 @@ class Pipes:
     values_free: Rings
     probs_ready: Ring
     probs_free: Ring
+
+    def tile(self, number: Int32) -> TilePlace:
+        """Of a tile by its number."""
+        return self._tile(number, self.rope_ready.place(number))
+
+    def first_tile(self) -> TilePlace:
+        """Of the first tile: all of it lies in one stage."""
+        return self._tile(Int32(0), Place(Int32(0), Int32(0)))
+
+    def next_tile(self, place: TilePlace) -> TilePlace:
+        """Of the tile behind one."""
+        return self._tile(place.number + 1, self.rope_ready.after(place.rope))
+
+    def _tile(self, number: Int32, stage: Place) -> TilePlace:
+        return TilePlace(number, stage, stage)
 
 
 def carve(smem: Any) -> tuple[Tiles, Pipes]:

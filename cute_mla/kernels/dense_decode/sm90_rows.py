@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, cute
 from ...spec.split_plan import TILE_KEYS
 from ..parts.barriers import barrier_table
 from ..parts.sm90_gemm import ScoreGemm
-from ..parts.sm90_geometry import Tiles
+from ..parts.sm90_geometry import TilePlace, Tiles
 from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table
 from ..parts.softmax import OnlineSoftmax, mask_keys
 from ..parts.work import Piece
@@ -27,7 +27,7 @@ class DenseRowsSm90(RolesSm90, DenseDecode):
         return super().softmax(operands.with_descales(self.config.operands))
 
     @cute.jit
-    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):
+    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, place: TilePlace, left: Int32):
         """Keys past the end, and causally hidden ones."""
         if operands.least_limit(left) < TILE_KEYS:
             limits = [operands.key_limit(left, query_row(gemm.thread, row_half)) for row_half in (0, 1)]

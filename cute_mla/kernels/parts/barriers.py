@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from ...manifest import Barrier
 
@@ -26,22 +26,23 @@ class Place:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of `slots` barriers in shared memory. Use number n of the ring is slot n % slots in phase (n / slots) % 2."""
+    """A ring of `slots` barriers in shared memory. Use number n of the ring is slot n % slots in phase (n / slots) % 2. Uses
+    are counted from 0, and divided as unsigned numbers, which takes half of the instructions."""
 
     base: cute.Pointer
     slots: int
 
     def slot(self, use: Int32) -> Int32:
         """The slot of a use."""
-        return use % self.slots
+        return Int32(Uint32(use) % self.slots)
 
     def barrier(self, use: Int32) -> cute.Pointer:
         """The barrier of a use."""
-        return self.base + use % self.slots
+        return self.base + self.slot(use)
 
     def parity(self, use: Int32) -> Int32:
         """The parity that completes with a use."""
-        return (use // self.slots) & 1
+        return Int32(Uint32(use) // self.slots) & 1
 
     def place(self, use: Int32) -> Place:
         """Of a use."""
@@ -50,6 +51,27 @@ class Ring:
     def after(self, place: Place) -> Place:
         """The place behind one."""
         return place.following(self.slots)
+
+    def ahead(self, place: Place, count: int) -> Place:
+        """The place so many uses behind one, fewer than there are slots."""
+        slot = place.slot + count
+        again = slot >= self.slots
+        return Place(cutlass.select_(again, slot - self.slots, slot), cutlass.select_(again, place.parity ^ 1, place.parity))
+
+    def further(self, place: Place, number: int) -> Place:
+        """The place behind that of use `number` of a turn that began at an even use. In a ring of evenly many slots two of them lie
+        side by side in one phase."""
+        if number % 2 == 0 and self.slots % 2 == 0:
+            return Place(place.slot + 1, place.parity)
+        return self.ahead(place, 1)
+
+    def at(self, place: Place) -> cute.Pointer:
+        """The barrier at a place."""
+        return self.base + place.slot
+
+    def wait_ready_at(self, place: Place) -> None:
+        """wait_ready of the use at a place."""
+        cute.arch.mbarrier_wait(self.at(place), place.parity)
 
     def await_free_at(self, place: Place) -> None:
         """wait_free of the use at a place."""
@@ -78,6 +100,11 @@ def barrier_table(offset: int, rings: tuple[tuple[str, int], ...]) -> tuple[Barr
     return tuple(barriers)
 
 
+def barrier_at(address: Int32) -> cute.Pointer:
+    """The mbarrier at an address in shared memory."""
+    return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
+
+
 def arrive(barrier: cute.Pointer) -> None:
     """One arrival per warp, after all its lanes are done."""
     cute.arch.sync_warp()
@@ -95,14 +122,16 @@ def arrive_at(barrier: cute.Pointer, rank: int) -> None:
         cute.arch.mbarrier_arrive(barrier, rank)
 
 
-def arrive_cluster(barrier: cute.Pointer, ranks: int) -> None:
-    """One arrival per warp on the same barrier of every CTA of the cluster: what the warp was reading may be overwritten.
+@cute.jit
+def arrive_cluster(barrier: cute.Pointer, ranks: cutlass.Constexpr[int]):
+    """One arrival per warp on the same barrier of every CTA of the cluster, each by another lane: what the warp was reading may be
+    overwritten.
 
     Nothing is handed to the peer but that, so the release is of CTA scope: one of cluster scope costs a MEMBAR.GPU each."""
-    if ranks == 1:
+    if cutlass.const_expr(ranks == 1):
         arrive(barrier)
-        return
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        for rank in range(ranks):
-            cute.arch.mbarrier_arrive(barrier, rank)
+    else:
+        cute.arch.sync_warp()
+        lane = cute.arch.lane_idx()
+        if lane < ranks:
+            cute.arch.mbarrier_arrive(barrier, lane)

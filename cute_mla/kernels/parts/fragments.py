@@ -7,13 +7,19 @@ packed to 16 bits, are an A operand.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
 from cutlass.cute.nvgpu import warp
 
+from ...spec.dense_decode import TILE_ROWS
+from .kept import kept
+
 ROWS_PER_THREAD = 2
+ROWS_APART = 8  # a thread's two rows
+FP32_BYTES = 4
 
 
 def half(register: int) -> int:
@@ -23,12 +29,37 @@ def half(register: int) -> int:
 
 def fragment_row(thread: Int32, row_half: int) -> Int32:
     """Row of the tile that the thread's row `row_half` is."""
-    return (thread // 32) * 16 + (thread % 32) // 4 + 8 * row_half
+    return (thread // 32) * 16 + (thread % 32) // 4 + ROWS_APART * row_half
 
 
 def fragment_column(thread: Int32, register: int) -> Int32:
     """Column of an accumulator register."""
     return 8 * (register >> 2) + (register & 1) + 2 * (thread % 4)
+
+
+@dataclass(frozen=True)
+class RowPair:
+    """A thread's two rows in a table of fp32 numbers in shared memory, 64 rows a slot. first: the address of its first row's in
+    slot 0."""
+
+    first: Int32
+
+    @staticmethod
+    def of(table: cute.Tensor, thread: Int32) -> RowPair:
+        """Of a thread of the warpgroup."""
+        return RowPair(kept(table.iterator.toint() + FP32_BYTES * fragment_row(thread, 0)))
+
+    def _at(self, slot: Int32) -> cute.Pointer:
+        return cute.make_ptr(Float32, self.first + slot * (TILE_ROWS * FP32_BYTES), cute.AddressSpace.smem, assumed_align=FP32_BYTES)
+
+    def load(self, slot: Int32) -> list[Float32]:
+        """Of both rows."""
+        return [(self._at(slot) + ROWS_APART * row_half).load() for row_half in range(ROWS_PER_THREAD)]
+
+    def store(self, slot: Int32, values: list[Float32]) -> None:
+        """Of both rows. One lane of a quad."""
+        for row_half, value in enumerate(values):
+            (self._at(slot) + ROWS_APART * row_half).store(value)
 
 
 def flat(fragment: cute.Tensor) -> cute.Tensor:

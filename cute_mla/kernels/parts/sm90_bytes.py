@@ -35,17 +35,18 @@ def smem_pointer(address: Int32) -> cute.Pointer:
     return cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=CHUNK)
 
 
-def writer_address(tile: Int32, lane: Int32) -> Int32:
-    """Where a lane's row of a store of four matrices begins: rows 0..7 and 8..15 of the first group of keys, then of the
-    second. The other groups are a flipped bit away. tile: the address of row 0, a multiple of 512 bytes."""
+def writer_address(tile: Int32, lane: Int32, row_bytes: int = ROW_BYTES) -> Int32:
+    """Where a lane's row of a store of four matrices begins: rows 0..7 and 8..15 of the first 16 bytes, then of the next.
+    Bytes further on are flipped bits away. tile: the address of row 0, a multiple of 8 rows; row_bytes: 64 or 128, the width
+    of the swizzle."""
     row = lane % (2 * MATRIX_ROWS)
     group = lane // (2 * MATRIX_ROWS)
-    return tile + row * ROW_BYTES + (group ^ (row // 2 % KEY_GROUPS)) * CHUNK
+    return tile + row * row_bytes + (group ^ (row // (BOX_ROW_BYTES // row_bytes) % (row_bytes // CHUNK))) * CHUNK
 
 
 def store_groups(place: Int32, first_row: int, pair: int, words: list[Int32]) -> None:
-    """Four words of every lane as 16 rows of two groups of keys: rows 0..7, rows 8..15 of group 2 pair, then of the next.
-    place: writer_address; first_row: a multiple of 16."""
+    """Four words of every lane as 16 rows of two times 16 bytes: rows 0..7, rows 8..15 of number 2 pair, then of the next.
+    place: writer_address; first_row: a multiple of 16, where rows have 64 bytes."""
     target = (place ^ (2 * CHUNK * pair)) + first_row * ROW_BYTES
     primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
 

@@ -7,8 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from .sm90_geometry import THREADS, WARPGROUP, WARPS_PER_GROUP, Pipes, Tiles
-from .sm90_roles import RolesSm90, set_registers
+from .sm90_geometry import THREADS, WARPGROUP, Pipes, Tiles
+from .sm90_roles import RolesSm90, group_of, set_registers
 
 
 class GatheredRolesSm90(RolesSm90):
@@ -32,7 +32,7 @@ class GatheredRolesSm90(RolesSm90):
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group = warp // WARPS_PER_GROUP
+        group = group_of(warp)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
             set_registers(self.geometry.first_registers)

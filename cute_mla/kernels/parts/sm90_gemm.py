@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
-from .fragments import aligned, flat, half, packed, tile_writer
+from .fragments import RowPair, aligned, flat, half, packed
+from .kept import kept
+from .sm90_bytes import BOX_ROW_BYTES, store_groups, writer_address
 from .sm90_geometry import (
+    BOX_BYTES,
     K_STEP,
     OUTPUT_COLUMNS,
     SLOT_COLUMNS,
@@ -19,10 +22,12 @@ from .sm90_geometry import (
     WARPGROUP,
     Geometry,
     Pipes,
+    TilePlace,
     Tiles,
 )
 from .tiles import BOX_COLUMNS
 
+WARP_ROWS = 16
 STEPS_PER_SLOT = SLOT_COLUMNS // K_STEP
 OUTPUT_CHUNKS = OUTPUT_COLUMNS // SLOT_COLUMNS
 
@@ -53,9 +58,9 @@ class ScoreGemm:
     tK: cute.Tensor
     tRope: cute.Tensor
     scores: cute.Tensor
-    tile_copy: cute.TiledCopy
-    tProbs: cute.Tensor  # where stmatrix puts P: the RoPE slots
-    tStaged: cute.Tensor  # and the smem tiles of Q
+    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first RoPE slot, which P goes to
+    staged: Int32  # and in the first smem tile of Q
+    factors: RowPair  # rescale factors, beside P
 
     @staticmethod
     def create(geometry: Geometry, dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> ScoreGemm:
@@ -64,7 +69,7 @@ class ScoreGemm:
         mma_smem = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
         slice_, slice_smem = mma.get_slice(thread), mma_smem.get_slice(thread)
         steps = geometry.q_tiles_in_registers * STEPS_PER_BOX
-        copy = tile_writer(mma, dtype, thread)
+        writer = writer_address(thread // 32 * (WARP_ROWS * BOX_ROW_BYTES), thread % 32, BOX_ROW_BYTES)
         scores = cute.make_rmem_tensor(slice_.partition_shape_C((64, TILE_KEYS)), Float32)
         return ScoreGemm(
             geometry=geometry,
@@ -80,9 +85,9 @@ class ScoreGemm:
             tK=slice_.make_fragment_B(slice_.partition_B(tiles.sKv)),
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=scores,
-            tile_copy=copy,
-            tProbs=copy.partition_D(tiles.sRope),
-            tStaged=copy.partition_D(tiles.sQ),
+            probs=kept(tiles.sRope.iterator.toint() + writer),
+            staged=tiles.sQ.iterator.toint() + writer,
+            factors=RowPair.of(tiles.sAlpha, thread),
         )
 
     def query_tile(self, tile: int) -> cute.Tensor:
@@ -96,27 +101,28 @@ class ScoreGemm:
 
     def store_query_tile(self, slot: int) -> None:
         """The staged column tile to smem, for the async proxy after a fence."""
-        cute.copy(self.tile_copy, self.tile_copy.retile(self.rStaged), self.tStaged[None, None, None, slot])
+        store_box(self.staged + slot * BOX_BYTES, self.rStaged)
 
-    def multiply(self, pipes: Pipes, tile: Int32) -> None:
+    def multiply(self, pipes: Pipes, place: TilePlace) -> None:
         """S of one key tile, complete on return. Waits for each slot just before its first use."""
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
+        kv = place.kv
         for i in range(SLOTS_PER_TILE):
-            use = tile * SLOTS_PER_TILE + i
-            pipes.kv_ready.wait_ready(use)
+            pipes.kv_ready.wait_ready_at(kv)
             warpgroup.fence()
             for step in range(STEPS_PER_SLOT):
-                self.multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, pipes.kv_ready.slot(use)])
+                self.multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.slot])
+            kv = pipes.kv_ready.further(kv, i)
         if self.geometry.has_rope:
-            pipes.rope_ready.wait_ready(tile)
+            pipes.rope_ready.wait_ready_at(place.rope)
             warpgroup.fence()
             for step in range(STEPS_PER_BOX):
-                self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, pipes.rope_ready.slot(tile)])
+                self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, place.rope.slot])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         if not self.geometry.has_rope:
-            pipes.rope_ready.wait_ready(tile)
+            pipes.rope_ready.wait_ready_at(place.rope)
 
     def multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
@@ -132,7 +138,14 @@ class ScoreGemm:
         """The scores, by now probabilities, packed to 16 bits and written over the RoPE columns of their tile."""
         rP = cute.make_rmem_tensor_like(self.scores, self.dtype)
         rP.store(self.scores.load().to(self.dtype))
-        cute.copy(self.tile_copy, self.tile_copy.retile(rP), self.tProbs[None, None, None, slot])
+        store_box(self.probs + slot * BOX_BYTES, rP)
+
+
+def store_box(place: Int32, fragment: cute.Tensor) -> None:
+    """A 64x64 fragment of 16 bits to a box of 64 columns. place: writer_address in it."""
+    words = packed(fragment)
+    for pair in range(cute.size(words) // 4):
+        store_groups(place, 0, pair, [words[4 * pair + i] for i in range(4)])
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,7 @@ class OutputGemm:
     mma: cute.TiledMma
     tProbs: cute.Tensor
     tV: cute.Tensor
+    factors: RowPair
     accumulators: tuple[cute.Tensor, ...]
 
     chunks = OUTPUT_CHUNKS
@@ -164,13 +178,9 @@ class OutputGemm:
             mma=mma,
             tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sRope)),
             tV=slice_.make_fragment_B(slice_.partition_B(sV)),
+            factors=RowPair.of(tiles.sAlpha, thread),
             accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(OUTPUT_CHUNKS)),
         )
-
-    def clear(self) -> None:
-        """O = 0."""
-        for accumulator in self.accumulators:
-            accumulator.fill(0.0)
 
     def scale(self, factors: list[Float32]) -> None:
         """Multiplies the thread's two rows of O."""
@@ -179,13 +189,17 @@ class OutputGemm:
             for i in range(cute.size(rO)):
                 rO[i] = rO[i] * factors[half(i)]
 
-    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32) -> None:
-        """Issues one chunk as its own group."""
-        self.mma.set(warpgroup.Field.ACCUMULATE, True)
+    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+        """Issues one chunk as its own group, which adds to O or else overwrites it."""
+        self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, probs_slot, kv_slot, adds)
+
+    def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+        """The same with any WGMMA. steps: to go over the keys of a tile."""
         accumulator = self.accumulators[chunk]
-        for step in range(TILE_KEYS // K_STEP):
+        for step in range(steps):
+            mma.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
             tP, tV = self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot]
-            cute.gemm(self.mma, accumulator, tP, tV, accumulator)
+            cute.gemm(mma, accumulator, tP, tV, accumulator)
         warpgroup.commit_group()
 
     def lane_column(self) -> Int32:
@@ -201,13 +215,21 @@ class OutputGemm:
         first = 4 * pair + 2 * row_half
         return first, first + 1
 
-    def pair(self, pair: int, row_half: int, inverse: Float32) -> tuple[Float32, Float32]:
-        """A pair of neighbouring columns of one of the thread's rows, normalised. A row that attends to nothing (inverse 0)
-        is 0 whatever was accumulated."""
+    @cute.jit
+    def clear_weightless(self, weights: list[Float32]):
+        """Makes rows of weight 0 finite: they attend to nothing, and are 0 whatever was accumulated, if anything was."""
+        if cute.arch.vote_any_sync((weights[0] == 0.0) | (weights[1] == 0.0)):
+            for accumulator in self.accumulators:
+                rO = flat(accumulator)
+                for i in cutlass.range_constexpr(cute.size(rO)):
+                    rO[i] = cutlass.select_(weights[half(i)] == 0.0, Float32(0), rO[i])
+
+    def pair(self, pair: int, row_half: int, weight: Float32) -> tuple[Float32, Float32]:
+        """A pair of neighbouring columns of one of the thread's rows, normalised."""
         values = []
         for register in self.pair_registers(pair, row_half):
             chunk, i = divmod(register, SLOT_COLUMNS // 2)
-            values.append(cutlass.select_(inverse == 0.0, Float32(0), flat(self.accumulators[chunk])[i] * inverse))
+            values.append(flat(self.accumulators[chunk])[i] * weight)
         return values[0], values[1]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import cute
+from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from .barriers import Ring
+from .barriers import Place, Ring
 from .tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 SLOT_COLUMNS = 2 * BOX_COLUMNS
@@ -43,7 +43,9 @@ class Geometry:
     kv_slots, rope_slots: of the rings. first_registers, score_registers: of the role that brings the keys, and of score.
     ready_arrivals: on kv_ready and rope_ready, per phase. valid_slots: of the ring of bits that tell which keys are there, 0
     where all are. alternating: whether the slots of a tile alternate between the halves of the columns, so that both output
-    groups' first ones, which come free first, are filled first.
+    groups' first ones, which come free first, are filled first. frees_rope: whether there is a barrier that tells when a RoPE slot
+    is free. There need not be one where it is filled only after kv_free of all slots of its tile: those were the last ones, or later
+    ones, of the tile whose P the RoPE slot had.
     """
 
     d_qk: int
@@ -55,12 +57,15 @@ class Geometry:
     ready_arrivals: int
     valid_slots: int
     alternating: bool = False
+    frees_rope: bool = True
 
     output_registers = 160
 
     def __post_init__(self) -> None:
         total = self.first_registers + self.score_registers + OUTPUT_GROUPS * self.output_registers
         assert total <= ALL_REGISTERS, f"{total} registers a lane of four warpgroups"
+        assert self.valid_slots in (0, self.rope_slots), "the bits go round with the RoPE columns"
+        assert self.frees_rope or self.kv_slots <= SLOTS_PER_TILE * self.rope_slots, "kv slots come free before RoPE slots"
 
     @property
     def q_tiles(self) -> int:
@@ -102,7 +107,7 @@ class Geometry:
             ("kv_ready", self.kv_slots),
             ("kv_free", self.kv_slots),
             ("rope_ready", self.rope_slots),
-            ("rope_free", self.rope_slots),
+            *((("rope_free", self.rope_slots),) if self.frees_rope else ()),
             ("probs_ready", self.rope_slots),
             ("stats_ready", 1),
             ("stats_free", 1),
@@ -133,13 +138,35 @@ class Tiles:
 
 
 @dataclass(frozen=True)
+class TilePlace:
+    """Where a tile lies in the rings. number: of the tile in this CTA. kv: of the first slot that the role uses of it. rope: of
+    its RoPE columns, of P and of its rescale factors."""
+
+    number: Int32
+    kv: Place
+    rope: Place
+
+
+@dataclass(frozen=True)
 class Pipes:
     """The barriers of the table above."""
 
     kv_ready: Ring
     kv_free: Ring
     rope_ready: Ring
-    rope_free: Ring
+    rope_free: Ring  # without slots where the geometry has no barriers for it
     probs_ready: Ring
     stats_ready: Ring
     stats_free: Ring
+
+    def tile(self, number: Int32) -> TilePlace:
+        """Of a tile by its number, for a role that uses all of it."""
+        return TilePlace(number, self.kv_ready.place(number * SLOTS_PER_TILE), self.rope_ready.place(number))
+
+    def first_tile(self, slot: int | Int32 = 0) -> TilePlace:
+        """Of the first tile. slot: the first of its slots that the role uses."""
+        return TilePlace(Int32(0), Place(Int32(slot), Int32(0)), Place(Int32(0), Int32(0)))
+
+    def next_tile(self, place: TilePlace) -> TilePlace:
+        """Of the tile behind one."""
+        return TilePlace(place.number + 1, self.kv_ready.ahead(place.kv, SLOTS_PER_TILE), self.rope_ready.after(place.rope))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from .barriers import Ring, arrive, arrive_cluster
+from .barriers import Place, Ring, arrive, arrive_cluster, barrier_at
 from .fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
 from .sm90_gemm import OUTPUT_CHUNKS, OutputGemm, ScoreGemm
 from .sm90_geometry import (
@@ -33,11 +33,14 @@ from .sm90_geometry import (
     WARPS_PER_GROUP,
     Geometry,
     Pipes,
+    TilePlace,
     Tiles,
 )
 from .softmax import LN2, OnlineSoftmax
 from .tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
 from .work import Extent, Piece
+
+NOTHING = 0  # no barrier lies there
 
 
 class RolesSm90:
@@ -50,16 +53,16 @@ class RolesSm90:
     shares_sums = True  # whether the score role tells what makes the output of a row; else the output role knows
     skips_tiles = False  # whether it is known ahead which keys are there, so that a tile that has none is passed by
 
-    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32) -> None:
+    def mask(self, operands: Any, tiles: Any, gemm: Any, place: TilePlace, left: Int32) -> None:
         """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on."""
         raise NotImplementedError
 
-    def await_validity(self, pipes: Any, use: Int32) -> None:
+    def await_validity(self, pipes: Any, place: TilePlace) -> None:
         """Blocks until it is known which keys of a tile are there, where tiles are skipped."""
         raise NotImplementedError
 
-    def clear_unused(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, first_use: Int32, left: Int32, side: Int32) -> None:
-        """Zeroes the rows of V that no row sees, where the keys come with whatever lies there."""
+    def clear_unused(self, tiles: Tiles, gemm: OutputGemm, slots: list[Place], left: Int32, side: Int32) -> None:
+        """Zeroes the rows of V that no row sees, in a side's slots of a tile, where the keys come with whatever lies there."""
 
     def weigh_row(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
         """What a row of O is multiplied with, from its row sum and the reference in log2 units that the sum is relative to."""
@@ -89,7 +92,9 @@ class RolesSm90:
             sInverse=smem.allocate_tensor(Float32, cute.make_layout(TILE_ROWS), 16),
             sValid=smem.allocate_array(Uint8, geometry.valid_slots * VALID_BYTES, byte_alignment=8) if geometry.valid_slots else None,
         )
-        return tiles, Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
+        rings = {name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers}
+        rings.setdefault("rope_free", Ring(rings["kv_free"].base, 0))
+        return tiles, Pipes(**rings)
 
     def initialise(self, pipes: Any) -> None:
         """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a slot."""
@@ -119,10 +124,11 @@ class RolesSm90:
         for _ in cutlass.range(self.geometry.kv_slots, unroll=1):
             pipes.kv_free.await_free_at(kv)
             kv = pipes.kv_free.after(kv)
-        rope = pipes.rope_free.place(tiles_done)
-        for _ in cutlass.range(self.geometry.rope_slots, unroll=1):
-            pipes.rope_free.await_free_at(rope)
-            rope = pipes.rope_free.after(rope)
+        if cutlass.const_expr(self.geometry.frees_rope):
+            rope = pipes.rope_free.place(tiles_done)
+            for _ in cutlass.range(self.geometry.rope_slots, unroll=1):
+                pipes.rope_free.await_free_at(rope)
+                rope = pipes.rope_free.after(rope)
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
@@ -139,17 +145,18 @@ class RolesSm90:
         """Waits kv_ready, rope_ready, stats_free. Signals probs_ready, stats_ready. Writes lse."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
+        last = schedule.last_request()
         tile, pieces = Int32(0), Int32(0)
         gemm = self.score_gemm(tiles, thread)
         softmax = self.softmax(operands)
-        while req <= schedule.last_request():
+        while req <= last:
             extent = schedule.extent(req, begin_tile)
             softmax.reset()
             if extent.tiles > 0:
                 self.load_queries(operands, gemm, req, thread)
                 self.score_tiles(operands, tiles, pipes, gemm, softmax, extent, tile)
             tile = tile + extent.tiles
-            piece = schedule.piece(req, begin_tile)
+            piece = schedule.piece_of(extent, req, begin_tile)
             if cutlass.const_expr(self.shares_sums):
                 pipes.stats_free.wait_free(pieces)
             self.finish_rows(operands, tiles, req, piece, softmax, thread)
@@ -183,74 +190,81 @@ class RolesSm90:
 
     @cute.jit
     def score_tiles(
-        self, operands: Any, tiles: Tiles, pipes: Pipes, gemm: ScoreGemm, softmax: OnlineSoftmax, extent: Extent, tile: Int32
+        self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, extent: Extent, tile: Int32
     ):
-        """P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the
-        next softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once."""
-        withheld = Int32(0)
+        """The tiles of a piece, the first of which is the tile-th of this CTA. Places are divided out: no registers are left to
+        carry them.
+
+        P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the next
+        softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once. withheld: the address of the
+        barrier that hands over a P that is written, or NOTHING."""
+        withheld = Int32(NOTHING)
         for t in cutlass.range(extent.tiles, unroll=1):
-            use = tile + t
-            if withheld != 0:
-                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(use), pipes.rope_ready.parity(use))
+            place = pipes.tile(tile + t)
+            if withheld != NOTHING:
+                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.at(place.rope), place.rope.parity)
                 if not cute.arch.vote_all_sync(here):
-                    arrive(pipes.probs_ready.barrier(use - 1))
-                    withheld = Int32(0)
+                    arrive(barrier_at(withheld))
+                    withheld = Int32(NOTHING)
             if cutlass.const_expr(self.skips_tiles):
-                self.await_validity(pipes, use)
-                if self.has_keys(tiles, use):
-                    self.multiply_tile(pipes, gemm, use, withheld)
-                    self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)
-                    withheld = Int32(1)
+                self.await_validity(pipes, place)
+                if self.has_keys(tiles, place.rope.slot):
+                    self.multiply_tile(pipes, gemm, place, withheld)
+                    self.weigh_tile(operands, tiles, pipes, gemm, softmax, place, extent.keys - t * TILE_KEYS)
+                    withheld = self.probs_barrier(pipes, place)
                 else:
-                    self.pass_tile(pipes, use, withheld)
-                    withheld = Int32(0)
+                    self.pass_tile(pipes, place, withheld)
+                    withheld = Int32(NOTHING)
             else:
-                self.multiply_tile(pipes, gemm, use, withheld)
-                self.weigh_tile(operands, tiles, pipes, gemm, softmax, use, extent.keys - t * TILE_KEYS)
-                withheld = Int32(1)
-        if withheld != 0:
-            arrive(pipes.probs_ready.barrier(tile + extent.tiles - 1))
+                self.multiply_tile(pipes, gemm, place, withheld)
+                self.weigh_tile(operands, tiles, pipes, gemm, softmax, place, extent.keys - t * TILE_KEYS)
+                withheld = self.probs_barrier(pipes, place)
+        if withheld != NOTHING:
+            arrive(barrier_at(withheld))
+
+    def probs_barrier(self, pipes: Any, place: TilePlace) -> Int32:
+        """The address of the barrier that hands over P of a tile."""
+        return pipes.probs_ready.at(place.rope).toint()
 
     @cute.jit
-    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemm, use: Int32, withheld: Int32):
+    def multiply_tile(self, pipes: Any, gemm: Any, place: TilePlace, withheld: Int32):
         """S of one tile. Hands over P of the tile before, if it was withheld."""
-        gemm.multiply(pipes, use)
-        if withheld != 0:
-            arrive(pipes.probs_ready.barrier(use - 1))
+        gemm.multiply(pipes, place)
+        if withheld != NOTHING:
+            arrive(barrier_at(withheld))
         # P goes over the RoPE columns that every warp's WGMMA has read by now
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
     def weigh_tile(
-        self, operands: Any, tiles: Tiles, pipes: Pipes, gemm: ScoreGemm, softmax: OnlineSoftmax, use: Int32, left: Int32
+        self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, place: TilePlace, left: Int32
     ):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
-        thread = gemm.thread
-        self.mask(operands, tiles, gemm, use, left)
+        self.mask(operands, tiles, gemm, place, left)
         alpha = softmax.add_tile(gemm.scores)
-        gemm.store_probs(pipes.rope_ready.slot(use))
-        if thread % 4 == 0:
-            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                tiles.sAlpha[fragment_row(thread, row_half), pipes.rope_ready.slot(use)] = alpha[row_half]
+        gemm.store_probs(place.rope.slot)
+        if gemm.thread % 4 == 0:
+            gemm.factors.store(place.rope.slot, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def pass_tile(self, pipes: Pipes, use: Int32, withheld: Int32):
+    def pass_tile(self, pipes: Pipes, place: TilePlace, withheld: Int32):
         """A tile without keys: nothing but handshakes. Its slots are handed over before its RoPE columns, so that those tell
         of all, and no barrier is two phases ahead of what this role has seen."""
-        if withheld != 0:
-            arrive(pipes.probs_ready.barrier(use - 1))
-        pipes.rope_ready.wait_ready(use)
-        arrive(pipes.probs_ready.barrier(use))
+        if withheld != NOTHING:
+            arrive(barrier_at(withheld))
+        pipes.rope_ready.wait_ready_at(place.rope)
+        arrive(pipes.probs_ready.at(place.rope))
 
-    def has_keys(self, tiles: Tiles, use: Int32) -> Boolean:
-        """Whether any key of a tile is there. The same for all lanes."""
-        low, high = self.valid_words(tiles, use)
+    def has_keys(self, tiles: Tiles, slot: Int32) -> Boolean:
+        """Whether any key is there of the tile in a slot of the ring of bits, which goes round with the RoPE columns. The same for
+        all lanes."""
+        low, high = self.valid_words(tiles, slot)
         return cute.arch.make_warp_uniform(low | high) != 0
 
-    def valid_words(self, tiles: Tiles, use: Int32) -> tuple[Int32, Int32]:
-        """Which of the keys 0..31 and 32..63 of a tile are there."""
-        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + use % self.geometry.valid_slots * (VALID_BYTES // 4)
+    def valid_words(self, tiles: Tiles, slot: Int32) -> tuple[Int32, Int32]:
+        """Which of the keys 0..31 and 32..63 are there."""
+        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
         return words.load(), (words + 1).load()
 
     @cute.jit
@@ -287,91 +301,100 @@ class RolesSm90:
 
     @cute.jit
     def output(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
-        """Waits kv_ready, probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
+        """Waits probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_piece()
-        tile, pieces = Int32(0), Int32(0)
+        last = schedule.last_request()
+        place, pieces = self.first_output(pipes, side), Int32(0)
         gemm = self.output_gemm(tiles, thread)
-        while req <= schedule.last_request():
+        while req <= last:
             extent = schedule.extent(req, begin_tile)
-            gemm.clear()
+            begun = Boolean(False)
             for t in cutlass.range(extent.tiles, unroll=1):
-                self.output_tile(tiles, pipes, gemm, tile + t, extent.keys - t * TILE_KEYS, side)
-            tile = tile + extent.tiles
-            inverses = self.row_weights(operands, tiles, pipes, gemm, pieces)
-            piece = schedule.piece(req, begin_tile)
+                begun = self.output_tile(tiles, pipes, gemm, place, begun, extent.keys - t * TILE_KEYS, side)
+                place = pipes.next_tile(place)
+            weights = self.row_weights(operands, tiles, pipes, gemm, pieces, begun)
+            gemm.clear_weightless(weights)
+            piece = schedule.piece_of(extent, req, begin_tile)
             if cutlass.const_expr(piece.always_direct):
-                self.store_out(operands, gemm, inverses, req, side)
+                self.store_out(operands, gemm, weights, req, side)
             else:
                 if piece.direct:
-                    self.store_out(operands, gemm, inverses, req, side)
+                    self.store_out(operands, gemm, weights, req, side)
                 else:
-                    self.store_accum(operands, gemm, inverses, piece, side)
+                    self.store_accum(operands, gemm, weights, piece, side)
             pieces = pieces + 1
             req, begin_tile = piece.next_req, piece.next_tile
 
-    def row_weights(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, pieces: Int32) -> list[Float32]:
-        """What makes the output of either of the thread's rows; 0 for a row that attends to nothing."""
+    def row_weights(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, pieces: Int32, begun: Boolean) -> list[Float32]:
+        """What makes the output of either of the thread's rows; 0 for a row that attends to nothing. begun: whether O holds
+        anything."""
         pipes.stats_ready.wait_ready(pieces)
-        inverses = [tiles.sInverse[fragment_row(gemm.thread, row_half)] for row_half in (0, 1)]
+        weights = [tiles.sInverse[fragment_row(gemm.thread, row_half)] for row_half in (0, 1)]
         arrive(pipes.stats_free.barrier(pieces))
-        return inverses
+        return weights
 
     @cute.jit
-    def output_tile(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
-        """O += P V of one tile, of which `left` keys remain in the request."""
+    def output_tile(
+        self, tiles: Any, pipes: Any, gemm: Any, place: TilePlace, begun: Boolean, left: Int32, side: Int32
+    ) -> Boolean:
+        """O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Returns whether it
+        has now."""
+        # the score role has waited for the keys before it made P
+        pipes.probs_ready.wait_ready_at(place.rope)
         if cutlass.const_expr(self.skips_tiles):
-            pipes.probs_ready.wait_ready(tile)
-            if self.has_keys(tiles, tile):
-                self.await_slots(pipes, tile, side)
-                self.add_values(tiles, pipes, gemm, tile, left, side)
+            if self.has_keys(tiles, place.rope.slot):
+                self.add_values(tiles, pipes, gemm, place, begun, left, side)
+                begun = Boolean(True)
             else:
-                for chunk in cutlass.range_constexpr(gemm.chunks):
-                    arrive_cluster(pipes.kv_free.barrier(self.slot_use(tile, side, chunk)), self.config.cluster)
+                for slot in self.output_slots(pipes, place):
+                    arrive_cluster(pipes.kv_free.at(slot), self.config.cluster)
         else:
-            self.await_slots(pipes, tile, side)
-            pipes.probs_ready.wait_ready(tile)
-            self.add_values(tiles, pipes, gemm, tile, left, side)
-        arrive_cluster(pipes.rope_free.barrier(tile), self.config.cluster)
+            self.add_values(tiles, pipes, gemm, place, begun, left, side)
+            begun = Boolean(True)
+        if cutlass.const_expr(self.geometry.frees_rope):
+            arrive_cluster(pipes.rope_free.at(place.rope), self.config.cluster)
+        return begun
 
-    def slot_use(self, tile: Int32, side: Int32, chunk: int) -> Int32:
-        """The use of the kv ring that has one of a side's chunks of a tile."""
-        to_other, to_next = self.geometry.slot_strides
-        return tile * SLOTS_PER_TILE + side * to_other + chunk * to_next
+    def first_output(self, pipes: Any, side: Int32) -> TilePlace:
+        """The place of the first tile, for a side."""
+        to_other, _ = self.geometry.slot_strides
+        return pipes.first_tile(side * to_other)
 
-    def await_slots(self, pipes: Pipes, tile: Int32, side: Int32) -> None:
-        """Blocks until a side's slots of a tile have come."""
-        for chunk in range(OUTPUT_CHUNKS):
-            pipes.kv_ready.wait_ready(self.slot_use(tile, side, chunk))
+    def output_slots(self, pipes: Pipes, place: TilePlace) -> list[Place]:
+        """Where the chunks of a side lie, of a tile in its place."""
+        _, to_next = self.geometry.slot_strides
+        ring = pipes.kv_ready
+        return [place.kv, ring.further(place.kv, 0) if to_next == 1 else ring.ahead(place.kv, to_next)]
 
     @cute.jit
-    def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, tile: Int32, left: Int32, side: Int32):
-        """O += P V of a tile whose keys and probabilities have come. Signals kv_free."""
-        slot = pipes.probs_ready.slot(tile)
-        alpha = [tiles.sAlpha[fragment_row(gemm.thread, row_half), slot] for row_half in (0, 1)]
-        if cute.arch.vote_any_sync((alpha[0] != 1.0) | (alpha[1] != 1.0)):
+    def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, place: TilePlace, begun: Boolean, left: Int32, side: Int32):
+        """O += P V, or O = P V, of a tile whose keys and probabilities have come. Signals kv_free."""
+        slots = self.output_slots(pipes, place)
+        alpha = gemm.factors.load(place.rope.slot)
+        if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
             gemm.scale(alpha)
-        self.clear_unused(tiles, pipes, gemm, self.slot_use(tile, side, 0), left, side)
+        self.clear_unused(tiles, gemm, slots, left, side)
         warpgroup.fence()
-        for chunk in cutlass.range_constexpr(gemm.chunks):
-            gemm.multiply(chunk, slot, pipes.kv_ready.slot(self.slot_use(tile, side, chunk)))
-        for chunk in cutlass.range_constexpr(gemm.chunks):
-            warpgroup.wait_group(gemm.chunks - 1 - chunk)
-            arrive_cluster(pipes.kv_free.barrier(self.slot_use(tile, side, chunk)), self.config.cluster)
+        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
+            gemm.multiply(chunk, place.rope.slot, slots[chunk].slot, begun)
+        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
+            warpgroup.wait_group(OUTPUT_CHUNKS - 1 - chunk)
+            arrive_cluster(pipes.kv_free.at(slots[chunk]), self.config.cluster)
 
     @cute.jit
-    def store_out(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], req: Int32, side: Int32):
+    def store_out(self, operands: Any, gemm: OutputGemm, weights: list[Float32], req: Int32, side: Int32):
         """Registers straight to out: the quad writes 16 contiguous bytes of a row."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
                 target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + gemm.lane_column())
                 for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
-                    low, high = gemm.pair(pair, row_half, inverses[row_half])
+                    low, high = gemm.pair(pair, row_half, weights[row_half])
                     store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
-    def store_accum(self, operands: Any, gemm: OutputGemm, inverses: list[Float32], piece: Piece, side: Int32):
+    def store_accum(self, operands: Any, gemm: OutputGemm, weights: list[Float32], piece: Piece, side: Int32):
         """fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
@@ -380,13 +403,18 @@ class RolesSm90:
                 target = aligned(target + (side * OUTPUT_COLUMNS + gemm.lane_column()), 8)
                 for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                    rPair[0], rPair[1] = gemm.pair(pair, row_half, inverses[row_half])
+                    rPair[0], rPair[1] = gemm.pair(pair, row_half, weights[row_half])
                     cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:
     """Row, among all row tiles, that one of the thread's fragment rows is."""
     return first_query_row() + fragment_row(thread, row_half)
+
+
+def group_of(warp: Int32) -> Int32:
+    """The warpgroup of a warp."""
+    return Int32(Uint32(warp) // WARPS_PER_GROUP)
 
 
 def set_registers(count: int) -> None:

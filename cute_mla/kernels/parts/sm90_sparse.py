@@ -12,7 +12,7 @@ from ...spec.split_plan import TILE_KEYS
 from .fragments import flat, fragment_column
 from .sm90_gathered import GatheredRolesSm90
 from .sm90_gemm import ScoreGemm
-from .sm90_geometry import Tiles
+from .sm90_geometry import TilePlace, Tiles
 from .softmax import with_sink
 from .work import Piece
 
@@ -23,9 +23,9 @@ class SparseRolesSm90(GatheredRolesSm90):
     """All roles but gather. Every row of a CTA sees the same keys; operands have attn_sink, fp32 [rows] or null."""
 
     @cute.jit
-    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, use: Int32, left: Int32):
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, place: TilePlace, left: Int32):
         """Keys that are not there."""
-        low, high = self.valid_words(tiles, use)
+        low, high = self.valid_words(tiles, place.rope.slot)
         if (low & high) != ALL_VALID:
             mask_absent(gemm.scores, gemm.thread, low, high)
 

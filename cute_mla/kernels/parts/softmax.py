@@ -113,10 +113,10 @@ class OnlineSoftmax:
             if self.rTop is not None:
                 self.rTop[row] = cute.arch.fmax(self.rTop[row], top)
             new, alpha = self.follow(row, top)
-            reference = shift_of(new)
+            shift = -shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
-                rS[i] = cute.math.exp2(rS[i] * self.scale_log2 - reference, fastmath=True)
+                rS[i] = cute.math.exp2(rS[i] * self.scale_log2 + shift, fastmath=True)
                 total = total + rS[i]
             self.rMax[row] = new
             self.rSum[row] = total

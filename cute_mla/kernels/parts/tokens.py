@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute
 
-from ...spec.split_plan import TILE_KEYS
 from .lengths import clip, entry_or
-from .work import Extent, Piece
+from .work import Extent, Piece, tiles_of
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,16 @@ class TokenSchedule:
     def extent(self, token: Int32, begin_tile: Int32) -> Extent:
         """All of a token, whose first tile is 0."""
         keys = self.keys(token)
-        return Extent(tiles=(keys + (TILE_KEYS - 1)) // TILE_KEYS, keys=keys)
+        return Extent(tiles=tiles_of(keys), keys=keys, more=False)
 
     def piece(self, token: Int32, begin_tile: Int32) -> Piece:
         """A token is never cut."""
+        return self.piece_of(self.extent(token, begin_tile), token, begin_tile)
+
+    def piece_of(self, extent: Extent, token: Int32, begin_tile: Int32) -> Piece:
+        """The same where its extent is at hand."""
         return Piece(
-            length=self.keys(token),
+            length=extent.keys,
             direct=True,
             accum_row=Int32(0),
             next_req=token + cute.arch.grid_dim()[2],

@@ -46,6 +46,7 @@ from ..parts.sm90_geometry import (
     SLOT_COLUMNS,
     SLOTS_PER_TILE,
     Geometry,
+    TilePlace,
     Tiles,
 )
 from ..parts.sm90_roles import named_barriers, role_table
@@ -96,9 +97,9 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
         pipes.initialise_rings()
         super().initialise(pipes)
 
-    def await_validity(self, pipes: CopyPipes, use: Int32) -> None:
+    def await_validity(self, pipes: CopyPipes, place: TilePlace) -> None:
         """Blocks until the scout has told of a tile."""
-        pipes.valid_ready.wait_ready(use)
+        pipes.valid_ready.wait_ready_at(place.rope)
 
     @cute.jit
     def gather(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
@@ -168,7 +169,7 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
     def told_of_keys(self, tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
         """Whether a tile has any key. Waits valid_ready."""
         pipes.valid_ready.wait_ready(tile)
-        return self.has_keys(tiles, tile)
+        return self.has_keys(tiles, pipes.valid_ready.slot(tile))
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
