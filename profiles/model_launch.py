@@ -23,6 +23,7 @@ from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, Sp
 
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
+_LOOKED_UP_AT_ONCE = 32  # query tokens, one a lane
 
 Recorded = Mapping[str, Counts]
 
@@ -116,12 +117,12 @@ def _combine(case: Case, shape: CombineShape, arch: Arch, sm_count: int, recorde
 
 
 def _merging(shape: CombineShape, cut: int, moved: float, sm_count: int) -> Combine:
-    """combine on its grid: a CTA takes every so-many-th query token, looks up whether it is cut (`cut` of them are, taken for spread
-    evenly), and if so loads its lse and then its rows."""
+    """combine on its grid: a CTA takes every so-many-th query token, looks up which of them are cut, 32 at once (`cut` of all are, taken
+    for spread evenly), and loads the lse and then the rows of each of those."""
     across, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
     tokens, merges = ceil_div(shape.batch * shape.s_q, across), ceil_div(cut, across)
     bytes_of_one = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
-    loads = tokens + 2 * max(merges, 1)
+    loads = ceil_div(tokens, _LOOKED_UP_AT_ONCE) + 2 * max(merges, 1)
     return Combine(across * head_blocks * columns, COMBINE_CTAS_PER_SM, moved, merges * bytes_of_one, loads=loads)
 
 

@@ -15,9 +15,7 @@ _CLASSES = (
     ("tma", re.compile(r"UTMA\w+|UBLK\w+")),
     (
         "sync",
-        re.compile(
-            r"SYNCS|BAR|WARPGROUP|WARPSYNC|FENCE|MEMBAR|\w*ERRBAR|UCGABAR_\w+|ACQBULK|PREEXIT|DEPBAR|USETMAXREG|UTCBAR|UTCATOMSWS"
-        ),
+        re.compile(r"SYNCS|BAR|WARPGROUP|WARPSYNC|FENCE|MEMBAR|\w*ERRBAR|UCGABAR_\w+|ACQBULK|PREEXIT|DEPBAR|USETMAXREG|UTCBAR|UTCATOMSWS"),
     ),
     ("mufu", re.compile(r"MUFU")),
     ("convert", re.compile(r"[FI]2\w+")),

@@ -119,8 +119,6 @@ def test_a_missing_fence_of_tensor_memory(kind: str, workshop: Workshop) -> None
         assert workshop.is_found(WALK, "", [fence]) or workshop.is_found(RISING, "", [fence])
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"fence\.proxy\.async[^;]*;", r"tcgen05\.wait::ld[^;]*;"], ids=["proxy fence", "waits for loads"]
-)
+@pytest.mark.parametrize("pattern", [r"fence\.proxy\.async[^;]*;", r"tcgen05\.wait::ld[^;]*;"], ids=["proxy fence", "waits for loads"])
 def test_something_missing_everywhere(pattern: str, workshop: Workshop) -> None:
     assert workshop.is_found(WALK, "", workshop.places(WALK, pattern))

@@ -155,7 +155,7 @@ def test_operands_that_look_alike_are_told_apart(device: RecordingDevice, name: 
 def test_one_scale_is_not_taken_for_the_other(device: RecordingDevice) -> None:
     cache = torch.zeros(4, 64, 1, 576, dtype=torch.float8_e4m3fn)
     cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_k=torch.ones(1)))
-    with pytest.raises(ValueError, match="descale_q is given with torch.bfloat16"):
+    with pytest.raises(ValueError, match="descale_q is given with"):
         cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_q=torch.ones(1)))
 
 

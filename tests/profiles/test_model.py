@@ -106,10 +106,10 @@ def test_combine_passes_over_what_is_not_cut() -> None:
     """D1: 128 requests, none cut, on 33 CTAs along them. C1.two: all of 128 cut in two."""
     behind = launch_on(case_named("D1.fixed"), "H200")
     assert isinstance(behind, Launch)
-    assert behind.combine == Combine(33 * 16, 2, 0.0, 0.0, loads=4 + 2)
+    assert behind.combine == Combine(33 * 16, 2, 0.0, 0.0, loads=1 + 2)
     alone = launch_on(case_named("C1.two"), "H200")
     assert isinstance(alone, Combine)
-    assert (alone.ctas, alone.busiest_bytes, alone.loads) == (33 * 16, 4 * 8 * 2 * 2052, 4 + 2 * 4)
+    assert (alone.ctas, alone.busiest_bytes, alone.loads) == (33 * 16, 4 * 8 * 2 * 2052, 1 + 2 * 4)
 
 
 SIMPLE = Block(

@@ -13,9 +13,7 @@ from cute_mla.runtime.library import load_artifacts
 def test_the_kernels_are_as_recorded() -> None:
     built = {name: recorded.figures(entry) for name, entry in load_artifacts().manifest.kernels.items()}
     changed = list(recorded.differences(recorded.read(), built))
-    assert not changed, "\n".join(
-        ["kernels are not as recorded; if that is meant: python -m cute_mla.profiles.recorded", *changed]
-    )
+    assert not changed, "\n".join(["kernels are not as recorded; if that is meant: python -m cute_mla.profiles.recorded", *changed])
 
 
 def test_differences_name_what_has_changed() -> None:
