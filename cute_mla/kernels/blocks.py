@@ -207,7 +207,7 @@ def _gathered(config: Config, parts: int) -> float:
 def _sparse_decode_sm90(config: Config) -> Block:
     cluster, layout = int(config["cluster"]), FORMATS[str(config["cache"])]
     values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (layout.d_qk - D_LATENT) * ELEMENT_BYTES
-    smem = {**_sm90_operands(layout.d_qk, 2 if layout.d_qk > D_LATENT else 1), "stores": values / cluster + rope}
+    smem = {**_sm90_operands(layout.d_qk, 2 if layout.d_qk > D_LATENT else 1), "stores": values / cluster, "copies": float(rope)}
     if cluster > 1:
         smem["copies to and from the peer"] = values
     hbm = TILE_KEYS * layout.page_bytes(1)

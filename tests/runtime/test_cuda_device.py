@@ -239,8 +239,8 @@ def decode_call(device: CudaDevice, **changes: Any) -> dict[str, Any]:
 def test_a_decode_call_asks_the_driver_for_two_launches_and_nothing_else(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     with cpu_tensors_on(device):
-        flash_mla_with_kvcache(**decode_call(device))  # loads the kernels
-        again = decode_call(device)
+        first, again = decode_call(device), decode_call(device)  # both live, so that the caches have two addresses
+        flash_mla_with_kvcache(**first)  # loads the kernels
         fake.calls.clear()
         with Refused():
             flash_mla_with_kvcache(**again)
