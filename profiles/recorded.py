@@ -52,8 +52,13 @@ def read() -> dict[str, Figures]:
 
 def write(built: Mapping[str, Figures]) -> None:
     """Records figures instead of what was recorded before."""
-    lines = (f" {json.dumps(name)}: {json.dumps(built[name])}" for name in sorted(built))
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_lines(FILE, built)
+
+
+def write_lines(file: Path, by_kernel: Mapping[str, object]) -> None:
+    """JSON with a line for each kernel, by name, so that a diff shows which have changed."""
+    lines = (f" {json.dumps(name)}: {json.dumps(by_kernel[name])}" for name in sorted(by_kernel))
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..manifest import KernelEntry
+from .recorded import write_lines
 
 FILE = Path(__file__).resolve().parent / "recorded_counts.json"
 COUNTED_DTYPE = "bf16"
@@ -91,9 +92,7 @@ def read() -> dict[str, Counts]:
 
 def write(counts: Mapping[str, Counts]) -> None:
     """Records counts instead of what was recorded before."""
-    plain = {name: {role: asdict(of_role) for role, of_role in counts[name].items()} for name in sorted(counts)}
-    lines = (f" {json.dumps(name)}: {json.dumps(roles)}" for name, roles in plain.items())
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    write_lines(FILE, {name: {role: asdict(of_role) for role, of_role in roles.items()} for name, roles in counts.items()})
 
 
 def main(names: Sequence[str]) -> None:
