@@ -212,8 +212,5 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Every variant that ships for an architecture."""
     return tuple(
-        DenseDecodeConfig(dtype, *shape, operands)
-        for operands in OPERANDS
-        for dtype in DTYPES
-        for shape in tiling(arch, operands).shapes
+        DenseDecodeConfig(dtype, *shape, operands) for operands in OPERANDS for dtype in DTYPES for shape in tiling(arch, operands).shapes
     )

@@ -77,9 +77,7 @@ class ScoreGemm:
             thread=thread,
             from_registers=mma,
             from_smem=mma_smem,
-            rQ=cute.make_rmem_tensor(
-                cute.make_layout((A_VALUES, 1, steps), stride=(A_STRIDES, 0, REGISTERS_PER_STEP)), dtype
-            ),
+            rQ=cute.make_rmem_tensor(cute.make_layout((A_VALUES, 1, steps), stride=(A_STRIDES, 0, REGISTERS_PER_STEP)), dtype),
             rStaged=cute.make_rmem_tensor_like(scores, dtype),
             tQ=slice_smem.make_fragment_A(slice_smem.partition_A(tiles.sQ)),
             tK=slice_.make_fragment_B(slice_.partition_B(tiles.sKv)),

@@ -189,9 +189,7 @@ class RolesSm90:
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def score_tiles(
-        self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, extent: Extent, tile: Int32
-    ):
+    def score_tiles(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, extent: Extent, tile: Int32):
         """The tiles of a piece, the first of which is the tile-th of this CTA. Places are divided out: no registers are left to
         carry them.
 
@@ -236,9 +234,7 @@ class RolesSm90:
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def weigh_tile(
-        self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, place: TilePlace, left: Int32
-    ):
+    def weigh_tile(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, place: TilePlace, left: Int32):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
         self.mask(operands, tiles, gemm, place, left)
         alpha = softmax.add_tile(gemm.scores)
@@ -335,9 +331,7 @@ class RolesSm90:
         return weights
 
     @cute.jit
-    def output_tile(
-        self, tiles: Any, pipes: Any, gemm: Any, place: TilePlace, begun: Boolean, left: Int32, side: Int32
-    ) -> Boolean:
+    def output_tile(self, tiles: Any, pipes: Any, gemm: Any, place: TilePlace, begun: Boolean, left: Int32, side: Int32) -> Boolean:
         """O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Returns whether it
         has now."""
         # the score role has waited for the keys before it made P

@@ -18,9 +18,7 @@ def prefetch_map(tensor_map: Any) -> None:
 
 def load_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
     """Starts the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
-    primitives.cp_async_bulk_tensor_shared_cta_global(
-        target.raw_ptr(), tensor_map.get_ptr(), coordinates, barrier.raw_ptr()
-    )
+    primitives.cp_async_bulk_tensor_shared_cta_global(target.raw_ptr(), tensor_map.get_ptr(), coordinates, barrier.raw_ptr())
 
 
 def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
