@@ -75,4 +75,6 @@ def _file_of(module: str, package_folder: Path) -> Path | None:
 
 
 def _build_sources() -> dict[str, Path]:
-    return {f"{PACKAGE}.aot_build.{path.stem}": path for path in _BUILD_FOLDER.glob("*.py")}
+    """The build itself; not what is in its folder and only packs or compares what it made."""
+    room = f"{PACKAGE}.{_BUILD_FOLDER.name}"
+    return {name: path for name, path in transitive_sources(f"{room}.build", _BUILD_FOLDER.parent).items() if name.startswith(room)}

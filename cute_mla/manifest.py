@@ -1,7 +1,9 @@
-"""The record that ties build to runtime: one entry per shipped kernel. The only module that reads or writes it."""
+"""The record that ties build to runtime: one entry per shipped kernel, and where a wheel's kernels come from. The only module that
+reads or writes it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,10 +18,12 @@ from .spec.arch import ARCHS
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
+PROVENANCE_NAME = "provenance.json"
+PROVENANCE_VERSION = 1
 
 
 class ManifestError(ValueError):
-    """The manifest is missing, damaged or of another format version."""
+    """The manifest, or the provenance beside it, is missing, damaged or of another format version."""
 
 
 @dataclass(frozen=True)
@@ -99,33 +103,15 @@ class Manifest:
     @classmethod
     def load(cls, folder: Path) -> Manifest:
         """Reads and checks folder/manifest.json. ManifestError names the file, what was found and what is expected."""
-        path = folder / MANIFEST_NAME
-        try:
-            raw = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise ManifestError(f"{path}: found no such file, expected the manifest that `cute-mla build` writes") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ManifestError(f"{path}: found unreadable content ({error}), expected a JSON object") from error
-        try:
-            return cls(_decode_manifest(raw))
-        except _Mismatch as mismatch:
-            raise ManifestError(f"{path}: {mismatch}") from None
+        manifest: Manifest = _read(
+            folder / MANIFEST_NAME, "the manifest that `cute-mla build` writes", lambda raw: cls(_decode_manifest(raw))
+        )
+        return manifest
 
     def save(self, folder: Path) -> None:
         """Writes folder/manifest.json in one step: a reader sees the old file or the new one. Equal manifests give equal bytes."""
-        raw = {"format": FORMAT_VERSION, "kernels": {name: asdict(entry) for name, entry in self.kernels.items()}}
-        text = json.dumps(raw, sort_keys=True, indent=1) + "\n"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=f".{MANIFEST_NAME}.", delete=False, encoding="utf-8") as file:
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)  # a temporary file is private to its owner, a shipped one is not
-                os.replace(file.name, folder / MANIFEST_NAME)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        kernels = {name: asdict(entry) for name, entry in self.kernels.items()}
+        _write(folder / MANIFEST_NAME, {"format": FORMAT_VERSION, "kernels": kernels})
 
     def find(self, op: str, arch: str, config_name: str) -> KernelEntry:
         """The entry of a variant. ManifestError if there is none."""
@@ -139,6 +125,73 @@ class Manifest:
 def kernel_name(op: str, arch: str, config_name: str) -> str:
     """The manifest key of a variant."""
     return f"{op}_{arch}_{config_name}"
+
+
+def manifest_sha256(folder: Path) -> str | None:
+    """sha256 of folder/manifest.json, which has those of all kernels; None where there is none."""
+    path = folder / MANIFEST_NAME
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the kernels of a wheel come from, as far as the manifest beside it does not say it: that one has the sha256 of every
+    file, and for every kernel the versions of compiler and assembler and a fingerprint of the sources.
+
+    version: of this package. commit: git's name of the sources. clean: whether they were that commit's and nothing else.
+    tools: what ran the build and made the wheel, by name, with versions. manifest_sha256: of the manifest.
+    """
+
+    version: str
+    commit: str
+    clean: bool
+    tools: dict[str, str]
+    manifest_sha256: str
+
+    @property
+    def source(self) -> str:
+        """The commit, and whether that is all."""
+        return f"commit {self.commit}" + ("" if self.clean else " with local changes")
+
+    @classmethod
+    def load(cls, folder: Path) -> Provenance | None:
+        """Reads folder/provenance.json; None where there is none, as in a tree. ManifestError if it is damaged."""
+        path = folder / PROVENANCE_NAME
+        return _read(path, "the provenance of a wheel", _decode_provenance) if path.exists() else None
+
+    def save(self, folder: Path) -> None:
+        """Writes folder/provenance.json as Manifest.save does."""
+        _write(folder / PROVENANCE_NAME, {"format": PROVENANCE_VERSION, **asdict(self)})
+
+
+def _read(path: Path, what: str, decode: Callable[[Any], Any]) -> Any:
+    """Decodes a JSON file. ManifestError names the file, what was found and what is expected."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: found no such file, expected {what}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ManifestError(f"{path}: found unreadable content ({error}), expected a JSON object") from error
+    try:
+        return decode(raw)
+    except _Mismatch as mismatch:
+        raise ManifestError(f"{path}: {mismatch}") from None
+
+
+def _write(path: Path, raw: dict[str, Any]) -> None:
+    """Writes JSON in one step: a reader sees the old file or the new one."""
+    text = json.dumps(raw, sort_keys=True, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)  # a temporary file is private to its owner, a shipped one is not
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 class _Mismatch(Exception):
@@ -174,6 +227,12 @@ def _one_of(allowed: tuple[str, ...]) -> _Decoder:
         return value
 
     return decode
+
+
+def _boolean(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _Mismatch(where, value, "true or false")
+    return value
 
 
 def _integer(least: int) -> _Decoder:
@@ -258,14 +317,35 @@ _ENTRY = _record(
     tools=_mapping(_string),
 )
 
+_PROVENANCE = _record(
+    Provenance,
+    version=_string,
+    commit=_matching(r"[0-9a-f]{40,64}", "the name of a commit"),
+    clean=_boolean,
+    tools=_mapping(_string),
+    manifest_sha256=_SHA256,
+)
+
+
+def _decode_provenance(raw: Any) -> Provenance:
+    provenance: Provenance = _PROVENANCE(_without_format(raw, PROVENANCE_VERSION), "provenance")
+    return provenance
+
+
+def _without_format(raw: Any, version: int) -> dict[str, Any]:
+    """The fields of a file of this format version."""
+    fields = dict(_object(raw, "the file"))
+    found = fields.pop("format", None)
+    if found != version:
+        raise _Mismatch("format", found, f"{version}, the one that this version reads")
+    return fields
+
 
 def _decode_manifest(raw: Any) -> dict[str, KernelEntry]:
-    version = _object(raw, "the file").get("format")
-    if version != FORMAT_VERSION:
-        raise _Mismatch("format", version, f"{FORMAT_VERSION}, the one that this version reads")
-    if raw.keys() != {"format", "kernels"}:
+    fields = _without_format(raw, FORMAT_VERSION)
+    if fields.keys() != {"kernels"}:
         raise _Mismatch("the file", sorted(raw), "exactly the fields ['format', 'kernels']")
-    kernels: dict[str, KernelEntry] = _mapping(_ENTRY)(raw["kernels"], "kernels")
+    kernels: dict[str, KernelEntry] = _mapping(_ENTRY)(fields["kernels"], "kernels")
     for key, entry in kernels.items():
         _check_entry(key, entry)
     return kernels

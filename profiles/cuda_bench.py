@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from ..manifest import KernelEntry
+from ..manifest import KernelEntry, manifest_sha256
 from ..runtime.errors import DeviceError
 from ..runtime.library import artifacts_folder, load_artifacts
 from ..spec.arch import Arch, arch_for
 from .ceilings import make_ceilings
 from .contest import installed
-from .machine import commit, gpu_state, manifest_hash, now
+from .machine import commit, gpu_state, now, wheel_commit
 from .measure import Bench
 from .peers import PEERS
 from .timing import CudaStopwatch, Recording
@@ -92,8 +92,8 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "commit": commit(Path(__file__).resolve().parents[1]),
-        "manifest_sha256": manifest_hash(artifacts_folder()),
+        "commit": commit(Path(__file__).resolve().parents[1]) or wheel_commit(artifacts_folder()),
+        "manifest_sha256": manifest_sha256(artifacts_folder()),
         "gpu": None,
         "peers": {peer.name: version or reason for peer in PEERS for version, reason in [installed(peer)]},
     }

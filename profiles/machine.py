@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ..manifest import MANIFEST_NAME
+from ..manifest import ManifestError, Provenance
 
 _QUERY = {
     "clocks.sm": "sm_mhz",
@@ -67,10 +66,13 @@ def commit(folder: Path) -> str | None:
     return head + ("+" if changed else "")
 
 
-def manifest_hash(artifacts: Path) -> str | None:
-    """sha256 of the manifest, which holds the hash of every kernel; None where there is none."""
-    path = artifacts / MANIFEST_NAME
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+def wheel_commit(artifacts: Path) -> str | None:
+    """The commit that a wheel's kernels are from, with "+" as above. None where they are not a wheel's, or do not say it."""
+    try:
+        provenance = Provenance.load(artifacts)
+    except ManifestError:
+        return None
+    return None if provenance is None else provenance.commit + ("" if provenance.clean else "+")
 
 
 def now() -> str:

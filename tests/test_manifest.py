@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import replace
@@ -10,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from cute_mla.manifest import MANIFEST_NAME, Barrier, KernelEntry, Manifest, ManifestError, NamedBarrier, Role
+from cute_mla.manifest import (
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    Barrier,
+    KernelEntry,
+    Manifest,
+    ManifestError,
+    NamedBarrier,
+    Provenance,
+    Role,
+    manifest_sha256,
+)
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 
 NAME = "dense_decode_sm90_bf16_cluster2"
@@ -134,3 +146,37 @@ def test_a_save_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, 
         Manifest({}).save(tmp_path)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
+
+
+PROVENANCE = Provenance("0.1.0", "d" * 40, True, {"python": "3.11.4"}, "e" * 64)
+
+
+def test_provenance_survives_a_round_trip(tmp_path: Path) -> None:
+    assert Provenance.load(tmp_path) is None
+    PROVENANCE.save(tmp_path)
+    assert Provenance.load(tmp_path) == PROVENANCE
+    assert PROVENANCE.source == f"commit {'d' * 40}"
+    assert replace(PROVENANCE, clean=False).source == f"commit {'d' * 40} with local changes"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("format", 0, "format: found 0, expected 1"),
+        ("commit", "main", "provenance.commit: found 'main', expected the name of a commit"),
+        ("clean", 1, "provenance.clean: found 1, expected true or false"),
+        ("signed", "by me", "provenance: .* expected exactly the fields"),
+    ],
+)
+def test_damaged_provenance_is_refused(tmp_path: Path, field: str, value: object, expected: str) -> None:
+    PROVENANCE.save(tmp_path)
+    raw = json.loads((tmp_path / PROVENANCE_NAME).read_text())
+    (tmp_path / PROVENANCE_NAME).write_text(json.dumps({**raw, field: value}))
+    with pytest.raises(ManifestError, match=rf"provenance\.json: {expected}"):
+        Provenance.load(tmp_path)
+
+
+def test_the_manifests_own_hash_is_of_the_file(tmp_path: Path) -> None:
+    assert manifest_sha256(tmp_path) is None
+    (tmp_path / MANIFEST_NAME).write_bytes(b"{}")
+    assert manifest_sha256(tmp_path) == hashlib.sha256(b"{}").hexdigest()

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..manifest import MANIFEST_NAME, KernelEntry, Manifest, ManifestError
+from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256
 from ..spec.arch import ARCHS
 from .errors import ArtifactError
 
@@ -31,10 +31,30 @@ def artifacts_folder() -> Path:
 
 @dataclass(frozen=True)
 class Artifacts:
-    """A folder of built kernels and its manifest."""
+    """A folder of built kernels and its manifest. provenance: where a wheel's come from; None in a tree."""
 
     folder: Path
     manifest: Manifest
+    provenance: Provenance | None = None
+
+    def check(self) -> None:
+        """Reads every file. ArtifactError names those that are missing, damaged, or of another architecture or manifest."""
+        damages = self.damages()
+        if damages:
+            raise ArtifactError("\n".join(damages))
+
+    def damages(self) -> list[str]:
+        """What check() would raise, file by file."""
+        found = []
+        if self.provenance is not None and manifest_sha256(self.folder) != self.provenance.manifest_sha256:
+            found.append(f"{self.folder / MANIFEST_NAME} is not the one of {self.folder / PROVENANCE_NAME}, which names another sha256")
+        for entry in self.manifest.kernels.values():
+            for read in (self.cubin, self.ptx):
+                try:
+                    read(entry)
+                except ArtifactError as error:
+                    found.append(str(error))
+        return found
 
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
         """The manifest entry of a variant. ArtifactError if it was not built."""
@@ -100,7 +120,7 @@ def load_artifacts(folder: Path | None = None) -> Artifacts:
         known = _loaded.get(folder)
         if known is None or known[0] != stamp:
             try:
-                known = stamp, Artifacts(folder, Manifest.load(folder))
+                known = stamp, Artifacts(folder, Manifest.load(folder), Provenance.load(folder))
             except ManifestError as error:
                 raise ArtifactError(f"{error}; {_REBUILD}") from error
             _loaded[folder] = known

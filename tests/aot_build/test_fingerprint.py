@@ -85,6 +85,7 @@ def test_the_builds_own_code_is_part_of_it(package: Path, monkeypatch: pytest.Mo
     copied = package / "aot_build"
     shutil.copytree(module._BUILD_FOLDER, copied)
     monkeypatch.setattr(module, "_BUILD_FOLDER", copied)
+    (copied / "wheel.py").write_text("# packs otherwise\n")
     assert fingerprint(VARIANT, package) == before
     (copied / "gates.py").write_text("# no gates\n")
     assert fingerprint(VARIANT, package) != before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from benching import ENTRY
 
+from cute_mla.manifest import PROVENANCE_NAME, Provenance
 from cute_mla.profiles import cuda_bench, machine
 from cute_mla.profiles.cuda_bench import kernel_times, times_by_name
 from cute_mla.profiles.peers import PEERS
@@ -59,10 +59,13 @@ def test_commit_is_marked_when_the_tree_has_changes(tmp_path: Path) -> None:
     assert machine.commit(tmp_path / "site-packages") is None
 
 
-def test_manifest_hash_is_of_the_file(tmp_path: Path) -> None:
-    assert machine.manifest_hash(tmp_path) is None
-    (tmp_path / "manifest.json").write_bytes(b"{}")
-    assert machine.manifest_hash(tmp_path) == hashlib.sha256(b"{}").hexdigest()
+def test_a_wheels_commit_is_the_one_of_its_provenance(tmp_path: Path) -> None:
+    assert machine.wheel_commit(tmp_path) is None
+    for clean, mark in ((True, ""), (False, "+")):
+        Provenance("0.1.0", "a" * 40, clean, {}, "b" * 64).save(tmp_path)
+        assert machine.wheel_commit(tmp_path) == "a" * 40 + mark
+    (tmp_path / PROVENANCE_NAME).write_text("{")
+    assert machine.wheel_commit(tmp_path) is None
 
 
 def test_kernel_times_are_per_launch_and_of_our_kernels_only() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_artifacts import dense_entries, fake_cubin, write_artifacts
 
-from cute_mla.manifest import MANIFEST_NAME
+from cute_mla.manifest import MANIFEST_NAME, Provenance, manifest_sha256
 from cute_mla.runtime import library
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import cubin_sm, cubin_toolkit, load_artifacts
@@ -75,6 +75,34 @@ def test_one_flipped_bit(artifacts: Path, kind: str) -> None:
     entry = loaded.entry("dense_decode", "sm90", "bf16_cluster1")
     with pytest.raises(ArtifactError, match=rf"{NAME}\.{kind} is damaged: sha256 .* the manifest says {getattr(entry, f'{kind}_sha256')}"):
         getattr(loaded, kind)(entry)
+
+
+def test_a_check_reads_every_file_and_names_each_that_is_not_as_it_should_be(artifacts: Path) -> None:
+    load_artifacts().check()
+    (artifacts / f"{NAME}.cubin").unlink()
+    (artifacts / "combine_sm100_bf16.ptx").write_text("// another\n")
+    loaded = load_artifacts()
+    assert [damage.split(":")[0] for damage in loaded.damages()] == [
+        f"{artifacts / 'combine_sm100_bf16.ptx'} is damaged",
+        f"cannot read {artifacts / NAME}.cubin",
+    ]
+    with pytest.raises(ArtifactError, match=rf"combine_sm100_bf16\.ptx is damaged.*\n.*cannot read .*{NAME}\.cubin"):
+        loaded.check()
+
+
+def test_a_wheels_manifest_is_the_one_that_its_provenance_names(artifacts: Path) -> None:
+    sha256 = manifest_sha256(artifacts)
+    assert sha256 is not None
+    Provenance("0.1.0", "a" * 40, True, {}, sha256).save(artifacts)
+    stamp = (artifacts / MANIFEST_NAME).stat().st_mtime_ns + 1_000_000
+    os.utime(artifacts / MANIFEST_NAME, ns=(stamp, stamp))
+    loaded = load_artifacts()
+    assert loaded.provenance is not None
+    loaded.check()
+    with (artifacts / MANIFEST_NAME).open("a") as manifest:
+        manifest.write("\n")
+    with pytest.raises(ArtifactError, match=r"manifest\.json is not the one of .*provenance\.json"):
+        load_artifacts().check()
 
 
 def test_missing_cubin(artifacts: Path) -> None:
