@@ -20,6 +20,7 @@ from ..varlen import flash_attn_varlen_func
 from .case import BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
 from .compare import DENSE_DECODE_OUT, DENSE_PREFILL_OUT, FP8_DENSE_OUT, LSE, PREFILL_LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_OUT, Tolerance
+from .decode_case import DecodeCase
 from .dense_prefill_cases import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
 from .low_precision import error_limits
 from .prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
@@ -37,6 +38,7 @@ class Operation:
     """One op; each function takes a case of it.
 
     make_tensors: the operands on a device. call(case, tensors, workspace or None): through the public API.
+    arguments(case, tensors, workspace or None): all of that call, by name; a plan of tensors is made for it, on the device.
     workspace_bytes(case, tensors): exactly what the call needs. reference(case, tensors): in fp32.
     results: the name of each result of call and reference, in order, and how far it may be off.
     limits(case, tensors, the reference's results): by the name of a result, what the largest error of its elements may be, for
@@ -48,6 +50,7 @@ class Operation:
     workspace_bytes: Callable[[Any, Any], int]
     reference: Callable[[Any, Any], Result]
     results: Mapping[str, Tolerance]
+    arguments: Callable[[Any, Any, Tensor | None], dict[str, Any]]
     limits: Callable[[Any, Any, Result], Mapping[str, float]] = _no_limits
 
 
@@ -73,27 +76,38 @@ def _copied(plan: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _dense_call(case: Case, tensors: Tensors, workspace: Tensor | None) -> Result:
+    return flash_mla_with_kvcache(**_dense_arguments(case, tensors, workspace))
+
+
+def _dense_arguments(case: Case, tensors: Tensors, workspace: Tensor | None) -> dict[str, Any]:
     rows = case.s_q * case.h_q // case.h_kv
     planned = case.metadata == "tensors"
     plan = _copied(get_mla_metadata(tensors.cache_seqlens, rows, case.h_kv, case.h_q)) if planned else get_mla_metadata()
-    return flash_mla_with_kvcache(
-        tensors.q,
-        tensors.k_cache,
-        tensors.block_table,
-        tensors.cache_seqlens,
-        D_V,
-        plan[0],
-        plan[1],
-        softmax_scale=case.softmax_scale,
-        causal=case.causal,
-        descale_q=tensors.descale_q,
-        descale_k=tensors.descale_k,
-        out=_given(tensors, "out"),
-        lse=_given(tensors, "lse"),
-        workspace=workspace,
-        batch_invariant=case.batch_invariant,
-        empty_lse=_empty_lse(case),
-    )
+    return {
+        **_decode_arguments(case, tensors, plan, workspace),
+        "block_table": tensors.block_table,
+        "cache_seqlens": tensors.cache_seqlens,
+        "causal": case.causal,
+        "descale_q": tensors.descale_q,
+        "descale_k": tensors.descale_k,
+    }
+
+
+def _decode_arguments(case: DecodeCase, tensors: Tensors | SparseTensors, plan: Any, workspace: Tensor | None) -> dict[str, Any]:
+    """What all decode calls have."""
+    return {
+        "q": tensors.q,
+        "k_cache": tensors.k_cache,
+        "head_dim_v": D_V,
+        "tile_scheduler_metadata": plan[0],
+        "num_splits": plan[1],
+        "softmax_scale": case.softmax_scale,
+        "out": _given(tensors, "out"),
+        "lse": _given(tensors, "lse"),
+        "workspace": workspace,
+        "batch_invariant": case.batch_invariant,
+        "empty_lse": _empty_lse(case),
+    }
 
 
 def _dense_workspace(case: Case, tensors: Tensors) -> int:
@@ -123,30 +137,24 @@ def _dense_reference(case: Case, tensors: Tensors) -> Result:
 
 
 def _sparse_call(case: SparseCase, tensors: SparseTensors, workspace: Tensor | None) -> Result:
+    return flash_mla_with_kvcache(**_sparse_arguments(case, tensors, workspace))
+
+
+def _sparse_arguments(case: SparseCase, tensors: SparseTensors, workspace: Tensor | None) -> dict[str, Any]:
     planned = case.metadata == "tensors"
     plan = _copied(_sparse_plan(case, tensors.q.device)) if planned else get_mla_metadata()
-    return flash_mla_with_kvcache(
-        tensors.q,
-        tensors.k_cache,
-        None,
-        None,
-        D_V,
-        plan[0],
-        plan[1],
-        softmax_scale=case.softmax_scale,
-        is_fp8_kvcache=case.format.quantised > 0,
-        indices=tensors.indices,
-        attn_sink=tensors.attn_sink,
-        extra_k_cache=tensors.extra_k_cache,
-        extra_indices_in_kvcache=tensors.extra_indices,
-        topk_length=tensors.topk_length,
-        extra_topk_length=tensors.extra_topk_length,
-        out=_given(tensors, "out"),
-        lse=_given(tensors, "lse"),
-        workspace=workspace,
-        batch_invariant=case.batch_invariant,
-        empty_lse=_empty_lse(case),
-    )
+    return {
+        **_decode_arguments(case, tensors, plan, workspace),
+        "block_table": None,
+        "cache_seqlens": None,
+        "is_fp8_kvcache": case.format.quantised > 0,
+        "indices": tensors.indices,
+        "attn_sink": tensors.attn_sink,
+        "extra_k_cache": tensors.extra_k_cache,
+        "extra_indices_in_kvcache": tensors.extra_indices,
+        "topk_length": tensors.topk_length,
+        "extra_topk_length": tensors.extra_topk_length,
+    }
 
 
 def _sparse_plan(case: SparseCase, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -183,20 +191,24 @@ def _slots(case: SparseCase, cache: Tensor) -> Tensor:
 
 
 def _prefill_call(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> Result:
-    return flash_mla_sparse_fwd(
-        tensors.q,
-        tensors.kv,
-        tensors.indices,
-        case.scale,
-        D_V,
-        tensors.attn_sink,
-        tensors.topk_length,
-        kv_offsets=tensors.kv_offsets,
-        out=_given(tensors, "out"),
-        lse=_given(tensors, "lse"),
-        max_logits=_given(tensors, "max_logits"),
-        empty_lse=_empty_lse(case),
-    )
+    return flash_mla_sparse_fwd(**_prefill_arguments(case, tensors, workspace))
+
+
+def _prefill_arguments(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "q": tensors.q,
+        "kv": tensors.kv,
+        "indices": tensors.indices,
+        "sm_scale": case.scale,
+        "d_v": D_V,
+        "attn_sink": tensors.attn_sink,
+        "topk_length": tensors.topk_length,
+        "kv_offsets": tensors.kv_offsets,
+        "out": _given(tensors, "out"),
+        "lse": _given(tensors, "lse"),
+        "max_logits": _given(tensors, "max_logits"),
+        "empty_lse": _empty_lse(case),
+    }
 
 
 def _prefill_workspace(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> int:
@@ -217,20 +229,24 @@ def _prefill_reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -
 
 
 def _dense_prefill_call(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: Tensor | None) -> Result:
-    return flash_attn_varlen_func(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-        case.max_seqlen_q,
-        case.max_seqlen_k,
-        softmax_scale=case.softmax_scale,
-        causal=case.causal,
-        out=_given(tensors, "out"),
-        lse=_given(tensors, "lse"),
-        empty_lse=_empty_lse(case),
-    )
+    return flash_attn_varlen_func(**_dense_prefill_arguments(case, tensors, workspace))
+
+
+def _dense_prefill_arguments(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "q": tensors.q,
+        "k": tensors.k,
+        "v": tensors.v,
+        "cu_seqlens_q": tensors.cu_seqlens_q,
+        "cu_seqlens_k": tensors.cu_seqlens_k,
+        "max_seqlen_q": case.max_seqlen_q,
+        "max_seqlen_k": case.max_seqlen_k,
+        "softmax_scale": case.softmax_scale,
+        "causal": case.causal,
+        "out": _given(tensors, "out"),
+        "lse": _given(tensors, "lse"),
+        "empty_lse": _empty_lse(case),
+    }
 
 
 def _dense_prefill_workspace(case: DensePrefillCase, tensors: DensePrefillTensors) -> int:
@@ -251,9 +267,11 @@ def _dense_prefill_reference(case: DensePrefillCase, tensors: DensePrefillTensor
 
 
 OPERATIONS = {
-    Case.op: Operation(make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}),
+    Case.op: Operation(
+        make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}, _dense_arguments
+    ),
     SparseCase.op: Operation(
-        make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, {"out": SPARSE_DECODE_OUT, "lse": LSE}
+        make_sparse_tensors, _sparse_call, _sparse_workspace, _sparse_reference, {"out": SPARSE_DECODE_OUT, "lse": LSE}, _sparse_arguments
     ),
     SparsePrefillCase.op: Operation(
         make_prefill_tensors,
@@ -261,6 +279,7 @@ OPERATIONS = {
         _prefill_workspace,
         _prefill_reference,
         {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE},
+        _prefill_arguments,
     ),
     DensePrefillCase.op: Operation(
         make_dense_prefill_tensors,
@@ -268,6 +287,7 @@ OPERATIONS = {
         _dense_prefill_workspace,
         _dense_prefill_reference,
         {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE},
+        _dense_prefill_arguments,
         error_limits,
     ),
 }

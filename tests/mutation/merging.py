@@ -57,14 +57,18 @@ def _make(case: MergeCase, device: str | torch.device) -> MergeTensors:
 
 
 def _call(case: MergeCase, tensors: MergeTensors, workspace: Tensor | None) -> Result:
-    return merge_states(tensors.outs, tensors.lses, out=tensors.given["out"].tensor, lse=tensors.given["lse"].tensor)
+    return merge_states(**_arguments(case, tensors, workspace))
+
+
+def _arguments(case: MergeCase, tensors: MergeTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {"outs": tensors.outs, "lses": tensors.lses, **{name: given.tensor for name, given in tensors.given.items()}}
 
 
 def _no_reference(case: MergeCase, tensors: MergeTensors) -> Result:
     raise NotImplementedError
 
 
-MERGING = Operation(_make, _call, lambda case, tensors: 0, _no_reference, {})
+MERGING = Operation(_make, _call, lambda case, tensors: 0, _no_reference, {}, _arguments)
 
 
 def operation_of(case: BaseCase) -> Operation:

@@ -44,10 +44,10 @@ class StandIn:
         self.findings: list[str] = []
         self.schedules: list[str] = []
 
-    def decode(self, q: Tensor, k_cache: Tensor, table: Tensor, lengths: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def decode(self, q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert kwargs["out"].isnan().all()
         assert kwargs["lse"].isnan().all()
-        expected = reference.dense_decode(q, k_cache, table, lengths, causal=kwargs["causal"])
+        expected = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=kwargs["causal"])
         kwargs["out"].copy_(expected[0])
         kwargs["lse"].copy_(expected[1])
         self.fault(kwargs["out"], kwargs["lse"], kwargs["workspace"])
