@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import ARCHS, Arch
 
 from .output import is_terminal, print_table
@@ -69,7 +70,10 @@ class Figures:
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the tensors and of the schedules.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the records.")
 def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, replay: str, seed: int, json_file: Path | None) -> None:
-    """Run cases and compare them with an fp32 reference. Succeeds if at least one case ran and all that ran passed."""
+    """Check every artefact's sha256, then run cases and compare them with an fp32 reference.
+
+    Succeeds if no artefact is damaged, at least one case ran and all that ran passed.
+    """
     from cute_mla.testing import runner
 
     archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
@@ -88,6 +92,7 @@ def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, rep
         jobs = [(planned, target) for planned, target in jobs if planned.case.id == case_id]
         if not jobs:
             raise click.UsageError(f"--replay: the suite {suite_name} of {', '.join(ops)} has no case {case_id}")
+    _check_artifacts()
     records = _run(jobs, json_file)
     figures = count(records)
     if records:
@@ -95,6 +100,14 @@ def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, rep
     click.echo(f"{figures.passed} passed, {figures.failed} failed")
     if figures.failed or not figures.passed:
         raise SystemExit(1)
+
+
+def _check_artifacts() -> None:
+    """Says which artefacts are about to run. ArtifactError if one of their files is not what the manifest says."""
+    artifacts = load_artifacts()
+    artifacts.check()
+    source = "built in place" if artifacts.provenance is None else f"from {artifacts.provenance.source}"
+    click.echo(f"{len(artifacts.manifest.kernels)} kernels in {artifacts.folder}, {source}: the sha256 of every file is the manifest's")
 
 
 def _schedule(text: str) -> Schedule:

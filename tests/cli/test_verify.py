@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands, verify
+from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.errors import ArtifactError
+from cute_mla.runtime.library import Artifacts
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
@@ -73,7 +76,8 @@ class StandIn:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """No case is run, and the suite has three."""
+    """No case is run, and the suite has three; no kernel is built."""
+    monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(Path("/built"), Manifest({})))
     stand_in = StandIn()
     monkeypatch.setattr(runner, "run_all", stand_in.run_all)
     monkeypatch.setattr(runner, "skipped", stand_in.skipped)
@@ -168,7 +172,7 @@ def test_a_gpu_that_is_not_there_is_failure(stand_in: StandIn) -> None:
     assert result.exit_code == 1
     assert "sm90: no GPU of compute capability 9.0 here, nothing is run" in result.stderr
     assert "sm100: no GPU of compute capability 10.0 or 10.3 here, nothing is run" in result.stderr
-    assert result.stdout == "0 passed, 0 failed\n"
+    assert result.stdout.splitlines()[-1] == "0 passed, 0 failed"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +278,36 @@ def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch:
     result = invoke()
     assert result.exit_code == 1
     assert result.stderr == "Error: no manifest.json: build the kernels with `cute-mla build`\n"
+
+
+def test_it_says_what_is_about_to_run(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke().stdout.startswith("0 kernels in /built, built in place: the sha256 of every file is the manifest's\n")
+    provenance = Provenance("0.1.0", "a" * 40, False, {}, "b" * 64)
+    monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(Path("/wheel"), Manifest({}), provenance))
+    monkeypatch.setattr(Artifacts, "damages", lambda self: [])
+    assert invoke().stdout.startswith(f"0 kernels in /wheel, from commit {'a' * 40} with local changes: ")
+
+
+@pytest.mark.parametrize("damaged", ["cubin", "ptx"])
+def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str) -> None:
+    name, ptx = "combine_sm90_bf16", b"// not PTX"
+    cubin = b"\x7fELF" + bytes(4) + b"\x08" + bytes(9) + b"\xbe\x00" + bytes(29) + b"\x5a" + bytes(14)
+    hashes = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
+    shape: dict[str, Any] = {"block": (32, 1, 1), "cluster": (1, 1, 1), "smem_bytes": 0, "registers": 8, "stack_bytes": 0}
+    files = {"cubin": f"{name}.cubin", "ptx": f"{name}.ptx"}
+    entry = KernelEntry(name, "combine", "sm90", {}, name, params=(), fingerprint="c" * 64, **files, **hashes, **shape)
+    (tmp_path / files["cubin"]).write_bytes(cubin)
+    (tmp_path / files["ptx"]).write_bytes(ptx)
+    monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(tmp_path, Manifest({name: entry})))
+    assert invoke().exit_code == 0
+    stand_in.jobs = []
+    content = bytearray((tmp_path / files[damaged]).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / files[damaged]).write_bytes(content)
+    result = invoke()
+    assert result.exit_code == 1
+    assert f"Error: {tmp_path / files[damaged]} is damaged: sha256" in result.stderr
+    assert stand_in.jobs == []
 
 
 def test_names_agree_with_the_suites() -> None:
