@@ -177,9 +177,10 @@ class PrefillStandIn:
     def __init__(self) -> None:
         self.fault: Callable[[Tensor], object] = lambda max_logits: None
 
-    def __call__(self, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    def __call__(self, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, **kwargs: Any) -> tuple[Tensor, ...]:
         results = [kwargs[name] for name in ("out", "max_logits", "lse")]
-        expected = reference.sparse_prefill(q, kv, indices, sm_scale, *args)
+        optional = {name: kwargs[name] for name in ("attn_sink", "topk_length", "kv_offsets")}
+        expected = reference.sparse_prefill(q, kv, indices, sm_scale, **optional)
         for result, wanted in zip(results, expected, strict=True):
             assert result.isnan().all()
             result.copy_(wanted)
