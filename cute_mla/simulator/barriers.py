@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .findings import Fault
-from .order import Knowledge
+from .order import Clock, Knowledge
 
 if TYPE_CHECKING:
     from .groups import Group
@@ -32,7 +32,8 @@ class Mbarrier:
 
     pending: arrivals still missing in this phase. tx: bytes expected and not yet arrived; may be negative for a while.
     column: agent of the copies that signal it (order.py). made: who initialised it. passed: which warps (rows of the clocks) have waited
-    for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without.
+    for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without. last,
+    last_but_one: what those knew who completed the last phase, and the one before it.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Mbarrier:
     knowledge: Knowledge = field(default_factory=Knowledge)
     passed: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     overtaken: int | None = None
+    last: Clock | None = None
+    last_but_one: Clock | None = None
 
     def __post_init__(self) -> None:
         self.pending = self.count
@@ -86,14 +89,15 @@ class Mbarrier:
         """Go to the next phase when nothing is missing."""
         if self.pending or self.tx:
             return False
+        gathered = self.knowledge.gathered
         if self.passed:
-            gathered = self.knowledge.gathered
             for row, seen in self.passed.items():
                 if gathered is None or not any(gathered[column] >= time for column, time in seen):
                     self.overtaken = row
             self.passed.clear()
         self.phase += 1
         self.pending = self.count
+        self.last, self.last_but_one = gathered, self.last
         self.knowledge.complete()
         return True
 

@@ -1,7 +1,8 @@
 """Whether barriers are used in order: after their initialisation, and no phase before everybody has seen the one before.
 
-The hardware tells phases by one bit, so a warp that is overtaken by a whole phase waits for the wrong one. Whether that can happen does
-not depend on the schedule: a phase may only complete by arrivals that know that those who waited for the phase before have done so.
+The hardware tells phases by one bit, so a warp that is overtaken by a whole phase waits for the wrong one, and one that is early by a
+phase finds that it need not wait. Whether that can happen does not depend on the schedule: a phase may only complete by arrivals that know
+that those who waited for the phase before have done so, and who arrives or waits must know that the phase before is complete.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .barriers import Made, Mbarrier, NamedBarrier
-from .order import WARPS_OF_CORE
+from .order import WARPS_OF_CORE, Clock
 from .registers import WARP
 
 if TYPE_CHECKING:
-    from .cta import Cta
+    from .cta import Cta, Origin
     from .registers import Window
 
+
+EARLY = "arrives in phase {} and does not know that the one before is complete: the arrival may count there"
 
 # ---------------------------------------------------------------- mbarriers
 
@@ -81,6 +84,34 @@ def next_product(cta: Cta, warp: int) -> tuple[int, int]:
     if pipe is None:
         return column, 1
     return column, pipe.serial + sum(1 for _ in pipe.unwaited()) + (0 if pipe.open else 1)
+
+
+def check_arrival(w: Window, warps: Sequence[int], barrier: Mbarrier) -> None:
+    """Warps arrive at an mbarrier (before that counts): a finding when the phase before may not be complete."""
+    for warp in warps:
+        if not knows(w.cta.cluster.clocks.of(w.cta, (warp,)), barrier.last):
+            w.cta.report(w, "barrier_early", f"warp {warp} {EARLY.format(barrier.phase)}", barrier.name)
+            return
+
+
+def check_commit(cta: Cta, origin: Origin, clock: Clock, barrier: Mbarrier) -> None:
+    """A tcgen05.commit arrives, with what was known where it was issued: as check_arrival."""
+    if not knows(clock, barrier.last):
+        cta.machine.report_at(origin, "barrier_early", f"a tcgen05.commit {EARLY.format(barrier.phase)}", barrier.name)
+
+
+def check_wait(w: Window, warps: Sequence[int], barrier: Mbarrier) -> None:
+    """Warps pass a wait by the parity of a phase: a finding when they may also be so early that the parity is that of two phases before."""
+    for warp in warps:
+        if not knows(w.cta.cluster.clocks.of(w.cta, (warp,)), barrier.last_but_one):
+            message = f"warp {warp} waits for phase {barrier.phase - 1} and does not know that the one before is complete: "
+            w.cta.report(w, "barrier_early", message + "until it is, the parity bit lets it pass", barrier.name)
+            return
+
+
+def knows(clock: Clock, phase: Clock | None) -> bool:
+    """Whether a clock has all that those knew who completed a phase, if there was one."""
+    return phase is None or bool((clock >= phase).all())
 
 
 def overtaken(cta: Cta, barrier: Mbarrier) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from . import phases
 from . import tcgen05_forms as forms
 from .async_units import PendingCopy
 from .findings import Fault
@@ -243,6 +244,7 @@ class TensorPipe:
                 item.pending.done = True
                 machine.pending = [copy for copy in machine.pending if copy is not item.pending]
             for barrier in item.barriers:
+                phases.check_commit(self.cta, item.pending.origin, item.clock, barrier)
                 barrier.knowledge.add(item.clock)
                 machine.arrive(barrier, 1)
             if item is last:

@@ -73,6 +73,26 @@ def test_a_phase_that_completes_behind_a_copy(policy: Policy) -> None:
 
 
 @each_policy
+def test_an_arrival_that_may_count_for_the_phase_before(policy: Policy) -> None:
+    """Both warps arrive twice. The second time they must know that the other one has arrived before."""
+    both = "@%p0 mbarrier.arrive.shared.b64 _, [%r1+16];\n@%p2 mbarrier.arrive.shared.b64 _, [%r1+16];\n"
+    init = "@%p0 mbarrier.init.shared.b64 [%r1+16], 2;\nbar.sync 0;\n"
+    assert not findings(init + both + wait("W", 16) + both, policy)
+    assert findings(init + both + both, policy) == {"barrier_early"}
+
+
+@each_policy
+def test_a_wait_that_an_older_phase_may_pass(policy: Policy) -> None:
+    """Warp 1 waits for phase 1, for whose parity the barrier looks complete before phase 0 is, too. A warp that really is that early
+    reads what is not there yet."""
+    produce = ARRIVE + wait("S", 8) + "@%p0 st.shared.u32 [%r1+1024], %r0;\n" + ARRIVE
+    consume = wait("F") + "@%p2 mbarrier.arrive.shared.b64 _, [%r1+8];\n" + wait("L", 0, 1) + "ld.shared.u32 %r20, [%r1+1024];\n"
+    roles = "@%p1 bra CONSUME;\n" + produce + "bra END;\nCONSUME:\n{}END:\n"
+    assert not findings(roles.format(consume), policy)
+    assert findings(roles.format(consume.replace(wait("F"), "")), policy) & {"barrier_early", "race"}
+
+
+@each_policy
 def test_a_named_barrier_that_is_arrived_at_twice(policy: Policy) -> None:
     """The producer arrives again only when it knows that the consumer has passed."""
     consumer, producer = "bar.sync 1, 64;\nSYNC\nbar.sync 1, 64;\n", "bar.arrive 1, 64;\nSYNC\nbar.arrive 1, 64;\n"

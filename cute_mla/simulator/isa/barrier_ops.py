@@ -190,6 +190,7 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
         if number < 1:
             raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
+        phases.check_arrival(w, share.warps, barrier)
         order.arrive(w.cta, share.warps, barrier)
         if share.cta is not w.cta:
             note_visit(w, share)
@@ -260,6 +261,8 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
         for barrier, warps, where in zip(blocked, users, places, strict=True):
             # lanes of a warp that have come apart may wait for different barriers: one of them says nothing of another
             done = warps if ready.all() else warps_of(w, np.arange(w.n)[where][ready[where]])
+            if parity:
+                phases.check_wait(w, done, barrier)
             order.wait(cta, done, barrier)
             phases.note_wait(cta, done, barrier)
             if cta.observer is not None and done:
