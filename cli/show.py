@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cute_mla import __version__
 from cute_mla.manifest import KernelEntry
-from cute_mla.runtime import driver
-from cute_mla.runtime.errors import ArtifactError, DeviceError
-from cute_mla.runtime.library import Artifacts, artifacts_folder, load_artifacts
-from cute_mla.spec.arch import ARCHS, arch_for
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.runtime.library import Artifacts, load_artifacts
+from cute_mla.spec.arch import ARCHS
 
+from .environment import environment, rows
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
     from cute_mla.profiles.dynamic_counts import DynamicCounts
-
-_PACKAGES = (
-    "torch",
-    "numpy",
-    "cuda-python",
-    "cuda-bindings",
-    "nvidia-cutlass-dsl",
-    "nvidia-cuda-nvcc",
-    "nvidia-cuda-nvdisasm",
-)
 
 
 @click.command()
@@ -152,38 +139,8 @@ def _of_class(counts: DynamicCounts, name: str) -> float:
 
 
 def _show_env(as_json: bool) -> None:
-    """Versions, artefacts and GPUs; what is missing is named, not an error."""
-    found: dict[str, Any] = {"cute-mla": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    found.update({package: _version(package) for package in _PACKAGES})
-    found["artifacts"] = str(artifacts_folder())
-    try:
-        entries = load_artifacts().manifest.kernels.values()
-        found["kernels"] = len(entries)
-        found.update({f"{arch} proof": proof for arch, proof in _proof(entries).items()})
-    except ArtifactError as error:
-        found["kernels"] = str(error)
-    try:
-        driver.init()
-        found["driver"] = driver.version_text(driver.version())
-        found["gpus"] = [_describe_gpu(device) for device in range(driver.device_count())]
-    except DeviceError as error:
-        found["driver"], found["gpus"] = str(error), []
+    found = environment()
     if as_json:
         print_json(found)
-        return
-    found["gpus"] = ", ".join(found["gpus"]) or "none"
-    print_table(("what", "found"), [(key, "not installed" if value is None else str(value)) for key, value in found.items()])
-
-
-def _describe_gpu(device: int) -> str:
-    major, minor = driver.compute_capability(device)
-    arch = arch_for((major, minor))
-    kernels = f"runs the kernels of {arch.name}" if arch is not None else "no kernels for it"
-    return f"{driver.device_name(device)} (sm_{major}{minor}, {driver.sm_count(device)} SMs, {kernels})"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    else:
+        print_table(("what", "found"), rows(found))

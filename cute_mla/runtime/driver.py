@@ -78,6 +78,11 @@ def sm_count(device: int) -> int:
     return _device_attribute("MULTIPROCESSOR_COUNT", device)
 
 
+def total_memory(device: int) -> int:
+    """Bytes of the device's memory."""
+    return int(_call("cuDeviceTotalMem", device))
+
+
 def retain_primary_context(device: int) -> Any:
     """The device's primary context, the one torch uses; kept alive for the rest of the process."""
     return _call("cuDevicePrimaryCtxRetain", device)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands
-from cute_mla.manifest import Barrier, KernelEntry, Manifest, Role
+from cute_mla.manifest import Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
 from cute_mla.profiles.dynamic_counts import DynamicCounts, PeerCounts
 from cute_mla.runtime import driver
 from cute_mla.runtime.errors import DeviceError
+from cute_mla.runtime.library import Artifacts
 from cute_mla.spec.abi import int32s, tensor_maps
 from cute_mla.spec.arch import SM90, SM100
 
@@ -147,37 +152,87 @@ def no_driver() -> None:
     raise DeviceError("no usable NVIDIA driver")
 
 
+def env() -> dict[str, Any]:
+    """`show env --json`, which must succeed whatever is missing."""
+    result = run("env", "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.output)
+    return found
+
+
 def test_env_without_driver_or_artefacts_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "init", no_driver)
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", "/nonexistent")
-    found = json.loads(run("env", "--json").output)
-    assert found["driver"] == "no usable NVIDIA driver"
-    assert found["gpus"] == []
-    assert found["artifacts"] == "/nonexistent"
-    assert "cute-mla build" in found["kernels"]
-    assert found["torch"].startswith("2.")
+    found = env()
+    assert (found["driver"], found["gpus"]) == ("no usable NVIDIA driver", [])
+    assert found["artifacts"]["folder"] == found["variables"]["CUTE_MLA_ARTIFACTS"] == "/nonexistent"
+    assert "cute-mla build" in found["artifacts"]["error"]
+    assert found["simulated"] == {"sm90": "none: there are no artefacts", "sm100": "none: there are no artefacts"}
+    assert found["packages"]["torch"] == version("torch")
+    assert found["torch build"]["git"] == torch.version.git_version
+    assert found["numpy BLAS"]
+    assert platform.python_version() in found["python"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "gpus"),
-    [
-        ((9, 0), "NVIDIA 0 (sm_90, 132 SMs, runs the kernels of sm90)"),
-        ((10, 3), "NVIDIA 0 (sm_103, 132 SMs, runs the kernels of sm100)"),
-        ((12, 0), "NVIDIA 0 (sm_120, 132 SMs, no kernels for it)"),
-    ],
-)
-def test_env_with_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], gpus: str) -> None:
-    for name, value in {
+def test_env_says_which_artefacts_are_damaged_and_where_they_are_from(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(driver, "init", no_driver)
+    sha256 = manifest_sha256(folder)
+    assert sha256 is not None
+    Provenance("0.1.0", "a" * 40, False, {"python": "3.11.4"}, sha256).save(folder)
+    found = env()
+    about = found["artifacts"]
+    assert (about["kernels"], about["manifest sha256"]) == (1, sha256)
+    assert [damage.split(":")[0] for damage in about["damaged"]] == [f"cannot read {folder / NAME}.{kind}" for kind in ("cubin", "ptx")]
+    assert about["provenance"] == {"source": f"commit {'a' * 40} with local changes", "version": "0.1.0", "python": "3.11.4"}
+    assert about["tools"] == {"reassembly": "equal"}
+    assert found["simulated"]["sm90"]["dense_decode"].startswith("no: cannot read")
+    assert found["simulated"]["sm100"]["dense_decode"] == "no: not built"
+    lines = run("env").output.splitlines()
+    assert any(line.startswith("artifacts: damaged 0 ") and line.endswith("`cute-mla build`") for line in lines)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """One GPU, of the given values; the kernel's cubin is whole and of CUDA 13.4."""
+    values: dict[str, Any] = {"version": 13_000, "compute_capability": (9, 0)}
+    for name, function in {
         "init": lambda: None,
-        "version": lambda: 13_000,
+        "version": lambda: values["version"],
         "version_text": lambda number: f"{number // 1000}.{number % 1000 // 10}",
         "device_count": lambda: 1,
         "device_name": lambda device: f"NVIDIA {device}",
-        "compute_capability": lambda device: capability,
+        "compute_capability": lambda device: values["compute_capability"],
         "sm_count": lambda device: 132 + device,
+        "total_memory": lambda device: 1 << 37,
     }.items():
-        monkeypatch.setattr(driver, name, value)
+        monkeypatch.setattr(driver, name, function)
+    monkeypatch.setattr(Artifacts, "cubin", lambda self, entry: b"Cuda compilation tools, release 13.4")
+    return values
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "arch", "ops"),
+    [
+        ((9, 0), 13_000, "sm90", {"dense_decode": "supported"}),
+        ((9, 0), 12_040, "sm90", {"dense_decode": "no: compiled with CUDA 13.4, the driver is for CUDA 12.4"}),
+        ((10, 3), 13_000, "sm100", {"dense_decode": "no: not built"}),
+        ((12, 0), 13_000, None, "none: there are kernels for compute capability 9.0 (sm90), 10.0 or 10.3 (sm100)"),
+    ],
+)
+def test_env_says_what_runs_on_each_gpu_and_why_not(
+    gpu: dict[str, Any], capability: tuple[int, int], version: int, arch: str | None, ops: object
+) -> None:
+    gpu.update(version=version, compute_capability=capability)
+    found = env()
+    assert found["driver"] == f"CUDA {version // 1000}.{version % 1000 // 10}"
+    identity = {"name": "NVIDIA 0", "compute capability": ".".join(map(str, capability)), "kernels of": arch}
+    assert found["gpus"] == [{**identity, "multiprocessors": 132, "memory bytes": 1 << 37, "ops": ops}]
+
+
+def test_env_as_a_table_has_a_line_for_every_value(gpu: dict[str, Any]) -> None:
     lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in run("env").output.splitlines()}
-    assert lines["driver"] == "13.0"
-    assert lines["gpus"] == gpus
-    assert lines["kernels"] == "1"
+    assert lines["driver"] == "CUDA 13.0"
+    assert lines["gpus 0: name"] == "NVIDIA 0"
+    assert lines["gpus 0: ops: dense_decode"] == "supported"
+    assert lines["artifacts: kernels"] == "1"
+    assert lines["artifacts: provenance"] == "none"
