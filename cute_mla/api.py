@@ -30,8 +30,10 @@ from .tensors import (
     check_scale,
     check_shape,
     optional_spec,
+    refuse_gradients,
     spec_of,
 )
+from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = [
     "MlaSchedule",
@@ -103,17 +105,18 @@ def get_mla_metadata(
             "num_q_tokens_per_head_k or num_heads_k is missing beside cache_seqlens; "
             "supported: get_mla_metadata() or all of the first three"
         )
-    _check_heads(num_q_tokens_per_head_k, num_heads_k, num_heads_q)
+    shared = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk)
+    if (is_dynamo_compiling() or dispatch_modes() or cache_seqlens.__class__ is not torch.Tensor) and is_traced(cache_seqlens):
+        from . import torch_ops
+
+        return torch_ops.get_mla_metadata(cache_seqlens, *shared)
+    rows, columns = planned_rows(*shared)
     spec = spec_of("cache_seqlens", cache_seqlens)
     check_shape("cache_seqlens", spec, ("batch",))
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
     device = device_for(spec.device)
-    if topk is None:
-        counts, rows, columns = KeyCounts(cache_seqlens, None, NO_LIMIT, 0), num_q_tokens_per_head_k, num_heads_k
-    else:
-        rows = _sparse_heads(num_heads_k, num_heads_q, topk)
-        counts, columns = KeyCounts(None, None, topk, 0), num_q_tokens_per_head_k // rows
+    counts = KeyCounts(cache_seqlens, None, NO_LIMIT, 0) if topk is None else KeyCounts(None, None, topk, 0)
     return plan_splits(device, counts, spec.shape[0], num_parts(device.arch, rows, columns, device.sm_count), spec.device)
 
 
@@ -198,6 +201,31 @@ def flash_mla_with_kvcache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        from . import torch_ops
+
+        return torch_ops.flash_mla_with_kvcache(
+            (tile_scheduler_metadata, num_splits),
+            {"out": out, "lse": lse, "workspace": workspace},
+            q=q,
+            k_cache=k_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            descale_q=descale_q,
+            descale_k=descale_k,
+            is_fp8_kvcache=is_fp8_kvcache,
+            indices=indices,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+            batch_invariant=batch_invariant,
+            empty_lse=empty_lse,
+        )
     operands: DenseOperands | SparseOperands
     unused: tuple[Any, ...]
     if indices is None:
@@ -277,6 +305,21 @@ def flash_mla_sparse_fwd(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        from . import torch_ops
+
+        return torch_ops.flash_mla_sparse_fwd(
+            {"out": out, "max_logits": max_logits, "lse": lse},
+            q=q,
+            kv=kv,
+            indices=indices,
+            sm_scale=sm_scale,
+            d_v=d_v,
+            attn_sink=attn_sink,
+            topk_length=topk_length,
+            kv_offsets=kv_offsets,
+            empty_lse=empty_lse,
+        )
     _check_columns("d_v", d_v)
     check_scale("sm_scale", sm_scale)
     check_empty_lse(empty_lse)
@@ -288,6 +331,7 @@ def flash_mla_sparse_fwd(
     )
     device = device_for(q.device)
     operands = PrefillOperands(q, kv, indices, topk_length, attn_sink, kv_offsets)
+    refuse_gradients(q=q, kv=kv, attn_sink=attn_sink)
     plan = operands.plan(wanted, device)
     results = PrefillResults(
         out=q.new_empty(plan.out_shape) if out is None else out,
@@ -327,10 +371,16 @@ def merge_states(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
+    if is_traced(outs[0] if isinstance(outs, list | tuple) and outs else outs):
+        from . import torch_ops
+
+        return torch_ops.merge_states(outs, lses, {"out": out, "lse": lse}, empty_lse)
     check_empty_lse(empty_lse)
     operands = MergeOperands.of(outs, lses)
     plan = operands.plan(out, lse)
     first = operands.outs[0]
+    for i, (state, state_lse) in enumerate(zip(operands.outs, operands.lses, strict=True)):
+        refuse_gradients(**{f"outs[{i}]": state, f"lses[{i}]": state_lse})
     device = device_for(first.device)
     if out is None:
         out = first.new_empty(plan.out_shape)
@@ -401,7 +451,8 @@ def _prepare_decode(operands: DenseOperands | SparseOperands, planned: Any, resu
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
     check_empty_lse(options.empty_lse)
-    plan_specs = _plan_specs(*planned)
+    given_plan = plan_specs(*planned)
+    refuse_gradients(**operands._asdict())
     if isinstance(operands, DenseOperands):
         _reject("without indices", dict(zip(_SPARSE_ONLY, options.unused, strict=True)))
         _check_fp8_flag(operands.k_cache, options.is_fp8_kvcache)
@@ -409,7 +460,7 @@ def _prepare_decode(operands: DenseOperands | SparseOperands, planned: Any, resu
         _reject("with indices", {"causal": options.causal, **dict(zip(_DENSE_ONLY, options.unused, strict=True))})
     out, lse, workspace = results
     wanted = Wanted(
-        given_plan=plan_specs,
+        given_plan=given_plan,
         out=optional_spec("out", out),
         lse=optional_spec("lse", lse),
         causal=bool(options.causal),
@@ -443,6 +494,18 @@ def _check_fp8_flag(k_cache: Any, is_fp8_kvcache: bool) -> None:
 def _check_columns(name: str, d_v: int) -> None:
     if d_v != D_V:
         raise ValueError(f"{name} is {d_v!r}; supported: {D_V}")
+
+
+def planned_rows(
+    num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: int | None = None, is_fp8_kvcache: bool = False, topk: int | None = None
+) -> tuple[int, int]:
+    """Query rows that share keys, and how often there are such, of a plan for these arguments of get_mla_metadata. ValueError on what is
+    not supported."""
+    _check_heads(num_q_tokens_per_head_k, num_heads_k, num_heads_q)
+    if topk is None:
+        return num_q_tokens_per_head_k, num_heads_k
+    heads = _sparse_heads(num_heads_k, num_heads_q, topk)
+    return heads, num_q_tokens_per_head_k // heads
 
 
 def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: int | None) -> None:
@@ -490,7 +553,7 @@ def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, top
     return most or 0
 
 
-def _plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> PlanSpecs | None:
+def plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> PlanSpecs | None:
     """Of the plan's tensors; None if a schedule object has them."""
     if isinstance(metadata, MlaSchedule):
         if num_splits is not None:

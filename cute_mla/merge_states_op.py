@@ -27,6 +27,14 @@ from .tensors import (
 States = torch.Tensor | Sequence[torch.Tensor]
 
 
+def is_stacked(outs: States, lses: States) -> bool:
+    """Whether the states are given in two stacks, not in two sequences. ValueError if they are in one of each."""
+    stacked = isinstance(outs, torch.Tensor)
+    if stacked != isinstance(lses, torch.Tensor):
+        raise ValueError(f"outs is a {type(outs).__name__}, lses a {type(lses).__name__}; supported: two tensors, or two sequences of them")
+    return stacked
+
+
 class MergeCall(NamedTuple):
     """Everything about a call but values and addresses. outs, lses: of one state. states: how many. apart: elements from state to
     state of outs and of lses that are stacked, 0 of listed ones."""
@@ -66,11 +74,7 @@ class MergeOperands(NamedTuple):
     @staticmethod
     def of(outs: States, lses: States) -> MergeOperands:
         """The states that a caller gives, in two stacks or in two sequences. ValueError if they are neither."""
-        stacked = isinstance(outs, torch.Tensor)
-        if stacked != isinstance(lses, torch.Tensor):
-            raise ValueError(
-                f"outs is a {type(outs).__name__}, lses a {type(lses).__name__}; supported: two tensors, or two sequences of them"
-            )
+        stacked = is_stacked(outs, lses)
         if len(outs) != len(lses) or not len(outs):
             raise ValueError(f"outs has {len(outs)} states, lses {len(lses)}; supported: the same number, at least 1")
         if stacked and len(outs) > 1:

@@ -52,6 +52,13 @@ class MlaSchedule:
         self.num_splits: torch.Tensor | None = None
         self._key: ScheduleKey | None = None
 
+    @property
+    def plan(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The two tensors, if they have been made."""
+        if self.tile_scheduler_metadata is None or self.num_splits is None:
+            return None
+        return self.tile_scheduler_metadata, self.num_splits
+
     def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
         if self._key is not key and self._key is not None and self._key != key:

@@ -187,3 +187,12 @@ def _row_strides(spec: TensorSpec) -> list[int]:
     """Bytes between neighbouring rows, along each dimension that has more than one."""
     pairs = zip(spec.shape[:-1], spec.stride[:-1], strict=True)
     return [stride * spec.dtype.itemsize for size, stride in pairs if size > 1]
+
+
+def refuse_gradients(**operands: Any) -> None:
+    """ValueError if gradients would have to flow through a call: there is no backward pass, and none is faked."""
+    for name, operand in operands.items():
+        if getattr(operand, "requires_grad", False) and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad; supported: the forward pass only, of tensors that do not, or inside `with torch.no_grad():`"
+            )

@@ -11,7 +11,8 @@ import torch
 from .dense_prefill_op import VarlenOperands, VarlenResults, VarlenWanted
 from .runtime.device import device_for
 from .spec.dense_prefill import D_V, HEAD_DIMS
-from .tensors import address_of, alignment, check_empty_lse, check_scale, check_shape, optional_spec, spec_of
+from .tensors import address_of, alignment, check_empty_lse, check_scale, check_shape, optional_spec, refuse_gradients, spec_of
+from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
@@ -64,13 +65,30 @@ def flash_attn_varlen_func(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        from . import torch_ops
+
+        return torch_ops.flash_attn_varlen_func(
+            {"out": out, "lse": lse},
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            empty_lse=empty_lse,
+        )
     if dropout_p != 0:
         raise ValueError(f"dropout_p is {dropout_p!r}; supported: 0, for only the forward pass is there")
     if softmax_scale is not None:
         check_scale("softmax_scale", softmax_scale)
     check_empty_lse(empty_lse)
     _check_length("max_seqlen_k", max_seqlen_k)
-    _refuse_gradients(q=q, k=k, v=v)
+    refuse_gradients(q=q, k=k, v=v)
     wanted = VarlenWanted(
         causal=bool(causal),
         max_seqlen_q=_check_length("max_seqlen_q", max_seqlen_q),
@@ -178,7 +196,7 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
     if head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {head_dim_qk!r}; supported: {', '.join(map(str, HEAD_DIMS))}")
     check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
-    _refuse_gradients(**{name: packed})
+    refuse_gradients(**{name: packed})
 
 
 def _check_length(name: str, length: Any) -> int:
@@ -186,12 +204,3 @@ def _check_length(name: str, length: Any) -> int:
     if not isinstance(length, Integral) or length < 0:
         raise ValueError(f"{name} is {length!r}; supported: an integer, 0 or more")
     return int(length)
-
-
-def _refuse_gradients(**operands: Any) -> None:
-    """ValueError if gradients would have to flow through a call: there is no backward pass, and none is faked."""
-    for name, operand in operands.items():
-        if getattr(operand, "requires_grad", False) and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires grad; supported: the forward pass only, of tensors that do not, or inside `with torch.no_grad():`"
-            )

@@ -20,7 +20,7 @@ MAX_PARAMETERS = 8
 TOP_FOLDERS = {"cute_mla": "", "aot_build": "aot_build", "cli": "cli", "profiles": "profiles"}
 
 TORCH_FACING = {
-    *("api", "varlen", "layer", "cache", "reference", "schedule", "tensors", "support"),
+    *("api", "varlen", "layer", "cache", "reference", "schedule", "tensors", "support", "tracing", "torch_ops"),
     *("decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op", "sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
 }
 ANYTHING = {"testing", "cli", "profiles"}

@@ -1,0 +1,230 @@
+"""The public functions as ops of torch, torch.ops.cute_mla, and what the functions do while they are traced: call the ops.
+
+A call that is not traced never comes here: torch's dispatcher costs more than the call. Each op allocates its results; the one beside
+it whose name ends in _out writes to the caller's. Arguments are those of the public functions, but that a plan is always two tensors
+and empty_lse None means inf. Fakes, which stand for the ops while they are traced, give shapes and types; what else is wrong with a call
+is said when it is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import api, varlen
+from .merge_states_op import States, is_stacked
+from .runtime.device import device_for
+from .schedule import KeyCounts, MlaSchedule
+from .schedule import plan as plan_splits
+from .sparse_op import check_indices
+from .spec import dense_prefill
+from .spec.dense_decode import num_parts
+from .spec.mla import D_V
+from .spec.split_plan import PLAN_COLUMNS
+from .tensors import check_counts, refuse_gradients, spec_of
+
+_DECODE = (
+    "Tensor q, Tensor k_cache, Tensor? block_table, Tensor? cache_seqlens, int head_dim_v, Tensor tile_scheduler_metadata, "
+    "Tensor num_splits, float? softmax_scale=None, bool causal=False, Tensor? descale_q=None, Tensor? descale_k=None, "
+    "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
+    "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, *, "
+    "bool batch_invariant=False, float? empty_lse=None"
+)
+_PREFILL = (
+    "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, *, "
+    "Tensor? kv_offsets=None, float? empty_lse=None"
+)
+_VARLEN = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, *, float? empty_lse=None"
+)
+_MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
+_PLAN = (
+    "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
+    "SymInt? topk=None"
+)
+_SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library = torch.library.Library("cute_mla", "DEF")
+
+
+def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes an op. call: what it does. fake: the same without looking at contents."""
+    _library.define(schema, tags=_TAGS)
+    name = schema[: schema.index("(")]
+    op = getattr(torch.ops.cute_mla, name).default
+    named = [argument.name for argument in op._schema.arguments]
+
+    def forward_only(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        for argument, value in (*zip(named, args, strict=False), *options.items()):
+            for tensor in value if isinstance(value, list) else (value,):
+                refuse_gradients(**{argument: tensor})
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    _library.impl(name, call, "CompositeExplicitAutograd")
+    _library.impl(name, forward_only, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"cute_mla::{name}", fake, lib=_library)
+
+
+def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Makes the op that returns new tensors of these names, and the one that writes to tensors of the caller. function: the public one."""
+
+    def call(*args: Any, empty_lse: float | None = None, **options: Any) -> Any:
+        return function(*args, empty_lse=math.inf if empty_lse is None else empty_lse, **options)
+
+    def write(*args: Any, **options: Any) -> None:
+        call(*args, **options)
+
+    def fake_write(*args: Any, **options: Any) -> None:
+        """Shapes of results that are given need not be worked out."""
+
+    results = [out for out in outs if not out.endswith("?")]
+    written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abc", outs, strict=False)]
+    _define(f"{name}({arguments}) -> ({', '.join(f'Tensor {out}' for out in results)})", call, fake)
+    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, fake_write)
+
+
+def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """New results of decode, for a caller who gives none."""
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
+    batch, s_q, h_q, _ = q.shape
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    return q.new_empty((batch, s_q, h_q, D_V), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
+
+
+def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """New results of sparse prefill."""
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
+
+
+def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """New results of dense prefill."""
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, dense_prefill.D_V)), q.new_empty(rows, dtype=torch.float32)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+    """merge_states. stacked: outs and lses are one tensor each, of all states."""
+    return api.merge_states(outs[0], lses[0], **options) if stacked else api.merge_states(outs, lses, **options)
+
+
+def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+    """New results of merge_states."""
+    shape = outs[0].shape[1:] if stacked else outs[0].shape
+    return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
+
+
+def _new_plan(cache_seqlens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    device = device_for(cache_seqlens.device)
+    parts = num_parts(device.arch, *api.planned_rows(*args, **options), device.sm_count)
+    return cache_seqlens.new_empty((parts, PLAN_COLUMNS)), cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,))
+
+
+def _plan_sparse(
+    indices: Tensor,
+    num_heads_q: int,
+    topk_length: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The plan that a schedule object makes for sparse decode."""
+    spec = spec_of("indices", indices)
+    check_indices("indices", spec, ("batch", "s_q", "topk"), spec)
+    batch, s_q, topk = spec.shape
+    extra_topk = 0
+    if extra_indices is not None:
+        extra = spec_of("extra_indices_in_kvcache", extra_indices)
+        check_indices("extra_indices_in_kvcache", extra, (batch, s_q, "topk"), spec)
+        extra_topk = extra.shape[2]
+    for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
+        if lengths is not None:
+            check_counts(name, spec_of(name, lengths), (batch,), spec)
+    device = device_for(spec.device)
+    parts = num_parts(device.arch, num_heads_q, max(s_q, 1), device.sm_count)
+    return plan_splits(device, KeyCounts(topk_length, extra_topk_length, topk, extra_topk), batch, parts, spec.device)
+
+
+def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    device = device_for(indices.device)
+    parts = num_parts(device.arch, num_heads_q, max(indices.shape[1], 1), device.sm_count)
+    return indices.new_empty((parts, PLAN_COLUMNS)), indices.new_empty((indices.shape[0] + 1,))
+
+
+_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), api.flash_mla_with_kvcache, _decode_results)
+_define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), api.flash_mla_sparse_fwd, _prefill_results)
+_define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), varlen.flash_attn_varlen_func, _varlen_results)
+_define_both("merge_states", _MERGE, ("out", "lse"), _merge, _merged_results)
+_define(f"get_mla_metadata({_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", api.get_mla_metadata, _new_plan)
+_define(f"plan_sparse_decode({_SPARSE_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", _plan_sparse, _new_sparse_plan)
+
+
+def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    """api.get_mla_metadata with arguments, traced."""
+    plan: tuple[Tensor, Tensor] = torch.ops.cute_mla.get_mla_metadata(cache_seqlens, *args)
+    return plan
+
+
+def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """api.flash_mla_with_kvcache, traced. planned: a plan's two tensors, or a schedule object and None. given: results, and workspace."""
+    api.plan_specs(*planned)
+    metadata, num_splits = planned
+    if isinstance(metadata, MlaSchedule):
+        metadata, num_splits = _planned_by(metadata, **arguments)
+    arguments = {**arguments, "tile_scheduler_metadata": metadata, "num_splits": num_splits}
+    out, lse = _call("flash_mla_with_kvcache", _decode_results, given, arguments)
+    return out, lse
+
+
+def flash_mla_sparse_fwd(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """api.flash_mla_sparse_fwd, traced."""
+    out, max_logits, lse = _call("flash_mla_sparse_fwd", _prefill_results, given, arguments)
+    return out, max_logits, lse
+
+
+def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """varlen.flash_attn_varlen_func, traced."""
+    out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
+    return out, lse
+
+
+def merge_states(outs: States, lses: States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:
+    """api.merge_states, traced."""
+    if is_stacked(outs, lses):
+        arguments = {"outs": [outs], "lses": [lses], "stacked": True, "empty_lse": empty_lse}
+    else:
+        arguments = {"outs": list(outs), "lses": list(lses), "empty_lse": empty_lse}
+    out, lse = _call("merge_states", _merged_results, given, arguments)
+    return out, lse
+
+
+def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:
+    """Calls the op that makes its results or, if any of them (or a workspace) is given, the one that writes to them."""
+    if all(tensor is None for tensor in given.values()):
+        return getattr(torch.ops.cute_mla, name)(**arguments)
+    made = make(**arguments)
+    names = [name for name in given if name != "workspace"]
+    results = {name: new if given[name] is None else given[name] for name, new in zip(names, made, strict=True)}
+    getattr(torch.ops.cute_mla, f"{name}_out")(**arguments, **{**given, **results})
+    return tuple(results.values())
+
+
+def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The plan of a schedule object, made if this is its first use."""
+    q, k_cache, indices = arguments["q"], arguments["k_cache"], arguments["indices"]
+    plan = schedule.plan
+    if plan is None:
+        if indices is None:
+            h_kv = k_cache.shape[2]
+            plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], q.shape[1] * (q.shape[2] // h_kv), h_kv)
+        else:
+            names = ("topk_length", "extra_indices_in_kvcache", "extra_topk_length")
+            plan = torch.ops.cute_mla.plan_sparse_decode(indices, q.shape[2], *(arguments[name] for name in names))
+        schedule.tile_scheduler_metadata, schedule.num_splits = plan
+    return plan
