@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,17 +49,24 @@ def _file_outside(module: str) -> Path:
     return Path(spec.origin)
 
 
-def _imports(module: str, path: Path) -> Iterator[str]:
+def _imports(module: str, path: Path) -> tuple[str, ...]:
     """Names that may be modules of this package; `from a import b` gives both a and a.b."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    return _imported(module if path.name == "__init__.py" else module.rpartition(".")[0], path.read_text())
+
+
+@cache
+def _imported(package: str, text: str) -> tuple[str, ...]:
+    """_imports of a text inside a package; parsed once for all the kernels that share it."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             around = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
             base = ".".join(part for part in (around, node.module) if part)
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found.append(base)
+            found.extend(f"{base}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def _file_of(module: str, package_folder: Path) -> Path | None:
@@ -75,6 +82,8 @@ def _file_of(module: str, package_folder: Path) -> Path | None:
 
 
 def _build_sources() -> dict[str, Path]:
-    """The build itself; not what is in its folder and only packs or compares what it made."""
+    """The build itself; not what is in its folder and only packs or compares what it made, nor the list of kernels, whose word on each is
+    hashed as its variant."""
     room = f"{PACKAGE}.{_BUILD_FOLDER.name}"
-    return {name: path for name, path in transitive_sources(f"{room}.build", _BUILD_FOLDER.parent).items() if name.startswith(room)}
+    sources = transitive_sources(f"{room}.build", _BUILD_FOLDER.parent)
+    return {name: path for name, path in sources.items() if name.startswith(room) and name != f"{room}.variants"}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
-from cute_mla.aot_build.build import FAILED, REASSEMBLED, BuildReport, KernelReport, build_all
+from cute_mla.aot_build.build import FAILED, REASSEMBLED, BuildReport, KernelReport, Progress, build_all, build_variants
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.variants import OPS
+from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.runtime.library import artifacts_folder
 from cute_mla.spec.arch import ARCHS
 
@@ -21,13 +23,19 @@ _COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "tmem",
 @click.command()
 @click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", show_default=True, help="Architecture to build for.")
 @click.option("--op", "ops", type=click.Choice(OPS), multiple=True, help="Only this op; may be repeated. Default: all.")
+@click.option("--kernel", "kernels", multiple=True, help="Only the kernel of this name in the manifest; may be repeated.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Kernels compiled at a time. Default: one per CPU.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to build into. Default: where they are loaded from.")
-def build(arch: str, ops: tuple[str, ...], jobs: int | None, out: Path | None) -> None:
+def build(arch: str, ops: tuple[str, ...], kernels: tuple[str, ...], jobs: int | None, out: Path | None) -> None:
     """Compile the closed list of kernels. What is up to date is left alone; a kernel that fails a gate does not ship."""
     archs = list(ARCHS) if arch == "all" else [arch]
+    folder = out or artifacts_folder()
     try:
-        report = _build(archs, ops or OPS, jobs, out or artifacts_folder())
+        if kernels:
+            chosen = _chosen(archs, ops or OPS, kernels)
+            report = _shown(lambda progress: build_variants(chosen, jobs, folder, progress))
+        else:
+            report = _shown(lambda progress: build_all(archs, ops or OPS, jobs, folder, progress))
     except ToolError as error:
         raise click.ClickException(str(error)) from error
     print_table(_COLUMNS, [_row(kernel) for kernel in report.kernels])
@@ -39,18 +47,27 @@ def build(arch: str, ops: tuple[str, ...], jobs: int | None, out: Path | None) -
         raise SystemExit(1)
 
 
-def _build(archs: list[str], ops: tuple[str, ...], jobs: int | None, out: Path) -> BuildReport:
+def _chosen(archs: list[str], ops: tuple[str, ...], kernels: tuple[str, ...]) -> list[Variant]:
+    """The variants of these names. UsageError for a name that is not on the closed list of these architectures and ops."""
+    listed = {variant.name: variant for arch in archs for variant in closed_variants(ARCHS[arch], ops)}
+    for name in kernels:
+        if name not in listed:
+            raise click.UsageError(f"--kernel: there is no {name} among the {len(listed)} kernels of {', '.join(archs)}: {', '.join(ops)}")
+    return [listed[name] for name in dict.fromkeys(kernels)]
+
+
+def _shown(run: Callable[[Progress], BuildReport]) -> BuildReport:
     """Builds, and shows each kernel as it is finished."""
     if not is_terminal():
-        return build_all(archs, ops, jobs, out, lambda kernel, done, total: click.echo(f"[{done}/{total}] {kernel.name}: {kernel.status}"))
+        return run(lambda kernel, done, total: click.echo(f"[{done}/{total}] {kernel.name}: {kernel.status}"))
     columns = (TextColumn("build"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, transient=True) as progress:
-        task = progress.add_task("", total=None)
+    with ProgressBar(*columns, transient=True) as bar:
+        task = bar.add_task("", total=None)
 
         def finished(kernel: KernelReport, done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, description=f"{kernel.name}: {kernel.status}")
+            bar.update(task, completed=done, total=total, description=f"{kernel.name}: {kernel.status}")
 
-        return build_all(archs, ops, jobs, out, finished)
+        return run(finished)
 
 
 def _row(kernel: KernelReport) -> tuple[object, ...]:

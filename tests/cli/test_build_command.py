@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, KernelReport, Progress
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.variants import OPS
+from cute_mla.aot_build.variants import OPS, Variant
 from cute_mla.cli import commands
 from cute_mla.manifest import KernelEntry
 
@@ -73,6 +73,22 @@ def test_options_are_passed_on(asked: dict[str, Any]) -> None:
     assert run("--arch", "sm90", "--op", "combine", "--op", "split_plan", "--jobs", "3", "--out", "/tmp/out").exit_code == 0
     assert asked["archs"] == ["sm90"]
     assert (asked["ops"], asked["jobs"], asked["out"]) == (["combine", "split_plan"], 3, Path("/tmp/out"))
+
+
+def test_single_kernels(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_variants(variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress) -> BuildReport:
+        asked.update(variants=[variant.name for variant in variants], jobs=jobs, out=out)
+        return BuildReport(out, asked["kernels"], 1.0)
+
+    monkeypatch.setattr(module, "build_variants", build_variants)
+    names = ["split_plan_sm90_i32", "combine_sm100_bf16"]
+    assert run(*(f"--kernel={name}" for name in [*names, names[0]]), "--jobs", "1", "--out", "/tmp/out").exit_code == 0
+    assert (asked["variants"], asked["jobs"], asked["out"]) == (names, 1, Path("/tmp/out"))
+    assert "archs" not in asked
+    for arguments in (["--kernel", "combine"], ["--arch", "sm90", "--kernel", names[1]], ["--op", "combine", "--kernel", names[0]]):
+        result = run(*arguments, "--out", "/tmp/out")
+        assert result.exit_code == 2
+        assert f"there is no {arguments[-1]} among the" in result.stderr
 
 
 @pytest.mark.parametrize(("arch", "archs"), [("sm90", ["sm90"]), ("sm100", ["sm100"]), ("all", ["sm90", "sm100"])])
