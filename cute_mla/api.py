@@ -242,7 +242,8 @@ def flash_mla_with_kvcache(
         tensors = (*operands, *results) if num_splits is None else (*operands, *results, *planned)
         given = [tensor for tensor in tensors if tensor is not None]
         address = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
-        key = (operands.__class__, q.shape, address % MAX_ROW_ALIGNMENT, *options, *[tensor is None for tensor in tensors])
+        looks = (q.shape, address % MAX_ROW_ALIGNMENT, torch.is_grad_enabled())
+        key = (operands.__class__, *looks, *options, *[tensor is None for tensor in tensors])
         call = kept.find(key, given)
     except (AttributeError, TypeError):  # something is no tensor, which the checks say better
         return _prepare_decode(operands, planned, results, DecodeOptions(*options))(operands, planned, results, q)

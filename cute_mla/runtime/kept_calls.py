@@ -38,7 +38,7 @@ class KeptCalls:
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that tells whether other tensors equal these in Python class, dtype, device, shape and strides.
+    """A function that tells whether other tensors equal these in Python class, dtype, device, shape, strides and need of gradients.
 
     That of torch.compile where torch has it, which takes a tenth of the time; it also wants distinct objects and the same dispatch keys.
     """
@@ -62,4 +62,4 @@ def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad

@@ -22,6 +22,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rank": lambda t: t[None],
     "device": lambda t: t.to("meta"),
     "class": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "gradient": lambda t: t.requires_grad_(),
 }
 
 
