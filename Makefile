@@ -4,13 +4,15 @@ PYTHON ?= python3
 ARCH ?= all
 PYTEST_ARGS ?= -n auto --dist worksteal
 MUTATE_ARGS ?=
+WHEEL ?= $(wildcard dist/*.whl)
+WHEEL_CHECK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 # The stamp carries the hash of all that decides what is installed, so that editing either file reinstalls.
 SETUP_STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full mutate lint clean
+.PHONY: setup build verify test test-full mutate wheel wheel-check lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -38,9 +40,17 @@ mutate: build
 	$(BIN)/python -m tests.mutation run $(MUTATE_ARGS)
 	$(BIN)/python -m tests.mutation report
 
+# One wheel for every platform, with the kernels and the record of where they come from.
+wheel: build
+	$(BIN)/python -m cute_mla.aot_build.wheel
+
+# Builds the kernels of dist/*.whl, or of WHEEL=FILE, again from the commit that the wheel records, and compares all bytes.
+wheel-check: setup
+	$(BIN)/python -m cute_mla.aot_build.rebuild $(WHEEL) $(WHEEL_CHECK_ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) cute_mla/artifacts build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) cute_mla/artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
