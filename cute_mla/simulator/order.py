@@ -178,12 +178,17 @@ class Clocks:
             row[column] = max(int(row[column]), time)
 
 
+def hand_over(cta: Cta, warps: Sequence[int]) -> None:
+    """Warps are about to arrive: what they have done goes with it."""
+    for warp in warps:
+        cta.cluster.clocks.tick(cta, warp)
+
+
 def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier, release: bool = True) -> None:
     """Warps arrive at a barrier (before it counts that). release: what they have done since they last handed over goes with it."""
-    clocks = cta.cluster.clocks
-    for warp in warps if release else ():
-        clocks.tick(cta, warp)
-    barrier.knowledge.add(clocks.of(cta, warps))
+    if release:
+        hand_over(cta, warps)
+    barrier.knowledge.add(cta.cluster.clocks.of(cta, warps))
 
 
 def wait(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:

@@ -82,6 +82,18 @@ def test_an_arrival_that_may_count_for_the_phase_before(policy: Policy) -> None:
 
 
 @each_policy
+def test_arrivals_of_one_instruction(policy: Policy) -> None:
+    """Both warps arrive at two barriers, wait for one of them and arrive again. They know of the other one as well if the lanes of a
+    warp arrive at both together; if it is two instructions they do not."""
+    init = "@%p0 mbarrier.init.shared.b64 [%r1+16], 2;\n@%p0 mbarrier.init.shared.b64 [%r1+24], 2;\nbar.sync 0;\n"
+    lanes = "and.b32 %r9, %r0, 31;\nsetp.lt.u32 %p3, %r9, 2;\nsetp.eq.u32 %p4, %r9, 0;\nshl.b32 %r10, %r9, 3;\nadd.u32 %r10, %r10, %r1;\n"
+    together = "@%p3 mbarrier.arrive.shared.b64 _, [%r10+16];\n"
+    apart = "@%p4 mbarrier.arrive.shared.b64 _, [%r1+16];\n@%p4 mbarrier.arrive.shared.b64 _, [%r1+24];\n"
+    assert not findings(init + lanes + together + wait("W", 16) + together, policy)
+    assert findings(init + lanes + apart + wait("W", 16) + apart, policy) == {"barrier_early"}
+
+
+@each_policy
 def test_a_wait_that_an_older_phase_may_pass(policy: Policy) -> None:
     """Warp 1 waits for phase 1, for whose parity the barrier looks complete before phase 0 is, too. A warp that really is that early
     reads what is not there yet."""

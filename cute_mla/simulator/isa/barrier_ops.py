@@ -181,6 +181,7 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
     state = np.array(parts[0].cta.mbarrier(parts[0].offset).phase, np.uint64)
     if len(parts) > 1:
         state = lane_phases(w, address, cluster)
+    order.hand_over(w.cta, w.warps)  # once: what one instruction signals, it signals together
     for share in parts:
         barrier, (number, expected) = share.cta.mbarrier(share.offset), share.values
         if w.cta.observer is not None:
@@ -191,7 +192,7 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
             raise Fault("barrier_count", f"mbarrier.arrive with a count of {number}", barrier.name)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
         phases.check_arrival(w, share.warps, barrier)
-        order.arrive(w.cta, share.warps, barrier)
+        order.arrive(w.cta, share.warps, barrier, release=False)
         if share.cta is not w.cta:
             note_visit(w, share)
         w.cta.machine.arrive(barrier, number * share.lanes)
