@@ -1,4 +1,4 @@
-"""cute-mla show: what is built, one kernel, or the environment."""
+"""cute-mla show: what is built, one kernel, the environment, or what is supported."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["manifest", "kernel", "env"]), default="manifest")
+@click.argument("what", type=click.Choice(["manifest", "kernel", "env", "support"]), default="manifest")
 @click.argument("name", required=False)
 @click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count what it executes (seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(what: str, name: str | None, counts: bool, as_json: bool) -> None:
-    """Print the manifest (the default), one kernel by NAME, or the environment."""
+    """Print the manifest (the default), one kernel by NAME, the environment, or what this version supports."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
     if counts and what != "kernel":
         raise click.UsageError("--counts is of one kernel: `show kernel NAME --counts`")
     if what == "env":
         _show_env(as_json)
+        return
+    if what == "support":
+        _show_support(as_json)
         return
     artifacts = load_artifacts()
     if name is None:
@@ -144,3 +147,12 @@ def _show_env(as_json: bool) -> None:
         print_json(found)
     else:
         print_table(("what", "found"), rows(found))
+
+
+def _show_support(as_json: bool) -> None:
+    from .support_table import kernels, markdown, options
+
+    if as_json:
+        print_json({"kernels": dict(kernels()), "proof": {arch.name: arch.proof for arch in ARCHS.values()}, "options": dict(options())})
+    else:
+        click.echo(markdown(), nl=False)

@@ -1,0 +1,104 @@
+"""What is supported, as the tables that the README shows: kernels from the closed list, options as is_supported answers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cute_mla.aot_build.variants import Variant, closed_variants
+from cute_mla.spec.arch import ARCHS
+
+# How a kernel takes up its rows: every combination that the table shows has all that a call may need of these.
+_SHAPES = ("cluster", "access_bytes")
+_PARTS = ("split_plan", "combine")  # of decode: no one calls them by themselves
+
+# What the values of a configuration mean, but for the element type. A kernel without its words here cannot be listed.
+_WORDS: dict[str, dict[str, dict[Any, str]]] = {
+    "dense_decode": {
+        "operands": {
+            "latent": "dense decode, 16-bit cache",
+            "fp8_cache": "dense decode, e4m3 cache, 16-bit queries",
+            "fp8": "dense decode, e4m3 cache and queries (types of out)",
+        }
+    },
+    "sparse_decode": {
+        "cache": {
+            "latent": "sparse decode, 16-bit cache",
+            "fp8_656": "sparse decode, FP8 cache of 656 bytes a token",
+            "fp8_584": "sparse decode, FP8 cache of 584 bytes a token",
+        }
+    },
+    "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
+    "dense_prefill": {"d_qk": {columns: f"dense prefill, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
+    "merge_states": {"head_dim": {columns: f"`merge_states`, rows of {columns}" for columns in (512, 128)}},
+    **{
+        op: {
+            "cache": {
+                "latent": f"{what}, 16-bit cache",
+                "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
+                "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
+                "fp8_584": f"{what}, FP8 cache of 584 bytes a token",
+            }
+        }
+        for op, what in (("cache_write", "writing keys"), ("cache_gather", "gathering keys"))
+    },
+}
+_TYPES = {"b16": "bf16, fp16"}
+
+_ON, _OFF = "yes", "no"
+
+
+def kernels() -> list[tuple[str, dict[str, str]]]:
+    """(what, element types by architecture) for everything that ships, in the order of the words above. KeyError for a kernel without
+    words."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for arch in ARCHS.values():
+        for variant in closed_variants(arch):
+            if variant.op not in _PARTS:
+                types = found.setdefault(_what(variant), {}).setdefault(arch.name, [])
+                types.append(asdict(variant.config)["dtype"])  # type: ignore[call-overload]  # every config is a dataclass
+    order = [text for fields in _WORDS.values() for texts in fields.values() for text in texts.values()]
+    return [(what, {arch: _joined(types) for arch, types in found[what].items()}) for what in sorted(found, key=order.index)]
+
+
+def _joined(types: Sequence[str]) -> str:
+    return ", ".join(_TYPES.get(each, each) for each in dict.fromkeys(types))
+
+
+def _what(variant: Variant) -> str:
+    fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_SHAPES, "dtype")}  # type: ignore[call-overload]
+    ((name, value),) = fields.items()
+    return _WORDS[variant.op][name][value]
+
+
+def options() -> list[tuple[str, dict[str, str]]]:
+    """(feature, what is supported by op) as is_supported answers: the same on every architecture, which is checked."""
+    from cute_mla.support import FEATURES, OPS
+
+    return [(feature, {op: _answer(op, feature) for op in OPS}) for feature in FEATURES]
+
+
+def _answer(op: str, feature: str) -> str:
+    """What is_supported says is supported instead of a value that never is."""
+    from cute_mla.support import is_supported
+
+    answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
+    (answer,) = answers
+    return {"False, True": _ON, "False": _OFF, "None": "–"}.get(answer, answer.replace("'", ""))
+
+
+def markdown() -> str:
+    """Both tables; the first ends with what stands behind the kernels of each architecture."""
+    heads = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
+    shipped = [[what, *(types.get(arch, "–") for arch in ARCHS)] for what, types in kernels()]
+    shipped.append(["what stands behind them", *(arch.proof for arch in ARCHS.values())])
+    listed = options()
+    ops = list(listed[0][1])
+    asked = [[f"`{name}`", *answers.values()] for name, answers in listed]
+    tables = _table(["kernels", *heads], shipped), _table(["option of a call", *(f"`{op}`" for op in ops)], asked)
+    return "\n\n".join(tables) + "\n"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
