@@ -59,6 +59,11 @@ class MlaSchedule:
             return None
         return self.tile_scheduler_metadata, self.num_splits
 
+    def keep(self, key: ScheduleKey, plan: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Takes a plan that was made for these shapes."""
+        self.tile_scheduler_metadata, self.num_splits = plan
+        self._key = key
+
     def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
         if self._key is not key and self._key is not None and self._key != key:
@@ -70,8 +75,7 @@ class MlaSchedule:
                 "get another from get_mla_metadata()"
             )
         if self.tile_scheduler_metadata is None or self.num_splits is None:
-            self.tile_scheduler_metadata, self.num_splits = plan(device, counts, key.batch, key.num_parts, key.device)
-            self._key = key
+            self.keep(key, plan(device, counts, key.batch, key.num_parts, key.device))
         return self.tile_scheduler_metadata, self.num_splits
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import api, varlen
 from .merge_states_op import States, is_stacked
 from .runtime.device import device_for
-from .schedule import KeyCounts, MlaSchedule
+from .schedule import KeyCounts, MlaSchedule, ScheduleKey
 from .schedule import plan as plan_splits
 from .sparse_op import check_indices
 from .spec import dense_prefill
@@ -173,10 +173,11 @@ def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]
 
 def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
     """api.flash_mla_with_kvcache, traced. planned: a plan's two tensors, or a schedule object and None. given: results, and workspace."""
-    api.plan_specs(*planned)
     metadata, num_splits = planned
-    if isinstance(metadata, MlaSchedule):
+    if isinstance(metadata, MlaSchedule) and num_splits is None:
         metadata, num_splits = _planned_by(metadata, **arguments)
+    elif not isinstance(metadata, Tensor) or num_splits is None:
+        api.plan_specs(metadata, num_splits)  # which says what is wrong
     arguments = {**arguments, "tile_scheduler_metadata": metadata, "num_splits": num_splits}
     out, lse = _call("flash_mla_with_kvcache", _decode_results, given, arguments)
     return out, lse
@@ -216,15 +217,18 @@ def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, T
 
 
 def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The plan of a schedule object, made if this is its first use."""
-    q, k_cache, indices = arguments["q"], arguments["k_cache"], arguments["indices"]
-    plan = schedule.plan
-    if plan is None:
-        if indices is None:
-            h_kv = k_cache.shape[2]
-            plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], q.shape[1] * (q.shape[2] // h_kv), h_kv)
-        else:
-            names = ("topk_length", "extra_indices_in_kvcache", "extra_topk_length")
-            plan = torch.ops.cute_mla.plan_sparse_decode(indices, q.shape[2], *(arguments[name] for name in names))
-        schedule.tile_scheduler_metadata, schedule.num_splits = plan
+    """The plan of a schedule object, made if this is its first use. What it was made for is compared when the op runs."""
+    if schedule.plan is not None:
+        return schedule.plan
+    q, k_cache, indices, extra = (arguments[name] for name in ("q", "k_cache", "indices", "extra_indices_in_kvcache"))
+    batch, s_q, h_q, _ = q.shape
+    page_size, h_kv = k_cache.shape[1:3]
+    if indices is None:
+        topk = extra_topk = None
+        plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], s_q * (h_q // h_kv), h_kv)
+    else:
+        topk, extra_topk = indices.shape[2], 0 if extra is None else extra.shape[2]
+        lengths = (arguments["topk_length"], extra, arguments["extra_topk_length"])
+        plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths)
+    schedule.keep(ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk), plan)
     return plan
