@@ -1,24 +1,30 @@
-"""The README against what is there: files, links, options and public names that it mentions exist."""
+"""The README against what is there: files, links, options and public names that it mentions exist, its tables are generated, and its
+first example runs."""
 
 from __future__ import annotations
 
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
 
 import cute_mla
+from cute_mla.cli.support_table import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
 
-def test_files_that_are_named_exist() -> None:
-    linked = re.findall(r"\]\((?!#|http)([^)]+)\)", TEXT)
-    named = re.findall(r"`((?:\w+/)+\w+\.(?:md|py|sh))\b", TEXT)
-    assert len(linked) + len(named) >= 5
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_files_that_are_named_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    linked = re.findall(r"\]\((?!#|http)([^)]+)\)", text)
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:md|py|sh|toml))\b", text)
+    assert len(linked) + len(named) >= (5 if document != "CHANGELOG.md" else 1)
     for path in [*linked, *named]:
         assert (ROOT / path).is_file(), path
 
@@ -42,6 +48,37 @@ def test_options_of_commands_exist(line: str) -> None:
         choice = options[option].type
         assert isinstance(choice, click.Choice)
         assert set(values.split("\\|")) <= set(choice.choices)
+
+
+def test_the_tables_of_what_is_supported_are_the_ones_that_show_prints() -> None:
+    """On failure: put what `cute-mla show support` prints between the two comments."""
+    begin, end = "<!-- begin: cute-mla show support -->\n", "<!-- end -->"
+    assert TEXT[TEXT.index(begin) + len(begin) : TEXT.index(end)] == markdown()
+
+
+def test_the_quick_start_runs() -> None:
+    code = re.search(r"^## Quick start\n.*?^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    assert (names["out"].shape, names["lse"].shape) == ((2, 1, 16, 512), (2, 16, 1))
+    for result in (names["out"], names["lse"]):
+        assert bool(torch.isfinite(result.float()).all())
+
+
+def test_every_target_of_make_is_listed() -> None:
+    (targets,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = set(re.findall(r"\bmake ([a-z][a-z-]*)", TEXT))
+    assert listed >= set(targets.split()) - {"setup", "clean"}
+    contributing = re.findall(r"^    make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert contributing
+    assert listed | set(contributing) <= set(targets.split())
+
+
+def test_every_public_function_is_mentioned() -> None:
+    for name in cute_mla.__all__:
+        if not name.startswith("__"):
+            assert re.search(rf"\b{name}\b", TEXT) or f"..{name.removeprefix('flash_attn_varlen')}" in TEXT, name
 
 
 def test_every_command_is_listed() -> None:
