@@ -13,6 +13,7 @@ from .errors import DeviceError
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
+_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and its kin
 
 
 @cache
@@ -100,12 +101,20 @@ def current(context: Any) -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Lets kernels be loaded although this thread is capturing a stream: nothing inside may enter the graph."""
+    """Lets kernels be loaded although this thread is capturing a stream: nothing inside may enter the graph.
+
+    DeviceError, which says what to do instead, if the driver refuses even so.
+    """
     bindings = _bindings()
     mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = _call("cuThreadExchangeStreamCaptureMode", mode)
     try:
         yield
+    except DeviceError as error:
+        if error.code not in _CAPTURE_ERRORS:
+            raise
+        advice = "a kernel cannot be loaded while a stream is captured: make the same call once before the capture"
+        raise DeviceError(f"{advice} ({error})", name=error.name, code=error.code) from error
     finally:
         _call("cuThreadExchangeStreamCaptureMode", previous)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from fake_artifacts import write_artifacts
-from fake_driver import FakeDriver
+from fake_driver import FakeDriver, installed
 
-from cute_mla.runtime import cuda, driver, library, tensor_map
+from cute_mla.runtime import library
 
 
 @pytest.fixture
@@ -25,11 +25,5 @@ def fake(artifacts: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDrive
     """A fake driver that knows the parameters of those kernels; torch's current stream is 77."""
     manifest = library.load_artifacts().manifest
     fake = FakeDriver(params={kernel.entry: kernel.params for kernel in manifest.kernels.values()})
-    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
-    for cache in caches:
-        cache.cache_clear()
-    monkeypatch.setattr(driver, "_bindings", lambda: fake)
-    monkeypatch.setattr(cuda, "current_stream", lambda index: 77)
-    yield fake
-    for cache in caches:
-        cache.cache_clear()
+    with installed(fake, monkeypatch):
+        yield fake

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from cuda.bindings import driver as real
 
+from cute_mla.runtime import cuda, driver, tensor_map
 from cute_mla.spec.abi import Param
 
 ENCODE_ARGUMENTS = 12
 OK = real.CUresult.CUDA_SUCCESS
+STREAM = 77
 
 
 @dataclass(frozen=True)
@@ -163,3 +168,16 @@ class FakeDriver:
 def scalar(value: bytes, kind: str) -> Any:
     """One recorded argument as a number: kind is a struct letter."""
     return struct.unpack(f"<{kind}", value)[0]
+
+
+@contextmanager
+def installed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts a fake in the driver's place; torch's current stream is STREAM."""
+    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
+    for cache in caches:
+        cache.cache_clear()
+    monkeypatch.setattr(driver, "_bindings", lambda: fake)
+    monkeypatch.setattr(cuda, "current_stream", lambda index: STREAM)
+    yield
+    for cache in caches:
+        cache.cache_clear()

@@ -1,0 +1,245 @@
+"""CUDA graphs: what a captured call puts into one, and replays of it for a smaller batch than was captured.
+
+Requests that a batch lacks are padding: length 0 (in sparse calls, no index that counts), anything in their rows of the other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from bench import expect
+from captured_graph import CapturingDriver, Graph, captured
+from fake_driver import installed
+from torch import Tensor
+
+import cute_mla
+from cute_mla.runtime.cuda import CudaDevice
+from cute_mla.runtime.device import cpu_tensors_on
+from cute_mla.runtime.errors import DeviceError
+from cute_mla.runtime.library import load_artifacts
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.case import BaseCase
+from cute_mla.testing.cases import UNUSED_TABLE_ENTRY, Case, Tensors, make_tensors
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.operations import operation
+from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tensors
+from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
+
+SM_COUNT = 6
+LENGTHS = (200, 70, 130, 64)
+DENSE = Case(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", sm_count=SM_COUNT)
+SPARSE = SparseCase(batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", sm_count=SM_COUNT)
+
+T = TypeVar("T", Tensors, SparseTensors)
+
+
+@pytest.fixture
+def driver(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[CapturingDriver]:
+    """A driver for a GPU of the architecture, on which CPU tensors are."""
+    params = {kernel.entry: kernel.params for kernel in load_artifacts().manifest.kernels.values()}
+    fake = CapturingDriver(params, capability=arch.compute_capabilities[0], sm_count=SM_COUNT)
+    with installed(fake, monkeypatch), cpu_tensors_on(CudaDevice(0)):
+        yield fake
+
+
+class Step:
+    """A decode step whose tensors stay where they are. plan: None to make one in each call."""
+
+    def __init__(self, case: Case | SparseCase, tensors: Any, *, planned: bool) -> None:
+        op = operation(case)
+        self.case, self.tensors = case, tensors
+        self.workspace = torch.zeros(op.workspace_bytes(case, tensors), dtype=torch.uint8)
+        self.arguments = op.arguments(case, tensors, self.workspace)
+        self.arguments["out"] = torch.zeros(case.batch, case.s_q, case.h_q, 512, dtype=torch.bfloat16)
+        self.arguments["lse"] = torch.zeros(case.batch, case.h_q, case.s_q)
+        self.planned = planned
+
+    def plan(self) -> tuple[Tensor, Tensor]:
+        """A new plan for what the tensors hold now."""
+        case, rows = self.case, self.case.s_q * self.case.h_q
+        if isinstance(case, Case):
+            return cute_mla.get_mla_metadata(self.tensors.cache_seqlens, rows, 1, case.h_q)
+        return cute_mla.get_mla_metadata(self.tensors.topk_length, rows, 1, case.h_q, True, case.main.topk)
+
+    def __call__(self) -> None:
+        if not self.planned:
+            self.arguments["tile_scheduler_metadata"], self.arguments["num_splits"] = self.plan()
+        out, lse = cute_mla.flash_mla_with_kvcache(**self.arguments)
+        assert out is self.arguments["out"]
+        assert lse is self.arguments["lse"]
+
+    def replay(self, graph: Graph, arch: Arch) -> tuple[Tensor, Tensor]:
+        """What the graph makes of what the tensors hold now."""
+        out, lse = self.arguments["out"].fill_(float("nan")), self.arguments["lse"].fill_(float("nan"))
+        with cute_mla.simulate(arch, SM_COUNT) as device:
+            if self.planned:
+                for buffer, new in zip(("tile_scheduler_metadata", "num_splits"), self.plan(), strict=True):
+                    self.arguments[buffer].copy_(new)
+            graph.replay(device, [value for value in self.arguments.values() if isinstance(value, Tensor)])
+        return out, lse
+
+
+def shrink_dense(tensors: Tensors) -> None:
+    """Two requests instead of four, in other places than they were."""
+    tensors.block_table[:2] = tensors.block_table[[2, 0]]
+    tensors.block_table[2:] = UNUSED_TABLE_ENTRY
+    tensors.q[:2] = make_tensors(replace(DENSE, seed=1)).q[:2]
+    tensors.q[2:] = float("nan")
+    tensors.cache_seqlens.copy_(torch.tensor([100, 199, 0, 0]))
+
+
+def shrink_sparse(tensors: SparseTensors) -> None:
+    """Two requests instead of four."""
+    assert tensors.topk_length is not None
+    tensors.indices[:2] = tensors.indices[[2, 0]]
+    tensors.indices[2:] = UNUSED_TABLE_ENTRY
+    tensors.q[2:] = float("nan")
+    tensors.topk_length.copy_(torch.tensor([130, 65, 0, 0]))
+
+
+STEPS: dict[str, tuple[Any, Callable[[Any, str], Any], Callable[[Any], None]]] = {
+    "dense": (DENSE, make_tensors, shrink_dense),
+    "sparse": (SPARSE, make_sparse_tensors, shrink_sparse),
+}
+
+
+@pytest.mark.parametrize("op", STEPS)
+@pytest.mark.parametrize("planned", [False, True], ids=["planned in the graph", "plan copied"])
+def test_a_decode_step_is_replayed_for_a_smaller_batch(driver: CapturingDriver, arch: Arch, op: str, planned: bool) -> None:
+    case, make, shrink = STEPS[op]
+    tensors = make(case, "cpu")
+    step = Step(case, tensors, planned=planned)
+    step()
+    with captured(driver) as graph:
+        step()
+    assert graph.kernels == ["split_plan"] * (not planned) + [case.op, "combine"]
+    assert graph.operations == ["aten.empty.memory_format"] * (0 if planned else 2), "of the plan, where it is made in the graph"
+    expect(case, tensors, step.replay(graph, arch))
+    shrink(tensors)
+    out, lse = step.replay(graph, arch)
+    real = slice(0, 2)
+    expect(case, of_requests(tensors, real), (out[real], lse[real]))
+    assert bool((out[2:] == 0).all())
+    assert bool((lse[2:] == float("inf")).all())
+
+
+def of_requests(tensors: T, requests: slice) -> T:
+    """The operands of some requests."""
+    if isinstance(tensors, Tensors):
+        own = {name: getattr(tensors, name)[requests] for name in ("q", "block_table", "cache_seqlens")}
+    else:
+        own = {name: getattr(tensors, name)[requests] for name in ("q", "indices", "topk_length")}
+    return replace(tensors, **own)
+
+
+def test_states_are_merged_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    outs = [torch.randn(4, 3, 128, dtype=torch.bfloat16) for _ in range(2)]
+    lses = [torch.randn(4, 3) for _ in range(2)]
+    out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
+    cute_mla.merge_states(outs, lses, out=out, lse=lse)
+    with captured(driver) as graph:
+        cute_mla.merge_states(outs, lses, out=out, lse=lse)
+    assert (graph.kernels, graph.operations) == (["merge_states"], [])
+    for state, weight in zip(outs, lses, strict=True):
+        state[:2] = torch.randn(2, 3, 128)
+        state[2:], weight[2:] = float("nan"), float("inf")
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [*outs, *lses, out, lse])
+    wanted, wanted_lse = cute_mla.reference.merge_states(torch.stack(outs), torch.stack(lses))
+    torch.testing.assert_close(out.float(), wanted, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse)
+    assert bool((out[2:] == 0).all())
+    assert bool((lse[2:] == float("inf")).all())
+
+
+def capture_prefill(driver: CapturingDriver, case: BaseCase, arguments: dict[str, Any]) -> Graph:
+    """A captured call with these arguments, which give its results."""
+    function = getattr(cute_mla, {"sparse_prefill": "flash_mla_sparse_fwd", "dense_prefill": "flash_attn_varlen_func"}[case.op])
+    function(**arguments)
+    with captured(driver) as graph:
+        function(**arguments)
+    assert (graph.kernels, graph.operations) == ([case.op], [])
+    return graph
+
+
+def replay_prefill(graph: Graph, arch: Arch, arguments: dict[str, Any]) -> None:
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [value for value in arguments.values() if isinstance(value, Tensor)])
+
+
+def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, arch: Arch) -> None:
+    case = SparsePrefillCase(s_q=4, h_q=9, s_kv=200, lengths=(64, 64, 64, 64), sm_count=SM_COUNT)
+    tensors = make_prefill_tensors(case, "cpu")
+    results = {"out": torch.zeros(4, 9, 512, dtype=torch.bfloat16), "max_logits": torch.zeros(4, 9), "lse": torch.zeros(4, 9)}
+    arguments = operation(case).arguments(case, tensors, None) | results
+    graph = capture_prefill(driver, case, arguments)
+    assert tensors.topk_length is not None
+    tensors.indices[:2] = tensors.indices[[3, 1]]
+    tensors.indices[2:], tensors.q[2:] = -1, float("nan")
+    tensors.topk_length.copy_(torch.tensor([64, 7, 0, 64]))
+    replay_prefill(graph, arch, arguments)
+    real = {name: getattr(tensors, name)[:2] for name in ("q", "indices", "topk_length")}
+    expect(case, replace(tensors, **real), tuple(result[:2] for result in results.values()))
+    assert bool((results["out"][2:] == 0).all())
+    assert bool((results["lse"][2:] == float("inf")).all())
+    assert bool((results["max_logits"][2:] == -float("inf")).all())
+
+
+def test_dense_prefill_is_replayed_for_fewer_sequences(driver: CapturingDriver, arch: Arch) -> None:
+    case = DensePrefillCase(lengths=((9, 70), (4, 9), (3, 130)), group=2, causal=True, sm_count=SM_COUNT)
+    tensors = make_dense_prefill_tensors(case, "cpu")
+    tokens = tensors.q.shape[0]
+    results = {"out": torch.zeros(tokens, 2, 128, dtype=torch.bfloat16), "lse": torch.zeros(tokens, 2)}
+    arguments = operation(case).arguments(case, tensors, None) | results
+    graph = capture_prefill(driver, case, arguments)
+    begin, keys = int(tensors.cu_seqlens_q[0]), int(tensors.cu_seqlens_k[0])
+    tensors.cu_seqlens_q.copy_(torch.tensor([begin, begin + 5, begin + 7, begin + 7]))
+    tensors.cu_seqlens_k.copy_(torch.tensor([keys, keys + 40, keys + 75, keys + 75]))
+    replay_prefill(graph, arch, arguments)
+    wanted = operation(case).reference(case, tensors)
+    written = slice(begin, begin + 7)
+    torch.testing.assert_close(results["out"][written].float(), wanted[0][written].float(), atol=2e-3, rtol=2e-2)
+    torch.testing.assert_close(results["lse"][written], wanted[1][written], atol=1e-4, rtol=1e-4)
+    assert bool((results["out"][begin + 7 :] == 0).all()), "rows of no sequence were written"
+
+
+def test_a_first_call_may_be_captured(driver: CapturingDriver, arch: Arch) -> None:
+    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)  # whose plan has loaded one kernel of three
+    with captured(driver, loading=True) as graph:
+        step()
+    assert len(driver.called("cuLibraryLoadData")) == 3
+    expect(DENSE, step.tensors, step.replay(graph, arch))
+
+
+def test_a_driver_that_loads_nothing_during_capture_is_answered_with_what_to_do(driver: CapturingDriver) -> None:
+    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)
+    driver.refuses_loading = True
+    advice = r"make the same call once before the capture \(cuLibraryLoadData failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED \(900\)\)"
+    with pytest.raises(DeviceError, match=advice) as caught, captured(driver, loading=True):
+        step()
+    assert caught.value.code == 900
+
+
+LOOKING: dict[str, Callable[[Step], Any]] = {
+    "reads a length": lambda step: int(step.tensors.cache_seqlens.max()),
+    "lists lengths": lambda step: step.tensors.cache_seqlens.tolist(),
+    "asks the driver to wait": lambda step: cute_mla.runtime.driver._call("cuCtxSynchronize"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKING)
+def test_the_stand_in_notices_a_call_that_cannot_be_captured(driver: CapturingDriver, look: str) -> None:
+    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)
+    step()
+
+    def capture() -> None:
+        with captured(driver):
+            step()
+            LOOKING[look](step)
+
+    with pytest.raises(AssertionError):
+        capture()
