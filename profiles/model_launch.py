@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, Sp
 
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
+FLAGGED = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
 _LOOKED_UP_AT_ONCE = 32  # query tokens, one a lane
 
 Recorded = Mapping[str, Counts]
@@ -32,12 +33,15 @@ class NoModel(ValueError):
     """A row that the model says nothing of; the message is the reason."""
 
 
-def launch_of(case: Case, arch_name: str, sm_count: int, recorded: Recorded) -> Launch | Combine:
-    """What a row runs on so many SMs. NoModel where the kernel's counts are not recorded, or the op has no model."""
+def launch_of(case: Case, arch_name: str, sm_count: int, recorded: Recorded, *, batch_invariant: bool = False) -> Launch | Combine:
+    """What a row runs on so many SMs. NoModel where the kernel's counts are not recorded, or the op has no model or no such flag."""
     make = _LAUNCHES.get(type(case.shape))
     if make is None:
         raise NoModel(f"no model of {case.op}")
-    return make(case, case.shape, ARCHS[arch_name], sm_count, recorded)
+    if batch_invariant and case.op not in FLAGGED:
+        raise NoModel(f"{case.op} has no flag batch_invariant")
+    flag = {"batch_invariant": True} if batch_invariant else {}
+    return make(case, case.shape, ARCHS[arch_name], sm_count, recorded, **flag)
 
 
 def kernel_name(op: str, arch: Arch, config: Any) -> str:
@@ -61,26 +65,41 @@ def _kernel(op: str, arch: Arch, config: Any, recorded: Recorded) -> dict[str, A
     }
 
 
-def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
+def _dense_decode(case: Case, shape: DecodeShape, arch: Arch, sm_count: int, recorded: Recorded, batch_invariant: bool = False) -> Launch:
     columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
     problem = DenseDecodeProblem(
-        arch, case.dtype, shape.batch, shape.s_q, shape.h_q, shape.h_kv, shape.page_size, columns, operands=shape.operands
+        arch,
+        case.dtype,
+        shape.batch,
+        shape.s_q,
+        shape.h_q,
+        shape.h_kv,
+        shape.page_size,
+        columns,
+        batch_invariant=batch_invariant,
+        operands=shape.operands,
     )
-    kernel = _kernel("dense_decode", arch, problem.config, recorded)
-    num_parts = problem.num_parts(sm_count)
-    split = split_parts(shape.lengths, num_parts)
-    ctas = problem.row_ctas * shape.h_kv * len(split.parts)
-    combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
-    return Launch(**kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
+    return _decode(case, problem, shape.lengths, shape.h_kv, sm_count, recorded)
 
 
-def _sparse_decode(case: Case, shape: SparseDecodeShape, arch: Arch, sm_count: int, recorded: Recorded) -> Launch:
-    problem = SparseDecodeProblem(arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk)
-    kernel = _kernel("sparse_decode", arch, problem.config, recorded)
+def _sparse_decode(
+    case: Case, shape: SparseDecodeShape, arch: Arch, sm_count: int, recorded: Recorded, batch_invariant: bool = False
+) -> Launch:
+    problem = SparseDecodeProblem(
+        arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk, batch_invariant=batch_invariant
+    )
+    return _decode(case, problem, (shape.topk,) * shape.batch, shape.s_q, sm_count, recorded)
+
+
+def _decode(
+    case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengths: Sequence[int], columns: int, sm_count: int, recorded: Recorded
+) -> Launch:
+    """Decode with requests of these lengths, and combine. columns: CTAs along the grid's second dimension."""
+    kernel = _kernel(case.op, problem.arch, problem.config, recorded)
     num_parts = problem.num_parts(sm_count)
-    split = split_parts((shape.topk,) * shape.batch, num_parts)
-    ctas = problem.row_ctas * shape.s_q * len(split.parts)
-    combine = _combine_behind(shape.batch, shape.s_q, shape.h_q, num_parts, split, sm_count)
+    split = split_parts(lengths, num_parts, problem.max_splits)
+    combine = _combine_behind(problem, num_parts, split, sm_count)
+    ctas = problem.row_ctas * columns * len(split.parts)
     return Launch(**kernel, parts=split.parts, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
 
 
@@ -102,9 +121,10 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, arch: Arch, sm_count: i
     return Launch(**kernel, parts=parts, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
 
 
-def _combine_behind(batch: int, s_q: int, h_q: int, num_parts: int, split: Split, sm_count: int) -> Combine | None:
+def _combine_behind(problem: DenseDecodeProblem | SparseDecodeProblem, num_parts: int, split: Split, sm_count: int) -> Combine | None:
     """Of a decode; None where nothing can be cut, for then it is not launched."""
-    if not accumulator_rows(batch, num_parts):
+    batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
+    if not accumulator_rows(batch, num_parts, problem.max_splits):
         return None
     rows = s_q * h_q
     merged = split.splits * rows * ACCUMULATOR_ROW_BYTES + split.cut_requests * rows * ELEMENT_BYTES * D_V

@@ -34,10 +34,10 @@ def predictions(launch: Launch | Combine, gpu: str) -> tuple[Prediction, Predict
 
 
 @cache
-def launch_on(case: Case, gpu: str) -> Launch | Combine:
+def launch_on(case: Case, gpu: str, batch_invariant: bool = False) -> Launch | Combine:
     """What a row runs on a GPU. NoModel with the reason if the model says nothing of it."""
     machine = machines()[gpu].best
-    return launch_of(case, machine.arch, machine.sm_count, recorded())
+    return launch_of(case, machine.arch, machine.sm_count, recorded(), batch_invariant=batch_invariant)
 
 
 recorded = cache(read)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..spec.dense_prefill import RANKED_ROUNDS
 from ..spec.mla import ceil_div
+from ..spec.split_plan import INVARIANT_SPLIT_TILES
 from ..testing.plan_reference import pieces, reference_plan
 
 
@@ -29,12 +30,13 @@ class Split:
     most_splits: int
 
 
-def split_parts(lengths: Sequence[int], num_parts: int) -> Split:
-    """The parts of split_plan, those without work left out."""
+def split_parts(lengths: Sequence[int], num_parts: int, max_splits: int = 0) -> Split:
+    """The parts of split_plan, those without work left out. max_splits: as kernels take it, not 0 in a batch-invariant call."""
     blocks: Counter[int] = Counter()
     count: Counter[int] = Counter()
     splits: Counter[int] = Counter()
-    for part, piece in pieces(reference_plan(lengths, num_parts), lengths):
+    split_tiles = INVARIANT_SPLIT_TILES if max_splits else None
+    for part, piece in pieces(reference_plan(lengths, num_parts), lengths, split_tiles, max_splits):
         blocks[part] += piece.end - piece.begin
         count[part] += 1
         if piece.row is not None:

@@ -1,4 +1,7 @@
-"""Which bits a call gives: the same for the same inputs, and with batch_invariant for the same request."""
+"""Which bits a call gives: the same for the same inputs, under every schedule; and calls with a plan made for others.
+
+What batch_invariant promises beyond that is tested in test_batch_invariance.py.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import Bench, expect, identical
-from decoding import request_of, with_lengths
+from bench import Bench, Result, expect, identical
+from decoding import with_lengths
 from torch import Tensor
 
 import cute_mla
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases import Case, Tensors, make_tensors
 from cute_mla.testing.runner import Schedule, schedules
-
-CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
 
 MIXED = Case(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
 
@@ -42,32 +42,6 @@ def test_every_schedule_gives_the_same_bits_in_clusters(bench: Bench, dtype: str
     bench.judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
 
 
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(bench: Bench) -> None:
-    case = replace(MIXED, batch_invariant=True)
-    tensors = make_tensors(case)
-    together = bench.run(case, tensors)
-    for sm_count in (1, 9, 132):
-        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
-        for request in range(3):
-            single = replace(case, batch=1, lengths=(case.key_lengths[request],), sm_count=sm_count)
-            alone = bench.run(single, request_of(tensors, request))
-            assert identical(alone, tuple(part[request : request + 1] for part in together))  # type: ignore[arg-type]
-
-
-def test_invariant_bits_of_a_request_that_is_cut(bench: Bench) -> None:
-    case = Case(batch=3, lengths=(30, CUT + 70, 200), h_q=4, page_size=128, batch_invariant=True, sm_count=132)
-    tensors = make_tensors(case)
-    together = bench.run(case, tensors)
-    alone = bench.run(replace(case, batch=1, lengths=(CUT + 70,), sm_count=1), request_of(tensors, 1))
-    assert identical(alone, tuple(part[1:2] for part in together))  # type: ignore[arg-type]
-    expect(case, tensors, together)
-
-
-def test_without_invariance_bits_do_depend_on_the_sm_count(bench: Bench) -> None:
-    tensors = make_tensors(MIXED)
-    assert not identical(bench.run(replace(MIXED, sm_count=1), tensors), bench.run(replace(MIXED, sm_count=40), tensors))
-
-
 OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [0, 0, 0], [1, 2, 3]]
 
 
@@ -78,13 +52,17 @@ def spacious() -> Tensors:
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_plan_used_with_other_lengths_gives_the_right_answer(bench: Bench, invariant: bool) -> None:
+    """And a batch-invariant call the bits that it has with any plan."""
     tensors = spacious()
+    results: list[list[Result]] = [[] for _ in OTHER_LENGTHS]
     with cute_mla.simulate(bench.arch, 12):
         for planned_for in ([500, 70, 260], [0, 0, 0], [1, 512, 64]):
             plan = cute_mla.get_mla_metadata(torch.tensor(planned_for, dtype=torch.int32), 80, 1, 40)
-            for lengths in OTHER_LENGTHS:
+            for lengths, found in zip(OTHER_LENGTHS, results, strict=True):
                 used = with_lengths(tensors, lengths)
-                expect(MIXED, used, decode_planned(used, plan, batch_invariant=invariant))
+                found.append(decode_planned(used, plan, batch_invariant=invariant))
+                expect(MIXED, used, found[-1])
+    assert all(identical(found[0], other) for found in results for other in found[1:]) == invariant
 
 
 def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(bench: Bench) -> None:

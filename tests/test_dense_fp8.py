@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from bench import Bench, expect, identical
-from decoding import request_of
 
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases import DESCALE_K, DESCALE_Q, UNUSED_TABLE_ENTRY, Case, make_tensors
 from cute_mla.testing.dense_suites import with_fp8
 from cute_mla.testing.runner import Schedule, schedules
@@ -207,23 +205,3 @@ def test_a_dominating_key_among_many_small_ones(bench: Bench, operands: str) -> 
 def test_every_schedule_gives_the_same_bits(bench: Bench, operands: str, h_q: int) -> None:
     case = Case(batch=3, s_q=2, lengths=(300, 70, 0), h_q=h_q, causal=True, page_size=32, values="peaks", operands=operands, sm_count=6)
     bench.judge(case, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))
-
-
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(bench: Bench, operands: str) -> None:
-    case = Case(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, batch_invariant=True, operands=operands, sm_count=9)
-    tensors = make_tensors(case)
-    together = bench.run(case, tensors)
-    for sm_count in (1, 132):
-        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
-        single = replace(case, batch=1, lengths=(260,), sm_count=sm_count)
-        assert identical(bench.run(single, request_of(tensors, 2)), tuple(part[2:3] for part in together))
-
-
-def test_invariant_bits_of_a_request_that_is_cut(bench: Bench, operands: str) -> None:
-    cut = INVARIANT_SPLIT_TILES * TILE_KEYS + 70
-    case = Case(batch=2, lengths=(30, cut), h_q=4, page_size=128, batch_invariant=True, operands=operands, sm_count=132)
-    tensors = make_tensors(case)
-    together = bench.run(case, tensors)
-    alone = bench.run(replace(case, batch=1, lengths=(cut,), sm_count=1), request_of(tensors, 1))
-    assert identical(alone, tuple(part[1:2] for part in together))
-    expect(case, tensors, together)

@@ -1,4 +1,7 @@
-"""Which bits sparse decode gives: the same for the same inputs, and with batch_invariant for the same request; and plans."""
+"""Which bits sparse decode gives: the same for the same inputs, under every schedule; and calls with a plan made for others.
+
+What batch_invariant promises beyond that is tested in test_batch_invariance.py.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from bench import Bench, Result, expect, identical
-from decoding import sparse_request_of
 from torch import Tensor
 
 import cute_mla
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.runner import call, schedules
 from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
-
-CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
 
 MIXED = SparseCase(
     batch=3, s_q=2, h_q=10, main=Pool(512, 140, 61, (140, 70, 0)), extra=Pool(256, 90, 64, (90, 0, 65)),
@@ -23,54 +22,10 @@ MIXED = SparseCase(
 )  # fmt: skip
 
 
-def part_of(result: Result, request: int) -> Result:
-    """Out and lse of one request."""
-    return result[0][request : request + 1], result[1][request : request + 1]
-
-
-def alone(case: SparseCase, request: int) -> SparseCase:
-    """The case of one request."""
-
-    def own(pool: Pool) -> Pool:
-        return pool._replace(lengths=(pool.lengths[request],)) if isinstance(pool.lengths, tuple) else pool
-
-    return replace(case, batch=1, main=own(case.main), extra=None if case.extra is None else own(case.extra))
-
-
 @pytest.mark.parametrize("cache", ["fp8_656", "fp8_584", "latent"])
 def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
     records = bench.judge(replace(MIXED, cache=cache), *schedules(4, 0))
     assert len(records) == 4
-
-
-def test_invariant_bits_depend_on_neither_batchmates_nor_sm_count(bench: Bench) -> None:
-    case = replace(MIXED, batch_invariant=True)
-    tensors = make_sparse_tensors(case)
-    together = bench.run(case, tensors)
-    expect(case, tensors, together)
-    for sm_count in (1, 132):
-        assert identical(bench.run(replace(case, sm_count=sm_count), tensors), together)
-        for request in range(3):
-            single = bench.run(replace(alone(case, request), sm_count=sm_count), sparse_request_of(tensors, request))
-            assert identical(single, part_of(together, request))
-
-
-def test_invariant_bits_of_a_request_that_is_cut(bench: Bench) -> None:
-    """Inside its second cache, with a sink on every head."""
-    case = SparseCase(
-        batch=2, h_q=3, main=Pool(6000, CUT // 2 + 4, 64, (37, CUT // 2 + 4)), extra=Pool(6000, CUT // 2 + 77, 61, (63, CUT // 2 + 77)),
-        batch_invariant=True, sinks="infinite", sm_count=132,
-    )  # fmt: skip
-    tensors = make_sparse_tensors(case)
-    together = bench.run(case, tensors)
-    expect(case, tensors, together)
-    single = bench.run(replace(alone(case, 1), sm_count=1), sparse_request_of(tensors, 1))
-    assert identical(single, part_of(together, 1))
-
-
-def test_without_invariance_bits_do_depend_on_the_sm_count(bench: Bench) -> None:
-    tensors = make_sparse_tensors(MIXED)
-    assert not identical(bench.run(replace(MIXED, sm_count=1), tensors), bench.run(replace(MIXED, sm_count=60), tensors))
 
 
 def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
