@@ -20,17 +20,22 @@ from .sparse_prefill_op import PrefillOperands, PrefillResults, PrefillWanted
 from .spec.dense_decode import MAX_KEYS, MAX_ROW_ALIGNMENT, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
-from .support import OPS, heads_problem, is_supported
+from .support import check_op, heads_problem, is_supported
 from .tensors import (
     address_of,
     alignment,
+    check_apart,
     check_contiguous,
     check_dtype,
     check_empty_lse,
+    check_flag,
+    check_integer,
     check_scale,
     check_shape,
+    is_integer,
     optional_spec,
     refuse_gradients,
+    shown,
     spec_of,
 )
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
@@ -96,8 +101,9 @@ def get_mla_metadata(
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError as flash_mla_with_kvcache.
     """
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if cache_seqlens is None:
-        if num_q_tokens_per_head_k is not None or num_heads_k is not None:
+        if any(value is not None for value in (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk)):
             raise ValueError("cache_seqlens is None beside other arguments; supported: get_mla_metadata() or all of the first three")
         return MlaSchedule(), None
     if num_q_tokens_per_head_k is None or num_heads_k is None:
@@ -294,6 +300,7 @@ def flash_mla_sparse_fwd(
     out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
     max_logits, lse  fp32 [.., s_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf
+                     Results share memory neither with each other nor with operands.
 
     Returns (out, max_logits, lse). max_logits is the greatest sm_scale * score of a row, in natural units; lse is the
     natural log of the sum of exp(sm_scale * score). A row that attends to nothing has out 0, max_logits -inf and lse
@@ -332,8 +339,9 @@ def flash_mla_sparse_fwd(
     )
     device = device_for(q.device)
     operands = PrefillOperands(q, kv, indices, topk_length, attn_sink, kv_offsets)
-    refuse_gradients(q=q, kv=kv, attn_sink=attn_sink)
+    refuse_gradients(q=q, kv=kv, attn_sink=attn_sink, out=out, max_logits=max_logits, lse=lse)
     plan = operands.plan(wanted, device)
+    check_apart({"out": out, "max_logits": max_logits, "lse": lse}, operands._asdict())
     results = PrefillResults(
         out=q.new_empty(plan.out_shape) if out is None else out,
         max_logits=q.new_empty(plan.row_shape, dtype=torch.float32) if max_logits is None else max_logits,
@@ -362,7 +370,7 @@ def merge_states(
                      contiguous, other strides free
     lses             as many, likewise: fp32 [tokens, heads], natural log, any strides (decode gives [batch, heads, tokens]:
                      transpose it). An infinite one, of either sign, weighs nothing, and its row of outs may be anything, NaN too
-    out, lse         for the results, shaped as a state; each may be one of the states
+    out, lse         for the results, shaped as a state; each may be one of the states, and shares memory with nothing else
     empty_lse        lse of a row that is empty in all states, inf or -inf; its out is 0
 
     Returns (out, lse). With both given, nothing is allocated. Sums are in fp32, over the states in their order. Runs on the
@@ -380,6 +388,7 @@ def merge_states(
     operands = MergeOperands.of(outs, lses)
     plan = operands.plan(out, lse)
     first = operands.outs[0]
+    refuse_gradients(out=out, lse=lse)
     for i, (state, state_lse) in enumerate(zip(operands.outs, operands.lses, strict=True)):
         refuse_gradients(**{f"outs[{i}]": state, f"lses[{i}]": state_lse})
     device = device_for(first.device)
@@ -416,16 +425,14 @@ def workspace_size(
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
     """
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}")
-    for name, value in (("batch", batch), ("s_q", s_q)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}; supported: 0 or more")
+    check_op(op)
+    check_flag("batch_invariant", batch_invariant)
+    batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     problem_of_heads = heads_problem(h_q, h_kv, op)
     if problem_of_heads is not None:
         raise ValueError(problem_of_heads)
     most_keys = _most_keys(op, batch_invariant, max_cache_seqlen, topk)
-    where = device_for(torch.device(device))
+    where = device_for(_torch_device(device))
     if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
@@ -492,9 +499,9 @@ def _check_fp8_flag(k_cache: Any, is_fp8_kvcache: bool) -> None:
         )
 
 
-def _check_columns(name: str, d_v: int) -> None:
-    if d_v != D_V:
-        raise ValueError(f"{name} is {d_v!r}; supported: {D_V}")
+def _check_columns(name: str, d_v: Any) -> None:
+    if not is_integer(d_v) or d_v != D_V:
+        raise ValueError(f"{name} is {shown(d_v)}; supported: {D_V}")
 
 
 def planned_rows(
@@ -509,12 +516,11 @@ def planned_rows(
     return heads, num_q_tokens_per_head_k // heads
 
 
-def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: int | None) -> None:
-    if num_q_tokens_per_head_k < 1:
-        raise ValueError(f"num_q_tokens_per_head_k is {num_q_tokens_per_head_k}; supported: 1 or more")
+def _check_heads(num_q_tokens_per_head_k: Any, num_heads_k: Any, num_heads_q: Any) -> None:
+    check_integer("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
     problem = heads_problem(num_heads_k if num_heads_q is None else num_heads_q, num_heads_k)
     if problem is not None:
-        raise ValueError(f"num_heads_k is {num_heads_k}, num_heads_q {num_heads_q}: {problem}")
+        raise ValueError(f"num_heads_k is {shown(num_heads_k)}, num_heads_q {shown(num_heads_q)}: {problem}")
     if num_heads_q is not None and num_q_tokens_per_head_k % (num_heads_q // num_heads_k):
         raise ValueError(
             f"num_q_tokens_per_head_k is {num_q_tokens_per_head_k} with {num_heads_q} query heads and {num_heads_k} KV heads; "
@@ -522,36 +528,41 @@ def _check_heads(num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: in
         )
 
 
-def _sparse_heads(num_heads_k: int, num_heads_q: int | None, topk: int) -> int:
+def _sparse_heads(num_heads_k: int, num_heads_q: int | None, topk: Any) -> int:
     """The query heads of sparse decode. ValueError on what it does not support."""
     if num_heads_q is None:
-        raise ValueError(f"num_heads_q is None with topk {topk}; supported with topk: 1 to {MAX_HEADS}")
+        raise ValueError(f"num_heads_q is None with topk {shown(topk)}; supported with topk: 1 to {MAX_HEADS}")
     problem = heads_problem(num_heads_q, num_heads_k, "sparse_decode")
     if problem is not None:
         raise ValueError(f"num_heads_k is {num_heads_k}, num_heads_q {num_heads_q}: {problem}")
-    if not 0 <= topk <= MAX_KEYS:
-        raise ValueError(f"topk is {topk}; supported: 0 to {MAX_KEYS}")
+    check_integer("topk", topk, 0, MAX_KEYS)
     return num_heads_q
+
+
+def _torch_device(device: Any) -> torch.device:
+    """ValueError unless torch has such a device."""
+    try:
+        return torch.device("cuda", device) if is_integer(device) else torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        raise ValueError(f"device is {shown(device)}; supported: a CUDA device, and cpu inside `with cute_mla.simulate(arch):`") from None
 
 
 def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:
     """The bound on a request's keys, 0 where none is needed. ValueError unless it is given where it is needed, and rightly."""
     dense = op == "dense_decode"
     if op in ("dense_decode", "dense_prefill") and topk is not None:
-        raise ValueError(f"topk is {topk}; supported with {op}: None")
+        raise ValueError(f"topk is {shown(topk)}; supported with {op}: None")
     if not dense and max_cache_seqlen is not None:
-        raise ValueError(f"max_cache_seqlen is {max_cache_seqlen}; supported with {op}: None")
+        raise ValueError(f"max_cache_seqlen is {shown(max_cache_seqlen)}; supported with {op}: None")
     if dense and batch_invariant != (max_cache_seqlen is not None):
         raise ValueError(
-            f"batch_invariant is {batch_invariant} and max_cache_seqlen {max_cache_seqlen}; supported: "
+            f"batch_invariant is {batch_invariant} and max_cache_seqlen {shown(max_cache_seqlen)}; supported: "
             "max_cache_seqlen (block_table.shape[1] * page size) with batch_invariant=True, and neither"
         )
     if op == "sparse_decode" and batch_invariant and topk is None:
         raise ValueError("batch_invariant is True and topk None; supported: topk (of both caches together) with batch_invariant=True")
     name, most = ("max_cache_seqlen", max_cache_seqlen) if dense else ("topk", topk)
-    if most is not None and most < 0:
-        raise ValueError(f"{name} is {most}; supported: 0 or more")
-    return most or 0
+    return 0 if most is None else check_integer(name, most, 0)
 
 
 def plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> PlanSpecs | None:

@@ -15,6 +15,7 @@ from .spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, 
 from .tensors import (
     DTYPE_NAMES,
     TensorSpec,
+    check_apart,
     check_device,
     check_dtype,
     check_last_contiguous,
@@ -90,7 +91,30 @@ class MergeOperands(NamedTuple):
         if self.stacked:
             states, apart = len(self.outs[0]), (one_out.stride[0], one_lse.stride[0])
             one_out, one_lse = _of_stack("outs", one_out), _of_stack("lses", one_lse)
-        return plan_call(MergeCall(one_out, one_lse, states, apart, optional_spec("out", out), optional_spec("lse", lse)))
+        plan = plan_call(MergeCall(one_out, one_lse, states, apart, optional_spec("out", out), optional_spec("lse", lse)))
+        self._check_apart(out, lse)
+        return plan
+
+    def _check_apart(self, out: torch.Tensor | None, lse: torch.Tensor | None) -> None:
+        """ValueError if a result shares memory with anything but the state that it replaces, whole."""
+        if out is None and lse is None:
+            return
+        states = {f"{name}[{i}]": state for name in ("outs", "lses") for i, state in enumerate(getattr(self, name))}
+        for name, result in (("out", out), ("lse", lse)):
+            own = f"{name}s"
+            if result is not None and any(self._is_state(result, group) for group in getattr(self, own)):
+                check_apart({name: result}, {other: state for other, state in states.items() if not other.startswith(own)})
+            else:
+                check_apart({name: result}, states)
+        check_apart({"out": out, "lse": lse}, {})
+
+    def _is_state(self, result: torch.Tensor, group: torch.Tensor) -> bool:
+        """Whether a result lies where a state does, one of a stack or the only one of a group."""
+        distance, strides = result.data_ptr() - group.data_ptr(), group.stride()
+        if not self.stacked:
+            return distance == 0 and result.stride() == strides
+        apart = strides[0] * group.itemsize
+        return apart > 0 and result.stride() == strides[1:] and distance % apart == 0 and 0 <= distance // apart < len(group)
 
     def launch(self, device: Device, plan: MergePlan, out: torch.Tensor, lse: torch.Tensor, empty_lse: float) -> None:
         """Launches merge_states. Allocates nothing."""
@@ -117,7 +141,7 @@ def _shown(spec: TensorSpec) -> str:
 
 def _of_stack(name: str, stack: TensorSpec) -> TensorSpec:
     """One of its states. ValueError if they lie upon one another."""
-    if stack.stride[0] == 0:
+    if stack.stride[0] == 0 and 0 not in stack.shape:
         raise ValueError(f"{name} has shape {list(stack.shape)} and strides {list(stack.stride)}; supported: states apart from each other")
     return stack._replace(shape=stack.shape[1:], stride=stack.stride[1:])
 

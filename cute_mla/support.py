@@ -12,9 +12,10 @@ from .spec import dense_prefill, sparse_prefill
 from .spec.arch import ALIASES, ARCHS
 from .spec.dense_decode import MAX_KEYS
 from .spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
-from .tensors import DTYPE_NAMES
+from .tensors import DTYPE_NAMES, is_flag, is_integer, shown
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
+CACHE_OPS = ("cache_write", "cache_gather")
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # of sparse decode, whose grid has them along its second dimension
@@ -26,23 +27,34 @@ def heads_problem(h_q: int, h_kv: int, op: str = "dense_decode") -> str | None:
     problem = _between("h_q", 1, _MAX_HEADS_OF.get(op, MAX_HEADS))(h_q)
     if problem is not None:
         return problem
-    if op in ("sparse_decode", "sparse_prefill") and h_kv != 1:
-        return f"h_kv is {h_kv}; supported with indices: 1"
-    if h_kv < 1 or h_q % h_kv:
-        return f"h_kv is {h_kv} with h_q {h_q}; supported: divisors of h_q"
+    if op in ("sparse_decode", "sparse_prefill") and not (is_integer(h_kv) and h_kv == 1):
+        return f"h_kv is {h_kv!r}; supported with indices: 1"
+    if not is_integer(h_kv) or h_kv < 1 or h_q % h_kv:
+        return f"h_kv is {h_kv!r} with h_q {h_q}; supported: divisors of h_q"
     return None
 
 
 def _one_of(name: str, *supported: Any) -> Callable[[Any], str | None]:
     def problem(value: Any) -> str | None:
-        return None if value in supported else f"{name} is {value!r}; supported: {', '.join(map(repr, supported))}"
+        if any(_is_same(value, known) for known in supported):
+            return None
+        return f"{name} is {shown(value)}; supported: {', '.join(map(repr, supported))}"
 
     return problem
 
 
+def _is_same(value: Any, known: bool | int | str | None) -> bool:
+    """Whether an argument is this one: of equal kind, so that 0 is not False."""
+    if isinstance(known, bool):
+        return is_flag(value) and bool(value) == known
+    if isinstance(known, int):
+        return is_integer(value) and bool(value == known)
+    return value is None if known is None else isinstance(value, str) and value == known
+
+
 def _between(name: str, least: int, most: int) -> Callable[[Any], str | None]:
     def problem(value: Any) -> str | None:
-        return None if isinstance(value, int) and least <= value <= most else f"{name} is {value!r}; supported: {least} to {most}"
+        return None if is_integer(value) and least <= value <= most else f"{name} is {shown(value)}; supported: {least} to {most}"
 
     return problem
 
@@ -104,7 +116,17 @@ _SPARSE_PREFILL: dict[str, Callable[[Any], str | None]] = {
     **{name: _one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
     "kv_offsets": _one_of("kv_offsets", False, True),
 }
+_CACHE_ROWS: dict[str, Callable[[Any], str | None]] = {
+    **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
+    **{name: _one_of(name, None) for name in ("h_q", "s_q", "head_dim_v")},
+    "h_kv": _one_of("h_kv", 1),
+    "head_dim": _one_of("head_dim", D_QK, D_V),
+    "page_size": _between("page_size", 1, MAX_KEYS),
+    "causal": _one_of("causal", False),
+}
 _FEATURES_OF = {
+    **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
     "dense_decode": _DENSE_DECODE,
     "sparse_decode": _SPARSE_DECODE,
     "dense_prefill": _DENSE_PREFILL,
@@ -114,30 +136,35 @@ _FEATURES_OF = {
 FEATURES = tuple(_DENSE_DECODE)
 
 
+def check_op(op: Any, ops: tuple[str, ...] = OPS) -> None:
+    """ValueError unless it is the name of an op."""
+    if not isinstance(op, str) or op not in ops:
+        raise ValueError(f"op is {shown(op)}; supported: {', '.join(ops)}")
+
+
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill".
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "cache_write", "cache_gather".
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features, any of them, each with the value a call would have:
         dtype            "bf16", "fp16" or the torch dtype, of queries, cache and output; in dense decode over an FP8 cache also
-                         "e4m3", of queries
+                         "e4m3", of queries; of cache_write and cache_gather, of the keys outside the cache
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim, head_dim_v   columns of q, and of out: 576 (or 512, of an FP8 cache in sparse decode and in sparse prefill), 512;
-                         in dense prefill 192 or 128, and 128
+                         in dense prefill 192 or 128, and 128; of a key in cache_write and cache_gather, 576 or 512, and None
         page_size        keys of a page; None in prefill, whose keys have no pages
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
         topk             indices of a query token; None without indices
 
     Returns (True, what stands behind the kernels: whether they have run on hardware, and what was done instead) or (False,
-    the reason). ValueError for a name that is none of the above. Says nothing of the machine: whether there is a device, a
-    driver, or a build.
+    the reason), also for a value that no call could have. ValueError for a name that is none of the above. Says nothing of the
+    machine: whether there is a device, a driver, or a build.
     """
-    if op not in OPS:
-        raise ValueError(f"op is {op!r}; supported: {', '.join(OPS)}")
-    if arch not in ARCHS and arch not in ALIASES:
-        raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
+    check_op(op, (*OPS, *CACHE_OPS))
+    if not isinstance(arch, str) or (arch not in ARCHS and arch not in ALIASES):
+        raise ValueError(f"arch is {shown(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}")
     for feature in features:
         if feature not in FEATURES:
             raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
@@ -164,6 +191,6 @@ def _problem_together(op: str, features: dict[str, Any]) -> str | None:
         return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
     if op == "sparse_decode" and fp8 and _dtype_name(features.get("dtype")) == "fp16":
         return "dtype is fp16 with an FP8 cache; supported: bf16"
-    if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
+    if op in ("sparse_decode", *CACHE_OPS) and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
     return None

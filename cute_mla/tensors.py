@@ -6,10 +6,13 @@ Checks look at a TensorSpec, not at the tensor, so that a call whose specs were 
 from __future__ import annotations
 
 import math
-from numbers import Real
+from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from .spec.dense_decode import MAX_ROW_ALIGNMENT
 
@@ -25,6 +28,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
 TMA_ALIGNMENT = 16  # bytes: of a base address and of every stride that a tensor map holds
 _MAX_MAP_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
 WORKSPACE_ALIGNMENT = 16  # bytes: kernels store whole vectors there
+_OVERLAP_WORK = 10_000  # steps of numpy's search for an address that two tensors share: milliseconds
+_MOST_SHOWN = 200  # characters of an argument in a message
 
 
 class TensorSpec(NamedTuple):
@@ -37,11 +42,13 @@ class TensorSpec(NamedTuple):
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """The spec of an argument. ValueError if it is not a tensor."""
-    try:
-        return TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    except AttributeError:
-        raise ValueError(f"{name} is {tensor!r}; supported: a torch tensor") from None
+    """The spec of an argument. ValueError if it is not a tensor, or one whose elements do not lie in memory as they are read."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name} is {shown(tensor)}; supported: a torch tensor")
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or (not is_dynamo_compiling() and tensor.is_neg()):
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "a lazily negated view"
+        raise ValueError(f"{name} is {kind if tensor.layout is torch.strided else tensor.layout}; supported: a strided torch tensor")
+    return TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def optional_spec(name: str, tensor: Any) -> TensorSpec | None:
@@ -98,9 +105,55 @@ def check_contiguous(name: str, spec: TensorSpec) -> None:
 
 
 def check_writable(name: str, spec: TensorSpec) -> None:
-    """ValueError if several elements share one address, as in an expanded tensor."""
-    if any(size > 1 and stride == 0 for size, stride in zip(spec.shape, spec.stride, strict=True)):
-        raise ValueError(f"{name} has strides {list(spec.stride)}, so elements share memory; supported: an output of distinct elements")
+    """ValueError if several elements share one address, as in an expanded tensor. Dimensions that interleave count as such."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(spec.shape, spec.stride, strict=True) if size > 1):
+        if stride <= reach and 0 not in spec.shape:
+            raise ValueError(f"{name} has strides {list(spec.stride)}, so elements share memory; supported: an output of distinct elements")
+        reach += (size - 1) * stride
+
+
+def check_apart(written: Mapping[str, torch.Tensor | None], read: Mapping[str, torch.Tensor | None]) -> None:
+    """ValueError if a tensor that is written shares memory with one that is read, or with another that is written."""
+    outputs = [(name, tensor, *_extent(tensor)) for name, tensor in written.items() if tensor is not None]
+    if not outputs:
+        return
+    inputs = [(name, tensor, *_extent(tensor)) for name, tensor in read.items() if tensor is not None]
+    for i, (name, tensor, start, end) in enumerate(outputs):
+        for other_name, other, other_start, other_end in (*outputs[i + 1 :], *inputs):
+            if start < other_end and other_start < end and _share_memory(tensor, other):
+                raise ValueError(f"{name} shares memory with {other_name}; supported: results and workspace with memory of their own")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of the first byte of a tensor, and the one behind its last."""
+    if not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    return start, start + (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common, such as slices of one tensor may have or not. False where that is too hard to tell."""
+    try:
+        return np.shares_memory(_as_array(tensor), _as_array(other), max_work=_OVERLAP_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """An array over a tensor's memory, which is not touched."""
+
+    class Memory:
+        __array_interface__ = {  # noqa: RUF012
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            "typestr": f"|V{tensor.itemsize}",
+            "version": 3,
+        }
+
+    return np.asarray(Memory())
 
 
 def check_counts(name: str, counts: TensorSpec, shape: tuple[int | str, ...], q: TensorSpec) -> None:
@@ -143,17 +196,59 @@ def is_map_stride(stride: int) -> bool:
     return stride % TMA_ALIGNMENT == 0 and 0 < stride < _MAX_MAP_STRIDE
 
 
+def is_integer(value: Any) -> bool:
+    """Whether an argument is an integer, numpy's too; True and False are none."""
+    return isinstance(value, Integral | torch.SymInt) and not isinstance(value, bool)
+
+
+def is_flag(value: Any) -> bool:
+    """Whether an argument is True or False, numpy's too."""
+    return isinstance(value, bool | np.bool_)
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a real number that a float can hold; True and False are none."""
+    if value is True or value is False or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """An argument that is not what it should be, short enough for a message."""
+    text = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) and not value.is_nested else repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def check_integer(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """The integer that an argument is. ValueError if it is none, or out of range."""
+    if not is_integer(value) or value < least or (most is not None and value > most):
+        bound = "or more" if most is None else f"to {most}"
+        raise ValueError(f"{name} is {shown(value)}; supported: an integer, {least} {bound}")
+    number: int = value if isinstance(value, torch.SymInt) else int(value)
+    return number
+
+
+def check_flag(name: str, value: Any) -> None:
+    """ValueError unless an argument is True or False."""
+    if not is_flag(value):
+        raise ValueError(f"{name} is {shown(value)}; supported: True and False")
+
+
 def check_scale(name: str, scale: Any) -> None:
     """ValueError unless the scale of the softmax is a positive number that fp32 holds, multiplied by log2(e) too."""
     fp32 = torch.finfo(torch.float32)
-    if not isinstance(scale, Real) or not fp32.tiny <= float(scale) <= fp32.max / 2:
-        raise ValueError(f"{name} is {scale!r}; supported: a positive finite number of fp32")
+    if not is_number(scale) or not fp32.tiny <= float(scale) <= fp32.max / 2:
+        raise ValueError(f"{name} is {shown(scale)}; supported: a positive finite number of fp32")
 
 
-def check_empty_lse(empty_lse: float) -> None:
+def check_empty_lse(empty_lse: Any) -> None:
     """ValueError unless it is what the lse of a row that attends to nothing may be."""
-    if empty_lse not in (math.inf, -math.inf):
-        raise ValueError(f"empty_lse is {empty_lse}; supported: inf and -inf")
+    if not is_number(empty_lse) or not math.isinf(empty_lse):
+        raise ValueError(f"empty_lse is {shown(empty_lse)}; supported: inf and -inf")
 
 
 def output_strides(name: str, given: TensorSpec | None, shape: tuple[int, ...], dtype: torch.dtype, q: TensorSpec) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -11,7 +10,22 @@ import torch
 from .dense_prefill_op import VarlenOperands, VarlenResults, VarlenWanted
 from .runtime.device import device_for
 from .spec.dense_prefill import D_V, HEAD_DIMS
-from .tensors import address_of, alignment, check_empty_lse, check_scale, check_shape, optional_spec, refuse_gradients, spec_of
+from .tensors import (
+    address_of,
+    alignment,
+    check_apart,
+    check_empty_lse,
+    check_flag,
+    check_integer,
+    check_scale,
+    check_shape,
+    is_integer,
+    is_number,
+    optional_spec,
+    refuse_gradients,
+    shown,
+    spec_of,
+)
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
@@ -56,7 +70,7 @@ def flash_attn_varlen_func(
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. No tensor may require gradients, unless
-    gradients are switched off: the result would not have any.
+    gradients are switched off: the result would not have any. out and lse share memory neither with each other nor with operands.
 
     With out and lse given, nothing is allocated; no workspace is needed, and no plan. No queries, no keys, no sequences and
     offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a CUDA
@@ -82,16 +96,17 @@ def flash_attn_varlen_func(
             causal=causal,
             empty_lse=empty_lse,
         )
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p is {dropout_p!r}; supported: 0, for only the forward pass is there")
+    if not is_number(dropout_p) or dropout_p != 0:
+        raise ValueError(f"dropout_p is {shown(dropout_p)}; supported: 0, for only the forward pass is there")
     if softmax_scale is not None:
         check_scale("softmax_scale", softmax_scale)
     check_empty_lse(empty_lse)
-    _check_length("max_seqlen_k", max_seqlen_k)
-    refuse_gradients(q=q, k=k, v=v)
+    check_flag("causal", causal)
+    check_integer("max_seqlen_k", max_seqlen_k, 0)
+    refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     wanted = VarlenWanted(
         causal=bool(causal),
-        max_seqlen_q=_check_length("max_seqlen_q", max_seqlen_q),
+        max_seqlen_q=check_integer("max_seqlen_q", max_seqlen_q, 0),
         out=optional_spec("out", out),
         lse=optional_spec("lse", lse),
         address_alignment=alignment(address_of("q", q), 0 if out is None else out.data_ptr()),
@@ -99,6 +114,7 @@ def flash_attn_varlen_func(
     device = device_for(q.device)
     operands = VarlenOperands(q, k, v, cu_seqlens_q, cu_seqlens_k)
     plan = operands.plan(wanted, device)
+    check_apart({"out": out, "lse": lse}, operands._asdict())
     if out is None:
         out = q.new_empty(plan.out_shape)
         device.undefined(out)
@@ -193,14 +209,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> None:
     """ValueError unless the last dimension has room for the values, behind 1 (keys) or 2 (queries and keys) operands."""
-    if head_dim_qk not in HEAD_DIMS:
-        raise ValueError(f"head_dim_qk is {head_dim_qk!r}; supported: {', '.join(map(str, HEAD_DIMS))}")
+    if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
+        raise ValueError(f"head_dim_qk is {shown(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
     check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
     refuse_gradients(**{name: packed})
-
-
-def _check_length(name: str, length: Any) -> int:
-    """The length of the longest sequence. ValueError if it is none."""
-    if not isinstance(length, Integral) or length < 0:
-        raise ValueError(f"{name} is {length!r}; supported: an integer, 0 or more")
-    return int(length)

@@ -245,8 +245,8 @@ def far_call(step: int) -> DensePrefillCall:
         wanted=VarlenWanted(
             causal=True,
             max_seqlen_q=MAX_ITEMS,
-            out=TensorSpec((MAX_TOKENS, 3, 128), (step, 2 * step, 1), torch.bfloat16, cpu),
-            lse=TensorSpec((MAX_TOKENS, 3), (step, 2 * step), torch.float32, cpu),
+            out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
+            lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
             address_alignment=16,
         ),
     )
@@ -257,7 +257,7 @@ def test_operands_far_apart(arch: Arch) -> None:
     far = 1 << 36
     plan = plan_call(far_call(far), arch, 132)
     assert plan.kernel == "bf16_d192"
-    assert plan.int64s == (far, 2 * far) * 3
+    assert plan.int64s == (far, 2 * far, *(3 * far, far) * 2)
     assert plan.int32s == (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
     assert [layout.strides for layout in plan.layouts if layout is not None] == [(4 * far, 2 * far)] * 3
 

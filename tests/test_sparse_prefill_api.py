@@ -188,7 +188,7 @@ def test_requests_may_share_their_rows(device: RecordingDevice) -> None:
 def test_operands_far_apart(arch: Arch) -> None:
     """More than 2^31 elements, and bytes, between neighbours of every dimension."""
     far, cpu = 1 << 33, torch.device("cpu")
-    rows = TensorSpec((2, 3, 128), (5 * far, 2 * far, far), torch.float32, cpu)
+    rows = TensorSpec((2, 3, 128), (600 * far, 200 * far, far), torch.float32, cpu)
     call = SparsePrefillCall(
         q=TensorSpec((2, 3, 128, 576), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu),
         kv=TensorSpec((2, 2_000_000_000, 1, 576), (3 * far, far, 1, 1), torch.bfloat16, cpu),
@@ -196,10 +196,10 @@ def test_operands_far_apart(arch: Arch) -> None:
         topk_length=None,
         attn_sink=None,
         kv_offsets=None,
-        wanted=PrefillWanted(TensorSpec((2, 3, 128, 512), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
+        wanted=PrefillWanted(TensorSpec((2, 3, 128, 512), (600 * far, 200 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
     )
     plan = plan_call(call, arch, 132)
-    assert plan.int64s == (*[5 * far, 2 * far, far] * 4, 2 * far, far, 6 * far, 2 * far)
+    assert plan.int64s == (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
     assert plan.int32s == (6, 3, 128, 2_000_000_000, 2_000_000_000)
     assert not plan.kernel.endswith("_elements")
 

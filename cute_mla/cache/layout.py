@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,18 +11,18 @@ from ..spec.dense_decode import SMALL_PAGES
 from ..spec.mla import D_QK
 from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
-from ..tensors import DTYPE_NAMES, TensorSpec, check_dtype, check_last_contiguous, check_shape, map_strides
+from ..tensors import DTYPE_NAMES, TensorSpec, check_dtype, check_last_contiguous, check_shape, is_integer, map_strides, shown
 
 BOX_ROW_BYTES = 128  # the span of the swizzle
 ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "u8": 1}
 _MAX_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
 
 
-def page_size_problem(page_size: int) -> str | None:
+def page_size_problem(page_size: Any) -> str | None:
     """Why a page size is not supported, or None if it is."""
-    if page_size in SMALL_PAGES or (page_size > 0 and page_size % TILE_KEYS == 0):
+    if is_integer(page_size) and (page_size in SMALL_PAGES or (page_size > 0 and page_size % TILE_KEYS == 0)):
         return None
-    return f"page size is {page_size}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
+    return f"page size is {shown(page_size)}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
 
 
 class DenseCache(NamedTuple):
