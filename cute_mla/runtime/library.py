@@ -15,7 +15,7 @@ from .errors import ArtifactError
 
 FOLDER_VARIABLE = "CUTE_MLA_ARTIFACTS"
 
-_REBUILD = "build the kernels again with `cute-mla build`"
+_REBUILD = "build the kernels again with `cute-mla build`, or install the wheel again"
 
 _ELF_MAGIC = b"\x7fELF"
 _ELF_MACHINE_CUDA = 190
