@@ -14,6 +14,8 @@ import torch
 
 import cute_mla
 from cute_mla.cli.support_table import markdown
+from cute_mla.spec.cache_format import FORMATS, CacheFormat
+from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -66,9 +68,28 @@ def test_the_quick_start_runs() -> None:
         assert bool(torch.isfinite(result.float()).all())
 
 
+@pytest.mark.parametrize("layout", FORMATS.values(), ids=lambda layout: layout.name)
+def test_the_bytes_of_a_row_are_those_of_the_format(layout: CacheFormat) -> None:
+    wide = f"{layout.wide_offset}–{layout.row_bytes - 1}"
+    table = TEXT[TEXT.index("Inside a row, by bytes") : TEXT.index("## Edge contract")]
+    of_token = layout.row_bytes + (0 if layout.scales_inside else layout.scale_bytes)
+    rows = table[table.index(f"| {of_token:,} |") :].splitlines()[:3]
+    if layout.quantised:
+        assert f"0–{layout.quantised - 1}" in rows[0]
+        scales = next(row for row in rows if "scales" in row)
+        assert f"{layout.groups} scales" in scales
+        assert f"of {layout.group} latent columns each" in scales
+        behind = f"page size · {layout.row_bytes} + token · {layout.scale_bytes}"
+        placed = f"{layout.quantised}–{layout.wide_offset - 1}" if layout.scales_inside else behind
+        assert placed in scales
+        assert any(wide in row and "rotary columns, bf16" in row for row in rows)
+    else:
+        assert f"{D_LATENT * ELEMENT_BYTES}–{layout.row_bytes - 1}" in rows[1]
+
+
 def test_every_target_of_make_is_listed() -> None:
     (targets,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    listed = set(re.findall(r"\bmake ([a-z][a-z-]*)", TEXT))
+    listed = set(re.findall(r"(?:`|^    )make ([a-z-]+)", TEXT, re.MULTILINE))
     assert listed >= set(targets.split()) - {"setup", "clean"}
     contributing = re.findall(r"^    make ([a-z-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert contributing
