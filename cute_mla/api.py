@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
-from .decode_op import Given, PreparedDecode, Wanted, accumulator_bytes
-from .decode_op import prepare as prepare_decode
+from .decode_call import decode
+from .decode_op import accumulator_bytes
 from .dense_decode_op import DenseOperands
 from .merge_states_op import MergeOperands
 from .runtime.device import device_for
-from .schedule import KeyCounts, MlaSchedule, PlanSpecs
+from .schedule import KeyCounts, MlaSchedule
 from .schedule import plan as plan_splits
 from .sparse_decode_op import SparseOperands
 from .sparse_prefill_op import PrefillOperands, PrefillResults, PrefillWanted
-from .spec.dense_decode import MAX_KEYS, MAX_ROW_ALIGNMENT, num_parts
+from .spec.dense_decode import MAX_KEYS, num_parts
 from .spec.mla import D_V, MAX_HEADS
 from .spec.split_plan import NO_LIMIT, accumulator_rows, invariant_splits
 from .support import check_op, heads_problem, is_supported
@@ -25,6 +25,7 @@ from .tensors import (
     address_of,
     alignment,
     check_apart,
+    check_columns,
     check_contiguous,
     check_dtype,
     check_empty_lse,
@@ -49,9 +50,6 @@ __all__ = [
     "merge_states",
     "workspace_size",
 ]
-
-_SPARSE_ONLY = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-_DENSE_ONLY = ("descale_q", "descale_k")
 
 
 @overload
@@ -232,31 +230,33 @@ def flash_mla_with_kvcache(
             batch_invariant=batch_invariant,
             empty_lse=empty_lse,
         )
-    operands: DenseOperands | SparseOperands
-    unused: tuple[Any, ...]
+    schedule = None
+    if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):
+        schedule = tile_scheduler_metadata
+        tile_scheduler_metadata, num_splits = schedule.plan or (None, None)  # type: ignore[assignment]
     if indices is None:
-        operands = DenseOperands(q, k_cache, block_table, cache_seqlens, descale_q, descale_k)  # type: ignore[arg-type]
         unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
-    else:
-        operands = SparseOperands(q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink)
-        unused = (descale_q, descale_k)
-    planned = (tile_scheduler_metadata, num_splits)
-    results = (out, lse, workspace)
-    options = (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, unused)
-    try:
-        kept = device_for(q.device).kept_calls
-        tensors = (*operands, *results) if num_splits is None else (*operands, *results, *planned)
-        given = [tensor for tensor in tensors if tensor is not None]
-        address = q.data_ptr() if out is None else q.data_ptr() | out.data_ptr()
-        looks = (q.shape, address % MAX_ROW_ALIGNMENT, torch.is_grad_enabled())
-        key = (operands.__class__, *looks, *options, *[tensor is None for tensor in tensors])
-        call = kept.find(key, given)
-    except (AttributeError, TypeError):  # something is no tensor, which the checks say better
-        return _prepare_decode(operands, planned, results, DecodeOptions(*options))(operands, planned, results, q)
-    if call is None:
-        call = _prepare_decode(operands, planned, results, DecodeOptions(*options))
-        kept.keep(key, given, call)
-    return call(operands, planned, results, q)
+        return decode(
+            DenseOperands,
+            (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, unused),
+            (descale_q is None, descale_k is None, num_splits is None, out is None, lse is None, workspace is None),
+            (
+                *(q, k_cache, block_table, cache_seqlens, descale_q, descale_k),
+                *(tile_scheduler_metadata, num_splits, out, lse, workspace),
+            ),
+            schedule,
+        )
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    return decode(
+        SparseOperands,
+        (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, (descale_q, descale_k)),
+        (
+            *(topk_length is None, extra_k_cache is None, extra_indices_in_kvcache is None, extra_topk_length is None),
+            *(attn_sink is None, num_splits is None, out is None, lse is None, workspace is None),
+        ),
+        (q, k_cache, indices, topk_length, *extra, attn_sink, tile_scheduler_metadata, num_splits, out, lse, workspace),
+        schedule,
+    )
 
 
 def flash_mla_sparse_fwd(
@@ -328,7 +328,7 @@ def flash_mla_sparse_fwd(
             kv_offsets=kv_offsets,
             empty_lse=empty_lse,
         )
-    _check_columns("d_v", d_v)
+    check_columns("d_v", d_v)
     check_scale("sm_scale", sm_scale)
     check_empty_lse(empty_lse)
     wanted = PrefillWanted(
@@ -441,69 +441,6 @@ def workspace_size(
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
 
 
-class DecodeOptions(NamedTuple):
-    """What a decode call is given besides tensors. unused: arguments that must be absent."""
-
-    head_dim_v: int
-    softmax_scale: float | None
-    causal: bool
-    is_fp8_kvcache: bool
-    batch_invariant: bool
-    empty_lse: float
-    unused: tuple[Any, ...]
-
-
-def _prepare_decode(operands: DenseOperands | SparseOperands, planned: Any, results: Given, options: DecodeOptions) -> PreparedDecode:
-    """Checks a call. ValueError if it is not supported."""
-    _check_columns("head_dim_v", options.head_dim_v)
-    if options.softmax_scale is not None:
-        check_scale("softmax_scale", options.softmax_scale)
-    check_empty_lse(options.empty_lse)
-    given_plan = plan_specs(*planned)
-    refuse_gradients(**operands._asdict())
-    if isinstance(operands, DenseOperands):
-        _reject("without indices", dict(zip(_SPARSE_ONLY, options.unused, strict=True)))
-        _check_fp8_flag(operands.k_cache, options.is_fp8_kvcache)
-    else:
-        _reject("with indices", {"causal": options.causal, **dict(zip(_DENSE_ONLY, options.unused, strict=True))})
-    out, lse, workspace = results
-    wanted = Wanted(
-        given_plan=given_plan,
-        out=optional_spec("out", out),
-        lse=optional_spec("lse", lse),
-        causal=bool(options.causal),
-        is_fp8_kvcache=bool(options.is_fp8_kvcache),
-        batch_invariant=bool(options.batch_invariant),
-        address_alignment=alignment(address_of("q", operands.q), 0 if out is None else out.data_ptr()),
-    )
-    device = device_for(operands.q.device)
-    plan = operands.plan(wanted, device)
-    if workspace is not None:
-        _check_workspace(workspace, plan.workspace_bytes, operands.q.device, plan.op)
-    return prepare_decode(device, plan, options.softmax_scale, options.empty_lse)
-
-
-def _reject(where: str, given: dict[str, Any]) -> None:
-    """ValueError if any of the arguments is more than absent. where: the kind of call that does not have them."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} is {shown}: not supported {where}; supported: None or False")
-
-
-def _check_fp8_flag(k_cache: Any, is_fp8_kvcache: bool) -> None:
-    dtype = spec_of("k_cache", k_cache).dtype
-    if is_fp8_kvcache and dtype != torch.float8_e4m3fn:
-        raise ValueError(
-            f"is_fp8_kvcache is {is_fp8_kvcache!r} with a k_cache of {dtype}; supported without indices: {torch.float8_e4m3fn}"
-        )
-
-
-def _check_columns(name: str, d_v: Any) -> None:
-    if not is_integer(d_v) or d_v != D_V:
-        raise ValueError(f"{name} is {shown(d_v)}; supported: {D_V}")
-
-
 def planned_rows(
     num_q_tokens_per_head_k: int, num_heads_k: int, num_heads_q: int | None = None, is_fp8_kvcache: bool = False, topk: int | None = None
 ) -> tuple[int, int]:
@@ -563,27 +500,3 @@ def _most_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, top
         raise ValueError("batch_invariant is True and topk None; supported: topk (of both caches together) with batch_invariant=True")
     name, most = ("max_cache_seqlen", max_cache_seqlen) if dense else ("topk", topk)
     return 0 if most is None else check_integer(name, most, 0)
-
-
-def plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | None) -> PlanSpecs | None:
-    """Of the plan's tensors; None if a schedule object has them."""
-    if isinstance(metadata, MlaSchedule):
-        if num_splits is not None:
-            raise ValueError("num_splits is given beside a schedule object; supported: None, as get_mla_metadata() returns")
-        return None
-    if not isinstance(metadata, torch.Tensor) or not isinstance(num_splits, torch.Tensor):
-        raise ValueError(
-            f"tile_scheduler_metadata is {type(metadata).__name__}, num_splits {type(num_splits).__name__}; "
-            "supported: what get_mla_metadata returns, either a schedule object and None or two tensors"
-        )
-    return PlanSpecs(spec_of("tile_scheduler_metadata", metadata), spec_of("num_splits", num_splits))
-
-
-def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
-    """ValueError unless the caller's workspace will do."""
-    spec = spec_of("workspace", workspace)
-    if spec.device != device:
-        raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
-    check_contiguous("workspace", spec)
-    if workspace.nbytes < nbytes:
-        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')

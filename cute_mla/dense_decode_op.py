@@ -11,7 +11,6 @@ import torch
 
 from .cache import DenseCache, dense_cache, dense_tensor_map
 from .decode_op import DecodePlan, Wanted, accumulator_bytes, check_results, plan_combine
-from .runtime.arguments import Memory
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
 from .spec.arch import Arch
@@ -22,9 +21,7 @@ from .spec.tensor_map import TensorMap
 from .support import MAX_QUERY_TOKENS, heads_problem
 from .tensors import (
     DTYPE_NAMES,
-    TMA_ALIGNMENT,
     TensorSpec,
-    check_address,
     check_contiguous,
     check_device,
     check_dtype,
@@ -81,24 +78,19 @@ class DenseOperands(NamedTuple):
         )
         return plan_call(call, device.arch, device.sm_count)
 
-    def check_addresses(self) -> None:
-        """ValueError unless tensor maps can hold the address of the cache."""
-        check_address("k_cache", self.k_cache.data_ptr(), TMA_ALIGNMENT)
-
     def counts(self, plan: DecodePlan) -> KeyCounts:
         """The keys of each request, for the plan."""
         return KeyCounts(self.cache_seqlens, None, *plan.key_limits)
 
-    def maps(self, plan: DecodePlan) -> tuple[TensorMap, ...]:
-        """That of the cache."""
+    def maps(self, plan: DecodePlan) -> tuple[tuple[str, TensorMap], ...]:
+        """The tensor maps of the decode kernel, at address 0, and the operands that they are of."""
         assert isinstance(plan, DenseDecodePlan)
-        return (dense_tensor_map(plan.cache, self.k_cache.data_ptr(), plan.box_keys),)
+        return (("k_cache", dense_tensor_map(plan.cache, 0, plan.box_keys)),)
 
-    def memory(self, plan: DecodePlan) -> tuple[Memory | None, ...]:
-        """The pointers of the decode kernel in front of the plan's."""
+    def pointers(self, plan: DecodePlan) -> tuple[str | None, ...]:
+        """The operands that the decode kernel has pointers to, in the order of its parameters."""
         assert isinstance(plan, DenseDecodePlan)
-        cache = self.k_cache if plan.reads_cache else None
-        return self.q, cache, self.descale_q, self.descale_k, self.block_table, self.cache_seqlens
+        return "q", "k_cache" if plan.reads_cache else None, "descale_q", "descale_k", "block_table", "cache_seqlens"
 
 
 @lru_cache(maxsize=4096)

@@ -64,9 +64,13 @@ class MlaSchedule:
         self.tile_scheduler_metadata, self.num_splits = plan
         self._key = key
 
-    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plan for these shapes, made if this is the first use. ValueError if it was made for other shapes."""
-        if self._key is not key and self._key is not None and self._key != key:
+    def serves(self, key: ScheduleKey) -> bool:
+        """Whether it has no plan yet, or one for these shapes."""
+        return self._key is key or self._key is None or self._key == key
+
+    def check(self, key: ScheduleKey) -> None:
+        """ValueError if it was planned for other shapes."""
+        if self._key is not None and not self.serves(key):
             changed = ", ".join(
                 f"{name} {new} after {old}" for name, old, new in zip(key._fields, self._key, key, strict=True) if old != new
             )
@@ -74,9 +78,12 @@ class MlaSchedule:
                 f"tile_scheduler_metadata was planned for other shapes: {changed}; supported: one schedule per set of shapes, "
                 "get another from get_mla_metadata()"
             )
-        if self.tile_scheduler_metadata is None or self.num_splits is None:
-            self.keep(key, plan(device, counts, key.batch, key.num_parts, key.device))
-        return self.tile_scheduler_metadata, self.num_splits
+
+    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes the plan for these shapes."""
+        made = plan(device, counts, key.batch, key.num_parts, key.device)
+        self.keep(key, made)
+        return made
 
 
 def plan(device: Device, counts: KeyCounts, batch: int, num_parts: int, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cache.gathered import GATHER_ALIGNMENT, GatheredCache, gathered_cache
+from .cache.gathered import GatheredCache, gathered_cache
 from .decode_op import DecodePlan, Wanted, accumulator_bytes, check_results, plan_combine
-from .runtime.arguments import Memory
 from .runtime.device import Device
 from .schedule import KeyCounts, ScheduleKey
 from .sparse_op import check_indices, check_queries, check_sink
@@ -18,7 +17,7 @@ from .spec.dense_decode import MAX_KEYS
 from .spec.sparse_decode import SparseDecodeProblem
 from .spec.tensor_map import TensorMap
 from .support import MAX_GRID_TOKENS
-from .tensors import DTYPE_NAMES, TensorSpec, check_address, check_counts, optional_spec, row_alignment, spec_of
+from .tensors import DTYPE_NAMES, TensorSpec, check_counts, optional_spec, row_alignment, spec_of
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
 
@@ -50,7 +49,7 @@ class SparseOperands(NamedTuple):
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     extra_k_cache: torch.Tensor | None
-    extra_indices: torch.Tensor | None
+    extra_indices_in_kvcache: torch.Tensor | None
     extra_topk_length: torch.Tensor | None
     attn_sink: torch.Tensor | None
 
@@ -65,16 +64,10 @@ class SparseOperands(NamedTuple):
         )
         return plan_call(call, device.arch, device.sm_count)
 
-    def check_addresses(self) -> None:
-        """ValueError unless whole vectors of the caches can be read."""
-        check_address("k_cache", self.k_cache.data_ptr(), GATHER_ALIGNMENT)
-        if self.extra_k_cache is not None:
-            check_address("extra_k_cache", self.extra_k_cache.data_ptr(), GATHER_ALIGNMENT)
-
     def _extra(self) -> Selection | None:
         """The second cache, if there is one. ValueError if only a part of it is given."""
         names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        given = (self.extra_k_cache, self.extra_indices, self.extra_topk_length)
+        given = (self.extra_k_cache, self.extra_indices_in_kvcache, self.extra_topk_length)
         if all(tensor is None for tensor in given):
             return None
         for name, tensor in zip(names[:2], given[:2], strict=True):
@@ -86,14 +79,13 @@ class SparseOperands(NamedTuple):
         """The keys of each request: its indices that count."""
         return KeyCounts(self.topk_length, self.extra_topk_length, *plan.key_limits)
 
-    def maps(self, plan: DecodePlan) -> tuple[TensorMap, ...]:
+    def maps(self, plan: DecodePlan) -> tuple[tuple[str, TensorMap], ...]:
         """There is none: the kernels gather rows by their addresses."""
         return ()
 
-    def memory(self, plan: DecodePlan) -> tuple[Memory | None, ...]:
-        """The pointers of the decode kernel in front of the plan's."""
-        extra = (self.extra_k_cache, self.extra_indices, self.extra_topk_length)
-        return self.q, self.k_cache, self.indices, self.topk_length, *extra, self.attn_sink
+    def pointers(self, plan: DecodePlan) -> tuple[str | None, ...]:
+        """The operands that the decode kernel has pointers to, in the order of its parameters."""
+        return self._fields
 
 
 def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:

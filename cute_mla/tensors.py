@@ -15,6 +15,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from .spec.dense_decode import MAX_ROW_ALIGNMENT
+from .spec.mla import D_V
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bfloat16: "bf16",
@@ -236,6 +237,12 @@ def check_flag(name: str, value: Any) -> None:
     """ValueError unless an argument is True or False."""
     if not is_flag(value):
         raise ValueError(f"{name} is {shown(value)}; supported: True and False")
+
+
+def check_columns(name: str, d_v: Any) -> None:
+    """ValueError unless it is the number of columns of v."""
+    if not is_integer(d_v) or d_v != D_V:
+        raise ValueError(f"{name} is {shown(d_v)}; supported: {D_V}")
 
 
 def check_scale(name: str, scale: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import api, varlen
+from .decode_call import plan_specs
 from .merge_states_op import States, is_stacked
 from .runtime.device import device_for
 from .schedule import KeyCounts, MlaSchedule, ScheduleKey
@@ -177,7 +178,7 @@ def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, 
     if isinstance(metadata, MlaSchedule) and num_splits is None:
         metadata, num_splits = _planned_by(metadata, **arguments)
     elif not isinstance(metadata, Tensor) or num_splits is None:
-        api.plan_specs(metadata, num_splits)  # which says what is wrong
+        plan_specs(metadata, num_splits)  # which says what is wrong
     arguments = {**arguments, "tile_scheduler_metadata": metadata, "num_splits": num_splits}
     out, lse = _call("flash_mla_with_kvcache", _decode_results, given, arguments)
     return out, lse

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from ..runtime import cuda
+from ..runtime import cuda, cuda_launches
 from ..runtime.device import cpu_tensors_on
 from ..spec.mla import D_QK, D_V
 
@@ -42,8 +42,8 @@ def measure(device: cuda.CudaDevice) -> dict[str, Any]:
         calls = cycle(_calls())
         call_us = _least_us(lambda: next(calls)())
         (prepared,) = device.kept_calls.calls()
-        launch = prepared.launches.again()
-    return {"call_us": call_us, "launch_us": _least_us(launch), "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
+        driver_us = _least_us(prepared.launches.again())
+    return {"call_us": call_us, "driver_us": driver_us, "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
 
 
 def _calls() -> list[Callable[[], Any]]:
@@ -87,7 +87,7 @@ def build_no_driver(folder: Path) -> None:
 
 def without_driver(folder: str) -> None:
     """Measures on the driver in a folder, and prints the figures. In a process of its own: the bindings load a driver once."""
-    cuda.current_stream = lambda index: _STREAM
+    cuda_launches.current_stream = lambda index: _STREAM
     ctypes.CDLL(str(Path(folder) / _LIBRARY), ctypes.RTLD_GLOBAL)  # the bindings find it by its name
     print(json.dumps(measure(cuda.CudaDevice(0))))
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime.device import SingleLaunches, Step, cpu_tensors_on
+from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
 from cute_mla.runtime.kept_calls import KeptCalls
 from cute_mla.spec import combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
 from cute_mla.spec.abi import Param
@@ -81,9 +81,9 @@ class RecordingDevice:
         named = {param.name: arg for param, arg in zip(kernel.params, args, strict=True)}
         self.launches.append(Launch(kernel.name, grid, named, pdl))
 
-    def prepare(self, steps: Sequence[Step]) -> SingleLaunches:
+    def prepare(self, call: CallSteps) -> SingleLaunches:
         """Keeps what to launch."""
-        return SingleLaunches(self, steps)
+        return SingleLaunches(self, call)
 
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Records the addresses."""

@@ -21,7 +21,8 @@ TOP_FOLDERS = {"cute_mla": "", "aot_build": "aot_build", "cli": "cli", "profiles
 
 TORCH_FACING = {
     *("api", "varlen", "layer", "cache", "reference", "schedule", "tensors", "support", "tracing", "torch_ops"),
-    *("decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op", "sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
+    *("decode_call", "decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op"),
+    *("sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
 }
 ANYTHING = {"testing", "cli", "profiles"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.

@@ -10,7 +10,7 @@ import torch
 from recording_device import RecordingDevice
 
 import cute_mla
-from cute_mla import api
+from cute_mla import decode_call
 from cute_mla.spec.arch import Arch
 
 
@@ -24,13 +24,13 @@ def device(arch: Arch) -> Iterator[RecordingDevice]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call that was checked."""
     seen: list[Any] = []
-    original = api._prepare_decode
+    original = decode_call.prepare
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return original(*args)
 
-    monkeypatch.setattr(api, "_prepare_decode", counted)
+    monkeypatch.setattr(decode_call, "prepare", counted)
     return seen
 
 
@@ -95,9 +95,13 @@ def test_a_schedule_object_is_planned_once_for_calls_that_are_found_again(device
     device.launches.clear()
     for _ in range(3):
         cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=schedule, num_splits=None))
-    assert len(checks) == 1
-    kernels = [launch.kernel.split("_sm")[0] for launch in device.launches if launch.args.get("batch") == 2 or "combine" in launch.kernel]
-    assert kernels.count("dense_decode") == 3
+    assert len(checks) == 2, "a call that makes the plan, and one that has it"
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=cute_mla.get_mla_metadata()[0], num_splits=None))
+    assert len(checks) == 2, "another schedule object"
+    decodes = [launch.args["plan"] for launch in device.launches if "dense_decode" in launch.kernel]
+    assert [plan is schedule.tile_scheduler_metadata for plan in decodes] == [True] * 3 + [False] * 3
+    assert len({plan.data_ptr() for plan in decodes}) == 4
 
 
 BAD: dict[str, Any] = {

@@ -65,8 +65,7 @@ class ArgumentBlock:
         first = ctypes.addressof(memory) + start
         self._bytes = memoryview(memory).cast("B")[start : start + size]
         self._table = (ctypes.c_void_p * len(params))(*(first + offset for offset in offsets))
-        self._map_offsets = offsets[:maps]
-        self._maps: list[TensorMap | None] = [None] * maps
+        self._maps = [slice(offset, offset + TENSOR_MAP_BYTES) for offset in offsets[:maps]]
         self._pointers = pointers
         self._pack_pointers = struct.Struct(f"<{pointers}Q").pack_into
         self._pack_scalars = struct.Struct(layout).pack_into
@@ -74,22 +73,19 @@ class ArgumentBlock:
 
     def fill(self, args: Sequence[Any]) -> None:
         """Writes the arguments, in the order of the parameters."""
-        pointers, scalars = len(self._map_offsets), len(self._map_offsets) + self._pointers
-        self.set_maps(args[:pointers])
-        self.set_addresses([address_of(memory) for memory in args[pointers:scalars]])
+        pointers, scalars = len(self._maps), len(self._maps) + self._pointers
+        for i, tensor_map in enumerate(args[:pointers]):
+            self.set_map(i, encode(tensor_map))
+        self._pack_pointers(self._bytes, self._pointers_at, *[address_of(memory) for memory in args[pointers:scalars]])
         self.set_scalars(args[scalars:])
 
-    def set_maps(self, maps: Sequence[TensorMap]) -> None:
-        """Writes the tensor maps."""
-        for i, tensor_map in enumerate(maps):
-            if tensor_map is not self._maps[i]:  # encoding finds what it has encoded, but that takes longer than all of the pointers
-                offset = self._map_offsets[i]
-                self._bytes[offset : offset + TENSOR_MAP_BYTES] = encode(tensor_map)
-                self._maps[i] = tensor_map
+    def set_map(self, i: int, encoded: bytes) -> None:
+        """Writes one of the tensor maps."""
+        self._bytes[self._maps[i]] = encoded
 
-    def set_addresses(self, addresses: Sequence[int]) -> None:
-        """Writes the pointers."""
-        self._pack_pointers(self._bytes, self._pointers_at, *addresses)
+    def take_pointer(self, i: int, word: int) -> None:
+        """Has one of the pointers taken from elsewhere: from the 8 bytes at address `word`, at every launch."""
+        self._table[len(self._maps) + i] = word
 
     def set_scalars(self, scalars: Sequence[int | float]) -> None:
         """Writes the arguments behind the pointers."""

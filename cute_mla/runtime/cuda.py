@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, partial
-from operator import itemgetter
+from functools import cache
 from typing import Any
 
 import torch
 
 from ..manifest import KernelEntry
 from ..spec.arch import ARCHS, Arch, arch_for
-from ..spec.tensor_map import TensorMap
-from . import driver
-from .arguments import Argument, ArgumentBlock, Memory
-from .device import Step
+from . import cuda_launches, driver
+from .arguments import Argument, ArgumentBlock
+from .cuda_launches import CudaLaunches
+from .device import CallSteps
 from .errors import DeviceError
 from .kept_calls import KeptCalls
 from .library import Artifacts, cubin_toolkit, load_artifacts
@@ -40,65 +39,6 @@ class _LoadedKernel:
         self.library = library  # unloaded with the process
         self.handle = handle
         self.slots = [_Slot(entry)]
-
-
-class _PreparedLaunch:
-    """A launch but for its tensor maps and pointers."""
-
-    def __init__(self, step: Step, handle: Any) -> None:
-        entry = step.kernel
-        self.handle = handle
-        self.maps = step.maps
-        self.addresses = itemgetter(*step.memory)
-        self.arguments = ArgumentBlock(entry.params)
-        self.arguments.set_scalars(step.scalars)
-        self.config = driver.launch_config(entry.block, entry.cluster, entry.smem_bytes, pdl=step.pdl)
-        self.config.gridDimX, self.config.gridDimY, self.config.gridDimZ = step.grid
-
-
-class CudaLaunches:
-    """Launches that were prepared: a call writes pointers and starts them. Threads do not share what a call writes to."""
-
-    def __init__(self, device: CudaDevice, steps: Sequence[Step]) -> None:
-        self._device = device
-        self._steps = [(step, device.loaded(step.kernel).handle) for step in steps]
-        self._free = [self._make()]
-
-    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
-        """As Launches."""
-        device = self._device
-        addresses = [0 if place is None else place.data_ptr() for place in memory]
-        stream = device.stream(current_stream(device.index))
-        try:
-            launches = self._free.pop()
-        except IndexError:
-            launches = self._make()
-        try:
-            for launch in launches:
-                if launch.maps:
-                    launch.arguments.set_maps([maps[i] for i in launch.maps])
-                launch.arguments.set_addresses(launch.addresses(addresses))
-                launch.config.hStream = stream
-            if driver.is_current(device.index):
-                _start(launches)
-            else:
-                with driver.current(device.context):
-                    _start(launches)
-        finally:
-            self._free.append(launches)
-
-    def again(self) -> Callable[[], None]:
-        """Starts the first of the launches as it was started last, and does nothing besides."""
-        launch = self._free[-1][0]
-        return partial(driver.launch, launch.config, launch.handle, launch.arguments.table_address)
-
-    def _make(self) -> list[_PreparedLaunch]:
-        return [_PreparedLaunch(step, handle) for step, handle in self._steps]
-
-
-def _start(launches: Sequence[_PreparedLaunch]) -> None:
-    for launch in launches:
-        driver.launch(launch.config, launch.handle, launch.arguments.table_address)
 
 
 class CudaDevice:
@@ -143,7 +83,7 @@ class CudaDevice:
         pdl: the kernel may start before the one ahead of it ends, and waits for it itself.
         """
         loaded = self.loaded(kernel)
-        handle = self.stream(current_stream(self.index) if stream is None else stream)
+        handle = self.stream(cuda_launches.current_stream(self.index) if stream is None else stream)
         try:
             slot = loaded.slots.pop()
         except IndexError:
@@ -161,9 +101,9 @@ class CudaDevice:
         finally:
             loaded.slots.append(slot)
 
-    def prepare(self, steps: Sequence[Step]) -> CudaLaunches:
-        """Makes all of these launches ready but for their memory. Loads what is not loaded."""
-        return CudaLaunches(self, steps)
+    def prepare(self, call: CallSteps) -> CudaLaunches:
+        """Makes the launches of a call ready but for their memory. Loads what is not loaded."""
+        return CudaLaunches(self.index, self.context, call, [self.loaded(step.kernel).handle for step in call.steps])
 
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Says that the contents of these tensors do not matter. Nothing to do here."""
@@ -197,11 +137,6 @@ class CudaDevice:
 def cuda_device(index: int) -> CudaDevice:
     """The device with this index, as torch counts."""
     return CudaDevice(index)
-
-
-def current_stream(index: int) -> int:
-    """The raw handle of torch's current stream on a device."""
-    return torch._C._cuda_getCurrentRawStream(index)  # what compiled torch code calls; the public way costs more than a launch
 
 
 def _arch_of(index: int) -> Arch:

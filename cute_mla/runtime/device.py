@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -12,33 +13,61 @@ import torch
 from ..manifest import KernelEntry
 from ..spec.arch import ARCHS, Arch, arch_for
 from ..spec.tensor_map import TensorMap
-from .arguments import Argument, Memory
+from .arguments import Argument, Memory, Span
 from .kept_calls import KeptCalls
 
 if TYPE_CHECKING:
     from .simulated import SimulatedDevice
 
 
-class Step(NamedTuple):
-    """One of several launches that work on the same memory.
+class Place(NamedTuple):
+    """Memory of a call: a tensor of it, by its number among the call's tensors, or `nbytes` bytes from `offset` of that tensor."""
 
-    maps, memory: which of the launches' tensor maps and pointers are the kernel's, in the order of its parameters. scalars: the arguments
-    behind them. pdl: as in Device.launch.
+    tensor: int
+    offset: int = 0
+    nbytes: int | None = None
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Memory:
+        """The memory, in one call."""
+        tensor = tensors[self.tensor]
+        return tensor if self.nbytes is None else Span(tensor, self.offset, self.nbytes)
+
+
+class MappedTensor(NamedTuple):
+    """A tensor map over a tensor of a call. layout: the map of that tensor at address 0."""
+
+    tensor: int
+    layout: TensorMap
+
+
+class Step(NamedTuple):
+    """One of the launches of a call.
+
+    maps, pointers, scalars: its arguments, in the order of its parameters; None: the null pointer. pdl: as in Device.launch.
     """
 
     kernel: KernelEntry
     grid: tuple[int, int, int]
-    maps: tuple[int, ...]
-    memory: tuple[int, ...]
+    maps: tuple[MappedTensor, ...]
+    pointers: tuple[Place | None, ...]
     scalars: tuple[int | float, ...]
     pdl: bool
+
+
+class CallSteps(NamedTuple):
+    """The launches of a call, whatever memory it gives them. tensors: how many it gives. undefined: those of them whose contents do not
+    matter, as in Device.undefined."""
+
+    steps: tuple[Step, ...]
+    tensors: int
+    undefined: tuple[int, ...]
 
 
 class Launches(Protocol):
     """Launches of a few kernels, one behind the other on the current stream, that may be repeated."""
 
-    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
-        """Launches them on this memory. None: the null pointer."""
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+        """Launches them on these tensors, whose addresses are given, too."""
         ...
 
 
@@ -73,8 +102,8 @@ class Device(Protocol):
         """Launches a kernel with its parameters in order, on the current stream unless another is given."""
         ...
 
-    def prepare(self, steps: Sequence[Step]) -> Launches:
-        """Makes all of these launches ready but for their memory."""
+    def prepare(self, call: CallSteps) -> Launches:
+        """Makes the launches of a call ready but for their memory."""
         ...
 
     def undefined(self, *tensors: torch.Tensor) -> None:
@@ -86,29 +115,41 @@ class SingleLaunches(NamedTuple):
     """Launches on a device that has nothing to prepare."""
 
     device: Device
-    steps: Sequence[Step]
+    call: CallSteps
 
-    def __call__(self, maps: Sequence[TensorMap], memory: Sequence[Memory | None]) -> None:
+    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
         """As Launches."""
-        for step in self.steps:
-            args = (*(maps[i] for i in step.maps), *(memory[i] for i in step.memory), *step.scalars)
-            self.device.launch(step.kernel, step.grid, args, pdl=step.pdl)
+        self.device.undefined(*(tensors[i] for i in self.call.undefined))
+        for step in self.call.steps:
+            maps = [replace(mapped.layout, address=addresses[mapped.tensor]) for mapped in step.maps]
+            pointers = [None if place is None else place.of(tensors) for place in step.pointers]
+            self.device.launch(step.kernel, step.grid, (*maps, *pointers, *step.scalars), pdl=step.pdl)
 
 
 _simulated: ContextVar[Device | None] = ContextVar("cute_mla_simulated_device", default=None)
 
 
+_cuda: dict[torch.device, Device] = {}
+_CPU = torch.device("cpu")
+
+
 def device_for(device: torch.device) -> Device:
     """The device that runs kernels on tensors of this torch device. ValueError if there is none."""
+    found = _simulated.get() if device == _CPU else _cuda.get(device)
+    return _first_use(device) if found is None else found
+
+
+def _first_use(device: torch.device) -> Device:
     if device.type == "cuda":
         from .cuda import cuda_device
 
-        return cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _cuda.setdefault(torch.device("cuda", index), cuda_device(index))
     if device.type == "cpu":
         simulated = _simulated.get()
-        if simulated is None:
-            raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
-        return simulated
+        if simulated is not None:
+            return simulated
+        raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
     raise ValueError(f"got tensors on {device}: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
 
 

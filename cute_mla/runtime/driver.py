@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -229,6 +229,33 @@ def launch(config: Any, kernel: Any, arguments: int) -> None:
     (status,) = _bindings().cuLaunchKernelEx(config, kernel, arguments, 0)
     if status != 0:
         _fail("cuLaunchKernelEx", int(status))
+
+
+def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]]) -> Callable[[], None]:
+    """A function that makes these launches in a device's context: (configuration, kernel, address of the table of argument pointers).
+
+    What `launch` and `is_current` do, for all of them and with as little as possible around it.
+    """
+    bindings = _bindings()
+    launch_kernel, current_device = bindings.cuLaunchKernelEx, bindings.cuCtxGetDevice
+    # The launch function takes a kernel for a function, but makes a new object of it every time.
+    every = [(config, bindings.CUfunction(kernel), arguments, 0) for config, kernel, arguments in launches]
+
+    def start() -> None:
+        status, found = current_device()
+        is_elsewhere = status != 0 or int(found) != device  # a thread that has not used CUDA yet, or whose current device is another one
+        if is_elsewhere:
+            _call("cuCtxPushCurrent", context)
+        try:
+            for each in every:
+                (status,) = launch_kernel(*each)
+                if status != 0:
+                    _fail("cuLaunchKernelEx", int(status))
+        finally:
+            if is_elsewhere:
+                _call("cuCtxPopCurrent")
+
+    return start
 
 
 def version_text(number: int) -> str:

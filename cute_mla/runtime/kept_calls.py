@@ -8,33 +8,40 @@ from typing import Any
 
 import torch
 
-_ALTERNATIVES = 4  # calls of equal keys whose tensors differ
-_KEYS = 1024
+_ALTERNATIVES = 4  # calls of equal keys and shapes whose tensors differ
+_SHAPES = 512  # keys and shapes: some megabytes of prepared calls
 
 
 class KeptCalls:
-    """The prepared calls of a device; the oldest give way to new ones."""
+    """The prepared calls of a device; the oldest give way to new ones. They hold no tensor.
+
+    latest: by key, the call that was kept or found last, which is the one to try first: layers of a model follow each other.
+    """
 
     def __init__(self) -> None:
-        self._calls: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}
+        self.latest: dict[Hashable, Any] = {}
+        self._calls: dict[Hashable, list[Any]] = {}
 
     def calls(self) -> list[Any]:
         """All of them."""
-        return [call for calls in self._calls.values() for _, call in calls]
+        return [call for calls in self._calls.values() for call in calls]
 
-    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """What was kept for this key and tensors of the same types, devices, shapes and strides; None if nothing was."""
-        for fits, call in self._calls.get(key, ()):
-            if fits(*tensors):
+    def find(self, key: Hashable, shape: Hashable, *looks: Any) -> Any:
+        """The call kept for this key and shape whose fits(*looks) says so; None if there is none."""
+        for call in self._calls.get((key, shape), ()):
+            if call.fits(*looks):
+                self.latest[key] = call
                 return call
         return None
 
-    def keep(self, key: Hashable, tensors: Sequence[torch.Tensor], call: Any) -> None:
+    def keep(self, key: Hashable, shape: Hashable, call: Any) -> None:
         """Keeps a call for the next time."""
-        calls = [(guard(tensors), call), *self._calls.pop(key, [])[: _ALTERNATIVES - 1]]
-        while len(self._calls) >= _KEYS:
-            self._calls.pop(next(iter(self._calls)), None)
-        self._calls[key] = calls
+        calls = [call, *self._calls.pop((key, shape), [])[: _ALTERNATIVES - 1]]
+        for kept in (self._calls, self.latest):
+            while len(kept) >= _SHAPES:
+                kept.pop(next(iter(kept)), None)
+        self._calls[key, shape] = calls
+        self.latest[key] = call
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -45,10 +52,15 @@ def guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     try:
         guards: Any = importlib.import_module("torch._C._dynamo.guards")
         sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-        fits: Callable[..., bool] = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        equal: Callable[..., bool] = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except (ImportError, AttributeError, TypeError):
         return comparison(tensors)
-    return fits if fits(*tensors) else comparison(tensors)
+    if not equal(*tensors):
+        return comparison(tensors)
+    if not any(tensor.requires_grad for tensor in tensors):
+        return equal
+    enabled = torch.is_grad_enabled()  # which makes no difference to others, and which torch does not compare
+    return lambda *others: torch.is_grad_enabled() == enabled and equal(*others)
 
 
 def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
@@ -62,4 +74,5 @@ def comparison(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.requires_grad
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride(), needs_gradient

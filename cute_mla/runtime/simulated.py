@@ -16,7 +16,7 @@ from ..spec.abi import Param, ParamKind
 from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
-from .device import SingleLaunches, Step
+from .device import CallSteps, SingleLaunches
 from .errors import ArtifactError
 from .kept_calls import KeptCalls
 from .library import Artifacts, load_artifacts
@@ -99,9 +99,9 @@ class SimulatedDevice:
             text = "\n".join(str(finding) for finding in report.findings)
             raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
 
-    def prepare(self, steps: Sequence[Step]) -> SingleLaunches:
+    def prepare(self, call: CallSteps) -> SingleLaunches:
         """Keeps what to launch."""
-        return SingleLaunches(self, steps)
+        return SingleLaunches(self, call)
 
     def count_by_role(self) -> None:
         """Counts what launches from here on execute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from ..spec.tensor_map import Swizzle, TensorMap
@@ -12,6 +13,8 @@ from . import driver
 _SMALL_TENSOR_DRIVER = 13010
 _SMALL_TENSOR_BYTES = 131_072
 _SMALL_TENSOR_FLAG = 1 << 21
+
+_KEPT_MAPS = 256  # a model has a cache for each of its layers
 
 _ELEMENTS = {"bf16": ("BFLOAT16", 2), "fp16": ("FLOAT16", 2), "fp32": ("FLOAT32", 4), "i32": ("INT32", 4), "u8": ("UINT8", 1)}
 _SWIZZLES = {Swizzle.NONE: "NONE", Swizzle.B32: "32B", Swizzle.B64: "64B", Swizzle.B128: "128B"}
@@ -28,6 +31,22 @@ def encode(tensor_map: TensorMap) -> bytes:
         word = int.from_bytes(encoded[8:16], "little") & ~_SMALL_TENSOR_FLAG
         encoded = encoded[:8] + word.to_bytes(8, "little") + encoded[16:]
     return encoded
+
+
+class EncodedMaps(dict[int, bytes]):
+    """The encoded tensor maps of tensors of one layout, by the tensor's address; those of many tensors are kept, not of any number.
+
+    layout: a map of such a tensor, at any address.
+    """
+
+    def __init__(self, layout: TensorMap) -> None:
+        self._layout = layout
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= _KEPT_MAPS:
+            self.clear()
+        encoded = self[address] = encode(replace(self._layout, address=address))
+        return encoded
 
 
 def extent_bytes(tensor_map: TensorMap) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as real
 
-from cute_mla.runtime import cuda, driver, tensor_map
+from cute_mla.runtime import cuda, cuda_launches, device, driver, tensor_map
 from cute_mla.spec.abi import Param
 
 ENCODE_ARGUMENTS = 12
@@ -74,6 +74,10 @@ class FakeDriver:
             answer = getattr(self, f"_{name}", None)
             return lambda *args: self._record(name, answer, args)
         return getattr(real, name)
+
+    def CUfunction(self, kernel: str) -> str:
+        """The handle of a kernel, as launches take it."""
+        return kernel
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
         """The arguments of every call of a function."""
@@ -177,7 +181,8 @@ def installed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(driver, "_bindings", lambda: fake)
-    monkeypatch.setattr(cuda, "current_stream", lambda index: STREAM)
+    monkeypatch.setattr(device, "_cuda", {})
+    monkeypatch.setattr(cuda_launches, "current_stream", lambda index: STREAM)
     yield
     for cache in caches:
         cache.cache_clear()

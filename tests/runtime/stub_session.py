@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_mla.runtime import cuda
+from cute_mla.runtime import cuda, cuda_launches
 from cute_mla.runtime.arguments import Span
 from cute_mla.spec.dense_decode import PARAMS
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -42,7 +42,7 @@ class Record(ctypes.Structure):
 
 def main() -> None:
     """Prints a JSON object."""
-    cuda.current_stream = lambda index: 0x5757
+    cuda_launches.current_stream = lambda index: 0x5757
     stub = ctypes.CDLL("libcuda.so.1")
     ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)
     (ctypes.c_int * 2).in_dll(stub, "stub_capability")[:] = [int(sys.argv[1]), int(sys.argv[2])]

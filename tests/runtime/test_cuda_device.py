@@ -16,10 +16,10 @@ from fake_driver import FakeDriver, scalar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from cute_mla.runtime import cuda, driver
+from cute_mla.runtime import cuda_launches, driver
 from cute_mla.runtime.arguments import ArgumentBlock, Span
 from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import Step, cpu_tensors_on
+from cute_mla.runtime.device import CallSteps, Place, Step, cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
@@ -260,34 +260,36 @@ def test_prepared_launches_follow_the_stream_and_the_context(fake: FakeDriver, m
     with cpu_tensors_on(device):
         call = decode_call(device)
         flash_mla_with_kvcache(**call)
-        monkeypatch.setattr(cuda, "current_stream", lambda index: 78)
+        monkeypatch.setattr(cuda_launches, "current_stream", lambda index: 78)
         fake.current_device = 1
         flash_mla_with_kvcache(**call)
     assert [launch.stream for launch in fake.launches[-4:]] == [77, 77, 78, 78]
     assert [name for name, _ in fake.calls][-4:] == ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuLaunchKernelEx", "cuCtxPopCurrent"]
 
 
-def test_threads_do_not_share_prepared_launches(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CudaDevice(0)
-    steps = [Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), (0, 1, 2, 3), (3, 132, NO_LIMIT, 0), pdl=False)]
-    launches = device.prepare(steps)
+def test_threads_do_not_share_prepared_launches(fake: FakeDriver) -> None:
     inside, release, tables = threading.Event(), threading.Event(), list[int]()
 
-    def launch(config: Any, handle: Any, table: int) -> None:
+    def launch(config: Any, kernel: str, table: int, extra: int) -> tuple[()]:
         tables.append(table)
         if len(tables) == 1:
             inside.set()
             assert release.wait(10)
+        return ()
 
-    monkeypatch.setattr(driver, "launch", launch)
-    memory = plan_args()[:4]
-    first = threading.Thread(target=launches, args=((), memory))
+    fake._cuLaunchKernelEx = launch  # type: ignore[method-assign]
+    device = CudaDevice(0)
+    pointers = (Place(0), None, Place(1), Place(2))
+    step = Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), pointers, (3, 132, NO_LIMIT, 0), pdl=False)
+    launches = device.prepare(CallSteps((step,), 3, ()))
+    tensors = [torch.zeros(1)] * 3
+    first = threading.Thread(target=launches, args=(tensors, [1, 2, 3]))
     first.start()
     assert inside.wait(10)
-    launches((), memory)
+    launches(tensors, [1, 2, 3])
     release.set()
     first.join()
-    launches((), memory)
+    launches(tensors, [1, 2, 3])
     assert tables[1] != tables[0], "arguments in use were written again"
     assert tables[2] in tables[:2], "arguments were not given back"
 

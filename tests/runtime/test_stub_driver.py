@@ -68,5 +68,5 @@ def test_the_cost_of_a_call_on_the_host_is_measured(tmp_path: Path, capsys: pyte
     file = tmp_path / "host_cost.json"
     host_cost.main(file)
     figures = json.loads(file.read_text())
-    assert figures["call_us"] > 2 * figures["launch_us"] > 0
+    assert figures["call_us"] > figures["driver_us"] > 0
     assert f"call_us{figures['call_us']:13.2f}" in capsys.readouterr().out
