@@ -42,7 +42,7 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
     manifest = Manifest.load(artifacts)
     with tempfile.TemporaryDirectory() as folder:
         staged, made = Path(folder) / "tree", Path(folder) / "wheel"
-        _stage(tree, staged)
+        stage(tree, staged)
         target = staged / PACKAGE / "artifacts"
         target.mkdir()
         for name in sorted({name for entry in manifest.kernels.values() for name in (entry.cubin, entry.ptx)}):
@@ -74,8 +74,13 @@ def git(tree: Path, *arguments: str) -> str:
     return _run(["git", "-C", str(tree), *arguments])
 
 
-def _stage(tree: Path, staged: Path) -> None:
-    """Copies the files that git knows or would add, with links as links and modes of their own."""
+def is_clean(tree: Path) -> bool:
+    """Whether a checkout has the files of its commit and no others but ignored ones."""
+    return not git(tree, "status", "--porcelain").strip()
+
+
+def stage(tree: Path, staged: Path) -> None:
+    """Copies the files of a checkout that git knows or would add, with links as links and modes of their own."""
     for name in filter(None, git(tree, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")):
         source, target = tree / name, staged / name
         if not os.path.lexists(source):
@@ -92,7 +97,7 @@ def _provenance(tree: Path, commit: str, artifacts: Path) -> Provenance:
     return Provenance(
         version=tomllib.loads((tree / "pyproject.toml").read_text())["project"]["version"],
         commit=commit,
-        clean=not git(tree, "status", "--porcelain").strip(),
+        clean=is_clean(tree),
         tools={
             "python": platform.python_version(),
             "platform": sysconfig.get_platform(),
@@ -127,6 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     content = wheel.read_bytes()
     print(f"{wheel}: {len(content) / 1e6:.1f} MB, sha256 {hashlib.sha256(content).hexdigest()}")
+    if not is_clean(TREE):
+        print("the tree has local changes: no commit gives this wheel again")
     return 0
 
 

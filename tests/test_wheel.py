@@ -20,7 +20,7 @@ from cute_mla.aot_build import rebuild as rebuilding
 from cute_mla.aot_build import wheel as packing
 from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.wheel import git, make_wheel, not_of_these_sources
+from cute_mla.aot_build.wheel import git, make_wheel, not_of_these_sources, stage
 from cute_mla.manifest import Manifest, Provenance, manifest_sha256
 from cute_mla.runtime.library import artifacts_folder
 from cute_mla.testing.suites import suite
@@ -34,7 +34,7 @@ SMALL = "split_plan_sm90_i32"
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone of this tree in which everything is committed."""
     tree = tmp_path_factory.mktemp("checkout") / "tree"
-    packing._stage(ROOT, tree)
+    stage(ROOT, tree)
     for command in (
         ("init", "--quiet"),
         ("add", "--all"),
