@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # How many dispatch modes surround a call: those of tracers, and users' own.
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -22,3 +25,12 @@ def is_traced(tensor: Any) -> bool:
     if is_dynamo_compiling() or isinstance(tensor, FakeTensor | FunctionalTensor):
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def constant_when_traced(function: F) -> F:
+    """Marks a function that torch.compile calls while it compiles, to take its answer, a Python constant, for granted from then on.
+
+    As torch.compiler.assume_constant_result, which loads the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -14,6 +14,7 @@ from ..api import flash_mla_with_kvcache, merge_states
 from ..runtime.device import has_kernels
 from ..spec.arch import ARCHS
 from ..spec.mla import D_V
+from ..tracing import constant_when_traced
 from ..varlen import flash_attn_varlen_func
 from .batch import DecodeRequests
 
@@ -101,7 +102,13 @@ class ReferencePath:
 
 def path_on(device: torch.device) -> AttentionPath:
     """The way that attention is computed on tensors of this device, here and now."""
-    return KernelPath() if has_kernels(device) else ReferencePath()
+    return KernelPath() if _are_kernels(device) else ReferencePath()
+
+
+@constant_when_traced
+def _are_kernels(device: torch.device) -> bool:
+    """As has_kernels. A layer compiled inside simulate() is for the inside, one compiled outside for the outside."""
+    return has_kernels(device)
 
 
 @cache
