@@ -1,0 +1,84 @@
+"""CUTE_MLA as MLA prefill backend: attention over decompressed keys and values, of new tokens and of chunks of the context."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
+
+from ...varlen import flash_attn_varlen_func
+from . import PREFILL
+from .capability import DTYPES, has_kernels_for, somewhere
+
+_OP = "dense_prefill"
+
+
+class CuteMlaPrefill(MLAPrefillBackend):
+    """Of a layer, or of a metadata builder, which tells it the sequences of each batch."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
+
+    @staticmethod
+    def get_name() -> str:
+        return PREFILL
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        return has_kernels_for(device_capability)
+
+    @classmethod
+    def supports_mla_dimensions(cls, mla_dimensions: MLADimensions) -> bool:
+        d_qk = mla_dimensions.qk_nope_head_dim + mla_dimensions.qk_rope_head_dim
+        return somewhere(_OP, head_dim=d_qk, head_dim_v=mla_dimensions.v_head_dim)
+
+    def supports_out(self) -> bool:
+        return True
+
+    def run_prefill_new_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        return_softmax_lse: bool,
+        out: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention of each sequence over its own new keys.
+
+        q, k: [tokens, heads, d_qk]; v: [tokens, heads, 128]. Returns out [tokens, heads, 128], and lse fp32 [heads, tokens], natural log,
+        if it is asked for.
+        """
+        if output_scale is not None:
+            raise NotImplementedError("output_scale is given; supported: None, out has the type of q")
+        starts, longest = self._prefill_metadata.query_start_loc, self._prefill_metadata.max_query_len
+        out, lse = self._attention(q, k, v, out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+        return (out, lse) if return_softmax_lse else out
+
+    def run_prefill_context_chunk(
+        self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a chunk's query tokens over keys that all of them see: out and lse, as above; -inf for a token without keys, as
+        vLLM's merge wants it."""
+        return self._attention(
+            q,
+            k,
+            v,
+            out,
+            causal=False,
+            cu_seqlens_q=chunk.query_start_loc,
+            cu_seqlens_k=chunk.cu_seq_lens,
+            max_seqlen_q=chunk.max_query_len,
+            max_seqlen_k=chunk.max_seq_len,
+        )
+
+    def _attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, causal: bool = True, **sequences: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+        out, _ = flash_attn_varlen_func(
+            q, k, v, **sequences, softmax_scale=self.scale, causal=causal, out=out, lse=lse.transpose(0, 1), empty_lse=-math.inf
+        )
+        return out, lse

@@ -1,0 +1,105 @@
+"""Whole layers of vLLM over our backends: new keys into the cache, decode and prefill of one batch, against plain attention in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm_parts import LATENT, NOPE, ROPE, SCALE, Request, Served, Setting, V, agree, batch_of, empty_cache, query_rows, rows_of, serve
+
+import cute_mla
+from cute_mla.reference import attention, visible_keys
+from cute_mla.spec.arch import Arch
+
+HEADS = 4
+
+
+def keys_of(batch: CommonAttentionMetadata, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Latent [keys, 512] and rotary columns [keys, 64] of all keys of each request."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = batch.seq_lens.tolist()
+    return [tuple(torch.randn(n, columns, generator=generator).to(dtype) for columns in (LATENT, ROPE)) for n in lengths]
+
+
+def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
+    """New keys into the cache, as vLLM's layer does it. More rows than slots, as in a padded batch."""
+    latent, rotary = (torch.cat([*part, torch.full((2, part[0].shape[1]), torch.nan)]).to(part[0].dtype) for part in zip(*kv, strict=True))
+    layer = served.layer
+    layer.update_kv_cache(latent, rotary.unsqueeze(1), cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
+
+
+def expected(served: Served, batch: CommonAttentionMetadata, q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[tokens, heads * 128]: every request over its decompressed keys."""
+    weight = served.layer.kv_b_proj.weight.float().view(-1, NOPE + V, LATENT)
+    out = torch.zeros(len(q), weight.shape[0], V)
+    for request, (latent, rotary) in enumerate(kv):
+        up = torch.einsum("hdl,tl->htd", weight, latent.float())
+        k = torch.cat((up[..., :NOPE], rotary.float().expand(len(weight), -1, -1)), dim=-1)
+        own = query_rows(batch, request)
+        mine = q[own].float().transpose(0, 1)
+        found, _ = attention(mine, k, up[..., NOPE:], SCALE, visible_keys(mine.shape[1], len(latent), True, q.device))
+        out[own] = found.transpose(0, 1)
+    return out.flatten(1)
+
+
+BATCHES: dict[str, list[Request]] = {
+    "decode": [Request(1, 30), Request(1, 130)],
+    "new prefill": [Request(40, 40), Request(7, 7)],
+    "mixed": [Request(1, 70), Request(1, 5), Request(20, 20), Request(9, 100)],
+    "context": [Request(30, 94), Request(3, 150)],
+}
+
+
+@pytest.mark.parametrize(
+    ("requests", "cache"), [*((batch, "auto") for batch in BATCHES.values()), (BATCHES["mixed"], "fp8")], ids=[*BATCHES, "mixed fp8"]
+)
+def test_a_layer(arch: Arch, requests: list[Request], cache: str, tmp_path: Path) -> None:
+    served = serve(Setting(HEADS, cache=cache), tmp_path)
+    batch = batch_of(requests, 64)
+    generator = torch.Generator().manual_seed(6)
+    q = torch.randn(batch.num_actual_tokens, HEADS, NOPE + ROPE, generator=generator).to(torch.bfloat16)
+    kv = keys_of(batch, torch.bfloat16)
+    storage = empty_cache(batch, served.setting)
+    new = [
+        (latent[len(latent) - request.tokens :], rotary[len(rotary) - request.tokens :])
+        for request, (latent, rotary) in zip(requests, kv, strict=True)
+    ]
+    slots = torch.cat([rows[0] * 64 + rows[1] for rows in (rows_of(batch, request, 64) for request in range(batch.num_reqs))])
+    out = torch.full((len(q), HEADS * V), torch.nan, dtype=torch.bfloat16)
+    with cute_mla.simulate(arch, 6), set_current_vllm_config(served.config), torch.inference_mode():
+        write(served, storage, kv, slots)  # the context, of which the last ones are then written over
+        write(served, storage, new, batch.slot_mapping)
+        latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
+        served.layer.forward_impl(q, latent, rotary.unsqueeze(1), storage, served.builder.build(0, batch), output=out)
+    wanted = expected(served, batch, q, kv)
+    if cache == "auto":
+        agree(out, wanted, 2e-2)  # vLLM rounds absorbed queries and decompressed keys to bf16
+    else:
+        assert torch.nn.functional.cosine_similarity(out.float().flatten(), wanted.flatten(), dim=0) > 0.995
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_new_keys_go_to_their_slots_alone(arch: Arch, cache: str, tmp_path: Path) -> None:
+    served = serve(Setting(HEADS, cache=cache), tmp_path)
+    served.layer._k_scale.fill_(0.5)
+    batch = batch_of([Request(3, 70)], 64)
+    storage = empty_cache(batch, served.setting)
+    before = storage.view(torch.uint8).clone()
+    latent, rotary = torch.randn(3, LATENT).bfloat16(), torch.randn(3, ROPE).bfloat16()
+    slots = batch.slot_mapping.clone()
+    slots[1] = -1
+    with cute_mla.simulate(arch, 6), torch.inference_mode():
+        write(served, storage, [(latent, rotary)], slots)
+    keys = torch.cat((latent, rotary), dim=1)
+    if cache == "fp8":
+        keys = (keys.float() / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn)
+    blocks, rows = slots[[0, 2]] // 64, slots[[0, 2]] % 64
+    after = storage.view(torch.uint8)
+    assert torch.equal(after[blocks, rows], keys[[0, 2]].view(torch.uint8))
+    after[blocks, rows] = before[blocks, rows]
+    assert torch.equal(after, before)

@@ -1,0 +1,186 @@
+"""Sparse decode and prefill through vLLM's layer and builder, on the simulated device, against attention in fp32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm_parts import LATENT, ROPE, SCALE, Request, Served, Setting, agree, batch_of, empty_cache, query_rows, rows_of, serve
+
+import cute_mla
+from cute_mla.cache import dequantise_cache, quantise_cache
+from cute_mla.reference import attention
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.compare import same_bits
+
+TOPK = 128
+LSE = {"auto": 5e-4, "fp8_ds_mla": 5e-3}  # of the latter, keys are rounded to bf16 once more
+
+
+def served_by(heads: int, cache: str, folder: Path) -> Served:
+    return serve(Setting(heads, cache=cache, topk=TOPK), folder, "CUTE_MLA_SPARSE")
+
+
+def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tensor, list[Tensor]]:
+    """(the cache, NaN where there are no keys, what each request's keys are worth)."""
+    generator = torch.Generator().manual_seed(3)
+    cache, worth = empty_cache(batch, setting), []
+    for request in range(batch.num_reqs):
+        blocks, rows = rows_of(batch, request, setting.block_size)
+        keys = torch.randn(len(rows), LATENT + ROPE, generator=generator).bfloat16()
+        if setting.cache == "fp8_ds_mla":
+            packed = quantise_cache(keys[None, :, None], "fp8_656")
+            cache[blocks, rows] = packed[0, :, 0].view(torch.uint8)
+            keys = dequantise_cache(packed, "fp8_656")[0, :, 0]
+        else:
+            cache[blocks, rows] = keys
+        worth.append(keys.float())
+    return cache, worth
+
+
+def choose(served: Served, batch: CommonAttentionMetadata) -> Tensor:
+    """What an indexer leaves in the layer's buffer: for each token some of the keys that it may see, -1 behind them and in between."""
+    generator = torch.Generator().manual_seed(8)
+    buffer = served.layer.impl.topk_indices_buffer
+    buffer.fill_(-1)
+    for request in range(batch.num_reqs):
+        own, keys = query_rows(batch, request), int(batch.seq_lens[request])
+        for token in range(own.start, own.stop):
+            seen = keys - (own.stop - 1 - token)
+            chosen = torch.randperm(seen, generator=generator)[: min(seen, TOPK - 9)]
+            buffer[token, 3 : 3 + len(chosen)] = chosen.to(torch.int32)
+    return buffer
+
+
+def expected(
+    batch: CommonAttentionMetadata, q: Tensor, worth: Sequence[Tensor], chosen: Tensor, shard: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Out [tokens, heads, 512] and lse [tokens, heads] over the chosen keys of a rank; shard: how many ranks there are, and which it is."""
+    ranks, rank = shard
+    out, lse = torch.zeros(*q.shape[:2], LATENT), torch.full(q.shape[:2], -math.inf)
+    for request in range(batch.num_reqs):
+        own = query_rows(batch, request)
+        for token in range(own.start, own.stop):
+            ids = chosen[token][chosen[token] >= 0]
+            keys = worth[request][(ids[ids % ranks == rank] // ranks).long()][None]
+            visible = torch.ones(1, keys.shape[1], dtype=torch.bool)
+            found, norm = attention(q[token, :, None].float(), keys, keys[..., :LATENT], SCALE, visible, -math.inf)
+            out[token], lse[token] = found[:, 0], norm[:, 0]
+    return out, lse
+
+
+def queries(tokens: int, heads: int) -> tuple[Tensor, Tensor]:
+    q = torch.randn(tokens, heads, LATENT + ROPE, generator=torch.Generator().manual_seed(4)).bfloat16()
+    return q[..., :LATENT], q[..., LATENT:]
+
+
+BATCHES: dict[str, list[Request]] = {
+    "decode": [Request(1, 300), Request(1, 5), Request(1, 64)],
+    "ragged": [Request(1, 20), Request(1, 200), Request(5, 90)],
+}
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
+def test_a_batch(arch: Arch, requests: list[Request], cache: str, invariant: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", invariant, raising=False)
+    served = served_by(16, cache, tmp_path)
+    assert served.layer.impl.supports_dense_mha_prefill is not invariant
+    batch = batch_of(requests, 64)
+    storage, worth = filled_cache(batch, served.setting)
+    chosen = choose(served, batch)
+    q = queries(batch.num_actual_tokens, 16)
+    with cute_mla.simulate(arch, 6):
+        out, lse = served.mqa(q, storage, served.build(batch))
+    wanted, _ = expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))
+    agree(out, wanted, 8e-3)
+    assert lse is None
+
+
+@pytest.mark.parametrize("heads", [128, 8, 5])
+def test_heads_of_a_rank(arch: Arch, heads: int, tmp_path: Path) -> None:
+    served = served_by(heads, "fp8_ds_mla", tmp_path)
+    batch = batch_of([Request(1, 100)], 64)
+    storage, worth = filled_cache(batch, served.setting)
+    chosen = choose(served, batch)
+    q = queries(1, heads)
+    with cute_mla.simulate(arch, 6):
+        out, _ = served.mqa(q, storage, served.build(batch))
+    agree(out, expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))[0], 8e-3)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+def test_ranks_that_share_the_keys_return_lse(arch: Arch, cache: str, tmp_path: Path) -> None:
+    served = served_by(16, cache, tmp_path)
+    layer = served.layer.impl
+    layer.dcp_world_size, layer.dcp_rank, layer.need_to_return_lse_for_decode = 2, 1, True
+    batch = batch_of([Request(1, 60), Request(1, 40)], 64)  # this rank's keys: every other token's
+    storage, worth = filled_cache(batch, served.setting)
+    chosen = torch.full_like(layer.topk_indices_buffer, -1)
+    chosen[0, :100] = torch.randperm(119)[:100]
+    chosen[1, :20] = 2 * torch.arange(20)  # all of them the other rank's
+    layer.topk_indices_buffer.copy_(chosen)
+    q = torch.cat(queries(2, 16), dim=-1)
+    with cute_mla.simulate(arch, 6):
+        out, lse = served.mqa(q, storage, served.build(batch))
+    wanted, norm = expected(batch, q, worth, chosen, (2, 1))
+    agree(out, wanted, 8e-3)
+    assert lse is not None
+    assert (lse[0] - norm[0]).abs().max() < LSE[cache]
+    assert (lse[1] == -math.inf).all()
+    assert (out[1] == 0).all()
+
+
+def test_padding_is_finite(arch: Arch, tmp_path: Path) -> None:
+    served = served_by(16, "auto", tmp_path)
+    batch = batch_of([Request(1, 100), Request(0, 0), Request(0, 0)], 64, padded_tokens=3)
+    storage, worth = filled_cache(batch, served.setting)
+    chosen = choose(served, batch)
+    q = queries(3, 16)
+    with cute_mla.simulate(arch, 6):
+        metadata = served.build(batch)
+        assert (metadata.num_decode_tokens, metadata.num_actual_tokens) == (3, 3)
+        out, _ = served.mqa(q, storage, metadata)
+    agree(out[:1], expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))[0][:1], 8e-3)
+    assert (out[1:] == 0).all()
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+def test_batchmates_do_not_change_the_bits_of_an_invariant_token(
+    arch: Arch, cache: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    served = served_by(16, cache, tmp_path)
+    together = batch_of([Request(1, 100), Request(1, 30), Request(4, 70)], 64)
+    storage, _ = filled_cache(together, served.setting)
+    chosen = choose(served, together).clone()
+    q = queries(6, 16)
+    with cute_mla.simulate(arch, 6):
+        out, _ = served.mqa(q, storage, served.build(together))
+    alone = batch_of([Request(1, 100)], 64)
+    alone.block_table_tensor = together.block_table_tensor[:1].clone()
+    elsewhere = served_by(16, cache, tmp_path)
+    elsewhere.layer.impl.topk_indices_buffer.copy_(chosen)
+    with cute_mla.simulate(arch, 5):
+        other, _ = elsewhere.mqa(tuple(part[:1] for part in q), storage, elsewhere.build(alone))
+    assert same_bits(out[:1], other)
+
+
+def test_plans_stay_where_they_are(arch: Arch, tmp_path: Path) -> None:
+    served = served_by(16, "auto", tmp_path)
+    with cute_mla.simulate(arch, 6):
+        mixed = served.build(batch_of([Request(1, 20), Request(5, 90)], 64)).plans
+        places = {tokens: (plan[0].data_ptr(), plan[1].data_ptr()) for tokens, plan in mixed.items()}
+        assert list(places) == [6, 1]
+        decode = served.build(batch_of([Request(1, 20), Request(1, 90)], 64)).plans
+        fresh = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 16, 1, 16, True, TOPK)
+    assert list(decode) == [2]
+    assert (decode[2][0].data_ptr(), decode[2][1].data_ptr()) == places[6]
+    assert all(torch.equal(found, wanted) for found, wanted in zip(decode[2], fresh, strict=True))

@@ -1,0 +1,206 @@
+"""Parts of vLLM as its engine makes them, for tests without a GPU: configurations, layers, batches."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+LATENT, ROPE, NOPE, V = 512, 64, 128, 128
+SCALE = (NOPE + ROPE) ** -0.5
+LAYER = "model.layers.0.self_attn.attn"
+
+_MODEL = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": LATENT,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V,
+    "vocab_size": 1024,
+    "max_position_embeddings": 2048,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and how it is served. topk: indices of a token; None of a dense model."""
+
+    heads: int
+    dtype: torch.dtype = torch.bfloat16
+    cache: str = "auto"
+    block_size: int = 64
+    topk: int | None = None
+
+
+def configuration(setting: Setting, folder: Path) -> VllmConfig:
+    """vLLM's configuration, of a model whose config.json is written to a folder."""
+    heads = {"num_attention_heads": setting.heads, "num_key_value_heads": setting.heads}
+    sparse = {} if setting.topk is None else {"index_topk": setting.topk}
+    (folder / "config.json").write_text(json.dumps({**_MODEL, **heads, **sparse}))
+    model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=str(setting.dtype).removeprefix("torch."), max_model_len=2048)
+    return VllmConfig(
+        model_config=model,
+        device_config=DeviceConfig(device="cpu"),
+        cache_config=CacheConfig(block_size=setting.block_size, cache_dtype=setting.cache),
+        scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, is_encoder_decoder=False),
+        parallel_config=ParallelConfig(),
+    )
+
+
+class Projection(torch.nn.Module):
+    """kv_b_proj of one rank, unquantised."""
+
+    quant_method = None
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.params_dtype = weight.dtype
+
+    def forward(self, latent: Tensor) -> tuple[Tensor, None]:
+        return latent @ self.weight.T, None
+
+
+@dataclass
+class Served:
+    """A layer with its configuration and metadata builder."""
+
+    setting: Setting
+    config: VllmConfig
+    layer: MLAAttention
+    builder: Any
+
+    def build(self, batch: CommonAttentionMetadata) -> Any:
+        with set_current_vllm_config(self.config):
+            return self.builder.build(0, batch)
+
+    def mqa(self, q: Any, cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor | None]:
+        """forward_mqa as the layer calls it, under the engine's inference mode."""
+        with set_current_vllm_config(self.config), torch.inference_mode():
+            return self.layer.impl.forward_mqa(q, cache, metadata, self.layer)
+
+
+def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
+    """A layer of this backend, and of our prefill backend, as vLLM makes it."""
+    config = configuration(setting, folder)
+    backend = AttentionBackendEnum[name].get_class()
+    weight = torch.randn(setting.heads * (NOPE + V), LATENT, generator=torch.Generator().manual_seed(1)) * LATENT**-0.5
+    sparse = (
+        {} if setting.topk is None else {"use_sparse": True, "topk_indices_buffer": torch.full((256, setting.topk), -1, dtype=torch.int32)}
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(setting.dtype)
+    try:
+        with set_current_vllm_config(config):
+            layer = MLAAttention(
+                num_heads=setting.heads,
+                scale=SCALE,
+                qk_nope_head_dim=NOPE,
+                qk_rope_head_dim=ROPE,
+                v_head_dim=V,
+                q_lora_rank=64,
+                kv_lora_rank=LATENT,
+                kv_b_proj=Projection(weight.to(setting.dtype)),
+                cache_config=config.cache_config,
+                prefix=LAYER,
+                attn_backend=backend,
+                prefill_backend_cls=MLAPrefillBackendEnum["CUTE_MLA"].get_class(),
+                **sparse,
+            )
+            layer.process_weights_after_loading(setting.dtype)
+            spec = backend.customize_spec(layer.get_kv_cache_spec(config))
+            builder = backend.get_builder_cls()(spec, [LAYER], config, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    return Served(setting, config, layer, builder)
+
+
+@dataclass(frozen=True)
+class Request:
+    """New query tokens, and keys in the cache with theirs."""
+
+    tokens: int
+    keys: int
+
+
+def batch_of(requests: Sequence[Request], block_size: int, seed: int = 0, padded_tokens: int | None = None) -> CommonAttentionMetadata:
+    """vLLM's description of a batch, over pages in random order of which page 0 is nobody's. Requests without tokens pad a CUDA graph,
+    padded_tokens is then what the batch counts."""
+    starts = torch.tensor([0, *[request.tokens for request in requests]]).cumsum(0).to(torch.int32)
+    lengths = torch.tensor([request.keys for request in requests], dtype=torch.int32)
+    pages = [-(-request.keys // block_size) for request in requests]
+    table = torch.zeros(len(requests), max(*pages, 1), dtype=torch.int32)
+    order = 1 + torch.randperm(sum(pages), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    for row, own in zip(table, order.split(pages), strict=True):
+        row[: len(own)] = own
+    slots = [
+        table[r, position // block_size].item() * block_size + position % block_size
+        for r, request in enumerate(requests)
+        for position in range(request.keys - request.tokens, request.keys)
+    ]
+    tokens = len(slots) if padded_tokens is None else padded_tokens
+    slots += [-1] * (tokens - len(slots))
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=len(requests),
+        num_actual_tokens=tokens,
+        max_query_len=max(request.tokens for request in requests),
+        max_seq_len=max(request.keys for request in requests),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        seq_lens_cpu_upper_bound=lengths.clone(),
+    )
+
+
+def empty_cache(batch: CommonAttentionMetadata, setting: Setting) -> Tensor:
+    """[blocks, block size, columns] as vLLM allocates it, full of NaN, blocks twice as far apart as they need to be."""
+    blocks = int(batch.block_table_tensor.max()) + 1
+    if setting.cache == "fp8_ds_mla":
+        storage = torch.full((2 * blocks, setting.block_size, 656), 0xFF, dtype=torch.uint8)
+    elif setting.cache == "auto":
+        storage = torch.full((2 * blocks, setting.block_size, LATENT + ROPE), math.nan, dtype=setting.dtype)
+    else:
+        storage = torch.full((2 * blocks, setting.block_size, LATENT + ROPE), 0xFF, dtype=torch.uint8)
+    return storage[::2]
+
+
+def rows_of(batch: CommonAttentionMetadata, request: int, block_size: int) -> Tensor:
+    """Blocks and rows of all keys of a request: (int64 [keys], int64 [keys])."""
+    position = torch.arange(int(batch.seq_lens[request]))
+    return torch.stack((batch.block_table_tensor[request, position // block_size].long(), position % block_size))
+
+
+def query_rows(batch: CommonAttentionMetadata, request: int) -> slice:
+    """The query tokens of a request."""
+    start, end = batch.query_start_loc[request : request + 2].tolist()
+    return slice(start, end)
+
+
+def agree(out: Tensor, wanted: Tensor, absolute: float = 5e-3) -> None:
+    """Asserts that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=absolute)
