@@ -8,13 +8,16 @@ from importlib import import_module
 
 from cute_mla.kernels.source import KernelConfig, KernelSource
 from cute_mla.manifest import kernel_name
-from cute_mla.spec import dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
+from cute_mla.spec import cache_rows, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
 from cute_mla.spec.mla import DTYPES
 from cute_mla.spec.split_plan import SplitPlanConfig
 
-OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "split_plan", "combine", "merge_states")
+OPS = (
+    *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"),
+    *("split_plan", "combine", "merge_states", "cache_write", "cache_gather"),
+)
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,12 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("dense_prefill", dense_prefill.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),
     )
+    moving = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
     listed = (
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
         *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
+        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in moving),
     )
     return tuple(variant for variant in listed if variant.op in ops)

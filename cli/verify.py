@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cute_mla.testing.planned import Planned
     from cute_mla.testing.runner import Kind, Record, Schedule, Target
 
-OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
+OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather")
 SUITES = ("smoke", "full")
 
 _JSON_SECONDS = 10.0  # how often the file is brought up to date, so that a run that is cut short leaves what it found

@@ -12,7 +12,17 @@ import torch
 from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
 from cute_mla.runtime.kept_calls import KeptCalls
-from cute_mla.spec import combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
+from cute_mla.spec import (
+    cache_gather,
+    cache_write,
+    combine,
+    dense_decode,
+    dense_prefill,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+    split_plan,
+)
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90, Arch
 
@@ -21,6 +31,8 @@ PARAMS: dict[str, tuple[Param, ...]] = {
     "sparse_decode": sparse_decode.PARAMS,
     "dense_prefill": dense_prefill.PARAMS,
     "sparse_prefill": sparse_prefill.PARAMS,
+    "cache_gather": cache_gather.PARAMS,
+    "cache_write": cache_write.PARAMS,
     "combine": combine.PARAMS,
     "merge_states": merge_states.PARAMS,
     "split_plan": split_plan.PARAMS,

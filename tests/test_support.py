@@ -9,7 +9,7 @@ import torch
 
 from cute_mla import is_supported
 from cute_mla.spec.arch import Arch
-from cute_mla.support import FEATURES, OPS
+from cute_mla.support import CACHE_OPS, FEATURES, OPS
 
 GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
@@ -81,6 +81,21 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offsets": (False, True),
     },
 }
+ROWS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
+    "h_q": (None,),
+    "h_kv": (1,),
+    "s_q": (None,),
+    "head_dim": (576, 512),
+    "head_dim_v": (None,),
+    "page_size": (1, 2, 61, 64, 4096),
+    "causal": (False,),
+    "batch_invariant": (False, True),
+    "fp8_kvcache": (False, True),
+    **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
+    "topk": (None,),
+}
+GOOD |= dict.fromkeys(CACHE_OPS, ROWS)
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
         "dtype": ("fp8", torch.float32),
@@ -151,6 +166,21 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "kv_offsets": (2,),
     },
 }
+BAD_ROWS: dict[str, tuple[Any, ...]] = {
+    "dtype": ("fp8", "e4m3", torch.float32),
+    "h_q": (16,),
+    "h_kv": (0, 2),
+    "s_q": (1,),
+    "head_dim": (128,),
+    "head_dim_v": (512,),
+    "page_size": (0, -64),
+    "causal": (True,),
+    "batch_invariant": (2,),
+    "fp8_kvcache": (None,),
+    **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (True,)),
+    "topk": (64,),
+}
+BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS)
 
 
 def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:
@@ -158,7 +188,7 @@ def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, st
     return [(op, feature, value) for op, listed in features.items() for feature, values in listed.items() for value in values]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, *CACHE_OPS])
 def test_every_feature_is_tested_and_documented(op: str) -> None:
     assert set(FEATURES) == set(GOOD[op]) == set(BAD[op])
     assert is_supported.__doc__ is not None
@@ -214,6 +244,12 @@ def test_features_of_dense_prefill_together(head_dim: int, dtype: str, arch: Arc
     assert is_supported("dense_prefill", arch.name, h_q=200, h_kv=5, head_dim=head_dim, head_dim_v=128, dtype=dtype, causal=True)[0]
     refused = is_supported("dense_prefill", arch.name, h_q=40, h_kv=3)
     assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
+
+
+@pytest.mark.parametrize("op", CACHE_OPS)
+def test_features_of_cache_kernels_together(op: str) -> None:
+    assert is_supported(op, "sm90", fp8_kvcache=True, head_dim=512, dtype="fp16", page_size=61)[0]
+    assert is_supported(op, "sm90", fp8_kvcache=False, head_dim=512) == (False, "head_dim is 512 without an FP8 cache; supported: 576")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

@@ -1,9 +1,10 @@
-"""Paged KV caches: how kernels read them (layout), keys to and from them by slot (latent), and the reference quantiser of the FP8
-formats (codec)."""
+"""Paged KV caches: how kernels read them (layout, gathered), keys to and from them (write, gather), and the reference quantiser of the
+FP8 formats (codec)."""
 
 from .codec import dequantise_cache, empty_cache, quantise_cache
-from .latent import gather_latent, write_latent
+from .gather import gather_kv_cache
 from .layout import DenseCache, dense_cache, dense_tensor_map, page_size_problem
+from .write import write_kv_cache
 
 __all__ = [
     "DenseCache",
@@ -11,8 +12,8 @@ __all__ = [
     "dense_tensor_map",
     "dequantise_cache",
     "empty_cache",
-    "gather_latent",
+    "gather_kv_cache",
     "page_size_problem",
     "quantise_cache",
-    "write_latent",
+    "write_kv_cache",
 ]

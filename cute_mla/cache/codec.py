@@ -13,19 +13,17 @@ from typing import NamedTuple
 import torch
 
 from ..spec.cache_format import FORMATS, CacheFormat
+from ..spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX
 from ..spec.mla import ELEMENT_BYTES
 from ..tensors import check_dtype, check_last_contiguous, check_shape, spec_of
+from .gathered import BYTES, WIDE
 
-E4M3_MAX = 448.0
-LEAST_POWER_OF_TWO_AMAX = 1e-4  # FlashMLA's quantiser takes no power of two below the least that is not under this
-
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-_WIDE = (torch.bfloat16, torch.float16)
 _E8M0_NAN = 255
+_E4M3_NAN = 0x7F  # of the two codes, the one that GPUs make
 
 
-class _Parts(NamedTuple):
-    """Views of a cache's bytes, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
+class Parts(NamedTuple):
+    """A cache's bytes, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -67,7 +65,7 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     pages, page_size = spec.shape[:2]
     if out is None:
         out = empty_cache(cache_format, pages, page_size).to(kv.device)
-    parts = _parts("out", out, layout)
+    parts = parts_of("out", out, layout)
     if out.shape[:2] != spec.shape[:2]:
         raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
     values = kv.float().squeeze(2)
@@ -75,14 +73,19 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     scales = _scales(groups, power_of_two or not layout.scales_inside)
     divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # all values are 0 where the scale is, or as good as 0
     divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
-    codes = (groups / divisor).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    parts.codes.copy_(codes.view(torch.uint8).flatten(-2))
+    parts.codes.copy_(to_e4m3(groups / divisor).flatten(-2))
     if layout.scales_inside:
         parts.scales.copy_(scales.contiguous().view(torch.uint8))
     else:
         parts.scales[..., : layout.groups] = _to_e8m0(scales)
-    parts.wide.copy_(values[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8))
+    parts.wide.copy_(kv.squeeze(2)[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8))
     return out
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """uint8: codes of floats, rounded to nearest even and limited to +-448."""
+    codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(values.isnan(), _E4M3_NAN, codes)
 
 
 def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
@@ -97,14 +100,18 @@ def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     if not layout.quantised:
         spec = spec_of("cache", cache)
         check_shape("cache", spec, ("pages", "page size", 1, layout.d_qk))
-        check_dtype("cache", spec, *_WIDE)
+        check_dtype("cache", spec, *WIDE)
         return cache.float()
-    parts = _parts("cache", cache, layout)
+    return dequantised(parts_of("cache", cache, layout), layout).unsqueeze(2)
+
+
+def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
+    """fp32 [.., d_qk]: the keys whose bytes these are."""
     groups = _contiguous_bytes(parts.codes).view(torch.float8_e4m3fn).float().unflatten(-1, (layout.groups, layout.group))
     scale_bytes = _contiguous_bytes(parts.scales)
     scales = scale_bytes.view(torch.float32) if layout.scales_inside else _from_e8m0(scale_bytes[..., : layout.groups])
     wide = _contiguous_bytes(parts.wide).view(torch.bfloat16).float()
-    return torch.cat([(groups * scales.unsqueeze(-1)).flatten(-2), wide], dim=-1).unsqueeze(2)
+    return torch.cat([(groups * scales.unsqueeze(-1)).flatten(-2), wide], dim=-1)
 
 
 def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
@@ -120,18 +127,18 @@ def _quantised_format(cache_format: str) -> CacheFormat:
     return layout
 
 
-def _parts(name: str, cache: torch.Tensor, layout: CacheFormat) -> _Parts:
+def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
     """Where a cache keeps what. ValueError unless it is one of the format."""
     spec = spec_of(name, cache)
     token = layout.page_bytes(1)
     check_shape(name, spec, ("pages", "page size", 1, token))
-    check_dtype(name, spec, *_BYTES)
+    check_dtype(name, spec, *BYTES)
     check_last_contiguous(name, spec)
     cache = cache.view(torch.uint8)
     wide = slice(layout.wide_offset, layout.wide_offset + (layout.d_qk - layout.quantised) * ELEMENT_BYTES)
     if layout.scales_inside:
         rows = cache.squeeze(2)
-        return _Parts(rows[..., : layout.quantised], rows[..., layout.quantised : layout.wide_offset], rows[..., wide])
+        return Parts(rows[..., : layout.quantised], rows[..., layout.quantised : layout.wide_offset], rows[..., wide])
     pages, page_size = spec.shape[:2]
     if page_size > 1 and cache.stride(1) != token:
         raise ValueError(f"{name} has strides {list(spec.stride)}; supported: {token} bytes along dimension 1, pages without gaps")
@@ -139,7 +146,7 @@ def _parts(name: str, cache: torch.Tensor, layout: CacheFormat) -> _Parts:
     page = cache.as_strided((pages, page_size * token), (cache.stride(0), 1))
     rows = page[:, :data].unflatten(1, (page_size, layout.row_bytes))
     scales = page[:, data:].unflatten(1, (page_size, layout.scale_bytes))
-    return _Parts(rows[..., : layout.quantised], scales, rows[..., wide])
+    return Parts(rows[..., : layout.quantised], scales, rows[..., wide])
 
 
 def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 
 from ..spec.cache_format import FORMATS, FP8_584, FP8_656, LATENT, CacheFormat
+from ..spec.cache_rows import FP8_576
 from ..tensors import TensorSpec, check_device, check_last_contiguous
 
 GATHER_ALIGNMENT = 16  # bytes: of the address of every row, for the widest load
 MOST_SLOTS = (1 << 31) - 1  # that an int32 can name
 
-_BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-_WIDE = (torch.bfloat16, torch.float16)
+BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+WIDE = (torch.bfloat16, torch.float16)
 
 
 class GatheredCache(NamedTuple):
@@ -26,18 +27,24 @@ class GatheredCache(NamedTuple):
     row_stride: int
 
 
-def columns_of(cache: CacheFormat) -> tuple[int, tuple[torch.dtype, ...]]:
-    """The last dimension of a tensor of this format, in elements, and the dtypes that it can have."""
-    return (cache.page_bytes(1), _BYTES) if cache.quantised else (cache.d_qk, _WIDE)
+def columns_of(cache: CacheFormat) -> int:
+    """The last dimension of a tensor of this format, in elements."""
+    return cache.page_bytes(1) if cache.quantised else cache.d_qk
+
+
+def dtypes_of(cache: CacheFormat) -> tuple[torch.dtype, ...]:
+    """The dtypes that a tensor of this format can have."""
+    if cache is FP8_576:
+        return (torch.float8_e4m3fn,)
+    return BYTES if cache.quantised else WIDE
 
 
 def supported_formats() -> str:
     """The formats, for messages."""
     shapes = []
     for cache in FORMATS.values():
-        columns, dtypes = columns_of(cache)
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        shapes.append(f"[pages, page size, 1, {columns}] of {names} with q of {cache.d_qk} columns")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_of(cache))
+        shapes.append(f"[pages, page size, 1, {columns_of(cache)}] of {names} with q of {cache.d_qk} columns")
     return "; ".join(shapes)
 
 
@@ -46,6 +53,13 @@ def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: b
     cache = _format_of(name, spec, q, is_fp8_kvcache)
     check_device(name, spec, q.device)
     check_last_contiguous(name, spec)
+    page_stride, row_stride = byte_strides(name, spec, cache)
+    pages, page_size = spec.shape[:2]
+    return GatheredCache(cache.name, page_size, min(pages * page_size, MOST_SLOTS), page_stride, row_stride)
+
+
+def byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int, int]:
+    """Bytes from page to page and from row to row of a cache of a format. ValueError unless kernels can read it so."""
     pages, page_size, _, columns = spec.shape
     if pages == 0 or page_size == 0:
         raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
@@ -65,13 +79,13 @@ def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: b
                 f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dimension}; "
                 f"supported: positive multiples of {GATHER_ALIGNMENT} bytes"
             )
-    return GatheredCache(cache.name, page_size, min(pages * page_size, MOST_SLOTS), page_stride, row_stride)
+    return page_stride, row_stride
 
 
 def _format_of(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool) -> CacheFormat:
     """The format that shape and dtype tell, and that these queries fit."""
     fits = len(spec.shape) == 4 and spec.shape[2] == 1
-    found = [cache for cache in FORMATS.values() if fits and spec.shape[3] == columns_of(cache)[0] and spec.dtype in columns_of(cache)[1]]
+    found = [cache for cache in FORMATS.values() if fits and spec.shape[3] == columns_of(cache) and spec.dtype in dtypes_of(cache)]
     if not found or q.shape[-1] != found[0].d_qk:
         raise ValueError(
             f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}, q {q.shape[-1]} columns; "

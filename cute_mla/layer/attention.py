@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from ..cache import gather_latent, page_size_problem, write_latent
+from ..cache import gather_kv_cache, page_size_problem, write_kv_cache
 from ..spec.mla import D_QK, MAX_HEADS
 from ..tensors import check_dtype, check_shape, spec_of
+from ..tracing import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
 from .path import MOST_STATES, AttentionPath, Packed, path_on, say_reference
@@ -73,7 +74,7 @@ class MlaAttention:
         turned = rotation(batch.positions, self._radians, self.config)
         q = self._queries(hidden, turned)
         keys = self._new_keys(hidden, turned)
-        write_latent(k_cache, *keys, batch.slot_mapping)
+        write_kv_cache(*keys, k_cache, batch.slot_mapping)
         parts = [q.new_empty(0, self.heads, self.config.v_head_dim)]
         decoded = 0
         if batch.decode is not None:
@@ -105,7 +106,11 @@ class MlaAttention:
         """Absorbed: [tokens, heads, 128]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         absorbed = q.new_empty(*q.shape[:2], D_QK)
-        torch.bmm(q[..., :nope].transpose(0, 1), self._into_query, out=absorbed[..., :latent].transpose(0, 1))
+        queries, place = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
+        if is_dynamo_compiling():  # which takes no part of a tensor for out
+            place.copy_(torch.bmm(queries, self._into_query))
+        else:
+            torch.bmm(queries, self._into_query, out=place)
         absorbed[..., latent:] = q[..., nope:]
         by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
         out = path.decode(by_request, k_cache, requests, self.config.softmax_scale)
@@ -116,7 +121,7 @@ class MlaAttention:
         scale, ends = self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
         states = [path.varlen(q, self._decompressed(own), (ends, ends), scale, causal=True)]
         for chunk in requests.chunks:
-            cached = gather_latent(k_cache, chunk.slots)
+            cached = gather_kv_cache(k_cache, chunk.block_table, chunk.cu_seqlens, chunk.keys, starts=chunk.starts)
             kv = self._decompressed(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
             if len(states) == MOST_STATES:
                 states = [path.merge(*zip(*states, strict=True))]

@@ -42,11 +42,14 @@ class DecodeRequests:
 class ContextChunk:
     """Some cached keys of each prefill request, packed; of some none.
 
-    slots: int64 [keys]. cu_seqlens: int32 [requests + 1]. max_seqlen: of the longest.
+    block_table: int32 [requests, pages per request]. starts: int32 [requests], position of each one's first key in the chunk.
+    cu_seqlens: int32 [requests + 1]. keys: of all. max_seqlen: of the longest.
     """
 
-    slots: torch.Tensor
+    block_table: torch.Tensor
+    starts: torch.Tensor
     cu_seqlens: torch.Tensor
+    keys: int
     max_seqlen: int
 
 
@@ -128,7 +131,7 @@ def plan_batch(
         positions=_sent(positions, table.device),
         slot_mapping=pages.slots(requests, positions) if slot_mapping is None else slot_mapping,
         decode=_decode(lengths[:decodes], block_table) if decodes else None,
-        prefill=_prefill(lengths[decodes:], _Pages(block_table[decodes:], page_size), chunk_tokens) if lengths[decodes:] else None,
+        prefill=_prefill(lengths[decodes:], block_table[decodes:], chunk_tokens) if lengths[decodes:] else None,
     )
 
 
@@ -182,13 +185,13 @@ def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor) -> Decode
     return DecodeRequests(block_table[: len(lengths)], _sent(keys, block_table.device), lengths[0][0])
 
 
-def _prefill(lengths: list[tuple[int, int]], pages: _Pages, chunk_tokens: int) -> PrefillRequests:
+def _prefill(lengths: list[tuple[int, int]], block_table: torch.Tensor, chunk_tokens: int) -> PrefillRequests:
     counts, contexts = [new for new, _ in lengths], [context for _, context in lengths]
-    device = pages.block_table.device
+    device = block_table.device
     chunks = []
     share = max(chunk_tokens // max(sum(context > 0 for context in contexts), 1), 1)
     for start in range(0, max(contexts), share):
         taken = [min(max(context - start, 0), share) for context in contexts]
-        slots = pages.slots(*_tokens([start] * len(taken), taken))
-        chunks.append(ContextChunk(slots, _ends(taken, device), max(taken)))
+        starts = _sent(torch.full((len(taken),), start, dtype=torch.int32), device)
+        chunks.append(ContextChunk(block_table, starts, _ends(taken, device), sum(taken), max(taken)))
     return PrefillRequests(_ends(counts, device), max(counts), sum(counts), tuple(chunks))

@@ -67,11 +67,7 @@ class Given(NamedTuple):
 
 
 class Operands(Protocol):
-    """The tensors of a call that every op has."""
-
-    @property
-    def q(self) -> Tensor:
-        """dtype [.., query tokens, h_q, d_qk]."""
+    """The tensors of a call, as far as those of every op go."""
 
     @property
     def given(self) -> Mapping[str, Given]:

@@ -31,6 +31,7 @@ SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 DENSE_PREFILL_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
+EQUAL = Tolerance(1e-300, 0.0, 0.0)  # of what is moved or rounded once: no difference at all
 PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # sparse prefill's max_logits, too
 
 

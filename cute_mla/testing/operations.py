@@ -12,14 +12,39 @@ from torch import Tensor
 
 from .. import reference
 from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from ..cache import dequantise_cache
+from ..cache import dequantise_cache, gather_kv_cache, write_kv_cache
+from ..cache.rows import cache_rows
+from ..cache.torch_path import write_rows
 from ..reference import IndexedCache
+from ..spec.cache_format import LATENT
+from ..spec.cache_rows import FP8_576
 from ..spec.dense_decode import FP8
 from ..spec.mla import D_V
+from ..tensors import spec_of
 from ..varlen import flash_attn_varlen_func
-from .case import BaseCase, Operands
+from .cache_cases import (
+    CacheGatherCase,
+    CacheGatherTensors,
+    CacheWriteCase,
+    CacheWriteTensors,
+    copied_cache,
+    make_gather_tensors,
+    make_write_tensors,
+    page_bytes,
+)
+from .case import DTYPES, BaseCase, Operands
 from .cases import Case, Tensors, make_tensors
-from .compare import DENSE_DECODE_OUT, DENSE_PREFILL_OUT, FP8_DENSE_OUT, LSE, PREFILL_LSE, SPARSE_DECODE_OUT, SPARSE_PREFILL_OUT, Tolerance
+from .compare import (
+    DENSE_DECODE_OUT,
+    DENSE_PREFILL_OUT,
+    EQUAL,
+    FP8_DENSE_OUT,
+    LSE,
+    PREFILL_LSE,
+    SPARSE_DECODE_OUT,
+    SPARSE_PREFILL_OUT,
+    Tolerance,
+)
 from .decode_case import DecodeCase
 from .dense_prefill_cases import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
 from .low_precision import error_limits
@@ -266,6 +291,72 @@ def _dense_prefill_reference(case: DensePrefillCase, tensors: DensePrefillTensor
     )
 
 
+def _no_workspace(case: BaseCase, tensors: Any) -> int:
+    return 0
+
+
+def _write_arguments(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "kv_c": tensors.kv_c,
+        "k_pe": tensors.k_pe,
+        "k_cache": copied_cache(case, tensors.k_cache),
+        "slot_mapping": tensors.slot_mapping,
+        "descale_k": tensors.descale_k,
+        "power_of_two": case.power_of_two,
+    }
+
+
+def _write_call(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tensor | None) -> Result:
+    """The bytes of a copy of the cache, and of what lies around it."""
+    arguments = _write_arguments(case, tensors, workspace)
+    write_kv_cache(**arguments)
+    return (page_bytes(case, arguments["k_cache"]),)
+
+
+def _write_reference(case: CacheWriteCase, tensors: CacheWriteTensors) -> Result:
+    cache = copied_cache(case, tensors.k_cache)
+    keys = torch.cat((tensors.kv_c, tensors.k_pe), dim=1)
+    if case.format is FP8_576 and tensors.descale_k is not None:
+        keys = keys.float() / tensors.descale_k
+    if case.tokens:
+        write_rows(cache_rows("k_cache", spec_of("k_cache", cache)), cache, keys, tensors.slot_mapping, case.power_of_two)
+    return (page_bytes(case, cache),)
+
+
+def _gather_arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "k_cache": tensors.k_cache,
+        "block_table": tensors.block_table,
+        "cu_seqlens": tensors.cu_seqlens,
+        "rows": case.keys + case.rest,
+        "starts": tensors.starts,
+        "descale_k": tensors.descale_k,
+        "dtype": None if case.format is LATENT else DTYPES[case.dtype],
+        "out": _given(tensors, "out"),
+    }
+
+
+def _gather_call(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> Result:
+    return (gather_kv_cache(**_gather_arguments(case, tensors, workspace)),)
+
+
+def _gather_reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
+    """Key by key; rows behind the last are NaN, as they were given."""
+    cache, out = tensors.k_cache, torch.full((case.keys + case.rest, case.format.d_qk), math.nan)
+    if case.format is FP8_576:
+        every = cache.float() * (1.0 if tensors.descale_k is None else tensors.descale_k)
+    else:
+        every = dequantise_cache(cache, case.cache)
+    table, row = tensors.block_table.tolist(), 0
+    for request, (first, length) in enumerate(zip(case.firsts, case.lengths, strict=True)):
+        for position in range(first, first + length):
+            column = position // case.page_size
+            page = table[request][column] if column < len(table[request]) else -1
+            out[row] = every[page, position % case.page_size, 0] if 0 <= page < case.pages else 0.0
+            row += 1
+    return (out.to(cache.device, DTYPES[case.dtype]),)
+
+
 OPERATIONS = {
     Case.op: Operation(
         make_tensors, _dense_call, _dense_workspace, _dense_reference, {"out": DENSE_DECODE_OUT, "lse": LSE}, _dense_arguments
@@ -290,6 +381,8 @@ OPERATIONS = {
         _dense_prefill_arguments,
         error_limits,
     ),
+    CacheWriteCase.op: Operation(make_write_tensors, _write_call, _no_workspace, _write_reference, {"out": EQUAL}, _write_arguments),
+    CacheGatherCase.op: Operation(make_gather_tensors, _gather_call, _no_workspace, _gather_reference, {"out": EQUAL}, _gather_arguments),
 }
 
 FP8_DENSE_DECODE = replace(OPERATIONS[Case.op], results={"out": FP8_DENSE_OUT, "lse": LSE})

@@ -249,8 +249,8 @@ def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule |
 
 def _workspace(case: BaseCase, tensors: Operands) -> Tensor:
     """A workspace of exactly the bytes that the call needs, between guards."""
-    size = operation(case).workspace_bytes(case, tensors)
-    guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=tensors.q.device)
+    size, device = operation(case).workspace_bytes(case, tensors), next(iter(tensors.given.values())).storage.device
+    guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=device)
     guarded[_GUARD : _GUARD + size] = _NAN_BYTE
     return guarded
 

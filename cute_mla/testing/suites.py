@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
+from . import cache_suites, dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
 from .planned import Bearable, Planned
 
 SUITES = ("smoke", "full")
@@ -34,6 +34,8 @@ _OF_OP = {
     "sparse_decode": _OfOp(sparse_suites.SMOKE, sparse_suites.full_cases, sparse_suites.SIMULATED),
     "sparse_prefill": _OfOp(prefill_suites.SMOKE, prefill_suites.full_cases, prefill_suites.SIMULATED),
     "dense_prefill": _OfOp(dense_prefill_suites.SMOKE, dense_prefill_suites.full_cases, dense_prefill_suites.SIMULATED),
+    "cache_write": _OfOp(cache_suites.WRITE_SMOKE, cache_suites.full_writes, cache_suites.SIMULATED),
+    "cache_gather": _OfOp(cache_suites.GATHER_SMOKE, cache_suites.full_gathers, cache_suites.SIMULATED),
 }
 OPS = tuple(_OF_OP)
 

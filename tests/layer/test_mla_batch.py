@@ -28,17 +28,17 @@ def test_a_mixed_step() -> None:
     assert (batch.prefill.tokens, batch.prefill.max_seqlen) == (5, 3)
     assert batch.prefill.cu_seqlens.tolist() == [0, 3, 5]
     first, second = batch.prefill.chunks
-    assert first.slots.tolist() == [*range(16, 32), *range(64, 80)]
-    assert (first.cu_seqlens.tolist(), first.max_seqlen) == ([0, 0, 32], 32)
-    assert second.slots.tolist() == list(range(48, 62))
-    assert (second.cu_seqlens.tolist(), second.max_seqlen) == ([0, 0, 14], 14)
+    for chunk, start, keys in ((first, 0, 32), (second, 32, 14)):
+        assert chunk.block_table.tolist() == [[5, -1, -1], [1, 4, 3]]
+        assert (chunk.starts.tolist(), chunk.starts.dtype) == ([start, start], torch.int32)
+        assert (chunk.cu_seqlens.tolist(), chunk.keys, chunk.max_seqlen) == ([0, 0, keys], keys, keys)
 
 
 def test_chunks_are_shared_by_the_requests_that_have_a_context() -> None:
     batch = plan_batch([1, 1, 1], [20, 0, 5], TABLE, 16, chunk_tokens=16)
     assert batch.prefill is not None
     assert [chunk.cu_seqlens.tolist() for chunk in batch.prefill.chunks] == [[0, 8, 8, 13], [0, 8, 8, 8], [0, 4, 4, 4]]
-    assert sum(len(chunk.slots) for chunk in batch.prefill.chunks) == 25
+    assert [(chunk.keys, chunk.starts.tolist()) for chunk in batch.prefill.chunks] == [(13, [0] * 3), (8, [8] * 3), (4, [16] * 3)]
 
 
 def test_only_decodes_and_nothing() -> None:
@@ -52,8 +52,6 @@ def test_only_decodes_and_nothing() -> None:
 def test_slots_beyond_32_bits() -> None:
     batch = plan_batch([1], [20], torch.tensor([[2**27, 2**28]], dtype=torch.int32), 16)
     assert batch.slot_mapping.tolist() == [2**32 + 4]
-    assert batch.prefill is not None
-    assert batch.prefill.chunks[0].slots[:16].tolist() == list(range(2**31, 2**31 + 16))
 
 
 def test_slots_of_the_caller() -> None:

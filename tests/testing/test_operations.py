@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
-from cute_mla.testing import dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
+from cute_mla.testing import cache_suites, dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
 from cute_mla.testing.case import BaseCase
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
@@ -20,7 +20,7 @@ SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_sui
 
 
 def test_every_op_has_its_cases() -> None:
-    assert set(OPERATIONS) == {case.op for case in SMOKE}
+    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_suites.WRITE_SMOKE, *cache_suites.GATHER_SMOKE)}
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: f"{case.op}-{case.id}")

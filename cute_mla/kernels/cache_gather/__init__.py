@@ -1,0 +1,1 @@
+"""Keys gathered from paged caches."""

@@ -1,0 +1,215 @@
+"""cache_gather: keys of several requests out of a paged cache, one behind the other, dequantised. Every architecture.
+
+    grid      (ceil(rows / 4), 1, 1), 128 threads, no shared memory; one warp gathers one row of out
+    a row     its request is the number of those that end at or before it: lanes look at 32 ends at once, and a vote counts them
+    a key     as in parts/key_rows.py: all of it, and its scales, are on their way before the first column is worked out
+
+A column times its scale is rounded once, to the type of out. A key that no page holds (a page number outside the cache, a position
+beyond the block table) is a row of zeros, and nothing is read for it. Operands and their meaning: cute_mla/spec/cache_gather.py.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
+
+from ...manifest import Role, kernel_name
+from ...spec.arch import Arch
+from ...spec.cache_format import CacheFormat
+from ...spec.cache_gather import PARAMS
+from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns
+from ...spec.mla import ELEMENT_BYTES
+from ..parts.attention_kernel import ELEMENT_TYPES
+from ..parts.example_arguments import example_arguments
+from ..parts.fragments import pack_word
+from ..parts.key_rows import (
+    E8M0_NAN,
+    MANTISSA_BITS,
+    NAN,
+    PAIR,
+    SPAN,
+    WORDS,
+    as_float,
+    cache_scale,
+    element_at,
+    exact,
+    is_whole,
+    load_words,
+    registers,
+    store_elements,
+)
+from ..source import KernelSource
+
+THREADS = 32 * KEYS_PER_BLOCK
+NEVER = (1 << 31) - 1  # where a request that does not exist ends
+E8M0_SMALLEST = 1 << (MANTISSA_BITS - 1)  # 2^-127, which is subnormal
+
+
+@cute.jit
+def requests_before(cu_seqlens: cute.Pointer, batch: Int32, row: Int32) -> Int32:
+    """How many requests end at or before a row of out."""
+    lane, base, count = cute.arch.lane_idx(), Int32(0), Int32(0)
+    while base < batch:
+        end = Int32(NEVER)
+        if base + lane < batch:
+            end = cu_seqlens[base + lane + 1]
+        ended = cute.arch.popc(cute.arch.vote_ballot_sync(end <= row))
+        count += ended
+        base = cutlass.select_(ended == 32, base + 32, batch)
+    return count
+
+
+@cute.jit
+def position_of(cu_seqlens: cute.Pointer, starts: cute.Pointer, request: Int32, row: Int32) -> Int32:
+    """The position in its request of a row's key; negative if there is none."""
+    first = cu_seqlens[request]
+    position = row - first
+    if starts.toint() != 0 and row >= first:
+        start = starts[request]
+        position = cutlass.select_(start >= 0, position + start, start)
+    return position
+
+
+@cute.jit
+def page_of(table: cute.Pointer, place: Int64, column: Int32, columns: Int32, wanted: Boolean) -> Int32:
+    """A request's page; -1 where its row of the block table has none."""
+    page = Int32(-1)
+    if wanted and column < columns:
+        page = (table + (place + column)).load()
+    return page
+
+
+@cute.jit
+def load_scale(element: cutlass.Constexpr, address: Int64, wanted: Boolean) -> Int32:
+    """One scale; 0 where it is not wanted."""
+    bits = Int32(0)
+    if wanted:
+        bits = Int32(element_at(element, address).load())
+    return bits
+
+
+def scaled(words: cute.Tensor, scale: Float32) -> list[Float32]:
+    """e4m3 values times their scale."""
+    return [value * scale for value in exact(words, Float8E4M3FN)]
+
+
+class CacheGather:
+    """One variant of the kernel."""
+
+    def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
+        self.name = kernel_name("cache_gather", arch.name, config.name)
+        self.cache: CacheFormat = config.format
+        self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
+        self.latent = latent_columns(config.format)
+
+    @cute.jit
+    def host(
+        self,
+        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
+        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
+        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
+    ):  # fmt: skip
+        """Compiled for its types, never run: the runtime launches the kernel itself."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            k_cache, block_table, cu_seqlens, starts, descale_k, out,
+            cache_stride_page, cache_stride_row, table_stride_batch, out_stride_row,
+            rows, batch, pages, page_size, table_pages,
+        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
+        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
+        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
+    ):  # fmt: skip
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        row, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
+
+        # The next kernel may be launched now: one that reads out waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+
+        request = batch
+        if row < rows:
+            request = requests_before(cu_seqlens, batch, row)
+        if request < batch:
+            position = position_of(cu_seqlens, starts, request, row)
+            page = page_of(block_table, request * table_stride_batch, position // page_size, table_pages, position >= 0)
+            found = (page >= 0) & (page < pages)
+            first = k_cache.toint() + page * cache_stride_page
+            data = first + (position % page_size) * cache_stride_row
+            scales = data + self.cache.quantised
+            if cutlass.const_expr(not self.cache.scales_inside):
+                scales = first + Int64(page_size) * self.cache.row_bytes + (position % page_size) * self.cache.scale_bytes
+            self.gather(data, scales, out.toint() + row * out_stride_row * ELEMENT_BYTES, lane, found, descale_k)
+
+    def gather(self, data: Int64, scales: Int64, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
+        """One key to one row of out."""
+        element_bytes = 1 if self.cache.quantised else ELEMENT_BYTES
+        vectors = [registers(VECTOR * element_bytes // 4) for _ in range(2)]
+        columns = [SPAN * i + VECTOR * lane for i in range(2)]
+        for words, column in zip(vectors, columns, strict=True):
+            load_words(words, data + column * element_bytes, found & (column < self.latent))
+        pair = self.load_pair(data, lane, found)
+        factors = [self.scale(scales, column, found, descale_k) for column in columns]
+
+        whole = is_whole(target, VECTOR)
+        for words, column, factor in zip(vectors, columns, factors, strict=True):
+            halves = words
+            if self.cache.quantised:
+                values, halves = scaled(words, factor), registers(WORDS)
+                for i in range(WORDS):
+                    halves[i] = pack_word(values[2 * i : 2 * i + 2], self.dtype)
+            store_elements(halves, target + column * ELEMENT_BYTES, whole, column < self.latent)
+        self.store_pair(pair, target + (self.latent + PAIR * lane) * ELEMENT_BYTES, factors[0])
+
+    def load_pair(self, data: Int64, lane: Int32, found: Boolean) -> cute.Tensor:
+        """2 rotary columns of a lane, as they lie there."""
+        pair = registers(1)
+        if self.cache.quantised == self.cache.d_qk:
+            pair[0] = load_scale(Uint16, data + self.latent + PAIR * lane, found)
+        else:
+            wide = self.cache.wide_offset + (0 if self.cache.quantised else self.latent * ELEMENT_BYTES)
+            load_words(pair, data + wide + PAIR * lane * ELEMENT_BYTES, found)
+        return pair
+
+    def store_pair(self, pair: cute.Tensor, target: Int64, factor: Float32) -> None:
+        """Writes them."""
+        if self.cache.quantised == self.cache.d_qk:
+            pair[0] = pack_word(scaled(pair, factor)[:PAIR], self.dtype)
+        elif self.cache.quantised and self.dtype is not cutlass.BFloat16:
+            pair[0] = pack_word(exact(pair, cutlass.BFloat16), self.dtype)
+        store_elements(pair, target, is_whole(target, PAIR), Boolean(True))
+
+    def scale(self, scales: Int64, column: Int32, found: Boolean, descale_k: cute.Pointer) -> Float32:
+        """Of a lane's 8 columns."""
+        if not self.cache.quantised:
+            return Float32(1.0)
+        if not self.cache.groups:
+            return cache_scale(descale_k)
+        wanted, group = found & (column < self.latent), column // self.cache.group
+        if self.cache.scales_inside:
+            return as_float(load_scale(Int32, scales + group * 4, wanted))
+        code = load_scale(Uint8, scales + group, wanted)
+        power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << MANTISSA_BITS)
+        return as_float(cutlass.select_(code == E8M0_NAN, Int32(NAN), power))
+
+
+def build(config: CacheRowsConfig, arch: Arch) -> KernelSource:
+    """The variant, ready to compile."""
+    kernel = CacheGather(config, arch)
+    return KernelSource(
+        op="cache_gather",
+        config=config,
+        host=kernel.host,
+        args=example_arguments(PARAMS, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),
+        params=PARAMS,
+        block=(THREADS, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=0,
+        roles=(Role("gather", 0, KEYS_PER_BLOCK),),
+        # a lane's two vectors
+        expected={"LDG.E.64" if config.format.quantised else "LDG.E.128": 2, "STG.E.128": 2},
+    )

@@ -1,0 +1,1 @@
+"""Keys written to paged caches."""

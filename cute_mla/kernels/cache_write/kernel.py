@@ -1,0 +1,253 @@
+"""cache_write: writes keys to their slots in a paged cache, quantised where the cache is. Every architecture.
+
+    grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
+    a key     as in parts/key_rows.py: all of it is loaded before anything is worked out
+    a group   (128 columns of fp8_656, 64 of fp8_584) lies in 16 or 8 neighbouring lanes: a butterfly of shuffles gives each of them the
+              largest magnitude, as bits, so that what is not finite comes out on top; each works out the scale, one of them writes it
+    division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
+
+The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
+cute_mla/spec/cache_write.py.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
+
+from ...manifest import Role, kernel_name
+from ...spec.arch import Arch
+from ...spec.cache_format import CacheFormat
+from ...spec.cache_rows import (
+    ANY_16_BITS,
+    E4M3_MAX,
+    KEYS_PER_BLOCK,
+    LEAST_POWER_OF_TWO_AMAX,
+    VECTOR,
+    CacheRowsConfig,
+    latent_columns,
+)
+from ...spec.cache_write import PARAMS
+from ...spec.mla import ELEMENT_BYTES
+from ..parts.attention_kernel import ELEMENT_TYPES
+from ..parts.example_arguments import example_arguments
+from ..parts.fragments import pack_word
+from ..parts.key_rows import (
+    E8M0_NAN,
+    INFINITE,
+    MANTISSA_BITS,
+    NAN,
+    PAIR,
+    SPAN,
+    WORDS,
+    as_bits,
+    as_float,
+    cache_scale,
+    element_at,
+    exact,
+    is_whole,
+    load_elements,
+    registers,
+    store_words,
+)
+from ..source import KernelSource
+
+THREADS = 32 * KEYS_PER_BLOCK
+MAGNITUDE = 0x7FFFFFFF
+EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal add up to it
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where a key goes. data, scales: addresses of its row and of its scales."""
+
+    data: Int64
+    scales: Int64
+
+
+@cute.jit
+def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
+    """A token's slot, of either type."""
+    slot = Int64(0)
+    if wide != 0:
+        slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
+    else:
+        slot = Int64((slot_mapping + place).load())
+    return slot
+
+
+def largest(values: list[Float32], lanes: int) -> Int32:
+    """Bits of the largest magnitude in so many neighbouring lanes."""
+    found = as_bits(values[0]) & MAGNITUDE
+    for value in values[1:]:
+        found = cutlass.max(found, as_bits(value) & MAGNITUDE)
+    step = 1
+    while step < lanes:
+        found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, step))
+        step *= 2
+    return found
+
+
+def exponent_above(amax: Float32) -> Int32:
+    """Biased exponent of the least power of two that is allowed and not below amax / 448."""
+    bits = as_bits(cute.arch.fmax(amax / Float32(E4M3_MAX), Float32(LEAST_POWER_OF_TWO_AMAX)))
+    return (bits + ((1 << MANTISSA_BITS) - 1)) >> MANTISSA_BITS
+
+
+def codes(values: list[Float32]) -> cute.Tensor:
+    """e4m3, four in a word."""
+    words = registers(len(values) // 4)
+    for i in range(cute.size(words)):
+        words[i] = pack_word(values[4 * i : 4 * i + 4], Float8E4M3FN)
+    return words
+
+
+@cute.jit
+def store_scale(element: cutlass.Constexpr, value: Int32, address: Int64, wanted: Boolean):
+    """One scale."""
+    if wanted:
+        element_at(element, address).store(element(value))
+
+
+@cute.jit
+def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
+    """Bits of the fp32 scale of fp8_656."""
+    scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
+    if power_of_two != 0:
+        scale = exponent_above(as_float(amax)) << MANTISSA_BITS
+    return cutlass.select_(amax >= INFINITE, Int32(NAN), scale)
+
+
+class CacheWrite:
+    """One variant of the kernel."""
+
+    def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
+        self.name = kernel_name("cache_write", arch.name, config.name)
+        self.cache: CacheFormat = config.format
+        self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
+        self.latent = latent_columns(config.format)
+
+    @cute.jit
+    def host(
+        self,
+        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
+        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
+        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
+    ):  # fmt: skip
+        """Compiled for its types, never run: the runtime launches the kernel itself."""
+        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+        self.kernel(
+            kv_c, k_pe, slot_mapping, descale_k, k_cache,
+            kv_c_stride_token, k_pe_stride_token, slot_stride_token, cache_stride_page, cache_stride_row,
+            tokens, slots, page_size, wide_slots, power_of_two,
+        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self,
+        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
+        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
+        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
+    ):  # fmt: skip
+        block, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        token, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
+
+        # The next kernel may be launched now: one that reads the cache waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+
+        slot = Int64(-1)
+        if token < tokens:
+            slot = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
+        if slot >= 0 and slot < slots:
+            page, row = Int32(slot) // page_size, Int32(slot) % page_size
+            first = k_cache.toint() + page * cache_stride_page
+            data = first + row * cache_stride_row
+            key = Key(data, data + self.cache.quantised)
+            if cutlass.const_expr(not self.cache.scales_inside):
+                key = Key(data, first + Int64(page_size) * self.cache.row_bytes + row * self.cache.scale_bytes)
+
+            latent = kv_c.toint() + token * kv_c_stride_token * ELEMENT_BYTES
+            rotary = k_pe.toint() + token * k_pe_stride_token * ELEMENT_BYTES
+            vectors = [registers(WORDS) for _ in range(2)]
+            pair = registers(1)
+            for i in cutlass.range_constexpr(2):
+                column = SPAN * i + VECTOR * lane
+                load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
+            load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
+
+            scale = cache_scale(descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
+            for i in cutlass.range_constexpr(2):
+                self.write_vector(key, vectors[i], i, lane, scale, power_of_two)
+            self.write_pair(key, pair, lane, scale)
+
+    def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
+        """8 latent columns of a lane."""
+        column = SPAN * i + VECTOR * lane
+        wanted = column < self.latent
+        if not self.cache.quantised:
+            store_words(words, key.data + column * ELEMENT_BYTES, wanted)
+            return
+        values = exact(words, self.dtype)
+        if not self.cache.groups:
+            scaled = [value / scale for value in values]
+        else:
+            lanes = self.cache.group // VECTOR
+            amax = largest(values, lanes)
+            group, leads = column // self.cache.group, wanted & (lane % lanes == 0)
+            if self.cache.scales_inside:
+                bits = scale_of_group(amax, power_of_two)
+                store_scale(Int32, bits, key.scales + group * 4, leads)
+                divisor = as_float(cutlass.select_(bits == 0, as_bits(Float32(1.0)), bits))
+                scaled = [value / divisor for value in values]
+            else:
+                exponent = exponent_above(as_float(amax))
+                finite = amax < INFINITE
+                store_scale(Uint8, cutlass.select_(finite, exponent, Int32(E8M0_NAN)), key.scales + group, leads)
+                reciprocal = as_float(cutlass.select_(finite, (EXPONENT_OF_ONE_TWICE - exponent) << MANTISSA_BITS, Int32(NAN)))
+                scaled = [value * reciprocal for value in values]
+        store_words(codes(scaled), key.data + column, wanted)
+
+    def write_pair(self, key: Key, words: cute.Tensor, lane: Int32, scale: Float32) -> None:
+        """2 rotary columns of a lane."""
+        if self.cache.quantised == self.cache.d_qk:
+            values = [value / scale for value in exact(words, self.dtype)]
+            both = pack_word([*values, Float32(0.0), Float32(0.0)], Float8E4M3FN)
+            element_at(Uint16, key.data + self.latent + PAIR * lane).store(Uint16(both & 0xFFFF))
+            return
+        wide = self.cache.wide_offset + (0 if self.cache.quantised else self.latent * ELEMENT_BYTES)
+        if self.cache.quantised and self.dtype is not cutlass.BFloat16:
+            words[0] = pack_word(exact(words, self.dtype), cutlass.BFloat16)
+        store_words(words, key.data + wide + PAIR * lane * ELEMENT_BYTES, Boolean(True))
+
+
+def expected(cache: CacheFormat) -> dict[str, int]:
+    """Of a lane: its two vectors loaded at once, columns divided and rounded as the reference does. ptxas would take div.full as well."""
+    if not cache.quantised:
+        return {"LDG.E.128": 2, "STG.E.128": 2}
+    rotary = PAIR if cache.quantised == cache.d_qk else 0
+    divided = 2 * VECTOR + rotary if cache.scales_inside else 0  # by scales that may be any number
+    return {
+        "LDG.E.128": 2,
+        "div.rn.f32": divided + (2 if cache.groups else 0),
+        "cvt.rn.satfinite.e4m3x2.f32": (2 * VECTOR + rotary) // 2,
+    }
+
+
+def build(config: CacheRowsConfig, arch: Arch) -> KernelSource:
+    """The variant, ready to compile."""
+    kernel = CacheWrite(config, arch)
+    return KernelSource(
+        op="cache_write",
+        config=config,
+        host=kernel.host,
+        args=example_arguments(PARAMS, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),
+        params=PARAMS,
+        block=(THREADS, 1, 1),
+        cluster=(1, 1, 1),
+        smem_bytes=0,
+        roles=(Role("write", 0, KEYS_PER_BLOCK),),
+        expected=expected(config.format),
+    )

@@ -1,0 +1,120 @@
+"""One key, moved by one warp.
+
+lane     latent columns 256 i + 8 lane + {0..7}, i = 0, 1, which the last lanes of fp8_584 have only for i = 0; and rotary columns
+         2 lane + {0, 1}: loads and stores that a warp makes contiguous
+words    pairs of 16-bit elements, or four e4m3 values
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, cute
+from cutlass.cute.typing import AddressSpace
+
+from ...spec.cache_rows import VECTOR
+from ...spec.mla import ELEMENT_BYTES
+from .fragments import load_pair
+
+WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
+SPAN = 32 * VECTOR  # columns that a warp takes at a time
+PAIR = 2  # rotary columns of a lane
+
+INFINITE = 0x7F800000  # fp32 bits; magnitudes from here on are not finite
+NAN = 0x7FC00000
+MANTISSA_BITS = 23
+E8M0_NAN = 255
+
+
+def registers(words: int) -> cute.Tensor:
+    """Words of a lane."""
+    return cute.make_rmem_tensor(cute.make_layout(words), Int32)
+
+
+def as_float(bits: Int32) -> Float32:
+    """The fp32 number of these bits."""
+    held = registers(1)
+    held[0] = bits
+    return cute.recast_tensor(held, Float32)[0]
+
+
+def as_bits(value: Float32) -> Int32:
+    """The bits of an fp32 number."""
+    held = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+    held[0] = value
+    return cute.recast_tensor(held, Int32)[0]
+
+
+def exact(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> list[Float32]:
+    """Narrow floats in fp32."""
+    count, per_word = cute.size(words), 32 // dtype.width
+    held = registers(max(count, 2))  # of a tensor of one word, recast_tensor gives the first element again and again
+    held.fill(0)
+    for i in range(count):
+        held[i] = words[i]
+    values = cute.make_rmem_tensor(cute.make_layout(per_word * cute.size(held)), Float32)
+    values.store(cute.recast_tensor(held, dtype).load().to(Float32))
+    return [values[i] for i in range(per_word * count)]
+
+
+def is_whole(row: Int64, elements: int) -> Boolean:
+    """Whether so many 16-bit elements from a row's first on can be moved at once."""
+    return (row & (elements * ELEMENT_BYTES - 1)) == 0
+
+
+def words_at(address: Int64, words: int) -> cute.Tensor:
+    """Words of gmem, at a multiple of their size together."""
+    pointer = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4 * words)
+    return cute.make_tensor(pointer, cute.make_layout(words))
+
+
+def element_at(element: type[cutlass.Numeric], address: Int64) -> cute.Pointer:
+    """One element of gmem."""
+    return cute.make_ptr(element, address, AddressSpace.gmem, assumed_align=element.width // 8)
+
+
+@cute.jit
+def load_words(target: cute.Tensor, address: Int64, wanted: Boolean):
+    """All words of target, or zeros."""
+    target.fill(0)
+    if wanted:
+        cute.autovec_copy(words_at(address, cute.size(target)), target)
+
+
+@cute.jit
+def load_elements(target: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
+    """The same of 16-bit elements that may begin at any of them."""
+    target.fill(0)
+    if wanted:
+        if whole:
+            cute.autovec_copy(words_at(address, cute.size(target)), target)
+        else:
+            for i in cutlass.range_constexpr(cute.size(target)):
+                target[i] = load_pair(element_at(Uint16, address + 4 * i), False)
+
+
+@cute.jit
+def store_words(words: cute.Tensor, address: Int64, wanted: Boolean):
+    """All words."""
+    if wanted:
+        cute.autovec_copy(words, words_at(address, cute.size(words)))
+
+
+@cute.jit
+def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
+    """The same, to 16-bit elements that may begin at any of them."""
+    if wanted:
+        if whole:
+            cute.autovec_copy(words, words_at(address, cute.size(words)))
+        else:
+            for i in cutlass.range_constexpr(cute.size(words)):
+                element_at(Uint16, address + 4 * i).store(Uint16(words[i] & 0xFFFF))
+                element_at(Uint16, address + 4 * i + 2).store(Uint16((words[i] >> 16) & 0xFFFF))
+
+
+@cute.jit
+def cache_scale(descale_k: cute.Pointer) -> Float32:
+    """The scale of a whole cache."""
+    scale = Float32(1.0)
+    if descale_k.toint() != 0:
+        scale = descale_k.load()
+    return scale

@@ -1,0 +1,57 @@
+"""Keys written to paged caches and gathered from them: which formats there are, and how a warp of either kernel takes a key.
+
+A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. A lane takes 8 latent columns at a time, and two rotary ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .cache_format import FORMATS, LATENT, CacheFormat
+from .mla import D_QK, D_ROPE, DTYPES
+
+# All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
+FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
+
+CACHED: dict[str, CacheFormat] = {**FORMATS, FP8_576.name: FP8_576}
+
+ANY_16_BITS = "b16"  # element type of keys that are only copied
+VECTOR = 8  # 16-bit elements that a lane moves at a time
+KEYS_PER_BLOCK = 4  # one warp takes one key
+
+E4M3_MAX = 448.0
+LEAST_POWER_OF_TWO_AMAX = 1e-4  # FlashMLA's quantiser takes no power of two below the least that is not under this
+
+
+@dataclass(frozen=True)
+class CacheRowsConfig:
+    """One compiled variant: the cache's format, and the element type of keys outside it."""
+
+    cache: str
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return f"{self.dtype}_{self.cache}"
+
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's."""
+        return CACHED[self.cache]
+
+
+def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
+    """The variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
+    return CacheRowsConfig(cache.name, dtype if cache.quantised else ANY_16_BITS)
+
+
+def latent_columns(cache: CacheFormat) -> int:
+    """Columns of a key in front of the rotary ones."""
+    return cache.d_qk - D_ROPE
+
+
+def closed_variants() -> tuple[CacheRowsConfig, ...]:
+    """Every variant that ships of either op, on each architecture."""
+    quantised = (CacheRowsConfig(name, dtype) for name in CACHED if name != LATENT.name for dtype in DTYPES)
+    return CacheRowsConfig(LATENT.name, ANY_16_BITS), *quantised

@@ -1,0 +1,129 @@
+"""The suites of the cache kernels hold what they promise: the smoke cases every factor value and every line of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+import torch
+
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.cache_rows import CACHED, closed_variants
+from cute_mla.testing import cache_cases
+from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase, PagedCase, empty_pages, make_gather_tensors, make_write_tensors
+from cute_mla.testing.cache_suites import GATHER_SMOKE, TOKENS, WRITE_SMOKE, full_gathers, full_writes
+from cute_mla.testing.operations import operation
+from cute_mla.testing.planned import SMOKE_TILES
+from cute_mla.testing.suites import suite
+
+SUITES: dict[str, tuple[PagedCase, ...]] = {"cache_write": WRITE_SMOKE, "cache_gather": GATHER_SMOKE}
+FACTORS: dict[str, dict[str, tuple[object, ...]]] = {
+    "cache_write": {
+        "cache": tuple(CACHED),
+        "dtype": ("bf16", "fp16"),
+        "tokens": TOKENS,
+        "values": get_args(cache_cases.KeyValues),
+        "key_layout": get_args(cache_cases.KeyLayout),
+        "slot_type": get_args(cache_cases.SlotType),
+        "cache_layout": get_args(cache_cases.PagedLayout),
+        "power_of_two": (False, True),
+    },
+    "cache_gather": {
+        "cache": tuple(CACHED),
+        "dtype": ("bf16", "fp16"),
+        "outputs": ("allocated", "given", "strided", "odd"),
+        "cache_layout": get_args(cache_cases.PagedLayout),
+        "broken": (False, True),
+    },
+}
+CONTRACT: dict[str, dict[str, Callable[..., bool]]] = {
+    "cache_write": {
+        "odd pages of 584 bytes a token": lambda case: case.cache == "fp8_584" and case.page_size % 2 == 1,
+        "pages of one token": lambda case: case.page_size == 1 and case.tokens > 0,
+        "a scale of the cache": lambda case: case.scale_of_cache is not None,
+        "none": lambda case: case.cache == "fp8_576" and case.scale_of_cache is None,
+    },
+    "cache_gather": {
+        "a request without keys between others": lambda case: 0 in case.lengths[1:-1],
+        "chunks that begin inside a page": lambda case: any(start % case.page_size for start in case.firsts),
+        "chunks that begin with a page": lambda case: any(start and start % case.page_size == 0 for start in case.firsts),
+        "more requests than a warp has lanes": lambda case: len(case.lengths) > 64,
+        "rows behind the last": lambda case: case.rest > 0 and case.keys > 0,
+        "no requests": lambda case: not case.lengths,
+        "odd pages": lambda case: case.page_size % 2 == 1,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "factor", "value"), [(op, f, v) for op, factors in FACTORS.items() for f, values in factors.items() for v in values]
+)
+def test_smoke_has_every_factor_value(op: str, factor: str, value: object) -> None:
+    assert any(getattr(case, factor) == value for case in SUITES[op])
+
+
+@pytest.mark.parametrize(("op", "line"), [(op, line) for op, lines in CONTRACT.items() for line in lines])
+def test_smoke_has_every_line_of_the_contract(op: str, line: str) -> None:
+    assert any(CONTRACT[op][line](case) for case in SUITES[op])
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_smoke_has_every_variant(op: str, arch: Arch) -> None:
+    assert {case.problem(arch).config for case in SUITES[op] if case.keys} == set(closed_variants())
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_smoke_is_small_and_each_case_is_there_once(op: str) -> None:
+    assert 12 <= len(SUITES[op]) <= 20
+    assert all(case.tiles <= SMOKE_TILES for case in SUITES[op])
+    assert len({case.id for case in SUITES[op]}) == len(SUITES[op])
+    assert [item.case for item in suite("smoke", op, simulated=True)] == list(SUITES[op])
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_full_is_run_whole(op: str) -> None:
+    every = full_writes() if op == "cache_write" else full_gathers()
+    assert len(every) == len({case.id for case in every}) > 80
+    assert [item.fate for item in suite("full", op, simulated=True)] == ["whole"] * len(every)
+
+
+def test_slots_are_distinct_but_for_those_outside() -> None:
+    for case in (case for case in (*WRITE_SMOKE, *full_writes()) if case.tokens):
+        slots = make_write_tensors(case).slot_mapping.long()
+        inside = slots[(slots >= 0) & (slots < case.pages * case.page_size)]
+        assert len(inside.unique()) == len(inside) >= case.tokens * 3 // 4
+        assert case.tokens < 5 or len(inside) < case.tokens
+
+
+def test_nasty_values_are_nasty() -> None:
+    tensors = make_write_tensors(CacheWriteCase(cache="fp8_656", values="nasty"))
+    keys = tensors.kv_c
+    assert keys.isnan().any()
+    assert keys.isinf().any()
+    assert (keys == 0).view(-1, 4, 128).all(dim=-1).any()
+    assert ((keys != 0) & (keys.abs() < torch.finfo(keys.dtype).tiny)).any()
+    assert (keys.abs() == torch.finfo(keys.dtype).max).any()
+    assert ((keys == 0) & keys.signbit()).any()
+
+
+@pytest.mark.parametrize("cache", CACHED)
+def test_what_no_length_uses_is_nan(cache: str) -> None:
+    case = CacheGatherCase(cache=cache, lengths=(3,), starts=(2,), page_size=16)
+    tensors = make_gather_tensors(case)
+    (out,) = operation(case).reference(case, tensors)
+    assert out.isfinite().all()
+    whole = CacheGatherCase(cache=cache, lengths=(16,), page_size=16)
+    table, tensors = tensors.block_table, make_gather_tensors(case)
+    (out,) = operation(whole).reference(whole, tensors)
+    assert out.isnan().any(dim=1).tolist() == [not 2 <= row < 5 for row in range(16)]
+    assert table.shape == (1, 1)
+
+
+@pytest.mark.parametrize("layout", get_args(cache_cases.PagedLayout))
+def test_pages_lie_where_the_layout_says(layout: cache_cases.PagedLayout) -> None:
+    case = CacheWriteCase(cache="fp8_656", cache_layout=layout, page_size=8)
+    cache = empty_pages(case, torch.device("cpu"))
+    assert (cache == 0xFF).all()
+    last = cache[-1].data_ptr() - cache.data_ptr()
+    assert {"packed": last == 3 * 8 * 656, "layers": last == 9 * 8 * 656, "far": last >= 1 << 32}[layout]
