@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import api, varlen
+from . import api, cache, varlen
 from .decode_call import plan_specs
 from .merge_states_op import States, is_stacked
 from .runtime.device import device_for
@@ -23,8 +23,9 @@ from .schedule import KeyCounts, MlaSchedule, ScheduleKey
 from .schedule import plan as plan_splits
 from .sparse_op import check_indices
 from .spec import dense_prefill
+from .spec.cache_format import FP8_584
 from .spec.dense_decode import num_parts
-from .spec.mla import D_V
+from .spec.mla import D_QK, D_V
 from .spec.split_plan import PLAN_COLUMNS
 from .tensors import check_counts, refuse_gradients, spec_of
 
@@ -47,6 +48,11 @@ _MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=
 _PLAN = (
     "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
     "SymInt? topk=None"
+)
+_WRITE = "Tensor kv_c, Tensor k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False"
+_GATHER = (
+    "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
+    "ScalarType? dtype=None"
 )
 _SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
 
@@ -87,7 +93,11 @@ def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Cal
     results = [out for out in outs if not out.endswith("?")]
     written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abc", outs, strict=False)]
     _define(f"{name}({arguments}) -> ({', '.join(f'Tensor {out}' for out in results)})", call, fake)
-    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, fake_write)
+    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, _nothing)
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    """The fake of an op that writes to tensors of the caller."""
 
 
 def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -158,12 +168,26 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
     return indices.new_empty((parts, PLAN_COLUMNS)), indices.new_empty((indices.shape[0] + 1,))
 
 
+def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
+    """A new result of gather_kv_cache."""
+    own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
+    columns = FP8_584.d_qk if k_cache.shape[-1] == FP8_584.page_bytes(1) else D_QK
+    return k_cache.new_empty((rows, columns), dtype=options.get("dtype") or own)
+
+
+def _gather_out(*args: Any, **options: Any) -> None:
+    cache.gather_kv_cache(*args, **options)
+
+
 _define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), api.flash_mla_with_kvcache, _decode_results)
 _define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), api.flash_mla_sparse_fwd, _prefill_results)
 _define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), varlen.flash_attn_varlen_func, _varlen_results)
 _define_both("merge_states", _MERGE, ("out", "lse"), _merge, _merged_results)
 _define(f"get_mla_metadata({_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", api.get_mla_metadata, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", _plan_sparse, _new_sparse_plan)
+_define(f"write_kv_cache({_WRITE}) -> ()", cache.write_kv_cache, _nothing)
+_define(f"gather_kv_cache({_GATHER}) -> Tensor", cache.gather_kv_cache, _new_keys)
+_define(f"gather_kv_cache_out({_GATHER}, Tensor(a!) out) -> ()", _gather_out, _nothing)
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -204,6 +228,20 @@ def merge_states(outs: States, lses: States, given: dict[str, Tensor | None], em
         arguments = {"outs": list(outs), "lses": list(lses), "empty_lse": empty_lse}
     out, lse = _call("merge_states", _merged_results, given, arguments)
     return out, lse
+
+
+def write_kv_cache(*args: Tensor, **options: Any) -> None:
+    """cache.write_kv_cache, traced."""
+    torch.ops.cute_mla.write_kv_cache(*args, **options)
+
+
+def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
+    """cache.gather_kv_cache, traced."""
+    if out is None:
+        new: Tensor = torch.ops.cute_mla.gather_kv_cache(*args, **options)
+        return new
+    torch.ops.cute_mla.gather_kv_cache_out(*args, **options, out=out)
+    return out
 
 
 def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:

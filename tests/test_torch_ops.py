@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
+import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.case import BaseCase
@@ -72,22 +74,40 @@ def plan_call() -> Call:
     return "get_mla_metadata", {"cache_seqlens": torch.tensor([70, 3], dtype=torch.int32), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
 
 
+def write_call() -> Call:
+    """A key to a slot, and one to none."""
+    kv_c, k_pe = (torch.randn(2, columns, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(columns)) for columns in (512, 64))
+    cache = torch.zeros(2, 16, 1, 656, dtype=torch.uint8)
+    return "write_kv_cache", {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache, "slot_mapping": torch.tensor([17, -1]), "power_of_two": True}
+
+
+def gather_call() -> Call:
+    """Keys of two requests."""
+    cache = torch.randint(0, 100, (3, 16, 1, 656), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    table = torch.tensor([[1], [2]], dtype=torch.int32)
+    return "gather_kv_cache", {"k_cache": cache, "block_table": table, "cu_seqlens": cu_seqlens, "rows": 5, "dtype": torch.float16}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: (lambda case=case: call_of(case)) for name, case in CASES.items()},
     "merge": merge_call,
     "merge_stacked": lambda: merge_call(stacked=True),
+    "write": write_call,
+    "gather": gather_call,
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
 }
 SLOW = ("sparse", "sparse_prefill", "merge_stacked")
-WITH_RESULTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*CASES, "merge", "merge_stacked")]
+WITH_RESULTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*CASES, "merge", "merge_stacked", "gather")]
 
 
 def given_results(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Tensors for an op to write its results to, and a workspace where it takes one."""
     names = [argument.name for argument in getattr(OPS, f"{name}_out").default._schema.arguments if argument.name in RESULTS]
     made = getattr(OPS, name)(**arguments)
+    made = (made,) if isinstance(made, Tensor) else made
     results = dict(zip([key for key in names if key != "workspace"], map(torch.zeros_like, made), strict=True))
     return results | {key: torch.zeros(1 << 16, dtype=torch.uint8) for key in names if key == "workspace"}
 
@@ -104,16 +124,21 @@ def check_op(name: str, op: Any, arguments: dict[str, Any]) -> None:
     torch.library.opcheck(op, (), arguments, test_utils=utils)
 
 
+def somewhere(name: str) -> AbstractContextManager[Any]:
+    """Where a call runs: keys are written and gathered on the CPU, too."""
+    return nullcontext() if name in ("write", "gather") else cute_mla.simulate("sm90", 2)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_finds_no_fault_with_an_op(name: str) -> None:
-    with cute_mla.simulate("sm90", 2):
+    with somewhere(name):
         op, arguments = CALLS[name]()
         check_op(name, getattr(OPS, op).default, arguments)
 
 
 @pytest.mark.parametrize("name", WITH_RESULTS)
 def test_torch_finds_no_fault_with_an_op_that_writes_to_tensors_of_the_caller(name: str) -> None:
-    with cute_mla.simulate("sm90", 2):
+    with somewhere(name):
         op, arguments = CALLS[name]()
         check_op(name, getattr(OPS, f"{op}_out").default, arguments | given_results(op, arguments))
 
@@ -145,7 +170,7 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     op, arguments = CALLS[name]()
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
-    return getattr(cute_mla, op), arguments
+    return getattr(cute_mla.cache if op.endswith("kv_cache") else cute_mla, op), arguments
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "plan_sparse"])

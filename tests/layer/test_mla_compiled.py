@@ -1,0 +1,28 @@
+"""The layer under torch.compile: one graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compiling import compiled, fresh
+from mla_models import V3
+from mla_steps import Sequences
+
+import cute_mla
+
+assert fresh
+
+
+@pytest.mark.parametrize("decodes", [2, 0])
+def test_a_layer_is_one_graph(decodes: int) -> None:
+    contexts = (3, 1, 0) if decodes else (3, 0, 2)
+    sequences = Sequences.drawn(V3, (4, 2, 3), torch.bfloat16).with_context(contexts)
+    layer, hidden = sequences.layer(), torch.cat(sequences.new_tokens(contexts))
+    call, counter = compiled(layer)
+    with cute_mla.simulate("sm90", 2) as device:
+        caches = [sequences.k_cache.clone() for _ in range(2)]
+        outs = [step(hidden, cache, sequences.plan(contexts, decodes)) for step, cache in zip((layer, call), caches, strict=True)]
+    assert device.launches
+    assert torch.equal(*outs)
+    assert torch.equal(*(cache.nan_to_num(7.0) for cache in caches))
+    assert counter.frame_count == 1
