@@ -12,7 +12,12 @@ BIN := $(VENV)/bin
 # The stamp carries the hash of all that decides what is installed, so that editing either file reinstalls.
 SETUP_STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full mutate wheel wheel-check lint clean
+# vLLM has an environment of its own, as its pins are not ours.
+VLLM_TESTS := tests/engines/vllm_adapter
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
+
+.PHONY: setup build verify test test-full test-vllm mutate wheel wheel-check lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -35,6 +40,18 @@ test: build
 test-full: build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# The adapter against vLLM itself, of the version in the requirements. Not part of `make test`.
+test-vllm: build $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)
+
+$(VLLM_STAMP): $(SETUP_STAMP)
+	$(BIN)/python -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_TESTS)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	rm -f $(VLLM_VENV)/.setup-*
+	touch $@
+
 # Breaks every kernel in every way, hours long; a second run goes on where the first one stopped.
 mutate: build
 	$(BIN)/python -m tests.mutation run $(MUTATE_ARGS)
@@ -53,4 +70,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) cute_mla/artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) cute_mla/artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
