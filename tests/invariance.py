@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
-from typing import Any, ClassVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from bench import Bench, Result, expect
@@ -39,6 +39,7 @@ LAYOUTS = ("packed", "odd")  # of q: what kernels take in wide accesses, and wha
 
 Picks = Sequence[int]
 Call = tuple[Any, Any]  # a case and its operands
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True)
@@ -251,22 +252,19 @@ def at(q: Tensor, picks: Picks) -> Tensor:
 
 
 @dataclass(frozen=True)
-class MergeCase:
-    """A call of merge_states. sm_count: of the device."""
+class ConfigCase(Generic[ConfigT]):
+    """A call by one variant, of an op of which nothing but that decides. sm_count: of the device."""
 
-    op: ClassVar[str] = "merge_states"
-    batch_invariant: ClassVar[bool] = False
-
-    config: MergeStatesConfig
+    config: ConfigT
     sm_count: int = 3
 
-    def problem(self, arch: Arch) -> MergeCase:
+    def problem(self, arch: Arch) -> ConfigCase[ConfigT]:
         """Itself, which has a config."""
         del arch
         return self
 
 
-def _merge_make(case: MergeCase) -> tuple[Tensor, Tensor]:
+def _merge_make(case: ConfigCase[MergeStatesConfig]) -> tuple[Tensor, Tensor]:
     """Three states of five tokens and nine heads, some of which attended to nothing."""
     draw = torch.Generator().manual_seed(5)
     outs = torch.randn(3, 5, 9, case.config.head_dim, generator=draw).to(DTYPES[case.config.dtype])
@@ -276,7 +274,7 @@ def _merge_make(case: MergeCase) -> tuple[Tensor, Tensor]:
     return outs, lses
 
 
-def _merge_taken(case: MergeCase, operands: tuple[Tensor, Tensor], picks: Picks, moved: bool) -> Call:
+def _merge_taken(case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, Tensor], picks: Picks, moved: bool) -> Call:
     """moved: rows further apart."""
     picked = list(picks)
     outs, lses = (tensor[:, picked] for tensor in operands)
@@ -285,12 +283,12 @@ def _merge_taken(case: MergeCase, operands: tuple[Tensor, Tensor], picks: Picks,
     return case, (outs, lses)
 
 
-def _merge_run(bench: Bench, case: MergeCase, operands: tuple[Tensor, Tensor]) -> Result:
+def _merge_run(bench: Bench, case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, Tensor]) -> Result:
     with cute_mla.simulate(bench.arch, case.sm_count):
         return cute_mla.merge_states(*operands)
 
 
-def _merge_expect(case: MergeCase, operands: tuple[Tensor, Tensor], results: Result) -> None:
+def _merge_expect(case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, Tensor], results: Result) -> None:
     expected = reference.merge_states(*operands)
     torch.testing.assert_close(results[0].float(), expected[0], rtol=1e-2, atol=1e-5)
     torch.testing.assert_close(results[1], expected[1], rtol=1e-6, atol=2e-6)
@@ -304,13 +302,13 @@ SPARSE = Contract(
     _sparse_cases(Pool(200, 140, 64, (130, 0, 70, 1, 3)), Pool(100, 80, 32, (3, 0, 0, 64, 0))), _sparse_taken, own_rows, flag=True
 )
 
-CONTRACTS: dict[str, Contract] = {
+COMPUTING: dict[str, Contract] = {
     "dense_decode": DENSE,
     "sparse_decode": SPARSE,
     "sparse_prefill": Contract(_PREFILL_CASES, _prefill_taken, _prefill_of),
     "dense_prefill": Contract(_VARLEN_CASES, _varlen_taken, _varlen_of),
     "merge_states": Contract(
-        tuple(MergeCase(MergeStatesConfig(*config)) for config in product(DTYPES, MERGED_HEAD_DIMS)),
+        tuple(ConfigCase(MergeStatesConfig(*config)) for config in product(DTYPES, MERGED_HEAD_DIMS)),
         _merge_taken,
         own_rows,
         make=_merge_make,

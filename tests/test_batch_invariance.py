@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from bench import Bench, Result, identical
-from invariance import CONTRACTS, CUT_CONTRACTS, WITHIN, Contract
+from cache_invariance import MOVING
+from invariance import COMPUTING, CUT_CONTRACTS, WITHIN, Contract
 
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.spec.arch import ARCHS, Arch
+
+CONTRACTS = {**COMPUTING, **MOVING}
 
 
 @dataclass(frozen=True)
