@@ -17,6 +17,7 @@ from fake_driver import installed
 from torch import Tensor
 
 import cute_mla
+from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.device import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
@@ -154,6 +155,33 @@ def test_states_are_merged_in_a_graph(driver: CapturingDriver, arch: Arch) -> No
     torch.testing.assert_close(lse, wanted_lse)
     assert bool((out[2:] == 0).all())
     assert bool((lse[2:] == float("inf")).all())
+
+
+def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    kv_c, k_pe = torch.randn(4, 512).bfloat16(), torch.randn(4, 64).bfloat16()
+    k_cache, slots = torch.zeros(3, 16, 1, 576, dtype=torch.bfloat16), torch.tensor([16, 17, 32, 40])
+    table, ends = torch.tensor([[1], [2]], dtype=torch.int32), torch.tensor([0, 2, 4], dtype=torch.int32)
+    out = torch.zeros(4, 576, dtype=torch.bfloat16)
+
+    def step() -> None:
+        write_kv_cache(kv_c, k_pe, k_cache, slots)
+        gather_kv_cache(k_cache, table, ends, 4, out=out)
+
+    step()
+    with captured(driver) as graph:
+        step()
+    assert (graph.kernels, graph.operations) == (["cache_write", "cache_gather"], [])
+    kv_c.copy_(torch.randn(4, 512))
+    slots.copy_(torch.tensor([33, 16, -1, -1]))
+    ends.copy_(torch.tensor([0, 1, 3]))
+    kv_c[2:] = float("nan")
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [kv_c, k_pe, k_cache, slots, table, ends, out])
+    keys = torch.cat((kv_c, k_pe), dim=1)
+    assert torch.equal(k_cache.flatten(0, 2)[[33, 16]], keys[:2])
+    assert not k_cache.isnan().any()
+    assert torch.equal(out[0], keys[1])
+    assert torch.equal(out[1:], torch.stack((torch.zeros_like(keys[0]), keys[0], torch.zeros_like(keys[0]))))
 
 
 def capture_prefill(driver: CapturingDriver, case: BaseCase, arguments: dict[str, Any]) -> Graph:
