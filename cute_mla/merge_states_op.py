@@ -29,10 +29,14 @@ States = torch.Tensor | Sequence[torch.Tensor]
 
 
 def is_stacked(outs: States, lses: States) -> bool:
-    """Whether the states are given in two stacks, not in two sequences. ValueError if they are in one of each."""
+    """Whether the states are given in two stacks, not in two sequences. ValueError if they are in one of each, or in neither."""
     stacked = isinstance(outs, torch.Tensor)
-    if stacked != isinstance(lses, torch.Tensor):
-        raise ValueError(f"outs is a {type(outs).__name__}, lses a {type(lses).__name__}; supported: two tensors, or two sequences of them")
+    right = isinstance(lses, torch.Tensor) if stacked else isinstance(outs, list | tuple) and isinstance(lses, list | tuple)
+    if not right:
+        raise ValueError(f"outs is a {type(outs).__name__}, lses a {type(lses).__name__}; supported: two tensors, or two lists of them")
+    for name, states in (("outs", outs), ("lses", lses)):
+        if isinstance(states, torch.Tensor) and not spec_of(name, states).shape:
+            raise ValueError(f"{name} has shape []; supported: states along the first dimension")
     return stacked
 
 

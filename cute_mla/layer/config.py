@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 from ..spec.dense_prefill import D_V as HEAD_V
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE
+from ..tensors import check_flag, check_integer, is_integer, is_number, shown
 
 D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without position
 
@@ -40,14 +40,15 @@ class YarnScaling:
             _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
-                raise ValueError(f"rope_scaling[{name!r}] is {value!r}; supported: a number, 0 or more")
+            if not is_number(value) or not 0 <= float(value) < math.inf:
+                raise ValueError(f"rope_scaling[{name!r}] is {shown(value)}; supported: a number, 0 or more")
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"rope_scaling has beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; supported: the former less")
 
     @staticmethod
     def from_hugging_face(scaling: Mapping[str, Any]) -> YarnScaling | None:
         """From `rope_scaling` of a config; None where it scales nothing. ValueError if it is not YaRN."""
+        _check_mapping("rope_scaling", scaling)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
             return None
@@ -93,12 +94,16 @@ class MlaConfig:
 
     def __post_init__(self) -> None:
         for name, fixed in _FIXED.items():
-            if getattr(self, name) != fixed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; supported: {fixed}")
+            value = getattr(self, name)
+            if not is_integer(value) or value != fixed:
+                raise ValueError(f"{name} is {shown(value)}; supported: {fixed}")
         for name in _POSITIVE_INTEGERS:
-            _check_positive_integer(name, getattr(self, name))
+            check_integer(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
-            _check_positive_integer("q_lora_rank", self.q_lora_rank)
+            check_integer("q_lora_rank", self.q_lora_rank, 1)
+        check_flag("rope_interleave", self.rope_interleave)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling):
+            raise ValueError(f"rope_scaling is {shown(self.rope_scaling)}; supported: None and YarnScaling")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
@@ -108,6 +113,7 @@ class MlaConfig:
 
         ValueError if a key is missing or means something that is not supported.
         """
+        _check_mapping("config", config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
         if config.get("attention_bias"):
@@ -148,11 +154,11 @@ def _check_present(where: str, given: Mapping[str, Any], names: tuple[str, ...])
         raise ValueError(f"{where} has no {', '.join(missing)}; supported: the configs of DeepSeek-V2 and V3")
 
 
-def _check_positive_integer(name: str, value: Any) -> None:
-    if not isinstance(value, Integral) or int(value) < 1:
-        raise ValueError(f"{name} is {value!r}; supported: an integer, 1 or more")
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {shown(value)}; supported: a mapping, as in config.json")
 
 
 def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} is {value!r}; supported: a positive finite number")
+    if not is_number(value) or not 0 < float(value) < math.inf:
+        raise ValueError(f"{name} is {shown(value)}; supported: a positive finite number")

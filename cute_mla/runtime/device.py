@@ -180,8 +180,8 @@ def simulate(
     """
     from .simulated import SimulatedDevice
 
-    if isinstance(arch, str):
-        if arch not in ARCHS:
+    if not isinstance(arch, Arch):
+        if not isinstance(arch, str) or arch not in ARCHS:
             raise ValueError(f"arch is {arch!r}; supported: {', '.join(ARCHS)}")
         arch = ARCHS[arch]
     device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding)

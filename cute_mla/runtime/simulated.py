@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,9 +45,12 @@ class SimulatedDevice:
     """
 
     def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
+        for name, number in (("sm_count", sm_count), ("seed", seed)):
+            if not isinstance(number, Integral) or isinstance(number, bool):
+                raise ValueError(f"{name} is {number!r}; supported: an integer")
         if sm_count < 1:
             raise ValueError(f"sm_count is {sm_count}; supported: 1 or more")
-        if on_finding not in _ON_FINDING:
+        if not isinstance(on_finding, str) or on_finding not in _ON_FINDING:
             raise ValueError(f"on_finding is {on_finding!r}; supported: {', '.join(_ON_FINDING)}")
         self.arch = arch
         self.sm_count = sm_count

@@ -50,7 +50,7 @@ class Policy:
             "random": ("random", "random"),
             "adversarial": ("adversarial", "eager" if seed % 2 else "lazy"),
         }
-        if name not in pairs:
+        if not isinstance(name, str) or name not in pairs:
             raise ValueError(f"schedule {name!r}: supported are {', '.join(pairs)}")
         schedule, async_mode = pairs[name]
         return cls(schedule, seed, async_mode)

@@ -1,0 +1,151 @@
+"""What a call is: plain values from which everything in it is made, so that it can be written down and made again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from cute_mla.testing.cases import Case
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.sparse_cases import Pool, SparseCase
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The simulated device of a call."""
+
+    arch: str
+    sm_count: int = 16
+    schedule: str = "round_robin"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Break:
+    """Something done to an argument. how: a name in breaking.BREAKS. amount: which of several such things."""
+
+    argument: str
+    how: str
+    amount: int = 0
+
+
+@dataclass(frozen=True)
+class MergeCase:
+    """A call of merge_states, right.
+
+    leading: batch, if any, and tokens. stacked: states in one tensor. into: "new": results are allocated; "given"; "state": they replace
+    the last state. rows: "packed", or "odd": one element further apart. turned: lses as decode leaves them. empty: of every so many rows
+    of a state one is empty, 0: none.
+    """
+
+    dtype: str = "bf16"
+    states: int = 2
+    leading: tuple[int, ...] = (3,)
+    heads: int = 3
+    head_dim: int = 512
+    stacked: bool = True
+    into: str = "new"
+    rows: str = "packed"
+    turned: bool = False
+    empty: int = 0
+    empty_lse: float = float("inf")
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A call of get_mla_metadata with all that it plans by. topk: None for dense decode."""
+
+    lengths: tuple[int, ...] = (64,)
+    s_q: int = 1
+    h_kv: int = 1
+    group: int = 16
+    topk: int | None = None
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """A call on a cache of a format of FP8 keys. page_stride: bytes between pages beyond those of a page."""
+
+    cache_format: str = "fp8_656"
+    pages: int = 2
+    page_size: int = 3
+    padding: int = 0
+    power_of_two: bool = False
+    given: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class BatchCase:
+    """A call of plan_batch: (new, cached) tokens of each request, the first `decodes` of which have equally many."""
+
+    lengths: tuple[tuple[int, int], ...] = ((1, 5),)
+    decodes: int = 0
+    page_size: int = 16
+    chunk_tokens: int = 8192
+    slots_given: bool = False
+
+
+@dataclass(frozen=True)
+class PlainCase:
+    """A call whose arguments are plain values."""
+
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+AnyCase = Case | SparseCase | SparsePrefillCase | DensePrefillCase | MergeCase | PlanCase | CacheCase | BatchCase | PlainCase
+
+CASES: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (Case, SparseCase, SparsePrefillCase, DensePrefillCase, MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)
+}
+
+
+@dataclass(frozen=True)
+class FuzzCall:
+    """One call of a subject.
+
+    breaks: what is done to the arguments of the case, in turn. again: the case's own call is made before, on the same device: a broken
+    one must not pass for it, and of a right one the second must give the same bits.
+    """
+
+    subject: str
+    case: AnyCase
+    setting: Setting
+    breaks: tuple[Break, ...] = ()
+    again: bool = False
+
+    def to_json(self) -> str:
+        """One line."""
+        case = {"type": type(self.case).__name__, **asdict(self.case)}
+        return json.dumps({**asdict(self), "case": case})
+
+    @staticmethod
+    def from_json(text: str) -> FuzzCall:
+        """The call that to_json wrote down."""
+        given = json.loads(text)
+        case = {name: _frozen(value) for name, value in given["case"].items()}
+        kind = CASES[case.pop("type")]
+        for name in ("main", "extra"):
+            if case.get(name) is not None:
+                case[name] = Pool(*case[name])
+        breaks = tuple(Break(**item) for item in given["breaks"])
+        return FuzzCall(given["subject"], kind(**case), Setting(**given["setting"]), breaks, given["again"])
+
+    def __str__(self) -> str:
+        """For a reader: what is not at its default."""
+        unusual = [f"{field.name}={getattr(self.case, field.name)!r}" for field in fields(self.case) if _is_unusual(self.case, field)]
+        broken = "; ".join(f"{item.argument} {item.how} {item.amount}" for item in self.breaks) or "nothing"
+        return f"{self.subject}({', '.join(unusual)}) on {self.setting}, broken: {broken}{', made again' if self.again else ''}"
+
+
+def _is_unusual(case: AnyCase, field: Any) -> bool:
+    return bool(getattr(case, field.name) != field.default)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of JSON as tuples."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

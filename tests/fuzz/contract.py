@@ -1,0 +1,507 @@
+"""Which arguments of a call are at fault, by what the documentation says of them: written from the docstrings, not from the checks.
+
+A contract gives the names of all arguments of which one may be blamed; none if the call is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cute_mla.schedule import MlaSchedule
+
+WIDE = (torch.bfloat16, torch.float16)
+BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+E4M3 = torch.float8_e4m3fn
+
+
+def is_integer(value: Any) -> bool:
+    """An integer of any kind; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_flag(value: Any) -> bool:
+    """True or False, numpy's too."""
+    return isinstance(value, bool | np.bool_)
+
+
+def is_scale(value: Any) -> bool:
+    """A positive number that fp32 holds; it is multiplied by log2(e), too."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return bool(1.1754944e-38 <= float(value) <= 1.7014117e38)
+    except OverflowError:
+        return False
+
+
+def is_plain(value: Any) -> bool:
+    """A tensor whose elements lie in memory as they are read."""
+    return (
+        isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and not value.is_neg() and not value.is_conj()
+    )
+
+
+def byte_strides(tensor: Tensor, *dims: int) -> list[int]:
+    """Bytes between neighbours along those of these dimensions that have any."""
+    return [tensor.stride(dim) * tensor.element_size() for dim in dims if tensor.shape[dim] > 1]
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """The addresses of all of its bytes, ascending."""
+    addresses = np.full(1, tensor.data_ptr(), dtype=np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        addresses = (addresses[:, None] + np.arange(size) * (stride * tensor.element_size())).reshape(-1)
+    return np.unique((addresses[:, None] + np.arange(tensor.element_size())).reshape(-1))
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """First address and end."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def share_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether any byte belongs to both."""
+    if not tensor.numel() or not other.numel() or tensor.device.type == "meta" or other.device.type == "meta":
+        return False
+    (start, end), (other_start, other_end) = span(tensor), span(other)
+    if end <= other_start or other_end <= start:
+        return False
+    return max(tensor.numel(), other.numel()) > 1 << 24 or np.intersect1d(bytes_of(tensor), bytes_of(other), True).size > 0
+
+
+class Contract:
+    """The faults of a call's arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = arguments
+        self.faults: set[str] = set()
+
+    def require(self, right: bool, *names: str) -> bool:
+        """One of these arguments is at fault unless this is right."""
+        if not right:
+            self.faults.update(names)
+        return right
+
+    def get(self, name: str) -> Any:
+        """An argument, None if it is not given."""
+        return self.arguments.get(name)
+
+    def tensor(self, name: str, *dtypes: torch.dtype, optional: bool = False) -> Tensor | None:
+        """An argument that has to be a tensor of these types (none: of any); None if it is not."""
+        value = self.get(name)
+        if value is None and optional:
+            return None
+        if not self.require(is_plain(value), name):
+            return None
+        right = not (value.requires_grad and torch.is_grad_enabled()) and (not dtypes or value.dtype in dtypes)
+        return value if self.require(right, name) else None
+
+    def same_device(self, q: Tensor | None, *names: str) -> None:
+        """These tensors are where q is, which is where kernels run."""
+        if q is None or not self.require(q.device.type == "cpu", "q", "outs"):
+            return
+        for name in names:
+            value = self.get(name)
+            self.require(not is_plain(value) or value.device == q.device, name)
+
+    def shaped(self, name: str, tensor: Tensor | None, *sizes: int | None, beside: str = "q") -> bool:
+        """A tensor has these sizes, where None is any, because of another argument."""
+        if tensor is None:
+            return False
+        fits = tensor.dim() == len(sizes) and all(size in (None, own) for size, own in zip(sizes, tensor.shape, strict=True))
+        return self.require(fits, name, beside)
+
+    def last_contiguous(self, name: str, tensor: Tensor | None) -> None:
+        """Neighbours along the last dimension are neighbours in memory."""
+        if tensor is not None and tensor.dim():
+            self.require(tensor.shape[-1] <= 1 or tensor.stride(-1) == 1, name)
+
+    def aligned(self, name: str, tensor: Tensor | None, *dims: int, positive: bool = True) -> None:
+        """Address and strides along these dimensions are multiples of 16 bytes."""
+        if tensor is None or tensor.device.type == "meta":
+            return
+        strides = byte_strides(tensor, *dims)
+        self.require(all(stride % 16 == 0 and (stride > 0 or not positive) and stride < 1 << 40 for stride in strides), name)
+        self.require(tensor.data_ptr() % 16 == 0, name)
+
+    def counts(self, name: str, size: tuple[int | None, ...], optional: bool = False) -> Tensor | None:
+        """Lengths or offsets: contiguous int32."""
+        tensor = self.tensor(name, torch.int32, optional=optional)
+        if tensor is None or not self.shaped(name, tensor, *size):
+            return None
+        self.require(tensor.is_contiguous(), name)
+        return tensor
+
+    def output(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], last: bool = False) -> None:
+        """A result's tensor, if it is given: of this shape, elements of its own."""
+        tensor = self.tensor(name, *dtypes, optional=True)
+        if tensor is None or not self.shaped(name, tensor, *shape):
+            return
+        if last:
+            self.last_contiguous(name, tensor)
+        dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+        reach = 0
+        for stride, size in dims:
+            self.require(stride > reach or not tensor.numel(), name)
+            reach += (size - 1) * stride
+
+    def apart(self, written: Sequence[str]) -> None:
+        """What is written shares no memory with anything else."""
+        tensors = {name: value for name, value in self.arguments.items() if is_plain(value)}
+        for name in written:
+            for other, tensor in tensors.items():
+                if name in tensors and name != other:
+                    self.require(not share_memory(tensors[name], tensor), name, other)
+
+    def numbers(self, **wanted: Callable[[Any], bool]) -> None:
+        """Arguments that are no tensors; those not given are right."""
+        for name, right in wanted.items():
+            self.require(name not in self.arguments or right(self.arguments[name]), name)
+
+
+def is_empty_lse(value: Any) -> bool:
+    """inf or -inf."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isinf(value)
+
+
+def is_optional(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """None, or that."""
+    return lambda value: value is None or right(value)
+
+
+def equals(number: int) -> Callable[[Any], bool]:
+    """This integer."""
+    return lambda value: is_integer(value) and value == number
+
+
+def _decode_options(c: Contract) -> None:
+    c.numbers(
+        head_dim_v=equals(512),
+        softmax_scale=is_optional(is_scale),
+        empty_lse=is_empty_lse,
+        causal=is_flag,
+        is_fp8_kvcache=is_flag,
+        batch_invariant=is_flag,
+    )
+
+
+def _decode_results(c: Contract, q: Tensor, dtypes: Sequence[torch.dtype], workspace_bytes: int | None) -> None:
+    batch, s_q, h_q, _ = q.shape
+    c.output("out", (batch, s_q, h_q, 512), dtypes, last=True)
+    c.output("lse", (batch, h_q, s_q), (torch.float32,))
+    workspace = c.tensor("workspace", optional=True)
+    if workspace is not None:
+        c.require(workspace.is_contiguous() and (workspace_bytes is None or workspace.nbytes >= workspace_bytes), "workspace")
+        c.require(workspace.device.type == "meta" or workspace.data_ptr() % 16 == 0, "workspace")
+    c.same_device(q, "out", "lse", "workspace")
+    c.apart(("out", "lse", "workspace"))
+
+
+def _plan(c: Contract, q: Tensor, parts: int | None) -> None:
+    """parts: of a plan for these shapes, None if they have none."""
+    metadata, num_splits = c.get("tile_scheduler_metadata"), c.get("num_splits")
+    names = ("tile_scheduler_metadata", "num_splits")
+    if isinstance(metadata, MlaSchedule):
+        c.require(num_splits is None, *names)
+        return
+    table = c.tensor(names[0], torch.int32)
+    c.shaped(names[0], table, parts, 8)
+    splits = c.counts(names[1], (len(q) + 1,))
+    if table is not None:
+        c.require(table.is_contiguous(), names[0])
+    if splits is not None or table is not None:
+        c.same_device(q, *names)
+
+
+def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], workspace: Callable[..., int]) -> set[str]:
+    """Of flash_mla_with_kvcache. parts(rows, h_kv): of a plan. workspace(..): bytes, as workspace_size."""
+    c = Contract(arguments)
+    _decode_options(c)
+    if c.faults:
+        return c.faults
+    sparse = c.get("indices") is not None
+    absent = ("descale_q", "descale_k") if sparse else ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache")
+    for name in (*absent, *(() if sparse else ("topk_length", "extra_topk_length"))):
+        c.require(c.get(name) is None, name)
+    q = c.tensor("q", *WIDE, *(() if sparse else (E4M3,)))
+    columns = (576, 512) if sparse else (576,)
+    if q is None or not c.require(q.dim() == 4 and q.shape[-1] in columns and 1 <= q.shape[2] <= 128, "q", "indices"):
+        return c.faults
+    c.last_contiguous("q", q)
+    c.require(q.shape[1] <= (65_535 if sparse else 1 << 24), "q")
+    sizes = _sparse_cache(c, q) if sparse else _dense_cache(c, q)
+    c.same_device(q, "k_cache", "block_table", "cache_seqlens", "descale_q", "descale_k", *_SPARSE_TENSORS)
+    if sizes is None or c.faults:
+        return c.faults
+    rows, columns_of_plan, keys, op = sizes
+    shape = {"batch": q.shape[0], "s_q": q.shape[1], "h_q": q.shape[2], **({} if sparse else {"h_kv": columns_of_plan})}
+    invariant = bool(c.get("batch_invariant"))
+    bound = ({"topk": keys} if sparse else {"max_cache_seqlen": keys}) if invariant else {}
+    needed = workspace(op, **shape, **bound, batch_invariant=invariant, device="cpu")
+    _plan(c, q, parts(rows, columns_of_plan) if q.shape[1] else 1)
+    _decode_results(c, q, WIDE if q.dtype == E4M3 else (q.dtype,), needed)
+    if q.dtype == E4M3 and c.get("out") is None:
+        c.require(True, "out")
+    return c.faults
+
+
+_SPARSE_TENSORS = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
+def _dense_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
+    """Query rows of a KV head, KV heads, the most keys of a request, the op."""
+    cache = c.tensor("k_cache", *dict.fromkeys((q.dtype, E4M3)))
+    if cache is None:
+        c.faults.add("q")
+        return None
+    fits = cache.dim() == 4 and cache.shape[3] == 576 and cache.shape[0] > 0
+    if not c.require(fits, "k_cache"):
+        return None
+    page, h_kv = cache.shape[1:3]
+    c.require(page in (16, 32) or (page > 0 and page % 64 == 0), "k_cache")
+    c.require(h_kv >= 1 and q.shape[2] % max(h_kv, 1) == 0 and (h_kv == 1 or cache.dtype != E4M3), "k_cache", "q")
+    c.last_contiguous("k_cache", cache)
+    c.aligned("k_cache", cache, 0, 1, 2)
+    c.require(not c.get("is_fp8_kvcache") or cache.dtype == E4M3, "is_fp8_kvcache", "k_cache")
+    for name, scaled in (("descale_q", q), ("descale_k", cache)):
+        scale = c.tensor(name, torch.float32, optional=True)
+        if scale is not None:
+            c.require(scale.numel() == 1, name)
+        c.require(c.get(name) is None or scaled.dtype == E4M3, name)
+    table = c.tensor("block_table", torch.int32)
+    c.counts("cache_seqlens", (len(q),))
+    if not c.shaped("block_table", table, len(q), None) or table is None or h_kv < 1:
+        return None
+    c.last_contiguous("block_table", table)
+    return q.shape[1] * (q.shape[2] // h_kv), h_kv, table.shape[1] * page, "dense_decode"
+
+
+def _sparse_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
+    c.require(not c.get("causal"), "causal")
+    indices = [c.tensor("indices", torch.int32)]
+    fp8 = c.get("is_fp8_kvcache")
+    kind = _gathered(c, "k_cache", q, bool(fp8))
+    extra = [name for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length") if c.get(name) is not None]
+    if extra:
+        c.require(c.get("extra_k_cache") is not None, "extra_k_cache")
+        c.require(c.get("extra_indices_in_kvcache") is not None, "extra_indices_in_kvcache")
+        indices.append(c.tensor("extra_indices_in_kvcache", torch.int32))
+        second = _gathered(c, "extra_k_cache", q, bool(fp8))
+        c.require(kind == second or None in (kind, second), "k_cache", "extra_k_cache")
+    for name, tensor in zip(("indices", "extra_indices_in_kvcache"), indices, strict=False):
+        c.shaped(name, tensor, *q.shape[:2], None)
+        c.last_contiguous(name, tensor)
+    for name in ("topk_length", "extra_topk_length"):
+        c.counts(name, (len(q),), optional=True)
+    sink = c.tensor("attn_sink", torch.float32, optional=True)
+    if sink is not None and c.shaped("attn_sink", sink, q.shape[2]):
+        c.require(sink.is_contiguous(), "attn_sink")
+    found = [tensor for tensor in indices if tensor is not None and tensor.dim() == 3]
+    c.require(sum(tensor.shape[2] for tensor in found) <= (1 << 31) - 64, "indices", "extra_indices_in_kvcache")
+    if len(found) != len(indices):
+        return None
+    return q.shape[2], q.shape[1], sum(tensor.shape[2] for tensor in found), "sparse_decode"
+
+
+def _gathered(c: Contract, name: str, q: Tensor, fp8: bool) -> int | None:
+    """Elements of a token; None if the cache is of no format."""
+    cache = c.tensor(name)
+    if cache is None:
+        return None
+    known = cache.dim() == 4 and cache.shape[2] == 1
+    quantised = known and cache.shape[3] in (656, 584) and cache.dtype in BYTES
+    latent = known and cache.shape[3] == 576 and cache.dtype in WIDE
+    if not c.require(quantised or latent, name, "k_cache"):
+        return None
+    token = cache.shape[3]
+    c.require(quantised == fp8, "is_fp8_kvcache", name)
+    c.require(q.shape[3] == (512 if token == 584 else 576), "q", name)
+    c.require(q.dtype == (torch.bfloat16 if quantised else cache.dtype), "q", name)
+    c.require(cache.shape[0] > 0 and cache.shape[1] > 0, name)
+    c.last_contiguous(name, cache)
+    c.aligned(name, cache, 0, *(() if token == 584 else (1,)))
+    if token == 584:
+        c.require(cache.shape[1] <= 1 or cache.stride(1) == 584, name)
+    return int(token)
+
+
+def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Of flash_mla_sparse_fwd."""
+    c = Contract(arguments)
+    c.numbers(d_v=equals(512), sm_scale=is_scale, empty_lse=is_empty_lse)
+    q = c.tensor("q", *WIDE)
+    if q is None or not c.require(q.dim() in (3, 4) and q.shape[-1] in (576, 512) and 1 <= q.shape[-2] <= 128, "q", "kv"):
+        return c.faults
+    c.last_contiguous("q", q)
+    leading, h_q, d_qk = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
+    c.require(math.prod(leading) <= (1 << 31) - (1 << 16), "q")
+    offsets = c.get("kv_offsets")
+    if offsets is not None:
+        c.require(len(leading) == 2, "kv_offsets", "q")
+        c.counts("kv_offsets", (leading[0] + 1,))
+    kv = c.tensor("kv", q.dtype)
+    if kv is None:
+        c.faults.add("q")
+    batch = leading[:1] if len(leading) == 2 and offsets is None else ()
+    if c.shaped("kv", kv, *batch, None, 1, d_qk, beside="kv_offsets") and kv is not None:
+        c.last_contiguous("kv", kv)
+        c.aligned("kv", kv, kv.dim() - 3, *((0,) if batch else ()), positive=False)
+        c.require(kv.shape[-3] < 1 << 31, "kv")
+    else:
+        c.faults.add("q")
+    indices = c.tensor("indices", torch.int32)
+    if c.shaped("indices", indices, *leading, 1, None) and indices is not None:
+        c.last_contiguous("indices", indices)
+        c.require(indices.shape[-1] <= (1 << 31) - 64, "indices")
+    c.counts("topk_length", leading, optional=True)
+    sink = c.tensor("attn_sink", torch.float32, optional=True)
+    if sink is not None and c.shaped("attn_sink", sink, h_q):
+        c.require(sink.is_contiguous(), "attn_sink")
+    c.output("out", (*leading, h_q, 512), (q.dtype,), last=True)
+    for name in ("max_logits", "lse"):
+        c.output(name, (*leading, h_q), (torch.float32,))
+    c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse")
+    c.apart(("out", "max_logits", "lse"))
+    return c.faults
+
+
+def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Of flash_attn_varlen_func."""
+    c = Contract(arguments)
+    c.numbers(
+        dropout_p=lambda value: isinstance(value, Real) and not isinstance(value, bool) and value == 0,
+        softmax_scale=is_optional(is_scale),
+        empty_lse=is_empty_lse,
+        causal=is_flag,
+    )
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
+    q = c.tensor("q", *WIDE)
+    if q is None or not c.require(q.dim() == 3 and q.shape[-1] in (192, 128) and q.shape[1] >= 1, "q"):
+        return c.faults
+    c.last_contiguous("q", q)
+    k, v = c.tensor("k", q.dtype), c.tensor("v", q.dtype)
+    if k is None or v is None:
+        c.faults.add("q")
+        return c.faults
+    if c.shaped("k", k, None, None, q.shape[2]):
+        c.require(k.shape[1] >= 1 and q.shape[1] % max(k.shape[1], 1) == 0, "q", "k")
+        c.shaped("v", v, *k.shape[:2], 128, beside="k")
+    for name, tensor in (("k", k), ("v", v)):
+        c.last_contiguous(name, tensor)
+        if tensor.dim() == 3 and len(tensor):
+            c.aligned(name, tensor, 0, 1)
+    limit = (1 << 31) - 128
+    c.require(len(q) <= limit, "q")
+    c.require(not k.dim() or len(k) <= limit, "k", "v")
+    ends = c.counts("cu_seqlens_q", (None,))
+    if ends is not None and c.require(len(ends) >= 1, "cu_seqlens_q"):
+        c.counts("cu_seqlens_k", (len(ends),))
+        if "cu_seqlens_k" in c.faults:
+            c.faults.add("cu_seqlens_q")
+    c.output("out", (*q.shape[:2], 128), (q.dtype,), last=True)
+    c.output("lse", tuple(q.shape[:2]), (torch.float32,))
+    c.same_device(q, "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
+    c.apart(("out", "lse"))
+    return c.faults
+
+
+def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set[str]]:
+    """Of the forms of flash_attn_varlen_func that take keys, or queries too, in one tensor."""
+
+    def faults(arguments: Mapping[str, Any]) -> set[str]:
+        c = Contract(arguments)
+        columns = c.get("head_dim_qk")
+        packed = c.tensor(name)
+        if not c.require(is_integer(columns) and columns in (192, 128), "head_dim_qk"):
+            return c.faults
+        if not c.shaped(name, packed, None, None, before_v * columns + 128, beside="head_dim_qk") or packed is None:
+            return c.faults
+        plain = dict(arguments)
+        plain["k"], plain["v"] = packed[..., -128 - columns : -128], packed[..., -128:]
+        if name == "qkv":
+            plain |= {"q": packed[..., :columns], "cu_seqlens_q": plain["cu_seqlens"], "cu_seqlens_k": plain["cu_seqlens"]}
+            plain |= {"max_seqlen_q": plain["max_seqlen"], "max_seqlen_k": plain["max_seqlen"]}
+        named = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
+        found = dense_prefill_faults({key: value for key, value in plain.items() if key not in (name, "head_dim_qk")})
+        return found | {named[key] for key in found if key in named} | ({name} if found & {"q", "k", "v"} else set())
+
+    return faults
+
+
+def merge_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Of merge_states."""
+    c = Contract(arguments)
+    c.numbers(empty_lse=is_empty_lse)
+    outs, lses = c.get("outs"), c.get("lses")
+    stacked = isinstance(outs, Tensor)
+    right = isinstance(lses, Tensor) if stacked else isinstance(outs, list | tuple) and isinstance(lses, list | tuple)
+    if not c.require(right, "outs", "lses"):
+        return c.faults
+    both = (outs, lses) if stacked else (*outs, *lses)
+    alike = all(is_plain(tensor) and not (tensor.requires_grad and torch.is_grad_enabled()) for tensor in both)
+    if not c.require(alike, "outs", "lses") or not c.require(not stacked or (outs.dim() > 0 and lses.dim() > 0), "outs", "lses"):
+        return c.faults
+    if not c.require(len(outs) == len(lses) > 0 and (stacked or len(outs) <= 8), "outs", "lses"):
+        return c.faults
+    for states in (outs, lses):
+        looks = {(state.shape, state.stride(), state.dtype, state.device) for state in (states[:1] if stacked else states)}
+        c.require(len(looks) == 1, "outs", "lses")
+        c.require(not stacked or len(states) == 1 or states.stride(0) > 0 or not states.numel(), "outs", "lses")
+    first, lse = outs[0], lses[0]
+    shape = first.dim() in (3, 4) and first.shape[-1] in (512, 128) and first.dtype in WIDE
+    if not c.require(shape and lse.shape == first.shape[:-1] and lse.dtype == torch.float32, "outs", "lses"):
+        return c.faults
+    c.require(first.shape[-2] <= 65_535 * 4 and math.prod(first.shape[:-2]) < 1 << 31, "outs")
+    c.require(first.stride(-1) == 1, "outs")
+    c.same_device(first, "lses", "out", "lse")
+    c.require(lse.device == first.device, "lses", "outs")
+    c.output("out", tuple(first.shape), (first.dtype,), last=True)
+    c.output("lse", tuple(lse.shape), (torch.float32,))
+    if not c.faults:
+        _merged_apart(c, [*outs], [*lses])
+    return c.faults
+
+
+def _merged_apart(c: Contract, outs: list[Tensor], lses: list[Tensor]) -> None:
+    """Results are the states' memory only if each is a state."""
+    given = {name: c.get(name) for name in ("out", "lse")}
+    for name, own, others in (("out", outs, lses), ("lse", lses, outs)):
+        result = given[name]
+        if result is None:
+            continue
+        for state in own:
+            same = state.data_ptr() == result.data_ptr() and state.stride() == result.stride()
+            c.require(same or not share_memory(result, state), name, "outs", "lses")
+        c.require(not any(share_memory(result, other) for other in others), name, "outs", "lses")
+    if given["out"] is not None and given["lse"] is not None:
+        c.require(not share_memory(given["out"], given["lse"]), "out", "lse")
+
+
+def plan_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Of get_mla_metadata."""
+    c = Contract(arguments)
+    c.numbers(is_fp8_kvcache=is_flag)
+    rows, h_kv, h_q, topk = (c.get(name) for name in ("num_q_tokens_per_head_k", "num_heads_k", "num_heads_q", "topk"))
+    if c.get("cache_seqlens") is None:
+        c.require(all(value is None for value in (rows, h_kv, h_q, topk)), "cache_seqlens")
+        return c.faults
+    lengths = c.counts("cache_seqlens", (None,))
+    if lengths is not None:
+        c.require(lengths.device.type == "cpu", "cache_seqlens")
+    whole = c.require(is_integer(rows) and rows >= 1, "num_q_tokens_per_head_k")
+    whole &= c.require(is_integer(h_kv) and 1 <= h_kv <= 128, "num_heads_k")
+    whole &= c.require((is_integer(h_q) and 1 <= h_q <= 128) or (h_q is None and topk is None), "num_heads_q")
+    c.require(topk is None or (is_integer(topk) and 0 <= topk <= (1 << 31) - 64), "topk")
+    if whole and h_q is not None:
+        c.require(h_q % h_kv == 0 and rows % max(h_q // h_kv, 1) == 0, "num_heads_k", "num_heads_q", "num_q_tokens_per_head_k")
+    c.require(topk is None or not whole or h_kv == 1, "num_heads_k", "topk")
+    return c.faults

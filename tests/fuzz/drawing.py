@@ -1,0 +1,341 @@
+"""Strategies of calls: right ones of every subject, small enough for the simulated device, and what breaks them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.mla import ceil_div
+from cute_mla.testing.cases import Case
+from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.indexed import Lengths
+from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.runner import SCHEDULES
+from cute_mla.testing.sparse_cases import Pool, SparseCase
+from tests.fuzz.breaking import BREAKS
+from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, MergeCase, PlainCase, PlanCase, Setting
+from tests.fuzz.judging import SUBJECTS
+
+TILES = 6  # of 64 rows x 64 keys, most of a call: about a second on the simulated device
+ROW_TILES = 4
+
+_SIZES = st.sampled_from((0, 1, 2, 15, 16, 63, 64, 65, 100, 128, 129))  # around tiles, and none
+_HEADS = st.sampled_from((1, 2, 3, 7, 16, 33, 63, 64, 65, 127, 128)) | st.integers(1, 128)
+_SEEDS = st.integers(0, 99)
+_DTYPES = st.sampled_from(("bf16", "fp16"))
+_OUTPUTS = st.sampled_from(("allocated", "given", "strided", "odd"))
+
+
+def calls(subject: str, arch: str, broken: bool) -> st.SearchStrategy[FuzzCall]:
+    """Calls of a subject on an architecture."""
+    breaks = _breaks(subject) if broken else st.just(())
+    return st.builds(FuzzCall, st.just(subject), _cases(subject), settings_of(arch), breaks, st.booleans())
+
+
+def settings_of(arch: str) -> st.SearchStrategy[Setting]:
+    """Simulated devices of an architecture."""
+    counts = st.sampled_from((1, 2, 3, 16, ARCHS[arch].sm_count)) | st.integers(1, ARCHS[arch].sm_count)
+    return st.builds(Setting, st.just(arch), counts, st.sampled_from(SCHEDULES), _SEEDS)
+
+
+def _breaks(subject: str) -> st.SearchStrategy[tuple[Break, ...]]:
+    names = st.sampled_from(SUBJECTS[subject].breakable)
+    one = st.builds(Break, names, st.sampled_from(tuple(BREAKS)), st.integers(0, 7))
+    return st.lists(one, min_size=1, max_size=2).map(tuple)
+
+
+def _cases(subject: str) -> st.SearchStrategy[Any]:
+    known = {
+        "dense_decode": dense_cases(),
+        "sparse_decode": sparse_cases(),
+        "sparse_prefill": sparse_prefill_cases(),
+        "dense_prefill": dense_prefill_cases(),
+        "dense_prefill_kvpacked": dense_prefill_cases(),
+        "dense_prefill_qkvpacked": dense_prefill_cases(packed=True),
+        "merge_states": merge_cases(),
+        "get_mla_metadata": plan_cases(),
+        "quantise_cache": cache_cases(),
+        "dequantise_cache": cache_cases(),
+        "plan_batch": batch_cases(),
+    }
+    return known[subject] if subject in known else plain_cases(subject)
+
+
+def _common(draw: st.DrawFn, normal: bool) -> dict[str, Any]:
+    """What cases of attention share. normal: the scores are small, so that other scales keep them so."""
+    return {
+        "dtype": draw(_DTYPES),
+        "q_layout": draw(st.sampled_from(("packed", "sliced", "odd", "even", "heads_first"))),
+        "outputs": draw(_OUTPUTS),
+        "softmax_scale": draw(st.sampled_from((None, 0.05, 0.3))) if normal else None,
+        "empty_lse": draw(st.sampled_from((None, float("inf"), float("-inf")))),
+        "seed": draw(_SEEDS),
+    }
+
+
+def _rows(draw: st.DrawFn, least: int = 0) -> tuple[int, int]:
+    """s_q and h_q of few row tiles."""
+    s_q, h_q = draw(st.integers(least, 3)), draw(_HEADS)
+    return (s_q, h_q) if ceil_div(s_q * h_q, 64) <= ROW_TILES else (1, h_q)
+
+
+def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int) -> int:
+    """Requests whose tiles stay within bounds."""
+    return draw(st.integers(0, max(min(TILES // (max(row_tiles, 1) * max(ceil_div(most_keys, 64), 1)), 3), 1)))
+
+
+@st.composite
+def dense_cases(draw: st.DrawFn) -> Case:
+    """Dense decode."""
+    operands = draw(st.sampled_from(("latent", "fp8_cache", "fp8")))
+    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    common = _common(draw, values == "normal")
+    if operands == "fp8" and common["outputs"] == "allocated":
+        common["dtype"] = "bf16"
+    s_q, h_q = _rows(draw)
+    h_kv = draw(st.sampled_from([n for n in (1, 2, 3, 4) if h_q % n == 0])) if operands == "latent" else 1
+    longest = draw(_SIZES)
+    batch = _batch(draw, ceil_div(s_q * h_q // h_kv, 64) * h_kv, longest)
+    lengths = tuple(draw(st.lists(_SIZES.map(lambda size: min(size, longest)), min_size=batch, max_size=batch)))
+    return Case(
+        **common,
+        batch=batch,
+        s_q=s_q,
+        h_q=h_q,
+        h_kv=h_kv,
+        lengths=lengths,
+        operands=operands,
+        values=values,
+        page_size=draw(st.sampled_from((16, 32, 64, 128, 192))),
+        causal=draw(st.booleans()),
+        cache_layout=draw(st.sampled_from(("packed", "layers", "padded_rows", "heads_first"))),
+        metadata=draw(st.sampled_from(("object", "tensors"))) if s_q else "object",
+        batch_invariant=draw(st.booleans()),
+    )
+
+
+def _told(draw: st.DrawFn, topk: int) -> Lengths | None:
+    return draw(st.sampled_from((None, "drawn", "edges", *(("zeros",) if topk else ()))))
+
+
+def _pool(draw: st.DrawFn, batch_of_even: bool) -> Pool:
+    pages = (2, 16, 64, 66) if batch_of_even else (1, 2, 3, 16, 64, 69)
+    topk = draw(_SIZES)
+    return Pool(draw(st.sampled_from((1, 63, 64, 65, 130))), topk, draw(st.sampled_from(pages)), _told(draw, topk))
+
+
+@st.composite
+def sparse_cases(draw: st.DrawFn) -> SparseCase:
+    """Sparse decode."""
+    cache = draw(st.sampled_from(("fp8_656", "fp8_584", "latent")))
+    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
+    common = _common(draw, values == "normal")
+    if cache != "latent":
+        common["dtype"] = "bf16"
+    layout = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
+    main = _pool(draw, layout == "tight")
+    extra = _pool(draw, layout == "tight") if draw(st.booleans()) else None
+    s_q, h_q = _rows(draw, least=1)
+    row_tiles = s_q * ceil_div(h_q, 64)
+    return SparseCase(
+        **common,
+        cache=cache,
+        values=values,
+        cache_layout=layout,
+        main=main,
+        extra=extra,
+        s_q=s_q,
+        h_q=h_q,
+        batch=_batch(draw, row_tiles, main.topk + (0 if extra is None else extra.topk)),
+        power_of_two=draw(st.booleans()),
+        indices=draw(st.sampled_from(("valid", "mixed", "none"))),
+        index_layout=draw(st.sampled_from(("packed", "odd"))),
+        sinks=draw(st.sampled_from(("none", "drawn", "infinite"))),
+        metadata=draw(st.sampled_from(("object", "tensors"))),
+        batch_invariant=draw(st.booleans()),
+    )
+
+
+@st.composite
+def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
+    """Sparse prefill, in all its forms."""
+    form = draw(st.sampled_from(("single", "batched", "ragged", "clipped")))
+    s_q, h_q = _rows(draw)
+    topk = draw(_SIZES)
+    batch = 1 if form == "single" else _batch(draw, s_q * ceil_div(h_q, 64), topk)
+    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    return SparsePrefillCase(
+        **_common(draw, values == "normal"),
+        form=form,
+        batch=batch,
+        s_q=s_q,
+        h_q=h_q,
+        topk=topk,
+        values=values,
+        d_qk=draw(st.sampled_from((576, 512))),
+        s_kv=draw(_SIZES),
+        lengths=_told(draw, topk),
+        kv_layout=draw(st.sampled_from(("packed", "padded_rows", "layers"))),
+        indices=draw(st.sampled_from(("valid", "mixed", "none"))),
+        index_layout=draw(st.sampled_from(("packed", "odd"))),
+        sinks=draw(st.sampled_from(("none", "drawn", "infinite"))),
+    )
+
+
+@st.composite
+def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCase:
+    """Dense prefill. packed: queries and keys are of the same tokens and heads."""
+    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    common = _common(draw, values == "normal")
+    h_kv, group = draw(st.integers(1, 3)), 1 if packed else draw(st.integers(1, 2))
+    size = st.sampled_from((0, 1, 5, 63, 64, 65, 100))
+    pairs = size.map(lambda tokens: (tokens, tokens)) if packed else st.tuples(size, size)
+    lengths = tuple(draw(st.lists(pairs, max_size=3)))
+    causal = draw(st.booleans())
+    nan_allowed = not (causal and any(s_q > s_k > 0 for s_q, s_k in lengths[1::2]))
+    case = DensePrefillCase(
+        **common,
+        lengths=lengths,
+        h_kv=h_kv,
+        group=group,
+        causal=causal,
+        values=values,
+        d_qk=draw(st.sampled_from((192, 128))),
+        ends="clipped" if packed else draw(st.sampled_from(("margins", "clipped"))),
+        neighbours=draw(st.sampled_from(("finite", "nan"))) if nan_allowed else "finite",
+        kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
+    )
+    return case if case.tiles <= 2 * TILES else replace(case, h_kv=1, group=1, lengths=case.lengths[:1])
+
+
+@st.composite
+def merge_cases(draw: st.DrawFn) -> MergeCase:
+    """merge_states."""
+    stacked = draw(st.booleans())
+    return MergeCase(
+        dtype=draw(_DTYPES),
+        states=draw(st.integers(1, 12 if stacked else 8)),
+        leading=draw(st.tuples(st.integers(0, 5)) | st.tuples(st.integers(0, 2), st.integers(0, 3))),
+        heads=draw(st.integers(0, 9)),
+        head_dim=draw(st.sampled_from((512, 128))),
+        stacked=stacked,
+        into=draw(st.sampled_from(("new", "given", "state"))),
+        rows=draw(st.sampled_from(("packed", "odd"))),
+        turned=draw(st.booleans()),
+        empty=draw(st.sampled_from((0, 1, 2, 3))),
+        empty_lse=draw(st.sampled_from((float("inf"), float("-inf")))),
+        seed=draw(_SEEDS),
+    )
+
+
+@st.composite
+def plan_cases(draw: st.DrawFn) -> PlanCase:
+    """Plans, made at once."""
+    h_kv = draw(st.integers(1, 4))
+    topk = draw(st.none() | _SIZES)
+    size = st.sampled_from((-(1 << 31), -1, 0, 1, 64, 65, 1000, 70_000)) | st.integers(0, 5000)
+    return PlanCase(
+        lengths=tuple(draw(st.lists(size, max_size=9))),
+        s_q=draw(st.integers(1, 5)),
+        h_kv=h_kv if topk is None else 1,
+        group=draw(st.integers(1, 128 // h_kv)),
+        topk=topk,
+    )
+
+
+@st.composite
+def cache_cases(draw: st.DrawFn) -> CacheCase:
+    """Caches of FP8 keys."""
+    return CacheCase(
+        cache_format=draw(st.sampled_from(("fp8_656", "fp8_584"))),
+        pages=draw(st.integers(0, 3)),
+        page_size=draw(st.integers(0, 5)),
+        padding=draw(st.sampled_from((0, 1, 16, 100))),
+        power_of_two=draw(st.booleans()),
+        given=draw(st.booleans()),
+        seed=draw(_SEEDS),
+    )
+
+
+@st.composite
+def batch_cases(draw: st.DrawFn) -> BatchCase:
+    """Steps of a layer."""
+    count, decodes = draw(st.integers(0, 4)), draw(st.integers(0, 4))
+    decodes, new = min(decodes, count), draw(st.integers(1, 3))
+    lengths = [(new if i < decodes else draw(st.integers(0, 70)), draw(st.integers(0, 200))) for i in range(count)]
+    return BatchCase(
+        tuple(lengths), decodes, draw(st.sampled_from((16, 32, 64, 128))), draw(st.sampled_from((1, 7, 64, 8192))), draw(st.booleans())
+    )
+
+
+_ODD_VALUES = st.sampled_from((None, -1, 0, 1, 2, 64, 128, 129, 512, 576, 1 << 40, 2.5, 64.0, float("nan"), "64", "bf16", True, False))
+
+
+def _chosen(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=values)
+
+
+def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
+    """Calls of a subject that takes plain values."""
+    count = st.integers(0, 300)
+    ops = st.sampled_from(("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"))
+    strategies: dict[str, st.SearchStrategy[dict[str, Any]]] = {
+        "workspace_size": st.fixed_dictionaries(
+            {"op": ops, "batch": st.integers(0, 50), "s_q": st.integers(0, 5), "h_q": _HEADS},
+            optional={
+                "h_kv": st.integers(1, 4),
+                "batch_invariant": st.booleans(),
+                "max_cache_seqlen": st.integers(0, 100_000),
+                "topk": st.integers(0, 70_000),
+            },
+        ).map(lambda given: {**given, "device": "cpu"}),
+        "is_supported": st.builds(
+            lambda op, arch, features: {"op": op, "arch": arch, **features},
+            ops,
+            st.sampled_from((*ARCHS, "sm103")),
+            _chosen(
+                dtype=st.sampled_from(("bf16", "fp16", "e4m3")) | _ODD_VALUES,
+                h_q=_HEADS | _ODD_VALUES,
+                h_kv=st.integers(1, 4) | _ODD_VALUES,
+                s_q=st.integers(1, 70_000) | _ODD_VALUES,
+                head_dim=st.sampled_from((576, 512, 192, 128)) | _ODD_VALUES,
+                head_dim_v=st.sampled_from((512, 128)) | _ODD_VALUES,
+                page_size=st.sampled_from((16, 32, 64, 128, 1, None)) | _ODD_VALUES,
+                causal=st.booleans() | _ODD_VALUES,
+                batch_invariant=st.booleans() | _ODD_VALUES,
+                fp8_kvcache=st.booleans() | _ODD_VALUES,
+                attn_sink=st.booleans() | _ODD_VALUES,
+                extra_cache=st.booleans() | _ODD_VALUES,
+                topk_length=st.booleans() | _ODD_VALUES,
+                topk=st.none() | count | _ODD_VALUES,
+                kv_offsets=st.booleans() | _ODD_VALUES,
+            ),
+        ),
+        "simulate": _chosen(
+            arch=st.sampled_from(tuple(ARCHS)),
+            sm_count=st.none() | st.integers(1, 200),
+            schedule=st.sampled_from(SCHEDULES),
+            seed=st.integers(0, 1 << 40),
+            on_finding=st.sampled_from(("raise", "collect")),
+        ),
+        "empty_cache": st.fixed_dictionaries(
+            {"cache_format": st.sampled_from(("fp8_656", "fp8_584")), "pages": st.integers(0, 4), "page_size": st.integers(0, 9)},
+            optional={"page_stride": st.none() | st.integers(0, 8000), "fill": st.integers(0, 255)},
+        ),
+        "MlaConfig": st.fixed_dictionaries(
+            {
+                "hidden_size": st.integers(1, 8000),
+                "num_attention_heads": st.integers(1, 128),
+                "q_lora_rank": st.none() | st.integers(1, 1600),
+            },
+            optional={"rms_norm_eps": st.floats(1e-9, 1.0), "rope_theta": st.floats(1.0, 1e9), "rope_interleave": st.booleans()},
+        ),
+        "YarnScaling": st.fixed_dictionaries(
+            {"factor": st.floats(0.5, 100), "original_max_position_embeddings": st.integers(1, 1 << 20)},
+            optional={"mscale": st.floats(0, 10), "mscale_all_dim": st.floats(0, 10), "beta_fast": st.floats(2, 64)},
+        ),
+    }
+    return strategies[subject].map(lambda given: PlainCase(tuple(given.items())))

@@ -1,0 +1,479 @@
+"""Functions that launch nothing: questions, sizes, the simulated device itself, caches in plain torch, and the layer's plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
+from cute_mla.layer import MlaBatch, MlaConfig, YarnScaling, plan_batch
+from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.cache_format import FORMATS
+from cute_mla.testing.runner import SCHEDULES
+from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, Setting
+from tests.fuzz.contract import BYTES, Contract, is_flag, is_integer, is_optional
+from tests.fuzz.subjects import Arguments, Subject, Verify
+
+OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
+_VERIFIED_BATCH = 256
+
+
+def _plain(case: PlainCase) -> Arguments:
+    return dict(case.arguments)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> float:
+    """The number as a float; NaN if it is none, or too large for one."""
+    try:
+        return float(value) if _is_number(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def _one_of(*names: str) -> Any:
+    return lambda value: isinstance(value, str) and value in names
+
+
+# ------------------------------------------------------------ workspace_size
+
+
+def _workspace_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(op=_one_of(*OPS), batch_invariant=is_flag)
+    if c.faults:
+        return c.faults
+    op = c.get("op")
+    for name in ("batch", "s_q"):
+        c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
+    h_q, h_kv = c.get("h_q"), arguments.get("h_kv", 1)
+    whole = c.require(is_integer(h_q) and 1 <= h_q <= ((1 << 31) - 1 if op == "dense_prefill" else 128), "h_q")
+    if c.require(is_integer(h_kv) and h_kv >= 1, "h_kv") and whole:
+        c.require(h_q % h_kv == 0 and (h_kv == 1 or str(op).startswith("dense")), "h_kv", "h_q")
+    keys, topk, invariant = c.get("max_cache_seqlen"), c.get("topk"), c.get("batch_invariant")
+    for name, value in (("max_cache_seqlen", keys), ("topk", topk)):
+        c.require(value is None or (is_integer(value) and value >= 0), name)
+    c.require((keys is not None) == bool(invariant) if op == "dense_decode" else keys is None, "max_cache_seqlen", "batch_invariant")
+    c.require(topk is None or str(op).startswith("sparse"), "topk")
+    c.require(op != "sparse_decode" or not invariant or topk is not None, "topk", "batch_invariant")
+    c.require(_is_cpu(arguments.get("device", "cuda")), "device", "tensors")
+    return c.faults
+
+
+def _is_cpu(device: Any) -> bool:
+    return device == "cpu" if isinstance(device, str) else isinstance(device, torch.device) and device.type == "cpu"
+
+
+def _expect_workspace(arguments: Arguments, setting: Setting) -> Verify:
+    """The bytes are those that a call of these shapes asks for."""
+    op, batch, s_q = (arguments[name] for name in ("op", "batch", "s_q"))
+    keys = arguments.get("max_cache_seqlen" if op == "dense_decode" else "topk") or 0
+    decodes = op in ("dense_decode", "sparse_decode")
+    if decodes and (batch > _VERIFIED_BATCH or keys > 1 << 24 or keys % 16):
+        return lambda size: "" if isinstance(size, int) and size >= 0 and size % 4 == 0 else f"{size!r} returned"
+    needed = _asked_for(arguments, keys) if decodes and batch and s_q else 0
+    return lambda size: "" if size == needed else f"{size!r} returned, a call asks for {needed}"
+
+
+def _asked_for(arguments: Arguments, keys: int) -> int:
+    """What a call says that it needs when it is given nothing."""
+    batch, s_q, h_q, h_kv = (int(arguments.get(name, 1)) for name in ("batch", "s_q", "h_q", "h_kv"))
+    q = torch.zeros(576, dtype=torch.bfloat16).expand(batch, s_q, h_q, 576)
+    cache = torch.zeros(2, 16, h_kv, 576, dtype=torch.bfloat16)
+    plan = cute_mla.get_mla_metadata()
+    options = {"workspace": torch.zeros(0, dtype=torch.uint8), "batch_invariant": bool(arguments.get("batch_invariant"))}
+    try:
+        if arguments["op"] == "dense_decode":
+            table, lengths = torch.zeros(1, keys // 16, dtype=torch.int32).expand(batch, -1), torch.zeros(batch, dtype=torch.int32)
+            cute_mla.flash_mla_with_kvcache(q, cache, table, lengths, 512, *plan, **options)
+        else:
+            indices = torch.zeros(1, 1, keys, dtype=torch.int32).expand(batch, s_q, keys)
+            cute_mla.flash_mla_with_kvcache(q, cache, None, None, 512, *plan, indices=indices, **options)
+    except ValueError as error:
+        return int(str(error).split("at least ")[1].split(",")[0])
+    return 0
+
+
+# ------------------------------------------------------------ is_supported, simulate
+
+_FEATURES = (
+    "dtype",
+    "h_q",
+    "h_kv",
+    "s_q",
+    "head_dim",
+    "head_dim_v",
+    "page_size",
+    "causal",
+    "batch_invariant",
+    "fp8_kvcache",
+    "attn_sink",
+    "extra_cache",
+    "topk_length",
+    "topk",
+    "kv_offsets",
+)
+
+
+def _supported_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(op=_one_of(*OPS), arch=_one_of(*ARCHS, "sm103"))
+    return c.faults
+
+
+def _feature_is_possible(op: str, name: str, value: Any) -> bool:
+    """Whether any call of the op has this value."""
+    dense, decode = op.startswith("dense"), op.endswith("decode")
+    match name:
+        case "dtype":
+            known = ("bf16", "fp16", "e4m3") if op == "dense_decode" else ("bf16", "fp16")
+            types = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+            return (isinstance(value, str) and value in known) or (isinstance(value, torch.dtype) and value in types[: len(known)])
+        case "h_q":
+            return is_integer(value) and 1 <= value <= ((1 << 31) - 1 if op == "dense_prefill" else 128)
+        case "h_kv":
+            return is_integer(value) and 1 <= value <= ((1 << 31) - 1 if op == "dense_prefill" else 128 if dense else 1)
+        case "s_q":
+            limit = {"dense_decode": 1 << 24, "sparse_decode": 65_535}.get(op, (1 << 31) - 1)
+            return is_integer(value) and 1 <= value <= limit
+        case "head_dim":
+            known_sizes = {"dense_decode": (576,), "dense_prefill": (192, 128)}.get(op, (576, 512))
+            return is_integer(value) and value in known_sizes
+        case "head_dim_v":
+            return is_integer(value) and value == (128 if op == "dense_prefill" else 512)
+        case "page_size":
+            if not decode:
+                return value is None
+            return is_integer(value) and value >= 1 and (not dense or value in (16, 32) or value % 64 == 0)
+        case "topk":
+            return value is None if dense else is_integer(value) and value >= 0
+        case "batch_invariant":
+            return is_flag(value)
+        case "causal":
+            allowed = dense
+        case "fp8_kvcache":
+            allowed = decode
+        case "attn_sink" | "topk_length":
+            allowed = not dense
+        case "extra_cache":
+            allowed = op == "sparse_decode"
+        case _:
+            allowed = op == "sparse_prefill"
+    return is_flag(value) and (allowed or not value)
+
+
+def _expect_supported(arguments: Arguments, setting: Setting) -> Verify:
+    features = {name: value for name, value in arguments.items() if name not in ("op", "arch")}
+    op = arguments["op"]
+    possible = all(_feature_is_possible(op, name, value) for name, value in features.items())
+    together = possible and _possible_together(op, features)
+
+    def verify(answer: Any) -> str:
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool) and isinstance(answer[1], str)):
+            return f"{answer!r} returned"
+        if answer[0] != together:
+            return f"{answer} returned for {features}"
+        return "" if answer[0] or "supported" in answer[1] else f"no reason in {answer}"
+
+    return verify
+
+
+def _possible_together(op: str, features: Mapping[str, Any]) -> bool:
+    fp8, dtype = features.get("fp8_kvcache"), str(features.get("dtype")).removeprefix("torch.")
+    if features.get("h_q", 128) % features.get("h_kv", 1) and "h_q" in features:
+        return False
+    if op == "dense_decode":
+        return not (fp8 and features.get("h_kv", 1) != 1) and not (fp8 is not None and not fp8 and dtype in ("e4m3", "float8_e4m3fn"))
+    if op == "sparse_decode":
+        half = dtype in ("fp16", "float16")
+        return not (fp8 and half) and not (fp8 is not None and not fp8 and features.get("head_dim") == 512)
+    return True
+
+
+def _simulate_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(
+        arch=lambda value: isinstance(value, Arch) or (isinstance(value, str) and value in ARCHS),
+        sm_count=is_optional(lambda value: is_integer(value) and value >= 1),
+        schedule=_one_of(*SCHEDULES),
+        seed=is_integer,
+        on_finding=_one_of("raise", "collect"),
+    )
+    return c.faults
+
+
+def _simulated(**arguments: Any) -> Any:
+    with cute_mla.simulate(**arguments) as device:
+        return device
+
+
+def _expect_simulated(arguments: Arguments, setting: Setting) -> Verify:
+    count = arguments.get("sm_count")
+
+    def verify(device: Any) -> str:
+        wrong = device.findings or device.launches or (count is not None and device.sm_count != count)
+        return f"a device of {device.sm_count} SMs" if wrong else ""
+
+    return verify
+
+
+# ------------------------------------------------------------ caches in plain torch
+
+
+def _keys(case: CacheCase) -> tuple[Tensor, Tensor | None]:
+    """kv, and a cache for it if one is given."""
+    d_qk = FORMATS[case.cache_format].d_qk
+    kv = torch.randn(case.pages, case.page_size, 1, d_qk, generator=torch.Generator().manual_seed(case.seed))
+    if not case.given:
+        return kv, None
+    stride = FORMATS[case.cache_format].page_bytes(case.page_size) + case.padding
+    return kv, empty_cache(case.cache_format, case.pages, case.page_size, page_stride=stride)
+
+
+def _quantise_arguments(case: CacheCase) -> Arguments:
+    kv, out = _keys(case)
+    return {"kv": kv, "cache_format": case.cache_format, "power_of_two": case.power_of_two, "out": out}
+
+
+def _quantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(power_of_two=is_flag)
+    if not c.require(_one_of("fp8_656", "fp8_584")(arguments["cache_format"]), "cache_format"):
+        return c.faults
+    layout = FORMATS[arguments["cache_format"]]
+    kv = c.tensor("kv")
+    if not c.shaped("kv", kv, None, None, 1, layout.d_qk, beside="cache_format") or kv is None:
+        return c.faults
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+    c.require(kv.dtype in floats and kv.device.type != "meta", "kv")
+    out = c.tensor("out", *BYTES, optional=True)
+    if out is not None and c.shaped("out", out, *kv.shape[:2], 1, layout.page_bytes(1), beside="kv"):
+        _check_pages(c, "out", out, layout.scales_inside)
+        c.require(out.device == kv.device, "out", "kv")
+        c.output("out", tuple(out.shape), BYTES)
+        c.apart(("out",))
+    return c.faults
+
+
+def _check_pages(c: Contract, name: str, cache: Tensor, scales_inside: bool) -> None:
+    c.last_contiguous(name, cache)
+    c.require(scales_inside or cache.shape[1] <= 1 or cache.stride(1) == cache.shape[3], name)
+
+
+def _expect_quantised(arguments: Arguments, setting: Setting) -> Verify:
+    kv, cache_format = arguments["kv"].float(), arguments["cache_format"]
+
+    def verify(cache: Any) -> str:
+        if arguments["out"] is not None and cache is not arguments["out"]:
+            return "the cache returned is not the one given"
+        error = (dequantise_cache(cache, cache_format) - kv).abs()
+        return "" if not error.numel() or float((error - kv.abs() / 14).max()) < 0.02 else f"off by {float(error.max())}"
+
+    return verify
+
+
+def _dequantise_arguments(case: CacheCase) -> Arguments:
+    kv, out = _keys(case)
+    return {"cache": quantise_cache(kv, case.cache_format, out=out), "cache_format": case.cache_format}
+
+
+def _dequantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    if not c.require(_one_of(*FORMATS)(arguments["cache_format"]), "cache_format"):
+        return c.faults
+    layout = FORMATS[arguments["cache_format"]]
+    columns = layout.page_bytes(1) if layout.quantised else layout.d_qk
+    cache = c.tensor("cache", *(BYTES if layout.quantised else (torch.bfloat16, torch.float16)))
+    if c.shaped("cache", cache, None, None, 1, columns, beside="cache_format") and cache is not None:
+        if layout.quantised:
+            _check_pages(c, "cache", cache, layout.scales_inside)
+        c.require(cache.device.type != "meta", "cache")
+    return c.faults
+
+
+def _expect_dequantised(arguments: Arguments, setting: Setting) -> Verify:
+    shape = [*arguments["cache"].shape[:3], FORMATS[arguments["cache_format"]].d_qk]
+    return lambda kv: "" if list(kv.shape) == shape and kv.dtype == torch.float32 else f"{kv.dtype} {list(kv.shape)}"
+
+
+def _empty_cache_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(fill=lambda value: is_integer(value) and 0 <= value <= 255)
+    small = True
+    for name in ("pages", "page_size"):
+        small &= c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
+    stride = c.get("page_stride")
+    small &= c.require(stride is None or is_integer(stride), "page_stride")
+    if c.require(_one_of("fp8_656", "fp8_584")(c.get("cache_format")), "cache_format") and small:
+        least = FORMATS[arguments["cache_format"]].page_bytes(arguments["page_size"])
+        c.require(stride is None or stride >= least, "page_stride")
+        c.require(arguments["pages"] * (least if stride is None else stride) < 1 << 40, "pages", "page_size", "page_stride")
+    return c.faults
+
+
+def _expect_empty_cache(arguments: Arguments, setting: Setting) -> Verify:
+    shape = [arguments["pages"], arguments["page_size"], 1, FORMATS[arguments["cache_format"]].page_bytes(1)]
+
+    def verify(cache: Any) -> str:
+        return "" if list(cache.shape) == shape and (cache == arguments.get("fill", 0)).all() else f"{list(cache.shape)} returned"
+
+    return verify
+
+
+# ------------------------------------------------------------ the layer
+
+
+def _positive(value: Any) -> bool:
+    return 0 < _finite(value) < math.inf
+
+
+def _config_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    sizes = ("hidden_size", "num_attention_heads")
+    for name in sizes:
+        c.require(is_integer(c.get(name)) and c.get(name) >= 1, name)
+    c.numbers(
+        q_lora_rank=is_optional(lambda value: is_integer(value) and value >= 1),
+        rms_norm_eps=_positive,
+        rope_theta=_positive,
+        rope_interleave=is_flag,
+    )
+    return c.faults
+
+
+def _expect_config(arguments: Arguments, setting: Setting) -> Verify:
+    return lambda config: "" if config.softmax_scale == 192**-0.5 and config.query_columns == 192 else f"{config}"
+
+
+def _yarn_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    for name in ("factor", "original_max_position_embeddings"):
+        c.require(_positive(c.get(name)), name)
+    for name in ("mscale", "mscale_all_dim"):
+        c.require(name not in arguments or 0 <= _finite(arguments[name]) < math.inf, name)
+    fast = arguments.get("beta_fast", 32.0)
+    c.require(_positive(fast) and fast > 1, "beta_fast")
+    return c.faults
+
+
+def _expect_yarn(arguments: Arguments, setting: Setting) -> Verify:
+    return lambda yarn: "" if 0 < yarn.softmax_scale < math.inf and 0 < yarn.rotary_scale < math.inf else f"{yarn}"
+
+
+def _batch_arguments(case: BatchCase) -> Arguments:
+    new, cached = [new for new, _ in case.lengths], [cached for _, cached in case.lengths]
+    pages = max(((a + b + case.page_size - 1) // case.page_size for a, b in case.lengths), default=0)
+    table = torch.randperm(len(new) * pages, generator=torch.Generator().manual_seed(len(new)), dtype=torch.int32).view(len(new), pages)
+    slots = torch.arange(sum(new)) if case.slots_given else None
+    return {
+        "query_lengths": new,
+        "context_lengths": cached,
+        "block_table": table,
+        "page_size": case.page_size,
+        "decodes": case.decodes,
+        "slot_mapping": slots,
+        "chunk_tokens": case.chunk_tokens,
+    }
+
+
+def _batch_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    lengths: list[list[int]] = []
+    for name in ("query_lengths", "context_lengths"):
+        given = arguments[name]
+        right = isinstance(given, list | tuple) and all(is_integer(length) and length >= 0 for length in given)
+        if c.require(right, name):
+            lengths.append([int(length) for length in given])
+    page, decodes, chunk = (arguments[name] for name in ("page_size", "decodes", "chunk_tokens"))
+    c.require(is_integer(page) and (page in (16, 32) or (page > 0 and page % 64 == 0)), "page_size", "page size")
+    c.require(is_integer(chunk) and chunk >= 1, "chunk_tokens")
+    c.require(is_integer(decodes) and decodes >= 0, "decodes")
+    table = c.tensor("block_table", torch.int32)
+    if len(lengths) < 2 or table is None:
+        return c.faults
+    new, cached = lengths
+    c.require(len(new) == len(cached), "query_lengths", "context_lengths")
+    c.shaped("block_table", table, len(new), None, beside="query_lengths")
+    slots = c.tensor("slot_mapping", torch.int64, torch.int32, optional=True)
+    if slots is not None:
+        c.shaped("slot_mapping", slots, sum(new), beside="query_lengths")
+        c.require(slots.device == table.device, "slot_mapping", "block_table")
+    if c.faults:
+        return c.faults
+    c.require(decodes <= len(new), "decodes")
+    c.require(len(set(new[:decodes])) <= 1 and 0 not in new[:decodes], "decodes", "query_lengths", "decode requests")
+    fits = all(a + b <= table.shape[1] * page for a, b in zip(new, cached, strict=True))
+    c.require(fits, "block_table", "query_lengths", "context_lengths", "page_size", "block table")
+    c.require(table.device.type != "meta", "block_table")
+    return c.faults
+
+
+def _expect_batch(arguments: Arguments, setting: Setting) -> Verify:
+    new, cached, table, page = (arguments[name] for name in ("query_lengths", "context_lengths", "block_table", "page_size"))
+    positions = [cached[i] + token for i in range(len(new)) for token in range(new[i])]
+    requests = [i for i in range(len(new)) for _ in range(new[i])]
+    slots = [int(table[i, position // page]) * page + position % page for i, position in zip(requests, positions, strict=True)]
+    given = arguments["slot_mapping"]
+
+    def verify(batch: Any) -> str:
+        if not isinstance(batch, MlaBatch) or batch.positions.tolist() != positions:
+            return "other positions"
+        if batch.slot_mapping.tolist() != (slots if given is None else given.tolist()):
+            return "other slots"
+        chunks = () if batch.prefill is None else batch.prefill.chunks
+        seen = sum(len(chunk.slots) for chunk in chunks)
+        return "" if seen == sum(cached[arguments["decodes"] :]) else f"{seen} cached keys in chunks"
+
+    return verify
+
+
+HOST_SUBJECTS: dict[str, Subject] = {
+    "workspace_size": Subject(
+        cute_mla.workspace_size,
+        _plain,
+        _workspace_faults,
+        _expect_workspace,
+        ("op", "batch", "s_q", "h_q", "h_kv", "batch_invariant", "max_cache_seqlen", "topk", "device"),
+    ),
+    "is_supported": Subject(cute_mla.is_supported, _plain, _supported_faults, _expect_supported, ("op", "arch", *_FEATURES)),
+    "simulate": Subject(_simulated, _plain, _simulate_faults, _expect_simulated, ("arch", "sm_count", "schedule", "seed", "on_finding")),
+    "quantise_cache": Subject(
+        quantise_cache, _quantise_arguments, _quantise_faults, _expect_quantised, ("kv", "cache_format", "power_of_two", "out")
+    ),
+    "dequantise_cache": Subject(
+        dequantise_cache, _dequantise_arguments, _dequantise_faults, _expect_dequantised, ("cache", "cache_format")
+    ),
+    "empty_cache": Subject(
+        empty_cache, _plain, _empty_cache_faults, _expect_empty_cache, ("cache_format", "pages", "page_size", "page_stride", "fill")
+    ),
+    "MlaConfig": Subject(
+        MlaConfig,
+        _plain,
+        _config_faults,
+        _expect_config,
+        ("hidden_size", "num_attention_heads", "q_lora_rank", "rms_norm_eps", "rope_theta", "rope_interleave"),
+    ),
+    "YarnScaling": Subject(
+        YarnScaling,
+        _plain,
+        _yarn_faults,
+        _expect_yarn,
+        ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim", "beta_fast"),
+    ),
+    "plan_batch": Subject(
+        plan_batch,
+        _batch_arguments,
+        _batch_faults,
+        _expect_batch,
+        ("query_lengths", "context_lengths", "block_table", "page_size", "decodes", "slot_mapping", "chunk_tokens"),
+    ),
+}

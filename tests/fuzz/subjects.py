@@ -1,0 +1,326 @@
+"""The functions that are called: how a case becomes arguments, what is at fault in them, and what a call must return."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla import reference
+from cute_mla.cache import dequantise_cache
+from cute_mla.reference import IndexedCache
+from cute_mla.schedule import MlaSchedule
+from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.dense_decode import num_parts
+from cute_mla.testing.case import BaseCase
+from cute_mla.testing.compare import (
+    DENSE_DECODE_OUT,
+    DENSE_PREFILL_OUT,
+    FP8_DENSE_OUT,
+    LSE,
+    PREFILL_LSE,
+    SPARSE_DECODE_OUT,
+    SPARSE_PREFILL_OUT,
+    Tolerance,
+    compare,
+)
+from cute_mla.testing.operations import operation
+from cute_mla.testing.plan_reference import reference_plan
+from tests.fuzz import contract
+from tests.fuzz.calls import MergeCase, PlanCase, Setting
+from tests.recording_device import RecordingDevice
+
+Arguments = dict[str, Any]
+Verify = Callable[[Any], str]  # of what a call returned: what is wrong with it, or nothing
+
+_GUARD = 256  # bytes of another allocation's before and after a workspace
+_MOST_SCALE = 10.0  # beyond it, scores leave the range in which tolerances mean anything
+_HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A function of the API.
+
+    arguments(case): of a right call, inside a device. faults(arguments, setting): the names of all arguments of which one may be blamed.
+    expect(arguments, setting): what is known of the result, from before the call. breakable: arguments that may be broken.
+    """
+
+    function: Callable[..., Any]
+    arguments: Callable[[Any], Arguments]
+    faults: Callable[[Arguments, Setting], set[str]]
+    expect: Callable[[Arguments, Setting], Verify]
+    breakable: tuple[str, ...]
+
+
+def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
+    """Results agree with a reference's."""
+
+    def verify(results: Any) -> str:
+        if not isinstance(results, tuple) or len(results) != len(expected):
+            return f"{type(results).__name__} returned, a tuple of {len(expected)} expected"
+        pairs = zip(tolerances.items(), results, expected, strict=True)
+        return "; ".join(filter(None, (compare(name, got, wanted, limit).reason for (name, limit), got, wanted in pairs)))
+
+    return verify
+
+
+def anything(results: Any) -> str:
+    """Nothing is known of the values, but the call has ended and kept to its operands."""
+    return ""
+
+
+# ------------------------------------------------------------ attention
+
+
+def _case_arguments(case: BaseCase) -> Arguments:
+    op = operation(case)
+    tensors = op.make_tensors(case, "cpu")
+    workspace = None
+    if tensors.given and (size := op.workspace_bytes(case, tensors)):
+        workspace = torch.zeros(size + 2 * _GUARD, dtype=torch.uint8)[_GUARD : _GUARD + size]
+    return op.arguments(case, tensors, workspace)
+
+
+def _is_tame(scale: Any) -> bool:
+    return scale is None or 1e-6 < float(scale) < _MOST_SCALE
+
+
+def _decode_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    arch = ARCHS[setting.arch]
+    with RecordingDevice(arch, setting.sm_count).active():
+        return contract.decode_faults(
+            arguments, lambda rows, columns: num_parts(arch, rows, columns, setting.sm_count), cute_mla.workspace_size
+        )
+
+
+def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
+    metadata = arguments["tile_scheduler_metadata"]
+    if not _is_tame(arguments["softmax_scale"]) or not (isinstance(metadata, MlaSchedule) or _is_plan(metadata, arguments["num_splits"])):
+        return anything
+    empty_lse = arguments["empty_lse"]
+    if arguments.get("indices") is not None:
+        return _expect_sparse_decode(arguments, empty_lse)
+    cache, table = arguments["k_cache"], arguments["block_table"]
+    lengths = arguments["cache_seqlens"].clamp(0, table.shape[1] * cache.shape[1])
+    used = torch.arange(table.shape[1]) * cache.shape[1] < lengths[:, None]
+    if ((table < 0) | (table >= len(cache)))[used].any():
+        return anything  # lengths that reach pages which are none
+    scale = 576**-0.5 if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
+    descales = (arguments.get("descale_q"), arguments.get("descale_k"))
+    expected = reference.dense_decode(arguments["q"], cache, table, lengths, scale, bool(arguments["causal"]), empty_lse, descales)
+    out = FP8_DENSE_OUT if arguments["q"].dtype == torch.float8_e4m3fn else DENSE_DECODE_OUT
+    return against(expected, {"out": out, "lse": LSE})
+
+
+def _is_plan(metadata: Tensor, num_splits: Tensor) -> bool:
+    """Whether two tensors may be a plan: not if they were overwritten."""
+    return bool((metadata >= 0).all() and (num_splits >= 0).all() and metadata.any() and (num_splits.diff() >= 0).all())
+
+
+def _expect_sparse_decode(arguments: Arguments, empty_lse: float) -> Verify:
+    caches = []
+    for cache, indices, length in (
+        ("k_cache", "indices", "topk_length"),
+        ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+    ):
+        if arguments.get(cache) is not None:
+            kind = {656: "fp8_656", 584: "fp8_584", 576: "latent"}[arguments[cache].shape[3]]
+            slots = dequantise_cache(arguments[cache], kind).flatten(0, 2)
+            caches.append(IndexedCache(slots, arguments[indices], arguments.get(length)))
+    scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
+    expected = reference.sparse_decode(arguments["q"], caches, scale, arguments.get("attn_sink"), empty_lse)
+    return against(expected, {"out": SPARSE_DECODE_OUT, "lse": LSE})
+
+
+def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
+    if not _is_tame(arguments["sm_scale"]):
+        return anything
+    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "kv_offsets", "empty_lse")
+    values = [arguments[name] for name in names]
+    values[3] = float(values[3])
+    return against(reference.sparse_prefill(*values), {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE})
+
+
+def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
+    scale = arguments["softmax_scale"]
+    ends = arguments["cu_seqlens_q"].clamp(0, len(arguments["q"]))
+    longest = int(ends.diff().max()) if len(ends) > 1 else 0
+    if not _is_tame(scale) or (ends.diff() < 0).any() or longest > arguments["max_seqlen_q"]:
+        return anything
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
+    tensors = [arguments[name] for name in names]
+    scale = None if scale is None else float(scale)
+    expected = reference.dense_prefill(*tensors, scale, bool(arguments["causal"]), arguments["empty_lse"])
+    return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
+
+
+# ------------------------------------------------------------ forms of dense prefill
+
+
+def _kvpacked(case: Any) -> Arguments:
+    plain = _case_arguments(case)
+    return {**_without(plain, "k", "v"), "kv": torch.cat((plain["k"], plain["v"]), -1), "head_dim_qk": case.d_qk}
+
+
+def _qkvpacked(case: Any) -> Arguments:
+    plain = _case_arguments(case)
+    packed = torch.cat((plain["q"], plain["k"], plain["v"]), -1)
+    rest = _without(plain, "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {**rest, "qkv": packed, "cu_seqlens": plain["cu_seqlens_q"], "max_seqlen": plain["max_seqlen_q"], "head_dim_qk": case.d_qk}
+
+
+def _without(arguments: Arguments, *names: str) -> Arguments:
+    return {name: value for name, value in arguments.items() if name not in names}
+
+
+def _unpacked(arguments: Arguments) -> Arguments:
+    """The arguments of flash_attn_varlen_func."""
+    columns = arguments["head_dim_qk"]
+    packed = arguments.get("kv", arguments.get("qkv"))
+    plain = {**arguments, "k": packed[..., -128 - columns : -128], "v": packed[..., -128:]}
+    if "qkv" in arguments:
+        plain["q"] = packed[..., :columns]
+        plain |= {f"cu_seqlens_{side}": arguments["cu_seqlens"] for side in "qk"}
+        plain["max_seqlen_q"] = arguments["max_seqlen"]
+    return plain
+
+
+# ------------------------------------------------------------ merge_states
+
+
+def _merge_arguments(case: MergeCase) -> Arguments:
+    draw = torch.Generator().manual_seed(case.seed)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+    rows = (*case.leading, case.heads)
+    wide = torch.randn(case.states, *rows, case.head_dim + (case.rows == "odd"), generator=draw).to(dtype)
+    outs = wide[..., : case.head_dim]
+    lses = 3 * torch.randn(case.states, *rows, generator=draw)
+    if case.empty and lses.numel():
+        empty = torch.rand(lses.shape, generator=draw) < 1 / case.empty
+        infinite = torch.where(torch.rand(lses.shape, generator=draw) < 0.5, math.inf, -math.inf)
+        lses[empty], outs[empty] = infinite[empty], math.nan
+    if case.turned and len(rows) > 1:
+        lses = lses.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if case.stacked:
+        given: Arguments = {"outs": outs, "lses": lses}
+    else:
+        given = {"outs": [out.clone() for out in outs], "lses": [lse.clone() for lse in lses]}
+    if case.into == "given":
+        given |= {"out": torch.full((*rows, case.head_dim), math.nan, dtype=dtype), "lse": torch.full(rows, math.nan)}
+    elif case.into == "state":
+        given |= {"out": given["outs"][-1], "lse": given["lses"][-1]}
+    return {"out": None, "lse": None, **given, "empty_lse": case.empty_lse}
+
+
+def _expect_merge(arguments: Arguments, setting: Setting) -> Verify:
+    outs, lses = (torch.stack([*states]) if len(states) else states for states in (arguments["outs"], arguments["lses"]))
+    expected = reference.merge_states(outs, lses, arguments["empty_lse"])
+    out = Tolerance(1e-5, 1.05 * _HALF_ULP[outs.dtype], 1e-5)
+    return against(expected, {"out": out, "lse": Tolerance(3e-6, 2e-6, 1e-7)})
+
+
+# ------------------------------------------------------------ plans
+
+
+def _plan_arguments(case: PlanCase) -> Arguments:
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    heads = case.group * case.h_kv
+    return {
+        "cache_seqlens": lengths,
+        "num_q_tokens_per_head_k": case.s_q * case.group,
+        "num_heads_k": case.h_kv,
+        "num_heads_q": heads if case.topk is not None or heads % 2 else None,
+        "is_fp8_kvcache": False,
+        "topk": case.topk,
+    }
+
+
+def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
+    lengths, topk = arguments["cache_seqlens"], arguments["topk"]
+    if lengths is None:
+        return lambda result: "" if isinstance(result[0], MlaSchedule) and result[1] is None else f"{result} returned"
+    rows, columns = arguments["num_q_tokens_per_head_k"], arguments["num_heads_k"]
+    if topk is not None:
+        rows, columns = arguments["num_heads_q"], rows // arguments["num_heads_q"]
+    parts = num_parts(ARCHS[setting.arch], int(rows), int(columns), setting.sm_count)
+    planned = lengths.tolist() if topk is None else [int(topk)] * len(lengths)
+    plan = reference_plan(planned, parts)
+
+    def verify(result: Any) -> str:
+        if list(result[0].shape) != [parts, 8] or list(result[1].shape) != [len(planned) + 1]:
+            return f"shapes {[list(tensor.shape) for tensor in result]}"
+        same = not planned or (result[0].tolist() == [list(part) for part in plan.parts] and result[1].tolist() == list(plan.num_splits))
+        return "" if same else f"the plan is {result[0].tolist()} and {result[1].tolist()}, expected {plan}"
+
+    return verify
+
+
+_DECODE = ("q", "k_cache", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal", "descale_q", "descale_k")
+_DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant", "empty_lse")
+_SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+_VARLEN = ("dropout_p", "softmax_scale", "causal", "out", "lse", "empty_lse")
+
+DEVICE_SUBJECTS: dict[str, Subject] = {
+    "dense_decode": Subject(
+        cute_mla.flash_mla_with_kvcache,
+        lambda case: {**_case_arguments(case), "is_fp8_kvcache": case.seed % 2 == 1 and case.operands != "latent"},
+        _decode_faults,
+        _expect_decode,
+        (*_DECODE, *_DECODE_RESULTS, "block_table", "cache_seqlens", "attn_sink", "extra_k_cache"),
+    ),
+    "sparse_decode": Subject(
+        cute_mla.flash_mla_with_kvcache,
+        lambda case: {**_case_arguments(case), "causal": False},
+        _decode_faults,
+        _expect_decode,
+        (*_DECODE, *_DECODE_RESULTS, *_SPARSE),
+    ),
+    "sparse_prefill": Subject(
+        cute_mla.flash_mla_sparse_fwd,
+        _case_arguments,
+        lambda arguments, setting: contract.sparse_prefill_faults(arguments),
+        _expect_sparse_prefill,
+        ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "kv_offsets", "out", "lse", "max_logits", "empty_lse"),
+    ),
+    "dense_prefill": Subject(
+        cute_mla.flash_attn_varlen_func,
+        _case_arguments,
+        lambda arguments, setting: contract.dense_prefill_faults(arguments),
+        _expect_dense_prefill,
+        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *_VARLEN),
+    ),
+    "dense_prefill_kvpacked": Subject(
+        cute_mla.flash_attn_varlen_kvpacked_func,
+        _kvpacked,
+        lambda arguments, setting: contract.packed_faults("kv", 1)(arguments),
+        lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
+        ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "head_dim_qk", *_VARLEN),
+    ),
+    "dense_prefill_qkvpacked": Subject(
+        cute_mla.flash_attn_varlen_qkvpacked_func,
+        _qkvpacked,
+        lambda arguments, setting: contract.packed_faults("qkv", 2)(arguments),
+        lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
+        ("qkv", "cu_seqlens", "max_seqlen", "head_dim_qk", *_VARLEN),
+    ),
+    "merge_states": Subject(
+        cute_mla.merge_states,
+        _merge_arguments,
+        lambda arguments, setting: contract.merge_faults(arguments),
+        _expect_merge,
+        ("outs", "lses", "out", "lse", "empty_lse"),
+    ),
+    "get_mla_metadata": Subject(
+        cute_mla.get_mla_metadata,
+        _plan_arguments,
+        lambda arguments, setting: contract.plan_faults(arguments),
+        _expect_plan,
+        ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k", "num_heads_q", "is_fp8_kvcache", "topk"),
+    ),
+}
