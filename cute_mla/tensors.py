@@ -231,8 +231,7 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
     if not is_integer(value) or value < least or (most is not None and value > most):
         bound = "or more" if most is None else f"to {most}"
         raise ValueError(f"{name} is {shown(value)}; supported: an integer, {least} {bound}")
-    number: int = value if isinstance(value, torch.SymInt) else int(value)
-    return number
+    return value if isinstance(value, torch.SymInt) else int(value)  # type: ignore[return-value]
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -45,8 +45,9 @@ class SimulatedDevice:
     """
 
     def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
-        for name, number in (("sm_count", sm_count), ("seed", seed)):
-            if not isinstance(number, Integral) or isinstance(number, bool):
+        numbers: tuple[tuple[str, Any], ...] = (("sm_count", sm_count), ("seed", seed))
+        for name, number in numbers:
+            if number is True or number is False or not isinstance(number, Integral):
                 raise ValueError(f"{name} is {number!r}; supported: an integer")
         if sm_count < 1:
             raise ValueError(f"sm_count is {sm_count}; supported: 1 or more")

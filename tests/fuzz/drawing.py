@@ -82,9 +82,9 @@ def _rows(draw: st.DrawFn, least: int = 0) -> tuple[int, int]:
     return (s_q, h_q) if ceil_div(s_q * h_q, 64) <= ROW_TILES else (1, h_q)
 
 
-def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int) -> int:
+def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) -> int:
     """Requests whose tiles stay within bounds."""
-    return draw(st.integers(0, max(min(TILES // (max(row_tiles, 1) * max(ceil_div(most_keys, 64), 1)), 3), 1)))
+    return draw(st.integers(0, max(min(tiles // (max(row_tiles, 1) * max(ceil_div(most_keys, 64), 1)), 3), 1)))
 
 
 @st.composite
@@ -139,6 +139,7 @@ def sparse_cases(draw: st.DrawFn) -> SparseCase:
     main = _pool(draw, layout == "tight")
     extra = _pool(draw, layout == "tight") if draw(st.booleans()) else None
     s_q, h_q = _rows(draw, least=1)
+    s_q = min(s_q, 2 if h_q <= 64 else 1)
     row_tiles = s_q * ceil_div(h_q, 64)
     return SparseCase(
         **common,
@@ -149,7 +150,7 @@ def sparse_cases(draw: st.DrawFn) -> SparseCase:
         extra=extra,
         s_q=s_q,
         h_q=h_q,
-        batch=_batch(draw, row_tiles, main.topk + (0 if extra is None else extra.topk)),
+        batch=_batch(draw, row_tiles, main.topk + (0 if extra is None else extra.topk), TILES // 2),
         power_of_two=draw(st.booleans()),
         indices=draw(st.sampled_from(("valid", "mixed", "none"))),
         index_layout=draw(st.sampled_from(("packed", "odd"))),
