@@ -22,10 +22,10 @@ from tests.fuzz.judging import SUBJECTS, Failure, judge
 @click.option("--calls", "count", default=1000, type=click.IntRange(min=1), help="So many calls, of all subjects together.")
 @click.option("--seed", default=0, help="Which of them.")
 @click.option("--right", default=0.15, type=click.FloatRange(0, 1), help="The part of them that nothing is broken in.")
-@click.option("--op", type=click.Choice(sorted(SUBJECTS)), help="Of one function alone.")
+@click.option("--op", "ops", multiple=True, type=click.Choice(sorted(SUBJECTS)), help="Of this function; again for more. Default: all.")
 @click.option("--replay", help="A call as a failure shows it, as JSON; nothing else is made.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Writes counts, and what failed, as JSON.")
-def main(count: int, seed: int, right: float, op: str | None, replay: str | None, out: Path | None) -> None:
+def main(count: int, seed: int, right: float, ops: tuple[str, ...], replay: str | None, out: Path | None) -> None:
     """Call the whole API at random, rightly and wrongly: each call agrees with the reference or raises the documented error."""
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def main(count: int, seed: int, right: float, op: str | None, replay: str | None
         return
     start = time.perf_counter()
     tallies: dict[str, Tally] = {}
-    for share in shares(count, seed, right, op):
+    for share in shares(count, seed, right, ops or tuple(SUBJECTS)):
         tally = tallies.setdefault(share.subject, Tally())
         before = len(tally.failures)
         run(share, tally)

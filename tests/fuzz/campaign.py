@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from cute_mla.spec.arch import ARCHS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.drawing import calls
 from tests.fuzz.host_subjects import HOST_SUBJECTS
-from tests.fuzz.judging import SUBJECTS, Failure, Outcome, judge
+from tests.fuzz.judging import Failure, Outcome, judge
 
 CHUNK = 60  # calls between two looks at the clock; after a failure, the next chunk goes on
 _MOST_SHRINKS = 400  # calls to make a failing one smaller
@@ -66,9 +66,8 @@ class Share:
     seed: int
 
 
-def shares(total: int, seed: int, right: float, subject: str | None = None) -> Iterator[Share]:
-    """Splits calls among the subjects on each architecture. right: the part of them that is not broken."""
-    names = [name for name in SUBJECTS if subject in (None, name)]
+def shares(total: int, seed: int, right: float, names: Sequence[str]) -> Iterator[Share]:
+    """Splits calls among subjects on each architecture. right: the part of them that is not broken."""
     weights = {name: 1 if name in HOST_SUBJECTS else 3 for name in names}
     whole = sum(weights.values()) * len(ARCHS)
     for number, (arch, name) in enumerate((arch, name) for arch in ARCHS for name in names):
