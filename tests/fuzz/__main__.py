@@ -71,7 +71,9 @@ def _report(tallies: dict[str, Tally], seed: int, seconds: float) -> None:
             f"{name:26}{tally.calls:7}{tally.right:7}{tally.broken:8}{tally.returned:10}{tally.refused:9}{len(tally.messages):10}"
             f"{len(tally.failures):8}{tally.seconds:9.0f}"
         )
-    messages: Counter[str] = sum((tally.messages for tally in tallies.values()), Counter())
+    messages: Counter[str] = Counter()
+    for tally in tallies.values():
+        messages.update(tally.messages)
     for message, times in messages.most_common(12):
         click.echo(f"{times:7} {message}")
     total, failed = sum(tally.calls for tally in tallies.values()), sum(len(tally.failures) for tally in tallies.values())

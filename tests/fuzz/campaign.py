@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ class Tally:
     refused: int = 0
     not_broken: int = 0
     failures: list[dict[str, str]] = field(default_factory=list)
-    messages: Counter[str] = field(default_factory=Counter)
+    messages: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -52,7 +51,7 @@ class Tally:
             self.returned += 1
         else:
             self.refused += 1
-            self.messages[outcome.message] += 1
+            self.messages[outcome.message] = self.messages.get(outcome.message, 0) + 1
 
 
 @dataclass(frozen=True)
