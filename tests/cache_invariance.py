@@ -43,7 +43,8 @@ def key_bytes(case: Case, cache: Tensor, slot: int) -> Tensor:
         return cache.view(torch.uint8)[page, row].flatten()
     of_page, rows, scales = cache[page].flatten(), FP8_584.row_bytes, FP8_584.scale_bytes
     first = cache.shape[1] * rows + row * scales
-    return torch.cat([of_page[row * rows : (row + 1) * rows], of_page[first : first + FP8_584.groups]])
+    padding = torch.zeros(scales - FP8_584.groups, dtype=torch.uint8)  # of the byte behind the scales nothing is said
+    return torch.cat([of_page[row * rows : (row + 1) * rows], of_page[first : first + FP8_584.groups], padding])
 
 
 def scale_of(case: Case) -> Tensor | None:
