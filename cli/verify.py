@@ -76,6 +76,8 @@ def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, rep
     """
     from cute_mla.testing import runner
 
+    if json_file is not None and json_file.exists() and not json_file.is_file():
+        raise click.UsageError(f"--json: {json_file} is no regular file, and would be replaced by one")
     archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
     ops = [op] if op != "all" else list(OPS)
     case_id, _, schedule = replay.partition("/")

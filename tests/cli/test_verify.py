@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,16 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     assert [entry["passed"] for entry in entries] == [None, False, True]
     assert (entries[1]["out_max_abs"], entries[1]["out_cos_diff"], entries[1]["findings"]) == (None, None, ["a race"])
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_json_replaces_no_device_and_no_pipe(stand_in: StandIn, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = invoke("--json", str(pipe))
+    assert result.exit_code == 2
+    assert f"{pipe} is no regular file" in result.stderr
+    assert pipe.is_fifo()
+    assert stand_in.jobs == []
 
 
 def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
