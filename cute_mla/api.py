@@ -230,33 +230,32 @@ def flash_mla_with_kvcache(
             batch_invariant=batch_invariant,
             empty_lse=empty_lse,
         )
-    schedule = None
-    if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):
-        schedule = tile_scheduler_metadata
-        tile_scheduler_metadata, num_splits = schedule.plan or (None, None)  # type: ignore[assignment]
+    schedule, metadata = None, tile_scheduler_metadata
+    if num_splits is None and isinstance(metadata, MlaSchedule):
+        schedule = metadata
+        metadata, num_splits = schedule.plan or (None, None)  # type: ignore[assignment]
     if indices is None:
-        unused = (attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length)
-        return decode(
-            DenseOperands,
-            (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, unused),
-            (descale_q is None, descale_k is None, num_splits is None, out is None, lse is None, workspace is None),
-            (
-                *(q, k_cache, block_table, cache_seqlens, descale_q, descale_k),
-                *(tile_scheduler_metadata, num_splits, out, lse, workspace),
-            ),
-            schedule,
-        )
-    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    return decode(
-        SparseOperands,
-        (head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, (descale_q, descale_k)),
-        (
-            *(topk_length is None, extra_k_cache is None, extra_indices_in_kvcache is None, extra_topk_length is None),
-            *(attn_sink is None, num_splits is None, out is None, lse is None, workspace is None),
-        ),
-        (q, k_cache, indices, topk_length, *extra, attn_sink, tile_scheduler_metadata, num_splits, out, lse, workspace),
-        schedule,
-    )
+        key: tuple[Any, ...] = (
+            DenseOperands, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+            descale_q is None, descale_k is None, schedule is None, num_splits is None, out is None, lse is None, workspace is None,
+        )  # fmt: skip
+        tensors: tuple[Any, ...] = (
+            q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
+            metadata, num_splits, out, lse, workspace,
+        )  # fmt: skip
+    else:
+        key = (
+            SparseOperands, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            descale_q, descale_k,
+            extra_k_cache is None, extra_indices_in_kvcache is None, extra_topk_length is None, topk_length is None, attn_sink is None,
+            schedule is None, num_splits is None, out is None, lse is None, workspace is None,
+        )  # fmt: skip
+        tensors = (
+            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
+            metadata, num_splits, out, lse, workspace,
+        )  # fmt: skip
+    return decode(key, tensors, schedule)
 
 
 def flash_mla_sparse_fwd(

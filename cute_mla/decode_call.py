@@ -2,13 +2,13 @@
 
 The way of a call that was made before, which costs a few microseconds (profiles/NOTES.md, "Time on the host"):
 
-    api.flash_mla_with_kvcache   sorts its arguments into options (numbers and flags), tensors, and which tensors are absent
-    decode                       looks for the call made last with these options and absences,
-    DecodeCall.fits              and takes it if the tensors are such as its checks were made of: class, dtype, device, shape, strides
+    api.flash_mla_with_kvcache   sorts its arguments into a key (kind, numbers, flags, what is absent) and tensors
+    decode                       takes the call made last with this key if it fits, else another one that fits
+    DecodeCall.fits              whether all tensors are such as the checks of that call were made of: class, dtype, device, shape, strides
                                  and need of gradients by one call of torch's own comparison, then the alignment of addresses
-    DecodeCall.run               makes what the caller did not give: results, workspace, or the plan of a schedule object
-    CudaLaunches                 writes the addresses of all tensors to where the launches take them from, and starts the launches;
-                                 on the simulated device, SingleLaunches does so one launch after the other
+    DecodeCall.completed         makes what the caller did not give: results, workspace, or the plan of a schedule object
+    CudaLaunches.start           writes the addresses of all tensors to where the launches take them from, and starts the launches;
+                                 on the simulated device SingleLaunches.start does, one launch after the other
 
 Every other call goes through `prepare`, which makes all checks and keeps what it found out. There is no second way of launching: a
 call that was just prepared runs as one that was found again.
@@ -56,8 +56,10 @@ Kind: TypeAlias = type[DenseOperands] | type[SparseOperands]
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = ("out", "lse", "workspace")
-_SPARSE_ONLY = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-_DENSE_ONLY = ("descale_q", "descale_k")
+_UNUSED: dict[Kind, tuple[str, ...]] = {  # arguments of the other kind
+    DenseOperands: ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length"),
+    SparseOperands: ("descale_q", "descale_k"),
+}
 # What decode kernels call the pointers of combine, where they do not call them the same; what they do not have is null.
 _COMBINE_NAMES = {
     "dense_decode": {"lengths": "cache_seqlens"},
@@ -72,7 +74,7 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class DecodeOptions(NamedTuple):
-    """What a decode call is given besides tensors. unused: arguments that must be absent."""
+    """What a decode call is given besides tensors."""
 
     head_dim_v: int
     softmax_scale: float | None
@@ -80,21 +82,18 @@ class DecodeOptions(NamedTuple):
     is_fp8_kvcache: bool
     batch_invariant: bool
     empty_lse: float
-    unused: tuple[Any, ...]
 
 
-def decode(
-    kind: Kind, options: tuple[Any, ...], absent: tuple[bool, ...], tensors: tuple[Any, ...], schedule: MlaSchedule | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(key: tuple[Any, ...], tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes a call, none of whose arguments has been looked at. Returns out and lse.
 
-    options: those of DecodeOptions. tensors: the fields of `kind`, then the plan's two tensors, out, lse and workspace. absent: which of
-    them are None, of those that may be. schedule: the object that has made the plan, or will if its tensors are None.
+    key: the kind of operands, the options, the arguments that this kind must be without, and of all that may be absent whether it is.
+    tensors: the operands, the plan's two tensors, out, lse and workspace. schedule: the object that has made the plan, or will if its
+    tensors are None.
     """
     kept: KeptCalls | None = None
     call: DecodeCall | None = None
     try:
-        key = (kind, options, absent, schedule is None)
         kept = device_for(tensors[0].device).kept_calls
         call = kept.latest.get(key)
         if call is not None:
@@ -105,12 +104,18 @@ def decode(
     except (AttributeError, TypeError, RuntimeError):  # something is no tensor with an address, or no option: the checks say it better
         kept = call = None
     if call is None:
-        call = prepare(kind, DecodeOptions(*options), tensors, schedule)
+        call = prepare(key, tensors, schedule)
         given = call.pick(tensors)
         addresses = [*map(_data_ptr, given)]
         if kept is not None:
             kept.keep(key, given[0].shape, call)
-    return call.run(tensors, given, addresses, schedule)
+    if call.missing:
+        tensors = call.completed(tensors, schedule)
+        given = call.pick_all(tensors)
+        addresses = [*map(_data_ptr, given)]
+    if call.launches is not None:
+        call.launches.start(given, addresses)
+    return tensors[-3], tensors[-2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,7 @@ class DecodeCall:
     pick: the tensors that are given, out of all. like: whether others are such, but for their addresses. out, second_cache, workspace:
     their numbers among those given; that of q (0) or the cache (1) where there is none. row_remainder: of the addresses of q and out,
     which decide on the kernel.
-    missing: whether a plan or results have to be made. complete: the tensors of the launches, out of all, once they are made.
+    missing: whether a plan or results have to be made. pick_all: the tensors of the launches, out of all, once they are made.
     launches: None if there is nothing to compute.
     """
 
@@ -134,7 +139,7 @@ class DecodeCall:
     workspace: int
     row_remainder: int
     missing: bool
-    complete: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
+    pick_all: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
     launches: Launches | None
 
     def fits(self, given: tuple[torch.Tensor, ...], addresses: list[int], schedule: MlaSchedule | None) -> bool:
@@ -146,19 +151,7 @@ class DecodeCall:
             and (schedule is None or schedule.serves(self.plan.schedule_key))
         )
 
-    def run(
-        self, tensors: tuple[Any, ...], given: tuple[torch.Tensor, ...], addresses: list[int], schedule: MlaSchedule | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the call with tensors that fit. Returns out and lse."""
-        if self.missing:
-            tensors = self._completed(tensors, schedule)
-            given = self.complete(tensors)
-            addresses = [*map(_data_ptr, given)]
-        if self.launches is not None:
-            self.launches(given, addresses)
-        return tensors[-3], tensors[-2]
-
-    def _completed(self, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> tuple[Any, ...]:
+    def completed(self, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> tuple[Any, ...]:
         """All tensors of the call, those that were not given made beside q."""
         *operands, metadata, num_splits, out, lse, workspace = tensors
         q, plan = operands[0], self.plan
@@ -173,12 +166,15 @@ class DecodeCall:
         return *operands, metadata, num_splits, out, lse, workspace
 
 
-def prepare(kind: Kind, options: DecodeOptions, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> DecodeCall:
-    """Checks a call, and makes it ready for all like it. ValueError if it is not supported."""
+def prepare(key: tuple[Any, ...], tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> DecodeCall:
+    """Checks a call, and makes it ready for all like it. Arguments as those of `decode`. ValueError if it is not supported."""
+    kind, *values = key
+    options = DecodeOptions(*values[: len(DecodeOptions._fields)])
+    unused = dict(zip(_UNUSED[kind], values[len(DecodeOptions._fields) :], strict=False))
     names = (*kind._fields, *_PLAN, *_RESULTS)
     named = dict(zip(names, tensors, strict=True))
     operands = kind(*tensors[: len(kind._fields)])
-    device, plan = _checked(operands, options, named, schedule)
+    device, plan = _checked(operands, options, unused, named, schedule)
     made = {"out", "lse"} if plan.is_empty else {*_PLAN, "out", "lse"} | ({"workspace"} if plan.workspace_bytes else set())
     present = {name for name in names if named[name] is not None}
     given = [name for name in names if name in present]
@@ -197,15 +193,19 @@ def prepare(kind: Kind, options: DecodeOptions, tensors: tuple[Any, ...], schedu
         workspace=given.index("workspace") if "workspace" in present else 1,
         row_remainder=rows % MAX_ROW_ALIGNMENT,
         missing=not made <= present,
-        complete=itemgetter(*map(names.index, complete)),
+        pick_all=itemgetter(*map(names.index, complete)),
         launches=None if steps is None else device.prepare(steps),
     )
 
 
 def _checked(
-    operands: DenseOperands | SparseOperands, options: DecodeOptions, named: dict[str, Any], schedule: MlaSchedule | None
+    operands: DenseOperands | SparseOperands,
+    options: DecodeOptions,
+    unused: dict[str, Any],
+    named: dict[str, Any],
+    schedule: MlaSchedule | None,
 ) -> tuple[Device, DecodePlan]:
-    """Where a call runs, and what it needs there. named: all tensors by their names."""
+    """Where a call runs, and what it needs there. unused: arguments that it must be without. named: all tensors."""
     check_columns("head_dim_v", options.head_dim_v)
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
@@ -216,10 +216,10 @@ def _checked(
     results = {name: named[name] for name in _RESULTS}
     refuse_gradients(**operands._asdict(), **results)
     if isinstance(operands, DenseOperands):
-        _reject("without indices", dict(zip(_SPARSE_ONLY, options.unused, strict=True)))
+        _reject("without indices", unused)
         _check_fp8_flag(operands.k_cache, options.is_fp8_kvcache)
     else:
-        _reject("with indices", {"causal": options.causal, **dict(zip(_DENSE_ONLY, options.unused, strict=True))})
+        _reject("with indices", {"causal": options.causal, **unused})
     out, lse, workspace = results.values()
     wanted = Wanted(
         given_plan=given_plan,

@@ -3,8 +3,8 @@
     python -m cute_mla.profiles.host_cost [FILE]        to FILE as JSON, too
 
 From a checkout with built kernels; needs cuda-python and a C compiler, and no GPU. A call is flash_mla_with_kvcache with out,
-lse, workspace and plan given, of a shape that was called before, on another cache each time, as the layers of a model have: two
-launches, decode and combine. The least time of many short runs counts, because whatever else the machine does only adds to it.
+lse and workspace given, of a shape that was called before, on other tensors each time, as the layers of a model have: two launches,
+decode and combine. The least time of many short runs counts, because whatever else the machine does only adds to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,44 +26,71 @@ import torch
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..runtime import cuda, cuda_launches
 from ..runtime.device import cpu_tensors_on
+from ..spec.cache_format import FP8_656
 from ..spec.mla import D_QK, D_V
 
 GOAL_US = 6.0
 _LAYERS = 8
+_HEADS, _PAGE, _PAGES = 128, 64, 64
 _CALLS, _RUNS = 16, 2000  # calls of a run, and runs: short ones, so that some are left in peace
 _STREAM = 0x5757
 _LIBRARY = "libcuda.so.1"
 
 
-def measure(device: cuda.CudaDevice) -> dict[str, Any]:
-    """Microseconds of a call, and of parts of it: `launch_us` is the bindings' launch function, called twice in a call."""
+def measure(device: cuda.CudaDevice) -> dict[str, float]:
+    """Microseconds of a call, by kind, and what to compare them with.
+
+    call_us: dense, with a plan. schedule_us: with a schedule object. sparse_us: sparse, over a 656-byte cache. turns_us: dense, of two
+    batch sizes in turn. driver_us: of each of them the bindings of the driver, asked for the current context and two launches.
+    """
+    batch = 128
     with cpu_tensors_on(device):
-        calls = cycle(_calls())
-        call_us = _least_us(lambda: next(calls)())
-        (prepared,) = device.kept_calls.calls()
-        driver_us = _least_us(prepared.launches.again())
-    return {"call_us": call_us, "driver_us": driver_us, "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
+        layers = {
+            "call_us": [_dense(batch) for _ in range(_LAYERS)],
+            "schedule_us": [_dense(batch, get_mla_metadata()) for _ in range(_LAYERS)],
+            "sparse_us": [_sparse(batch) for _ in range(_LAYERS)],
+            "turns_us": [_dense(batch - i % 2) for i in range(_LAYERS)],
+        }
+        figures = {name: _least_us(partial(_run_all, calls), len(calls)) for name, calls in layers.items()}
+        figures["driver_us"] = _least_us(device.kept_calls.calls()[0].launches.again())
+    return {**figures, "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
 
 
-def _calls() -> list[Callable[[], Any]]:
-    """Calls of one shape, each on a cache of its own."""
-    batch, heads, page, pages = 128, 128, 64, 64
-    q = torch.zeros(batch, 1, heads, D_QK, dtype=torch.bfloat16)
-    caches = [torch.zeros(pages, page, 1, D_QK, dtype=torch.bfloat16) for _ in range(_LAYERS)]
-    table = torch.zeros(batch, pages, dtype=torch.int32)
-    lengths = torch.zeros(batch, dtype=torch.int32)
-    results: dict[str, Any] = {
-        "out": q.new_empty(batch, 1, heads, D_V),
-        "lse": torch.empty(batch, heads, 1),
-        "workspace": torch.empty(workspace_size("dense_decode", batch=batch, s_q=1, h_q=heads, device="cpu"), dtype=torch.uint8),
-    }
-    plan = get_mla_metadata(lengths, heads, 1, heads)
-    return [partial(flash_mla_with_kvcache, q, cache, table, lengths, D_V, *plan, **results) for cache in caches]
+def _run_all(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
 
-def _least_us(work: Callable[[], Any]) -> float:
+def _dense(batch: int, planned: tuple[Any, Any] | None = None) -> Callable[[], Any]:
+    """A dense call on a cache of its own; so are all of its tensors."""
+    q, out, lse, workspace = _queries_and_results("dense_decode", batch)
+    cache = torch.zeros(_PAGES, _PAGE, 1, D_QK, dtype=torch.bfloat16)
+    table, lengths = torch.zeros(batch, _PAGES, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
+    plan, splits = get_mla_metadata(lengths, _HEADS, 1, _HEADS) if planned is None else planned
+    return lambda: flash_mla_with_kvcache(q, cache, table, lengths, D_V, plan, splits, out=out, lse=lse, workspace=workspace)
+
+
+def _sparse(batch: int) -> Callable[[], Any]:
+    """A sparse call, likewise."""
+    topk = 2048
+    q, out, lse, workspace = _queries_and_results("sparse_decode", batch)
+    cache = torch.zeros(_PAGES, _PAGE, 1, FP8_656.page_bytes(1), dtype=torch.uint8)
+    indices = torch.zeros(batch, 1, topk, dtype=torch.int32)
+    plan, splits = get_mla_metadata(torch.zeros(batch, dtype=torch.int32), _HEADS, 1, _HEADS, topk=topk)
+    return lambda: flash_mla_with_kvcache(
+        q, cache, None, None, D_V, plan, splits, is_fp8_kvcache=True, indices=indices, out=out, lse=lse, workspace=workspace
+    )
+
+
+def _queries_and_results(op: str, batch: int) -> tuple[torch.Tensor, ...]:
+    q = torch.zeros(batch, 1, _HEADS, D_QK, dtype=torch.bfloat16)
+    workspace = torch.empty(workspace_size(op, batch=batch, s_q=1, h_q=_HEADS, device="cpu"), dtype=torch.uint8)
+    return q, q.new_empty(batch, 1, _HEADS, D_V), torch.empty(batch, _HEADS, 1), workspace
+
+
+def _least_us(work: Callable[[], Any], calls: int = 1) -> float:
     work()
-    return min(timeit.repeat(work, number=_CALLS, repeat=_RUNS)) / _CALLS * 1e6
+    return min(timeit.repeat(work, number=_CALLS // calls, repeat=_RUNS)) / _CALLS * 1e6
 
 
 def _fixed_work() -> int:

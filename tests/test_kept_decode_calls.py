@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decode_arguments import bytes_from, dense, sparse, sparse_extra
 from recording_device import RecordingDevice
 
 import cute_mla
@@ -32,50 +33,6 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(decode_call, "prepare", counted)
     return seen
-
-
-def bytes_from(offset: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A contiguous tensor, so many bytes behind an address that is a multiple of 64."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    memory = torch.zeros(size + 128, dtype=torch.uint8)
-    start = -memory.data_ptr() % 64 + offset
-    return memory[start : start + size].view(dtype).view(shape)
-
-
-def dense(**changes: Any) -> dict[str, Any]:
-    """Arguments of a dense call."""
-    lengths = torch.zeros(2, dtype=torch.int32)
-    metadata, num_splits = cute_mla.get_mla_metadata(lengths, 16, 1, 16)
-    arguments = {
-        "q": bytes_from(0, 2, 1, 16, 576),
-        "k_cache": bytes_from(0, 4, 64, 1, 576),
-        "block_table": torch.zeros(2, 2, dtype=torch.int32),
-        "cache_seqlens": lengths,
-        "head_dim_v": 512,
-        "tile_scheduler_metadata": metadata,
-        "num_splits": num_splits,
-        "out": bytes_from(0, 2, 1, 16, 512),
-        "lse": torch.zeros(2, 16, 1),
-        "workspace": bytes_from(0, 1 << 20, dtype=torch.uint8),
-    }
-    return {**arguments, **changes}
-
-
-def sparse(**changes: Any) -> dict[str, Any]:
-    """Arguments of a sparse call over a 656-byte cache, with all that may be given."""
-    metadata, num_splits = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 16, 1, 16, topk=64)
-    arguments = dense(
-        k_cache=bytes_from(0, 4, 64, 1, 656, dtype=torch.uint8),
-        is_fp8_kvcache=True,
-        block_table=None,
-        cache_seqlens=None,
-        tile_scheduler_metadata=metadata,
-        num_splits=num_splits,
-        indices=torch.zeros(2, 1, 64, dtype=torch.int32),
-        topk_length=torch.zeros(2, dtype=torch.int32),
-        attn_sink=torch.zeros(16),
-    )
-    return {**arguments, **changes}
 
 
 @pytest.mark.parametrize("make", [dense, sparse])
@@ -131,19 +88,51 @@ BAD: dict[str, Any] = {
     "workspace size": {"workspace": bytes_from(0, 64, dtype=torch.uint8)},
     "workspace none of torch": {"workspace": 5},
     "empty_lse": {"empty_lse": 0.0},
+    "causal list": {"causal": [True]},
+    "q gradient": {"q": bytes_from(0, 2, 1, 16, 576).requires_grad_()},
 }
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_what_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, bad: str) -> None:
-    cute_mla.flash_mla_with_kvcache(**dense())
+    refused_after_a_right_call(device, dense, **BAD[bad])
+
+
+@pytest.mark.parametrize(("name", "pages"), [("k_cache", 64), ("extra_k_cache", 16)])
+def test_an_address_that_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, name: str, pages: int) -> None:
+    refused_after_a_right_call(device, sparse_extra, **{name: bytes_from(8, 4, pages, 1, 656, dtype=torch.uint8)})
+
+
+def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -> None:
+    """Makes calls that are right, and the same but for what is bad."""
+    cute_mla.flash_mla_with_kvcache(**make())
     launched = len(device.launches)
-    good = dense()
+    good = make()
     planned = len(device.launches)
     for _ in range(2):
         with pytest.raises(ValueError, match="supported"):
-            cute_mla.flash_mla_with_kvcache(**{**good, **BAD[bad]})
+            cute_mla.flash_mla_with_kvcache(**{**good, **bad})
     assert len(device.launches) == planned > launched, "a refused call was launched"
+
+
+def test_a_tensor_of_a_plan_without_the_other_is_no_schedule(device: RecordingDevice) -> None:
+    for _ in range(2):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=cute_mla.get_mla_metadata()[0], num_splits=None))
+    with pytest.raises(ValueError, match="tile_scheduler_metadata is Tensor, num_splits NoneType; supported"):
+        cute_mla.flash_mla_with_kvcache(**dense(num_splits=None))
+
+
+def test_a_schedule_of_other_shapes_is_refused_by_a_call_that_was_made_before(device: RecordingDevice) -> None:
+    """The page size changes neither the plan's tensors nor anything else that a call compares, but the cache."""
+    schedules = {page: cute_mla.get_mla_metadata()[0] for page in (64, 128)}
+    calls = {page: dense(k_cache=bytes_from(0, 4, page, 1, 576), num_splits=None) for page in schedules}
+    for _ in range(2):
+        for page, schedule in schedules.items():
+            cute_mla.flash_mla_with_kvcache(**{**calls[page], "tile_scheduler_metadata": schedule})
+    assert schedules[64].tile_scheduler_metadata.shape == schedules[128].tile_scheduler_metadata.shape
+    for _ in range(2):
+        with pytest.raises(ValueError, match="planned for other shapes: page_size 64 after 128"):
+            cute_mla.flash_mla_with_kvcache(**{**calls[64], "tile_scheduler_metadata": schedules[128]})
 
 
 @pytest.mark.parametrize("name", ["topk_length", "attn_sink"])

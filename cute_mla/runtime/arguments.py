@@ -48,7 +48,7 @@ def address_of(memory: Memory | None) -> int:
 class ArgumentBlock:
     """Memory for one launch's arguments, and the table of pointers to them that the driver takes; made once, filled often.
 
-    Parameters are tensor maps, pointers and scalars, in this order; ValueError otherwise.
+    Parameters are tensor maps, pointers and scalars, in this order; ValueError otherwise. maps: where encoded tensor maps go.
     """
 
     def __init__(self, params: Sequence[Param]) -> None:
@@ -65,7 +65,7 @@ class ArgumentBlock:
         first = ctypes.addressof(memory) + start
         self._bytes = memoryview(memory).cast("B")[start : start + size]
         self._table = (ctypes.c_void_p * len(params))(*(first + offset for offset in offsets))
-        self._maps = [slice(offset, offset + TENSOR_MAP_BYTES) for offset in offsets[:maps]]
+        self.maps = [self._bytes[offset : offset + TENSOR_MAP_BYTES] for offset in offsets[:maps]]
         self._pointers = pointers
         self._pack_pointers = struct.Struct(f"<{pointers}Q").pack_into
         self._pack_scalars = struct.Struct(layout).pack_into
@@ -73,19 +73,15 @@ class ArgumentBlock:
 
     def fill(self, args: Sequence[Any]) -> None:
         """Writes the arguments, in the order of the parameters."""
-        pointers, scalars = len(self._maps), len(self._maps) + self._pointers
-        for i, tensor_map in enumerate(args[:pointers]):
-            self.set_map(i, encode(tensor_map))
+        pointers, scalars = len(self.maps), len(self.maps) + self._pointers
+        for place, tensor_map in zip(self.maps, args[:pointers], strict=True):
+            place[:] = encode(tensor_map)
         self._pack_pointers(self._bytes, self._pointers_at, *[address_of(memory) for memory in args[pointers:scalars]])
         self.set_scalars(args[scalars:])
 
-    def set_map(self, i: int, encoded: bytes) -> None:
-        """Writes one of the tensor maps."""
-        self._bytes[self._maps[i]] = encoded
-
     def take_pointer(self, i: int, word: int) -> None:
         """Has one of the pointers taken from elsewhere: from the 8 bytes at address `word`, at every launch."""
-        self._table[len(self._maps) + i] = word
+        self._table[len(self.maps) + i] = word
 
     def set_scalars(self, scalars: Sequence[int | float]) -> None:
         """Writes the arguments behind the pointers."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from .arguments import ArgumentBlock
 from .device import CallSteps, Place, Step
 from .tensor_map import EncodedMaps
 
-_WORD = 8  # bytes of an address
+_WORD_BYTES = 8
 
 # The raw handle of torch's current stream on a device: what compiled torch code calls; the public way costs more than a launch. Where torch
 # was built without CUDA there is no tensor to ask it for.
@@ -32,7 +31,7 @@ class CudaLaunches:
         self._maps = [EncodedMaps(mapped.layout) for step in call.steps for mapped in step.maps]
         self._free = [self._make()]
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """As Launches."""
         stream = current_stream(self._device)
         try:
@@ -40,9 +39,9 @@ class CudaLaunches:
         except IndexError:
             prepared = self._make()
         try:
-            prepared.write(addresses)
             if stream != prepared.stream:
                 prepared.set_stream(stream)
+            prepared.write(addresses)
             prepared.start()
         finally:
             self._free.append(prepared)
@@ -58,31 +57,31 @@ class CudaLaunches:
 class _Prepared:
     """Launches that lack addresses and a stream.
 
-    Every address is written once, to one of a row of words, and all launches take their pointers from there: first the tensors, then the
-    places within them, then the null pointer.
+    Every address is written once, to one of a row of words, from where all launches take their pointers: those of the call's tensors,
+    those of places within them, and the null pointer.
     """
 
     def __init__(self, device: int, context: Any, call: CallSteps, kernels: Sequence[Any], maps: Sequence[EncodedMaps]) -> None:
-        pointers = [place for step in call.steps for place in step.pointers]
-        self._inner = sorted({(place.tensor, place.offset) for place in pointers if place is not None and place.offset})
-        self._words = ctypes.create_string_buffer(_WORD * (call.tensors + len(self._inner) + 1))
-        self._pack = struct.Struct(f"{call.tensors + len(self._inner)}P").pack_into
-        self._null = call.tensors + len(self._inner)
-        self._tensors = call.tensors
-        self._arguments = [self._block(step) for step in call.steps]
-        blocks = zip(call.steps, self._arguments, strict=True)
-        places = [(block, i, mapped.tensor) for step, block in blocks for i, mapped in enumerate(step.maps)]
-        self._maps = list(zip(maps, places, strict=True))
+        pointers = [place for step in call.steps for place in step.pointers if place is not None]
+        within = sorted({(place.tensor, place.offset) for place in pointers if place.offset})
+        self._words: Any = (ctypes.c_uint64 * (call.tensors + len(within) + 1))()
+        self._tensors = slice(call.tensors)
+        self._within = [(word, *place) for word, place in enumerate(within, call.tensors)]
+        self._arguments = [self._arguments_of(step) for step in call.steps]
+        self._maps = self._maps_of(call, maps)
         self._configs = [_config(step) for step in call.steps]
-        tables = [block.table_address for block in self._arguments]
+        tables = [arguments.table_address for arguments in self._arguments]
         self.start = driver.starter(device, context, list(zip(self._configs, kernels, tables, strict=True)))
         self.stream: int | None = None
 
-    def write(self, addresses: Sequence[int]) -> None:
+    def write(self, addresses: list[int]) -> None:
         """Writes the addresses of the call's tensors wherever launches look for them."""
-        self._pack(self._words, 0, *addresses, *[addresses[tensor] + offset for tensor, offset in self._inner])
-        for maps, (block, i, tensor) in self._maps:
-            block.set_map(i, maps[addresses[tensor]])
+        words = self._words
+        words[self._tensors] = addresses
+        for word, tensor, offset in self._within:
+            words[word] = addresses[tensor] + offset
+        for encoded, place, tensor in self._maps:
+            place[:] = encoded[addresses[tensor]]
 
     def set_stream(self, raw: int) -> None:
         """Has the launches go to the stream with this handle."""
@@ -90,17 +89,25 @@ class _Prepared:
             config.hStream = driver.stream(raw)
         self.stream = raw
 
-    def _block(self, step: Step) -> ArgumentBlock:
-        block = ArgumentBlock(step.kernel.params)
-        block.set_scalars(step.scalars)
+    def _arguments_of(self, step: Step) -> ArgumentBlock:
+        arguments = ArgumentBlock(step.kernel.params)
+        arguments.set_scalars(step.scalars)
         for i, place in enumerate(step.pointers):
-            block.take_pointer(i, ctypes.addressof(self._words) + _WORD * self._word(place))
-        return block
+            arguments.take_pointer(i, ctypes.addressof(self._words) + _WORD_BYTES * self._word(place))
+        return arguments
 
     def _word(self, place: Place | None) -> int:
         if place is None:
-            return self._null
-        return self._tensors + self._inner.index((place.tensor, place.offset)) if place.offset else place.tensor
+            return len(self._words) - 1
+        if not place.offset:
+            return place.tensor
+        return next(word for word, *within in self._within if within == [place.tensor, place.offset])
+
+    def _maps_of(self, call: CallSteps, maps: Sequence[EncodedMaps]) -> list[tuple[EncodedMaps, memoryview, int]]:
+        """What is to be copied where: the maps of tensors of a layout, the place of one in the arguments, the tensor's number."""
+        places = [place for arguments in self._arguments for place in arguments.maps]
+        tensors = [mapped.tensor for step in call.steps for mapped in step.maps]
+        return list(zip(maps, places, tensors, strict=True))
 
 
 def _config(step: Step) -> Any:

@@ -66,7 +66,7 @@ class CallSteps(NamedTuple):
 class Launches(Protocol):
     """Launches of a few kernels, one behind the other on the current stream, that may be repeated."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """Launches them on these tensors, whose addresses are given, too."""
         ...
 
@@ -117,7 +117,7 @@ class SingleLaunches(NamedTuple):
     device: Device
     call: CallSteps
 
-    def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """As Launches."""
         self.device.undefined(*(tensors[i] for i in self.call.undefined))
         for step in self.call.steps:

@@ -238,6 +238,7 @@ def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]])
     """
     bindings = _bindings()
     launch_kernel, current_device = bindings.cuLaunchKernelEx, bindings.cuCtxGetDevice
+    success = bindings.CUresult.CUDA_SUCCESS
     # The launch function takes a kernel for a function, but makes a new object of it every time.
     every = [(config, bindings.CUfunction(kernel), arguments, 0) for config, kernel, arguments in launches]
 
@@ -249,7 +250,7 @@ def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]])
         try:
             for each in every:
                 (status,) = launch_kernel(*each)
-                if status != 0:
+                if status is not success:
                     _fail("cuLaunchKernelEx", int(status))
         finally:
             if is_elsewhere:
