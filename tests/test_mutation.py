@@ -24,6 +24,8 @@ KERNELS = (
     "combine_sm90_bf16",
     "split_plan_sm90_i32",
     "merge_states_sm100_bf16_d128",
+    "cache_write_sm90_bf16_fp8_656",
+    "cache_gather_sm100_b16_latent",
 )
 SNIPPET = """
 @%p1 mbarrier.arrive.shared.b64 _, [%r1]; // mbarrier.arrive in a comment

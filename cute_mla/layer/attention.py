@@ -18,7 +18,7 @@ from ..tensors import check_dtype, check_shape, spec_of
 from ..tracing import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
-from .path import MOST_STATES, AttentionPath, Packed, path_on, say_reference
+from .path import MOST_STATES, AttentionPath, Cache, Packed, path_on, say_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
 
@@ -52,12 +52,16 @@ class MlaAttention:
         return path_on(self.weights.kv_a.device).name
 
     @torch.no_grad()
-    def __call__(self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attention of new tokens over their sequences; writes their keys to the cache.
 
         hidden: [tokens, hidden_size], in the batch's order, of the weights' dtype and device
-        k_cache: [pages, page size, 1, 576] of the same dtype, with what the batch's requests have in it already; page size and strides as
-        flash_mla_with_kvcache takes them. Rotary columns 2i and 2i + 1 of a key are a pair.
+        k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with what the batch's requests have in it already; page
+        size and strides as flash_mla_with_kvcache takes them. Rotary columns 2i and 2i + 1 of a key are a pair.
+        descale_k: of an e4m3 cache, fp32, one element on the device: keys are descale_k * k_cache; default 1. A prefilled request's own
+        new keys take part unrounded, whoever decodes it later finds them rounded to e4m3.
 
         Returns [tokens, hidden_size]. Of a shard, that is a partial sum: add the ranks' up (all-reduce). There are no gradients.
         By the kernels nothing waits for the device, so that a step can be captured in a CUDA graph.
@@ -74,15 +78,16 @@ class MlaAttention:
         turned = rotation(batch.positions, self._radians, self.config)
         q = self._queries(hidden, turned)
         keys = self._new_keys(hidden, turned)
-        write_kv_cache(*keys, k_cache, batch.slot_mapping)
+        write_kv_cache(*keys, k_cache, batch.slot_mapping, descale_k=descale_k)
+        cache = Cache(k_cache, descale_k)
         parts = [q.new_empty(0, self.heads, self.config.v_head_dim)]
         decoded = 0
         if batch.decode is not None:
             decoded = batch.decode.tokens
-            parts.append(self._decode(path, q[:decoded], k_cache, batch.decode))
+            parts.append(self._decode(path, q[:decoded], cache, batch.decode))
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
-            parts.append(self._prefill(path, q[decoded:], own, k_cache, batch.prefill))
+            parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
         return linear(torch.cat(parts).flatten(1), self.weights.o)
 
     def _queries(self, hidden: torch.Tensor, turned: Rotation) -> torch.Tensor:
@@ -102,7 +107,7 @@ class MlaAttention:
         """RMSNorm in fp32, rounded once."""
         return rms_norm(columns.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(columns.dtype)
 
-    def _decode(self, path: AttentionPath, q: torch.Tensor, k_cache: torch.Tensor, requests: DecodeRequests) -> torch.Tensor:
+    def _decode(self, path: AttentionPath, q: torch.Tensor, cache: Cache, requests: DecodeRequests) -> torch.Tensor:
         """Absorbed: [tokens, heads, 128]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         absorbed = q.new_empty(*q.shape[:2], D_QK)
@@ -113,15 +118,16 @@ class MlaAttention:
             torch.bmm(queries, self._into_query, out=place)
         absorbed[..., latent:] = q[..., nope:]
         by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
-        out = path.decode(by_request, k_cache, requests, self.config.softmax_scale)
+        out = path.decode(by_request, cache, requests, self.config.softmax_scale)
         return torch.bmm(out.flatten(0, 1).transpose(0, 1), self._out_of_latent).transpose(0, 1)
 
-    def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, k_cache: torch.Tensor, requests: PrefillRequests) -> torch.Tensor:
+    def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, cache: Cache, requests: PrefillRequests) -> torch.Tensor:
         """Decompressed: [tokens, heads, 128]."""
         scale, ends = self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
         states = [path.varlen(q, self._decompressed(own), (ends, ends), scale, causal=True)]
         for chunk in requests.chunks:
-            cached = gather_kv_cache(k_cache, chunk.block_table, chunk.cu_seqlens, chunk.keys, starts=chunk.starts)
+            packed = (chunk.block_table, chunk.cu_seqlens, chunk.keys)
+            cached = gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=q.dtype)
             kv = self._decompressed(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
             if len(states) == MOST_STATES:
                 states = [path.merge(*zip(*states, strict=True))]
@@ -146,8 +152,8 @@ class MlaAttention:
         problem = page_size_problem(cache.shape[1])
         if problem is not None:
             raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
-        for name, spec in (("hidden", states), ("k_cache", cache)):
-            check_dtype(name, spec, weights.dtype)
+        for name, spec, dtypes in (("hidden", states, ()), ("k_cache", cache, (torch.float8_e4m3fn,))):
+            check_dtype(name, spec, weights.dtype, *dtypes)
             if spec.device != weights.device:
                 raise ValueError(f"{name} is on {spec.device}; supported: the device of the weights, {weights.device}")
         if batch.positions.device != weights.device or batch.slot_mapping.device != weights.device:

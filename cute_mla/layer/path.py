@@ -30,13 +30,20 @@ class Packed(NamedTuple):
     max_seqlen: int
 
 
+class Cache(NamedTuple):
+    """Keys [pages, page size, 1, 576], and of e4m3 ones the fp32 scale, if there is one."""
+
+    keys: torch.Tensor
+    descale: torch.Tensor | None
+
+
 class AttentionPath(Protocol):
     """Attention, each time in the dtype of q. name: "kernels" or "reference"."""
 
     @property
     def name(self) -> str: ...
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
         """Causal attention of q [requests, s_q, heads, 576] over the cache: [requests, s_q, heads, 512]."""
         ...
 
@@ -56,10 +63,10 @@ class KernelPath:
 
     name = "kernels"
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
         """As AttentionPath."""
-        planned = (requests.schedule, None)
-        out, _ = flash_mla_with_kvcache(q, k_cache, requests.block_table, requests.cache_seqlens, D_V, *planned, scale, causal=True)
+        wanted = (requests.block_table, requests.cache_seqlens, D_V, requests.schedule, None, scale)
+        out, _ = flash_mla_with_kvcache(q, cache.keys, *wanted, causal=True, descale_k=cache.descale)
         return out
 
     def varlen(
@@ -80,9 +87,10 @@ class ReferencePath:
 
     name = "reference"
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
         """As AttentionPath."""
-        out, _ = reference.dense_decode(q, k_cache, requests.block_table, requests.cache_seqlens, scale, causal=True)
+        wanted = (requests.block_table, requests.cache_seqlens, scale)
+        out, _ = reference.dense_decode(q, cache.keys, *wanted, causal=True, descales=(None, cache.descale))
         return out.to(q.dtype)
 
     def varlen(

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.cache_rows import CACHED
+from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
 from cute_mla.testing.case import BaseCase
 from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
@@ -37,6 +39,8 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     "combine": (SPLIT,),
     "split_plan": (SPLIT,),
     "merge_states": (MergeCase(),),
+    "cache_write": tuple(CacheWriteCase(cache=cache, tokens=9) for cache in CACHED),
+    "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),
 }
 HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (9, 128)}  # one row tile, and two
 
