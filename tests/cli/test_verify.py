@@ -17,6 +17,7 @@ from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import Artifacts
 from cute_mla.testing import runner, suites
+from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
 from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.planned import Planned
@@ -229,9 +230,11 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))],
         "sparse_prefill": [Planned(SparsePrefillCase())],
         "dense_prefill": [Planned(DensePrefillCase())],
+        "cache_write": [Planned(CacheWriteCase())],
+        "cache_gather": [Planned(CacheGatherCase())],
     }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
-    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill", "dense_prefill"]
+    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather"]
     for arguments, ops in ([(), every], [("--op", "sparse_decode"), every[1:3]], [("--op", "sparse_prefill"), every[3:4]]):
         result = invoke("--arch", "sm90", *arguments)
         assert result.exit_code == 0, result.output
