@@ -95,7 +95,8 @@ def get_mla_metadata(
     One plan serves calls with and without batch_invariant, and block tables of any width. It stays correct when lengths
     change afterwards; it is then less balanced. A plan whose first use was outside a CUDA graph is not made again by
     replaying the graph. The host never looks into the two tensors: if they hold something else than a plan for as many
-    requests, a call gives wrong numbers, but it ends and keeps to its operands.
+    requests, a call gives wrong numbers, but it ends and keeps to its operands. (The simulated device notices that it reads what
+    nothing wrote.)
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError as flash_mla_with_kvcache.
     """

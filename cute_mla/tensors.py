@@ -81,10 +81,10 @@ def check_dtype(name: str, spec: TensorSpec, *supported: torch.dtype) -> None:
         raise ValueError(f"{name} has dtype {spec.dtype}; supported: {', '.join(str(dtype) for dtype in supported)}")
 
 
-def check_device(name: str, spec: TensorSpec, device: torch.device) -> None:
-    """ValueError unless the tensor is where the others are."""
+def check_device(name: str, spec: TensorSpec, device: torch.device, beside: str = "q") -> None:
+    """ValueError unless the tensor is where the others are. beside: one of them."""
     if spec.device != device:
-        raise ValueError(f"{name} is on {spec.device}; supported: the device of q, {device}")
+        raise ValueError(f"{name} is on {spec.device}; supported: the device of {beside}, {device}")
 
 
 def check_last_contiguous(name: str, spec: TensorSpec) -> None:

@@ -8,16 +8,31 @@ the last two dimensions are no more than a count of bytes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..spec.cache_format import FORMATS, CacheFormat
 from ..spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX
 from ..spec.mla import ELEMENT_BYTES
-from ..tensors import check_dtype, check_last_contiguous, check_shape, spec_of
+from ..tensors import (
+    TensorSpec,
+    check_apart,
+    check_device,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_last_contiguous,
+    check_shape,
+    check_writable,
+    is_integer,
+    refuse_gradients,
+    shown,
+    spec_of,
+)
 from .gathered import BYTES, WIDE
 
+_MOST_BYTES = 1 << 40  # of a cache
 _E8M0_NAN = 255
 _E4M3_NAN = 0x7F  # of the two codes, the one that GPUs make
 
@@ -34,13 +49,20 @@ def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: i
     """An FP8 cache uint8 [pages, page_size, 1, bytes of a token], every byte `fill`, on the CPU.
 
     page_stride: bytes from page to page, default those of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
-    ValueError for another format or a stride that is too small.
+    ValueError for another format, a stride that is too small, or what is no byte.
     """
     layout = _quantised_format(cache_format)
+    check_integer("pages", pages, 0)
+    check_integer("page_size", page_size, 0)
+    check_integer("fill", fill, 0, 255)
     token, least = layout.page_bytes(1), layout.page_bytes(page_size)
     stride = least if page_stride is None else page_stride
-    if stride < least:
-        raise ValueError(f"page_stride is {page_stride}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}")
+    if not is_integer(stride) or stride < least:
+        raise ValueError(
+            f"page_stride is {shown(page_stride)}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}"
+        )
+    if pages * stride >= _MOST_BYTES:
+        raise ValueError(f"pages is {pages}, {stride} bytes apart; supported: less than {_MOST_BYTES} bytes in all")
     storage = torch.full((pages * stride,), fill, dtype=torch.uint8)
     return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1))
 
@@ -55,16 +77,24 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     out: a cache to write to, of any strides that the format allows (empty_cache makes one); default a new one, contiguous.
     Bytes of padding are left as they are in out.
 
-    Returns the cache. ValueError on another format, shape or dtype.
+    Returns the cache. ValueError on another format, shape, dtype or device, and for keys that require gradients.
     """
     layout = _quantised_format(cache_format)
+    check_flag("power_of_two", power_of_two)
     spec = spec_of("kv", kv)
+    refuse_gradients(kv=kv)
     check_shape("kv", spec, ("pages", "page size", 1, layout.d_qk))
     if not kv.is_floating_point():
         raise ValueError(f"kv has dtype {kv.dtype}; supported: floating point")
+    _check_memory("kv", spec)
     pages, page_size = spec.shape[:2]
     if out is None:
         out = empty_cache(cache_format, pages, page_size).to(kv.device)
+    else:
+        given = spec_of("out", out)
+        check_device("out", given, spec.device, "kv")
+        check_writable("out", given)
+        check_apart({"out": out}, {"kv": kv})
     parts = parts_of("out", out, layout)
     if out.shape[:2] != spec.shape[:2]:
         raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
@@ -94,11 +124,13 @@ def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     cache: as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
     ValueError on another format, shape, dtype or stride.
     """
-    if cache_format not in FORMATS:
-        raise ValueError(f"cache_format is {cache_format!r}; supported: {', '.join(FORMATS)}")
+    if not isinstance(cache_format, str) or cache_format not in FORMATS:
+        raise ValueError(f"cache_format is {shown(cache_format)}; supported: {', '.join(FORMATS)}")
     layout = FORMATS[cache_format]
+    spec = spec_of("cache", cache)
+    _check_memory("cache", spec)
     if not layout.quantised:
-        spec = spec_of("cache", cache)
+        refuse_gradients(cache=cache)
         check_shape("cache", spec, ("pages", "page size", 1, layout.d_qk))
         check_dtype("cache", spec, *WIDE)
         return cache.float()
@@ -119,12 +151,18 @@ def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
     return view.clone(memory_format=torch.contiguous_format)
 
 
-def _quantised_format(cache_format: str) -> CacheFormat:
-    layout = FORMATS.get(cache_format)
+def _quantised_format(cache_format: Any) -> CacheFormat:
+    layout = FORMATS.get(cache_format) if isinstance(cache_format, str) else None
     if layout is None or not layout.quantised:
         supported = ", ".join(name for name, known in FORMATS.items() if known.quantised)
-        raise ValueError(f"cache_format is {cache_format!r}; supported: {supported}")
+        raise ValueError(f"cache_format is {shown(cache_format)}; supported: {supported}")
     return layout
+
+
+def _check_memory(name: str, spec: TensorSpec) -> None:
+    """ValueError for a tensor without memory."""
+    if spec.device.type == "meta":
+        raise ValueError(f"{name} is on meta; supported: the CPU and CUDA devices")
 
 
 def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:

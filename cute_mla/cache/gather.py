@@ -16,14 +16,17 @@ from ..tensors import (
     DTYPE_NAMES,
     TensorSpec,
     check_address,
+    check_apart,
     check_counts,
     check_device,
     check_dtype,
+    check_integer,
     check_last_contiguous,
     check_shape,
     optional_spec,
     output_strides,
     refuse_gradients,
+    shown,
     spec_of,
 )
 from ..tracing import is_traced
@@ -96,9 +99,11 @@ def gather_kv_cache(
     if is_traced(k_cache):
         from .. import torch_ops
 
-        operands = (k_cache, block_table, cu_seqlens, rows)
-        return torch_ops.gather_kv_cache(*operands, starts=starts, descale_k=descale_k, dtype=dtype, out=out)
-    refuse_gradients(k_cache=k_cache)
+        return torch_ops.gather_kv_cache(k_cache, block_table, cu_seqlens, rows, starts=starts, descale_k=descale_k, dtype=dtype, out=out)
+    check_integer("rows", rows, 0, MOST_ROWS)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype is {shown(dtype)}; supported: None and a torch dtype")
+    refuse_gradients(k_cache=k_cache, descale_k=descale_k, out=out)
     kernels = has_kernels(spec_of("k_cache", k_cache).device)
     call = GatherCall(
         k_cache=spec_of("k_cache", k_cache),
@@ -114,6 +119,8 @@ def gather_kv_cache(
     plan = plan_gather(call)
     if kernels:
         check_address("k_cache", k_cache.data_ptr(), GATHER_ALIGNMENT)
+        operands = {"k_cache": k_cache, "block_table": block_table, "cu_seqlens": cu_seqlens, "starts": starts, "descale_k": descale_k}
+        check_apart({"out": out}, operands)
     allocated = out is None
     if out is None:
         out = k_cache.new_empty(plan.shape, dtype=plan.dtype)
@@ -163,12 +170,10 @@ def plan_gather(call: GatherCall) -> GatherPlan:
     more = () if call.kernels else (torch.float32,)
     cache = cache_rows("k_cache", call.k_cache, *more)
     table, device = call.block_table, call.k_cache.device
-    if not isinstance(call.rows, int) or not 0 <= call.rows <= MOST_ROWS:
-        raise ValueError(f"rows is {call.rows!r}; supported: 0 to {MOST_ROWS}")
     check_shape("block_table", table, ("batch", "pages per request"))
     check_dtype("block_table", table, torch.int32)
     check_last_contiguous("block_table", table)
-    check_device("block_table", table, device)
+    check_device("block_table", table, device, "k_cache")
     check_counts("cu_seqlens", call.cu_seqlens, (table.shape[0] + 1,), call.k_cache)
     if call.starts is not None:
         check_counts("starts", call.starts, (table.shape[0],), call.k_cache)

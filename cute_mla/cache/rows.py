@@ -54,4 +54,4 @@ def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torc
     if math.prod(scale.shape) != 1:
         raise ValueError(f"descale_k has shape {list(scale.shape)}; supported: one element")
     check_dtype("descale_k", scale, torch.float32)
-    check_device("descale_k", scale, device)
+    check_device("descale_k", scale, device, "k_cache")

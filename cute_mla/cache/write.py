@@ -17,10 +17,13 @@ from ..tensors import (
     DTYPE_NAMES,
     TensorSpec,
     check_address,
+    check_apart,
     check_device,
     check_dtype,
+    check_flag,
     check_last_contiguous,
     check_shape,
+    check_writable,
     optional_spec,
     refuse_gradients,
     spec_of,
@@ -90,12 +93,14 @@ def write_kv_cache(
 
         torch_ops.write_kv_cache(kv_c, k_pe, k_cache, slot_mapping, descale_k=descale_k, power_of_two=power_of_two)
         return
-    refuse_gradients(kv_c=kv_c, k_pe=k_pe)
+    check_flag("power_of_two", power_of_two)
+    refuse_gradients(kv_c=kv_c, k_pe=k_pe, k_cache=k_cache, descale_k=descale_k)
     specs = (spec_of("kv_c", kv_c), spec_of("k_pe", k_pe), spec_of("k_cache", k_cache), spec_of("slot_mapping", slot_mapping))
     kernels = has_kernels(k_cache.device)
     plan = plan_write(WriteCall(*specs, optional_spec("descale_k", descale_k), bool(power_of_two), kernels))
     if kernels:
         check_address("k_cache", k_cache.data_ptr(), GATHER_ALIGNMENT)
+        check_apart({"k_cache": k_cache}, {"kv_c": kv_c, "k_pe": k_pe, "slot_mapping": slot_mapping, "descale_k": descale_k})
     if plan.tokens == 0:
         return
     if not kernels:
@@ -115,6 +120,7 @@ def plan_write(call: WriteCall) -> WritePlan:
     more = () if call.kernels else (torch.float32,)
     rows = cache_rows("k_cache", call.k_cache, *more)
     cache, device = rows.format, call.k_cache.device
+    check_writable("k_cache", call.k_cache)
     check_shape("slot_mapping", call.slot_mapping, ("tokens",))
     check_dtype("slot_mapping", call.slot_mapping, torch.int64, torch.int32)
     (tokens,) = call.slot_mapping.shape
@@ -125,9 +131,9 @@ def plan_write(call: WriteCall) -> WritePlan:
         check_shape(name, spec, (tokens, width), f" with a {cache.name} cache and this slot_mapping")
         check_dtype(name, spec, *dtypes)
         check_last_contiguous(name, spec)
-        check_device(name, spec, device)
+        check_device(name, spec, device, "k_cache")
     check_dtype("k_pe", call.k_pe, call.kv_c.dtype)
-    check_device("slot_mapping", call.slot_mapping, device)
+    check_device("slot_mapping", call.slot_mapping, device, "k_cache")
     check_cache_scale(call.descale_k, cache, device)
     if call.power_of_two and cache not in (FP8_656, FP8_584):
         raise ValueError(f"power_of_two is True with a {cache.name} cache; supported: with {FP8_656.name} and {FP8_584.name}")

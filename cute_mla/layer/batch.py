@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
 from ..cache import page_size_problem
 from ..schedule import MlaSchedule
-from ..tensors import check_dtype, check_shape, spec_of
+from ..tensors import check_device, check_dtype, check_integer, check_shape, is_integer, shown, spec_of
 
 CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes: 671 MB
 
@@ -111,16 +112,20 @@ def plan_batch(
     chunk_tokens: cached keys that are decompressed at a time, of all prefilled requests together.
     Raises ValueError on bad arguments.
     """
-    lengths = list(zip(query_lengths, context_lengths, strict=False))
+    query_lengths, context_lengths = _integers("query_lengths", query_lengths), _integers("context_lengths", context_lengths)
     _check_lengths(query_lengths, context_lengths, decodes)
+    lengths = list(zip(query_lengths, context_lengths, strict=True))
     table = spec_of("block_table", block_table)
     check_shape("block_table", table, (len(lengths), "pages per request"))
     check_dtype("block_table", table, torch.int32)
+    if table.device.type == "meta":
+        raise ValueError("block_table is on meta; supported: the device of the layer")
+    if slot_mapping is not None:
+        check_device("slot_mapping", spec_of("slot_mapping", slot_mapping), table.device, "block_table")
     problem = page_size_problem(page_size)
     if problem is not None:
         raise ValueError(problem)
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; supported: 1 or more")
+    check_integer("chunk_tokens", chunk_tokens, 1)
     room = table.shape[1] * page_size
     for request, (new, context) in enumerate(lengths):
         if new + context > room:
@@ -154,15 +159,18 @@ def _sent(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
     return counts.to(device, non_blocking=True)
 
 
+def _integers(name: str, lengths: Any) -> list[int]:
+    """Lengths as a list. ValueError unless each is an integer, 0 or more."""
+    if not isinstance(lengths, Sequence):
+        raise ValueError(f"{name} is {shown(lengths)}; supported: a sequence of integers")
+    return [check_integer(f"{name}[{i}]", length, 0) for i, length in enumerate(lengths)]
+
+
 def _check_lengths(query_lengths: Sequence[int], context_lengths: Sequence[int], decodes: int) -> None:
     if len(query_lengths) != len(context_lengths):
         raise ValueError(f"there are {len(query_lengths)} query_lengths and {len(context_lengths)} context_lengths; supported: as many")
-    for name, given in (("query_lengths", query_lengths), ("context_lengths", context_lengths)):
-        wrong = [length for length in given if not isinstance(length, int) or length < 0]
-        if wrong:
-            raise ValueError(f"{name} has {wrong[0]!r}; supported: integers, 0 or more")
-    if not 0 <= decodes <= len(query_lengths):
-        raise ValueError(f"decodes is {decodes} with {len(query_lengths)} requests; supported: 0 to all of them")
+    if not is_integer(decodes) or not 0 <= decodes <= len(query_lengths):
+        raise ValueError(f"decodes is {shown(decodes)} with {len(query_lengths)} requests; supported: 0 to all of them")
     if len(set(query_lengths[:decodes])) > 1 or 0 in query_lengths[:decodes]:
         raise ValueError(f"decode requests have {list(query_lengths[:decodes])} new tokens; supported: equally many, 1 or more")
 

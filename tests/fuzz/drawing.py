@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.mla import ceil_div
+from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
 from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.indexed import Lengths
@@ -57,6 +58,8 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
         "dense_prefill_qkvpacked": dense_prefill_cases(packed=True),
         "merge_states": merge_cases(),
         "get_mla_metadata": plan_cases(),
+        "write_kv_cache": write_cases(),
+        "gather_kv_cache": gather_cases(),
         "quantise_cache": cache_cases(),
         "dequantise_cache": cache_cases(),
         "plan_batch": batch_cases(),
@@ -258,6 +261,50 @@ def cache_cases(draw: st.DrawFn) -> CacheCase:
         power_of_two=draw(st.booleans()),
         given=draw(st.booleans()),
         seed=draw(_SEEDS),
+    )
+
+
+def _paged(draw: st.DrawFn) -> dict[str, Any]:
+    cache = draw(st.sampled_from(("latent", "fp8_576", "fp8_656", "fp8_584")))
+    return {
+        "dtype": draw(_DTYPES),
+        "cache": cache,
+        "page_size": draw(st.sampled_from((1, 2, 7, 16, 64))),
+        "pages": draw(st.integers(1, 6)),
+        "scale_of_cache": draw(st.sampled_from((None, 0.37, 2.0))) if cache == "fp8_576" else None,
+        "cache_layout": draw(st.sampled_from(("packed", "layers"))),
+        "seed": draw(_SEEDS),
+    }
+
+
+@st.composite
+def write_cases(draw: st.DrawFn) -> CacheWriteCase:
+    """Keys written to a cache."""
+    paged = _paged(draw)
+    return CacheWriteCase(
+        **paged,
+        tokens=draw(st.integers(0, min(paged["pages"] * paged["page_size"], 40))),
+        values=draw(st.sampled_from(("normal", "nasty"))),
+        key_layout=draw(st.sampled_from(("packed", "projection", "odd"))),
+        slot_type=draw(st.sampled_from(("int64", "int32", "strided"))),
+        power_of_two=draw(st.booleans()) if paged["cache"] in ("fp8_656", "fp8_584") else False,
+    )
+
+
+@st.composite
+def gather_cases(draw: st.DrawFn) -> CacheGatherCase:
+    """Keys gathered from a cache."""
+    paged = _paged(draw)
+    batch = draw(st.integers(0, 4))
+    lengths = tuple(draw(st.lists(st.integers(0, 20), min_size=batch, max_size=batch)))
+    starts = tuple(draw(st.lists(st.integers(0, 30), min_size=batch, max_size=batch)))
+    return CacheGatherCase(
+        **paged,
+        lengths=lengths,
+        starts=starts if batch and draw(st.booleans()) else None,
+        outputs=draw(_OUTPUTS),
+        rest=draw(st.integers(0, 3)),
+        empty_lse=None,
     )
 
 

@@ -430,7 +430,7 @@ def _expect_batch(arguments: Arguments, setting: Setting) -> Verify:
         if batch.slot_mapping.tolist() != (slots if given is None else given.tolist()):
             return "other slots"
         chunks = () if batch.prefill is None else batch.prefill.chunks
-        seen = sum(len(chunk.slots) for chunk in chunks)
+        seen = sum(int(chunk.cu_seqlens[-1]) for chunk in chunks)
         return "" if seen == sum(cached[arguments["decodes"] :]) else f"{seen} cached keys in chunks"
 
     return verify
