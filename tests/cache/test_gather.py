@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "device": (given(cu_seqlens=CU_SEQLENS.to("meta")), "cu_seqlens is on meta"),
     "starts": (given(starts=CU_SEQLENS), r"starts has shape \[4\]; supported: \[3\]"),
     "rows": (given(rows=-1), "rows is -1; supported: an integer, 0 to"),
-    "no number of rows": (given(rows=CU_SEQLENS[-1]), "rows is tensor"),
+    "no number of rows": (given(rows=CU_SEQLENS[-1]), r"rows is a tensor of shape \[\]; supported"),
     "type of a latent cache": (given(dtype=torch.float16), "dtype is torch.float16 with a latent cache of torch.bfloat16; supported: "),
     "type": (given("fp8_656", dtype=torch.int8), "dtype is torch.int8 with a fp8_656 cache .* supported: torch.bfloat16, torch.float16"),
     "type of out": (given("fp8_656", dtype=torch.float16, out=torch.zeros(16, 576).bfloat16()), "out has dtype torch.bfloat16"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ Verify = Callable[[Any], str]  # of what a call returned: what is wrong with it,
 
 _GUARD = 256  # bytes of another allocation's before and after a workspace
 _MOST_SCALE = 10.0  # beyond it, scores leave the range in which tolerances mean anything
+_ROUNDED_LSE = replace(LSE, abs_tol=3e-5, cos_tol=1e-4)  # README: over very few keys of FP8, each rounded once to bf16
 _HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -152,7 +153,8 @@ def _expect_sparse_decode(arguments: Arguments, empty_lse: float) -> Verify:
             caches.append(IndexedCache(slots, arguments[indices], arguments.get(length)))
     scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
     expected = reference.sparse_decode(arguments["q"], caches, scale, arguments.get("attn_sink"), empty_lse)
-    return against(expected, {"out": SPARSE_DECODE_OUT, "lse": LSE})
+    fp8 = arguments["k_cache"].shape[3] != 576
+    return against(expected, {"out": SPARSE_DECODE_OUT, "lse": _ROUNDED_LSE if fp8 else LSE})
 
 
 def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
