@@ -25,8 +25,9 @@ def test_an_entry_point_is_a_function_without_arguments(group: str) -> None:
         assert getattr(import_module(module), name).__code__.co_argcount == 0
 
 
-def test_vllm_finds_its_entry_point() -> None:
+def test_engines_find_their_entry_points() -> None:
     assert ENTRY_POINTS["vllm.general_plugins"] == {"cute_mla": "cute_mla.engines.vllm:register"}
+    assert ENTRY_POINTS["sglang.srt.plugins"] == {"cute_mla": "cute_mla.engines.sglang:register"}
 
 
 def test_nothing_imports_an_engine_unasked() -> None:

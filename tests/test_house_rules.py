@@ -47,7 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "rich": {"cli", "profiles"},
     "triton": {"profiles"},
     "safetensors": {"layer"},
-    "vllm": {"engines"},
+    **{engine: {"engines"} for engine in ("vllm", "sglang")},
 }
 CUDA_MODULE = "runtime/driver.py"
 
