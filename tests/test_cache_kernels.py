@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from bench import Bench
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import CACHED, latent_columns
 from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase, PagedCase, copied_cache, make_gather_tensors, make_write_tensors
 from cute_mla.testing.cache_suites import GATHER_SMOKE, WRITE_SMOKE
@@ -101,14 +102,21 @@ BUGS: dict[str, tuple[PagedCase, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bug", BUGS)
+# One source serves all architectures, so each bug is planted in the kernel of one of them.
+@pytest.mark.parametrize(
+    ("bug", "arch"), list(zip(BUGS, cycle(ARCHS.values()), strict=False)), ids=lambda value: getattr(value, "name", value)
+)
 def test_planted_bugs_are_found(bug: str, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, pattern, replacement = BUGS[bug]
     workshop = Workshop.open(arch, tmp_path, monkeypatch)
     assert workshop.is_found(case, replacement, workshop.places(case, pattern))
 
 
-@pytest.mark.parametrize("case", [NASTY, ROWS], ids=lambda case: f"{case.op}-{case.id}")
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    zip([NASTY, ROWS], ARCHS.values(), strict=True),
+    ids=lambda value: value.id if isinstance(value, PagedCase) else value.name,
+)
 def test_the_unbroken_kernels_pass(case: PagedCase, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Workshop.open(arch, tmp_path, monkeypatch).check_unbroken(case)
 
