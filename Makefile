@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARCH ?= all
 PYTEST_ARGS ?= -n auto --dist worksteal
 MUTATE_ARGS ?=
+FUZZ_ARGS ?= --calls 10000 --seed 0 --right 0.1
 WHEEL ?= $(wildcard dist/*.whl)
 WHEEL_CHECK_ARGS ?=
 
@@ -17,7 +18,7 @@ VLLM_TESTS := tests/engines/vllm_adapter
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full test-vllm mutate wheel wheel-check lint clean
+.PHONY: setup build verify test test-full test-vllm fuzz mutate wheel wheel-check lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -51,6 +52,10 @@ $(VLLM_STAMP): $(SETUP_STAMP)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	rm -f $(VLLM_VENV)/.setup-*
 	touch $@
+
+# Calls of the whole API at random, right and wrong ones: each agrees with the reference or raises the documented error.
+fuzz: build
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 # Breaks every kernel in every way, hours long; a second run goes on where the first one stopped.
 mutate: build

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 from bench import Bench
+from hypothesis import settings
 
 from cute_mla.spec.arch import ARCHS, Arch
+
+# The same examples in every run: a test that fails on one machine fails on the others.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session", params=ARCHS.values(), ids=lambda arch: arch.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -96,6 +97,9 @@ def _limited() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Failure(f"no end after {MOST_SECONDS} s")
 
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
     try:
