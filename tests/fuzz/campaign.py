@@ -16,7 +16,11 @@ from tests.fuzz.drawing import calls
 from tests.fuzz.judging import Failure, Outcome, judge
 
 CHUNK = 60  # calls between two looks at the clock; after a failure, the next chunk goes on
-_COSTLY = ("sparse_decode",)  # get half as many calls as the others
+# Of the calls of each subject: three have one function behind them, some cost next to nothing. Of all others 2.
+_WEIGHTS = {
+    **dict.fromkeys(("dense_prefill", "dense_prefill_kvpacked", "dense_prefill_qkvpacked"), 1),
+    **dict.fromkeys(("merge_states", "write_kv_cache", "gather_kv_cache"), 3),
+}
 _MOST_SHRINKS = 400  # calls to make a failing one smaller
 
 
@@ -67,7 +71,7 @@ class Share:
 
 def shares(total: int, seed: int, right: float, names: Sequence[str]) -> Iterator[Share]:
     """Splits calls among subjects on each architecture. right: the part of them that is not broken."""
-    weights = {name: 1 if name in _COSTLY else 2 for name in names}
+    weights = {name: _WEIGHTS.get(name, 2) for name in names}
     whole = sum(weights.values()) * len(ARCHS)
     for number, (arch, name) in enumerate((arch, name) for arch in ARCHS for name in names):
         count = -(-total * weights[name] // whole)

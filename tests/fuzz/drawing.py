@@ -20,8 +20,8 @@ from tests.fuzz.breaking import BREAKS
 from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, MergeCase, PlainCase, PlanCase, Setting
 from tests.fuzz.judging import SUBJECTS
 
-TILES = 6  # of 64 rows x 64 keys, most of a call: about a second on the simulated device
-ROW_TILES = 4
+TILES = 4  # of 64 rows x 64 keys, most of a call: about a second on the simulated device
+ROW_TILES = 2
 
 _SIZES = st.sampled_from((0, 1, 2, 15, 16, 63, 64, 65, 100, 128, 129))  # around tiles, and none
 _HEADS = st.sampled_from((1, 2, 3, 7, 16, 33, 63, 64, 65, 127, 128)) | st.integers(1, 128)
