@@ -229,6 +229,8 @@ def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
         backend.init_forward_metadata_out_graph(batch_of([1, 1], [0, 0]), in_capture=True)
         captured = backend.forward_metadata
         backend.init_forward_metadata_out_graph(batch_of([100, 3], [2, 1]))
+        replayed = backend.forward_metadata
+        assert [tensor.data_ptr() for tensor in replayed[:4]] == [tensor.data_ptr() for tensor in captured[:4]]
         q = queries(2, 1)
         backend.forward_metadata = captured  # a graph holds the addresses that it saw
         out = backend.forward_decode(q.flatten(1), None, None, layer_of(), batch_of([100, 3], [2, 1]))
