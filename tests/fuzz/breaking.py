@@ -172,10 +172,11 @@ def _values(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _alias(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """Memory of another argument."""
+    """Memory of another argument; bytes lie in memory of any type."""
     tensor = _in_place_of(value)
     others = [other for other in arguments.values() if _is_tensor(other) and other is not value and other.layout == torch.strided]
     others = [other for other in others if other.is_contiguous() and other.nbytes >= tensor.nbytes and other.device == tensor.device]
+    others = [other for other in others if tensor.dtype in (other.dtype, torch.uint8)]
     if not others or not tensor.numel():
         return tensor
     flat = others[amount % len(others)].detach().flatten().view(torch.uint8)
