@@ -98,18 +98,24 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     parts = parts_of("out", out, layout)
     if out.shape[:2] != spec.shape[:2]:
         raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
-    values = kv.float().squeeze(2)
-    groups = values[..., : layout.quantised].unflatten(-1, (layout.groups, layout.group))
+    rows = quantised(kv.squeeze(2), layout, power_of_two)
+    parts.codes.copy_(rows.codes)
+    parts.scales[..., : rows.scales.shape[-1]] = rows.scales
+    parts.wide.copy_(rows.wide)
+    return out
+
+
+def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Parts:
+    """The bytes of keys [.., d_qk], without padding behind their scales."""
+    groups = keys[..., : layout.quantised].float().unflatten(-1, (layout.groups, layout.group))
     scales = _scales(groups, power_of_two or not layout.scales_inside)
     divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # all values are 0 where the scale is, or as good as 0
     divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
-    parts.codes.copy_(to_e4m3(groups / divisor).flatten(-2))
-    if layout.scales_inside:
-        parts.scales.copy_(scales.contiguous().view(torch.uint8))
-    else:
-        parts.scales[..., : layout.groups] = _to_e8m0(scales)
-    parts.wide.copy_(kv.squeeze(2)[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8))
-    return out
+    return Parts(
+        codes=to_e4m3(groups / divisor).flatten(-2),
+        scales=scales.contiguous().view(torch.uint8) if layout.scales_inside else _to_e8m0(scales),
+        wide=keys[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8),
+    )
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec.cache_rows import FP8_576
-from .codec import Parts, dequantised, parts_of, quantise_cache, to_e4m3
+from .codec import Parts, dequantised, parts_of, quantised, to_e4m3
 from .rows import CacheRows
 
 
@@ -29,13 +29,8 @@ def _stored(rows: CacheRows, k_cache: torch.Tensor, keys: torch.Tensor, power_of
     if rows.format is FP8_576:
         return [(k_cache.view(torch.uint8).squeeze(2), to_e4m3(keys))]
     parts = parts_of("k_cache", k_cache, rows.format)
-    alone = parts_of("keys", quantise_cache(keys[:, None, None], rows.format.name, power_of_two=power_of_two), rows.format)
-    used = slice(None if rows.format.scales_inside else rows.format.groups)
-    return [
-        (parts.codes, alone.codes[:, 0]),
-        (parts.scales[..., used], alone.scales[:, 0, used]),
-        (parts.wide, alone.wide[:, 0]),
-    ]
+    own = quantised(keys, rows.format, power_of_two)
+    return [(parts.codes, own.codes), (parts.scales[..., : own.scales.shape[-1]], own.scales), (parts.wide, own.wide)]
 
 
 def gather_rows(rows: CacheRows, k_cache: torch.Tensor, slots: torch.Tensor, descale_k: torch.Tensor | None) -> torch.Tensor:

@@ -137,7 +137,8 @@ class CacheGatherCase(PagedCase):
     @property
     def shape_id(self) -> str:
         """The first part of the id."""
-        return f"{self.cache}-{self.dtype}-k{'_'.join(map(str, self.lengths))}-x{self.page_size}"
+        lengths = "_".join(map(str, self.lengths)) if len(self.lengths) <= 6 else f"{self.keys}_of_{len(self.lengths)}"
+        return f"{self.cache}-{self.dtype}-k{lengths}-x{self.page_size}"
 
     @property
     def keys(self) -> int:
