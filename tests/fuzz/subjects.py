@@ -73,7 +73,7 @@ def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -
 
 
 def against_tame(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
-    """As against; but nothing is known where scores are so large that fp32 holds no fractions of them (README, Known limits)."""
+    """As against; but nothing is known where scores are so large that fp32 rounds them by more than tolerances allow."""
     lse = expected[-1]
     return anything if (lse.isfinite() & (lse.abs() > _MOST_SCORE)).any() else against(expected, tolerances)
 
