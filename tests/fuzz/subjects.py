@@ -73,9 +73,10 @@ def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -
 
 
 def against_tame(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
-    """As against; but nothing is known where scores are so large that fp32 rounds them by more than tolerances allow."""
+    """As against; but nothing is known where scores are so large that fp32 rounds them by more than tolerances allow, nor of rows over keys
+    that are NaN: the whole call is let pass."""
     lse = expected[-1]
-    return anything if (lse.isfinite() & (lse.abs() > _MOST_SCORE)).any() else against(expected, tolerances)
+    return anything if (lse.isnan() | (lse.isfinite() & (lse.abs() > _MOST_SCORE))).any() else against(expected, tolerances)
 
 
 def anything(results: Any) -> str:
@@ -179,11 +180,13 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     longest = int(ends.diff().max()) if len(ends) > 1 else 0
     if not _is_tame(scale) or (ends.diff() < 0).any() or longest > arguments["max_seqlen_q"]:
         return anything
+    if len(ends) > 1 and not arguments["q"][int(ends[0]) : int(ends[-1])].isfinite().all():
+        return anything
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
     tensors = [arguments[name] for name in names]
     scale = None if scale is None else float(scale)
     expected = reference.dense_prefill(*tensors, scale, bool(arguments["causal"]), arguments["empty_lse"])
-    return against_tame(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
+    return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
 # ------------------------------------------------------------ forms of dense prefill
