@@ -114,7 +114,7 @@ def test_planted_bugs_are_found(bug: str, arch: Arch, tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize(
     ("case", "arch"),
-    zip([NASTY, ROWS], ARCHS.values(), strict=True),
+    list(zip([NASTY, ROWS], ARCHS.values(), strict=True)),
     ids=lambda value: value.id if isinstance(value, PagedCase) else value.name,
 )
 def test_the_unbroken_kernels_pass(case: PagedCase, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
