@@ -199,6 +199,9 @@ def flash_mla_with_kvcache(
     batch_invariant  True: the bits of a request depend neither on its batchmates nor on the number of SMs
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
+    out, lse and workspace share memory neither with each other nor with operands; that is looked at when a call is the first with its
+    shapes and options, and not again. No tensor may require gradients, unless gradients are switched off.
+
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA
     graph. CPU tensors run on the simulated device inside cute_mla.simulate().
@@ -300,7 +303,8 @@ def flash_mla_sparse_fwd(
     out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
     max_logits, lse  fp32 [.., s_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf
-                     Results share memory neither with each other nor with operands.
+
+    Results share memory neither with each other nor with operands. No tensor may require gradients, unless gradients are switched off.
 
     Returns (out, max_logits, lse). max_logits is the greatest sm_scale * score of a row, in natural units; lse is the
     natural log of the sum of exp(sm_scale * score). A row that attends to nothing has out 0, max_logits -inf and lse
