@@ -44,25 +44,27 @@ class PlanSpecs(NamedTuple):
 class MlaSchedule:
     """What get_mla_metadata() returns: empty until its first use by flash_mla_with_kvcache, which plans it on the device.
 
-    tile_scheduler_metadata: int32 [num_sm_parts, 8] and num_splits: int32 [batch + 1] after the first use, else None.
+    plan: tile_scheduler_metadata, int32 [num_sm_parts, 8], and num_splits, int32 [batch + 1], after the first use, else None.
     """
 
     def __init__(self) -> None:
-        self.tile_scheduler_metadata: torch.Tensor | None = None
-        self.num_splits: torch.Tensor | None = None
+        self.plan: tuple[torch.Tensor, torch.Tensor] | None = None
         self._key: ScheduleKey | None = None
 
     @property
-    def plan(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The two tensors, if they have been made."""
-        if self.tile_scheduler_metadata is None or self.num_splits is None:
-            return None
-        return self.tile_scheduler_metadata, self.num_splits
+    def tile_scheduler_metadata(self) -> torch.Tensor | None:
+        """The first tensor of the plan, if it has been made."""
+        return None if self.plan is None else self.plan[0]
+
+    @property
+    def num_splits(self) -> torch.Tensor | None:
+        """The second one."""
+        return None if self.plan is None else self.plan[1]
 
     def keep(self, key: ScheduleKey, plan: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Takes a plan that was made for these shapes."""
-        self.tile_scheduler_metadata, self.num_splits = plan
         self._key = key
+        self.plan = plan
 
     def serves(self, key: ScheduleKey) -> bool:
         """Whether it has no plan yet, or one for these shapes."""

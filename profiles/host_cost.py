@@ -26,6 +26,7 @@ import torch
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..runtime import cuda, cuda_launches
 from ..runtime.device import cpu_tensors_on
+from ..runtime.kept_calls import KeptCalls
 from ..spec.cache_format import FP8_656
 from ..spec.mla import D_QK, D_V
 
@@ -42,6 +43,7 @@ def measure(device: cuda.CudaDevice) -> dict[str, float]:
 
     call_us: dense, with a plan. schedule_us: with a schedule object. sparse_us: sparse, over a 656-byte cache. turns_us: dense, of two
     batch sizes in turn. driver_us: of each of them the bindings of the driver, asked for the current context and two launches.
+    first_us: dense, of a shape that was not called before.
     """
     batch = 128
     with cpu_tensors_on(device):
@@ -51,14 +53,20 @@ def measure(device: cuda.CudaDevice) -> dict[str, float]:
             "sparse_us": [_sparse(batch) for _ in range(_LAYERS)],
             "turns_us": [_dense(batch - i % 2) for i in range(_LAYERS)],
         }
-        figures = {name: _least_us(partial(_run_all, calls), len(calls)) for name, calls in layers.items()}
+        figures = {name: _least_us(partial(_run_all, calls), _CALLS // _LAYERS) / _LAYERS for name, calls in layers.items()}
         figures["driver_us"] = _least_us(device.kept_calls.calls()[0].launches.again())
+        figures["first_us"] = _least_us(partial(_run_anew, device, _dense(batch)), 1)
     return {**figures, "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
 
 
 def _run_all(calls: Sequence[Callable[[], Any]]) -> None:
     for call in calls:
         call()
+
+
+def _run_anew(device: cuda.CudaDevice, call: Callable[[], Any]) -> None:
+    device.kept_calls = KeptCalls()
+    call()
 
 
 def _dense(batch: int, planned: tuple[Any, Any] | None = None) -> Callable[[], Any]:
@@ -88,9 +96,9 @@ def _queries_and_results(op: str, batch: int) -> tuple[torch.Tensor, ...]:
     return q, q.new_empty(batch, 1, _HEADS, D_V), torch.empty(batch, _HEADS, 1), workspace
 
 
-def _least_us(work: Callable[[], Any], calls: int = 1) -> float:
+def _least_us(work: Callable[[], Any], number: int = _CALLS) -> float:
     work()
-    return min(timeit.repeat(work, number=_CALLS // calls, repeat=_RUNS)) / _CALLS * 1e6
+    return min(timeit.repeat(work, number=number, repeat=_RUNS)) / number * 1e6
 
 
 def _fixed_work() -> int:

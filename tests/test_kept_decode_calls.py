@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_arguments import bytes_from, dense, sparse, sparse_extra
+from decode_arguments import bytes_from, dense, dense_fp8, sparse, sparse_extra
 from recording_device import RecordingDevice
 
 import cute_mla
@@ -115,6 +115,14 @@ def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -
     assert len(device.launches) == planned > launched, "a refused call was launched"
 
 
+@pytest.mark.parametrize("bad", ["out shape", "lse dtype", "workspace size"])
+def test_a_result_that_is_wrong_is_wrong_after_a_call_that_had_none(device: RecordingDevice, bad: str) -> None:
+    (name,) = BAD[bad]
+    cute_mla.flash_mla_with_kvcache(**dense(**{name: None}))
+    with pytest.raises(ValueError, match=f"^{name} has"):
+        cute_mla.flash_mla_with_kvcache(**dense(**BAD[bad]))
+
+
 def test_a_tensor_of_a_plan_without_the_other_is_no_schedule(device: RecordingDevice) -> None:
     for _ in range(2):
         cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=cute_mla.get_mla_metadata()[0], num_splits=None))
@@ -143,6 +151,30 @@ def test_operands_that_look_alike_are_told_apart(device: RecordingDevice, name: 
     decode = next(launch for launch in reversed(device.launches) if "sparse_decode" in launch.kernel)
     assert decode.args[name] is None
     assert decode.args[({"topk_length", "attn_sink"} - {name}).pop()] is not None
+
+
+EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("make", "names", "parameter"),
+    [
+        (sparse_extra, ("topk_length",), "topk_length"),
+        (sparse_extra, ("attn_sink",), "attn_sink"),
+        (sparse_extra, ("extra_topk_length",), "extra_topk_length"),
+        (sparse_extra, EXTRA, "extra_cache"),
+        (dense_fp8, ("descale_q",), "descale_q"),
+        (dense_fp8, ("descale_k",), "descale_k"),
+    ],
+)
+def test_what_may_be_absent_is_part_of_a_call(
+    device: RecordingDevice, make: Any, names: tuple[str, ...], parameter: str, first: bool
+) -> None:
+    for given in (first, not first, first):
+        cute_mla.flash_mla_with_kvcache(**make(**({} if given else dict.fromkeys(names))))
+        decode = next(launch for launch in reversed(device.launches) if "_decode" in launch.kernel)
+        assert (decode.args[parameter] is not None) == given
 
 
 def test_one_scale_is_not_taken_for_the_other(device: RecordingDevice) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..spec.abi import Param, ParamKind
@@ -59,7 +60,7 @@ class ArgumentBlock:
             raise ValueError(f"parameters are {', '.join(param.kind for param in params)}; supported: tensor maps, pointers, scalars")
         self._pointers_at = maps * TENSOR_MAP_BYTES
         self._scalars_at = self._pointers_at + pointers * ParamKind.POINTER.size
-        offsets, layout, size = _places(params)
+        offsets, layout, size = _places(tuple(params))
         memory = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
         start = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
         first = ctypes.addressof(memory) + start
@@ -88,7 +89,8 @@ class ArgumentBlock:
         self._pack_scalars(self._bytes, self._scalars_at, *scalars)
 
 
-def _places(params: Sequence[Param]) -> tuple[list[int], str, int]:
+@lru_cache(maxsize=256)
+def _places(params: tuple[Param, ...]) -> tuple[tuple[int, ...], str, int]:
     """The offset of each argument, the struct format of the scalars, and the bytes of all."""
     offsets, layout, size = [], "<", 0
     for param in params:
@@ -97,4 +99,4 @@ def _places(params: Sequence[Param]) -> tuple[list[int], str, int]:
         if param.kind in _SCALAR_FORMATS:
             layout += f"{padding}x{_SCALAR_FORMATS[param.kind]}"
         size += padding + param.size
-    return offsets, layout, size
+    return tuple(offsets), layout, size

@@ -39,16 +39,13 @@ class CudaLaunches:
         except IndexError:
             prepared = self._make()
         try:
-            if stream != prepared.stream:
-                prepared.set_stream(stream)
-            prepared.write(addresses)
-            prepared.start()
+            prepared.start(addresses, stream)
         finally:
             self._free.append(prepared)
 
     def again(self) -> Callable[[], None]:
         """Starts the launches as they were started last, and does nothing besides."""
-        return self._free[-1].start
+        return self._free[-1].again
 
     def _make(self) -> _Prepared:
         return _Prepared(self._device, self._context, self._call, self._kernels, self._maps)
@@ -71,23 +68,25 @@ class _Prepared:
         self._maps = self._maps_of(call, maps)
         self._configs = [_config(step) for step in call.steps]
         tables = [arguments.table_address for arguments in self._arguments]
-        self.start = driver.starter(device, context, list(zip(self._configs, kernels, tables, strict=True)))
-        self.stream: int | None = None
+        self.again = driver.starter(device, context, list(zip(self._configs, kernels, tables, strict=True)))
+        self._stream: int | None = None
 
-    def write(self, addresses: list[int]) -> None:
-        """Writes the addresses of the call's tensors wherever launches look for them."""
+    def start(self, addresses: list[int], stream: int) -> None:
+        """Launches on tensors at these addresses, on the stream with this handle."""
+        if stream != self._stream:
+            self._set_stream(stream)
         words = self._words
         words[self._tensors] = addresses
         for word, tensor, offset in self._within:
             words[word] = addresses[tensor] + offset
         for encoded, place, tensor in self._maps:
             place[:] = encoded[addresses[tensor]]
+        self.again()
 
-    def set_stream(self, raw: int) -> None:
-        """Has the launches go to the stream with this handle."""
+    def _set_stream(self, raw: int) -> None:
         for config in self._configs:
             config.hStream = driver.stream(raw)
-        self.stream = raw
+        self._stream = raw
 
     def _arguments_of(self, step: Step) -> ArgumentBlock:
         arguments = ArgumentBlock(step.kernel.params)

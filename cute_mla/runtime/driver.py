@@ -244,7 +244,8 @@ def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]])
 
     def start() -> None:
         status, found = current_device()
-        is_elsewhere = status != 0 or int(found) != device  # a thread that has not used CUDA yet, or whose current device is another one
+        # Elsewhere: in a thread that has not used CUDA yet, or whose current device is another one.
+        is_elsewhere = status is not success or int(found) != device
         if is_elsewhere:
             _call("cuCtxPushCurrent", context)
         try:
