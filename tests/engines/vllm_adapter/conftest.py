@@ -17,6 +17,8 @@ from vllm.v1.attention.ops import metadata
 from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
+_ORDER = torch.Generator().manual_seed(7)  # never the same twice, as on a GPU
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _plugins() -> None:
@@ -75,7 +77,7 @@ def _slots(
     slots = torch.where(mine, blocks * BLOCK_STRIDE_ROWS + local % BLOCK_SIZE, -1)
     counts = mine.sum(1).to(torch.int32)
     if compact_valid_to_front:
-        order = torch.where(mine, torch.rand(mine.shape, generator=torch.Generator().manual_seed(7)), 2.0).argsort(1)
+        order = torch.where(mine, torch.rand(mine.shape, generator=_ORDER), 2.0).argsort(1)
         slots = slots.gather(1, order)
     slots = slots.to(torch.int32)
     return (slots, counts) if return_valid_counts else slots

@@ -116,26 +116,27 @@ def test_heads_of_a_rank(arch: Arch, heads: int, tmp_path: Path) -> None:
     agree(out, expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))[0], 8e-3)
 
 
+@pytest.mark.parametrize("tokens", [1, 2], ids=["decode", "prefill too"])
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
-def test_ranks_that_share_the_keys_return_lse(arch: Arch, cache: str, tmp_path: Path) -> None:
+def test_ranks_that_share_the_keys_return_lse(arch: Arch, cache: str, tokens: int, tmp_path: Path) -> None:
     served = served_by(16, cache, tmp_path)
     layer = served.layer.impl
     layer.dcp_world_size, layer.dcp_rank, layer.need_to_return_lse_for_decode = 2, 1, True
-    batch = batch_of([Request(1, 60), Request(1, 40)], 64)  # this rank's keys: every other token's
+    batch = batch_of([Request(1, 60), Request(tokens, 40)], 64)  # this rank's keys: every other token's
     storage, worth = filled_cache(batch, served.setting)
     chosen = torch.full_like(layer.topk_indices_buffer, -1)
     chosen[0, :100] = torch.randperm(119)[:100]
-    chosen[1, :20] = 2 * torch.arange(20)  # all of them the other rank's
+    chosen[1:, :20] = 2 * torch.arange(20)  # all of them the other rank's
     layer.topk_indices_buffer.copy_(chosen)
-    q = torch.cat(queries(2, 16), dim=-1)
+    q = torch.cat(queries(1 + tokens, 16), dim=-1)
     with cute_mla.simulate(arch, 6):
         out, lse = served.mqa(q, storage, served.build(batch))
     wanted, norm = expected(batch, q, worth, chosen, (2, 1))
     agree(out, wanted, 8e-3)
     assert lse is not None
     assert (lse[0] - norm[0]).abs().max() < LSE[cache]
-    assert (lse[1] == -math.inf).all()
-    assert (out[1] == 0).all()
+    assert (lse[1:] == -math.inf).all()
+    assert (out[1:] == 0).all()
 
 
 def test_padding_is_finite(arch: Arch, tmp_path: Path) -> None:
