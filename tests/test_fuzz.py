@@ -11,6 +11,7 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import ARCHS
+from cute_mla.testing.cases import Case
 from tests.fuzz import judging
 from tests.fuzz.calls import Break, CacheCase, FuzzCall, MergeCase, Setting
 from tests.fuzz.campaign import Share, Tally, run, shares
@@ -129,6 +130,13 @@ def test_a_broken_call_that_passes_for_the_right_one_made_before(monkeypatch: py
     planted(monkeypatch, forgetful)
     with pytest.raises(Failure, match="accepted, though at fault"):
         judge(replace(BROKEN, again=True))
+
+
+@pytest.mark.parametrize("argument", ["q", "lse"])
+def test_a_nested_tensor_where_a_call_was_kept(argument: str) -> None:
+    """torch's own comparison of tensors would end the process."""
+    call = FuzzCall("dense_decode", Case(h_q=3, lengths=(5,), outputs="given"), SETTING, (Break(argument, "layout", 6),), again=True)
+    assert judge(call).kind == "refused"
 
 
 def test_a_failure_is_made_small_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.fuzz.breaking import BREAKS
 from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.host_subjects import HOST_SUBJECTS
-from tests.fuzz.subjects import DEVICE_SUBJECTS, Arguments, Subject, anything, overwritten_plan
+from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, anything
 from tests.recording_device import RecordingDevice
 
 SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **HOST_SUBJECTS}
@@ -173,7 +173,7 @@ def pattern(message: str) -> str:
 def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
     """Makes a call that has to return, twice if it is to be made again."""
     verify = subject.expect(arguments, call.setting)
-    if verify in (anything, overwritten_plan) and not call.breaks:
+    if verify in (anything, *ALLOWED_FINDINGS) and not call.breaks:
         raise Failure("the judge knows nothing of a right call")
     written = _written(arguments)
     if call.subject not in ("merge_states", "write_kv_cache"):  # where a result may replace an operand, or a part of one
@@ -189,7 +189,8 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
     except Failure:
         raise
     except cute_mla.SimulationError as error:
-        if verify is not overwritten_plan or not all(str(finding).startswith("poison") for finding in error.findings):
+        allowed = ALLOWED_FINDINGS.get(verify)
+        if allowed is None or not all(str(finding).startswith(allowed) for finding in error.findings):
             raise Failure(f"SimulationError, though nothing is at fault: {error}") from error
         complaint = ""
     except Exception as error:

@@ -89,6 +89,15 @@ def overwritten_plan(results: Any) -> str:
     return ""
 
 
+def same_slots(results: Any) -> str:
+    """As anything; but several tokens were for one slot, and the simulated device notices that nothing orders their writes."""
+    return ""
+
+
+# Functions above, and the kind of finding that they allow.
+ALLOWED_FINDINGS: dict[Verify, str] = {overwritten_plan: "poison", same_slots: "race"}
+
+
 # ------------------------------------------------------------ attention
 
 
