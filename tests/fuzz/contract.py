@@ -169,7 +169,7 @@ class Contract:
 
 def is_empty_lse(value: Any) -> bool:
     """inf or -inf."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isinf(value)
+    return isinstance(value, float | np.floating) and math.isinf(value)
 
 
 def is_optional(right: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Real
 from types import FrameType
 from typing import Any
 
@@ -123,7 +124,8 @@ def _broken(call: FuzzCall, arguments: Arguments) -> Arguments | None:
 def _after_the_right_one(call: FuzzCall, subject: Subject) -> None:
     """The broken call, if it is at fault, is refused also where the right one was made just before, on a device that computes nothing.
 
-    Memory that arguments share is looked at where a call is checked in full alone, so that says nothing here.
+    Memory that arguments share is looked at where a call is checked in full alone, so that says nothing here; nor does an option that
+    equals the one that was checked, as 0 equals False.
     """
     if any(item.how == "alias" for item in call.breaks):
         return
@@ -134,8 +136,13 @@ def _after_the_right_one(call: FuzzCall, subject: Subject) -> None:
         subject.function(**arguments)
         broken = _broken(call, arguments)
         faults = set() if broken is None else subject.faults(broken, call.setting)
-        if broken is not None and faults:
+        if broken is not None and faults and not all(_is_equal(broken[name], arguments.get(name)) for name in broken):
             _refusal(call, subject, broken, faults)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    plain = isinstance(value, Real) and isinstance(other, Real)
+    return value is other or (plain and bool(value == other))
 
 
 def _refusal(call: FuzzCall, subject: Subject, arguments: Arguments, faults: set[str]) -> Outcome:
