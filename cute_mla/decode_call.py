@@ -71,7 +71,6 @@ _ALIGNMENTS = {"k_cache": max(TMA_ALIGNMENT, GATHER_ALIGNMENT), "extra_k_cache":
 _ALIGNMENT = math.lcm(*_ALIGNMENTS.values())
 
 _data_ptr = torch.Tensor.data_ptr
-_is_nested = torch.Tensor.is_nested.__get__  # type: ignore[attr-defined]
 
 
 class DecodeOptions(NamedTuple):
@@ -145,9 +144,11 @@ class DecodeCall:
 
     def fits(self, given: tuple[torch.Tensor, ...], addresses: list[int], schedule: MlaSchedule | None) -> bool:
         """Whether the checks would find nothing else for these tensors."""
+        for tensor in given:
+            if tensor.is_nested:  # torch's own comparison ends the process on one
+                return False
         return (
-            not any(map(_is_nested, given))  # torch's own comparison ends the process on one
-            and self.like(*given)
+            self.like(*given)
             and (addresses[0] | addresses[self.out]) % MAX_ROW_ALIGNMENT == self.row_remainder
             and not (addresses[1] | addresses[self.second_cache] | addresses[self.workspace]) % _ALIGNMENT
             and (schedule is None or schedule.serves(self.plan.schedule_key))

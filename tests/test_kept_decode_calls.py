@@ -115,6 +115,12 @@ def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -
     assert len(device.launches) == planned > launched, "a refused call was launched"
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "cache_seqlens", "workspace"])
+def test_a_nested_tensor_is_refused_after_a_call_that_was_right(device: RecordingDevice, name: str) -> None:
+    refused_after_a_right_call(device, dense, **{name: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(4)])})
+
+
 @pytest.mark.parametrize("bad", ["out shape", "lse dtype", "workspace size"])
 def test_a_result_that_is_wrong_is_wrong_after_a_call_that_had_none(device: RecordingDevice, bad: str) -> None:
     (name,) = BAD[bad]
