@@ -28,9 +28,9 @@ def heads_problem(h_q: int, h_kv: int, op: str = "dense_decode") -> str | None:
     if problem is not None:
         return problem
     if op in ("sparse_decode", "sparse_prefill") and not (is_integer(h_kv) and h_kv == 1):
-        return f"h_kv is {h_kv!r}; supported with indices: 1"
+        return f"h_kv is {shown(h_kv)}; supported with indices: 1"
     if not is_integer(h_kv) or h_kv < 1 or h_q % h_kv:
-        return f"h_kv is {h_kv!r} with h_q {h_q}; supported: divisors of h_q"
+        return f"h_kv is {shown(h_kv)} with h_q {h_q}; supported: divisors of h_q"
     return None
 
 

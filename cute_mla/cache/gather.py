@@ -125,7 +125,7 @@ def gather_kv_cache(
     if out is None:
         out = k_cache.new_empty(plan.shape, dtype=plan.dtype)
     if not kernels:
-        if rows and block_table.numel():
+        if rows and block_table.shape[0]:
             _gather_by_torch(plan.cache, k_cache, (block_table, cu_seqlens, starts), descale_k, out)
         return out
     device = device_for(k_cache.device)
@@ -146,6 +146,8 @@ def _gather_by_torch(
 ) -> None:
     """Fills out. wanted: block table, cu_seqlens and starts."""
     table, cu_seqlens, starts = wanted
+    if table.shape[1] == 0:
+        table = table.new_full((table.shape[0], 1), -1)  # requests without pages: one entry that names none
     place = torch.arange(out.shape[0], device=out.device)
     request = torch.searchsorted(cu_seqlens[1:].long(), place, right=True)  # of those that end at or before a row, the number
     exists = request < table.shape[0]

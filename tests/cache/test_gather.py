@@ -26,6 +26,11 @@ def filled(cache: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return paged
 
 
+def test_requests_without_pages_are_rows_of_zeros() -> None:
+    out = torch.full((15, 576), float("nan"), dtype=torch.bfloat16)
+    assert not gather_kv_cache(filled("latent", torch.bfloat16), TABLE[:, :0], CU_SEQLENS, 15, out=out).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cache", FORMATS)
 def test_keys_in_the_order_of_the_requests(cache: str, dtype: torch.dtype) -> None:

@@ -78,7 +78,7 @@ def _expect_workspace(arguments: Arguments, setting: Setting) -> Verify:
     op, batch, s_q = (arguments[name] for name in ("op", "batch", "s_q"))
     keys = arguments.get("max_cache_seqlen" if op == "dense_decode" else "topk") or 0
     decodes = op in ("dense_decode", "sparse_decode")
-    if decodes and (batch > _VERIFIED_BATCH or keys > 1 << 24 or keys % 16):
+    if decodes and (batch > _VERIFIED_BATCH or s_q > _VERIFIED_BATCH or keys > 1 << 24 or keys % 16):
         return lambda size: "" if isinstance(size, int) and size >= 0 and size % 4 == 0 else f"{size!r} returned"
     needed = _asked_for(arguments, keys) if decodes and batch and s_q else 0
     return lambda size: "" if size == needed else f"{size!r} returned, a call asks for {needed}"

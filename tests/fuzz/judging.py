@@ -201,6 +201,8 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
             raise Failure(f"SimulationError, though nothing is at fault: {error}") from error
         complaint = ""
     except Exception as error:
+        if "allocate memory" in str(error) and any(item.how == "enormous" for item in call.breaks):
+            return Outcome("refused", "more memory than there is")  # torch's error
         raise Failure(f"{type(error).__name__}, though nothing is at fault: {error}") from error
     complaint = complaint or memory.damage(written)
     if complaint:

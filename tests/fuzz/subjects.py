@@ -42,6 +42,7 @@ _GUARD = 256  # bytes of another allocation's before and after a workspace
 _MOST_SCALE = 10.0  # beyond it, scores leave the range in which tolerances mean anything
 _ROUNDED_LSE = replace(LSE, abs_tol=3e-5, cos_tol=1e-4)  # README: over very few keys of FP8, each rounded once to bf16
 _MOST_SCORE = 1e4
+_LEAST_OUT = 1e-5
 _HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -62,6 +63,12 @@ class Subject:
 
 def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
     """Results agree with a reference's."""
+
+    # A whole result that is nothing to its type, such as values scaled by a great sink, has no direction.
+    wide = replace(next(iter(tolerances.values())), cos_tol=math.inf)
+    first = next(iter(tolerances))
+    if expected[0].numel() and expected[0].nan_to_num().abs().max() < _LEAST_OUT:
+        tolerances = {**tolerances, first: wide}
 
     def verify(results: Any) -> str:
         if not isinstance(results, tuple) or len(results) != len(expected):
