@@ -114,7 +114,7 @@ def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Pa
     return Parts(
         codes=to_e4m3(groups / divisor).flatten(-2),
         scales=scales.contiguous().view(torch.uint8) if layout.scales_inside else _to_e8m0(scales),
-        wide=keys[..., layout.quantised :].to(torch.bfloat16).contiguous().view(torch.uint8),
+        wide=_contiguous_bytes(keys[..., layout.quantised :].to(torch.bfloat16)).view(torch.uint8),
     )
 
 

@@ -266,3 +266,8 @@ def test_what_is_refused() -> None:
         dequantise_cache(torch.zeros(1, 2, 1, 600, dtype=torch.uint8)[..., :584], "fp8_584")
     with pytest.raises(ValueError, match="page_stride is 1167; supported: at least the 1168 bytes"):
         empty_cache("fp8_584", 1, 2, page_stride=1167)
+
+
+def test_no_keys_of_any_strides() -> None:
+    kv = torch.zeros(0, 2, 1, 1152)[..., ::2]
+    assert quantise_cache(kv, "fp8_656").shape == (0, 2, 1, 656)

@@ -43,9 +43,9 @@ def is_scale(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """A tensor whose elements lie in memory as they are read."""
-    return (
-        isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and not value.is_neg() and not value.is_conj()
-    )
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
 
 
 def byte_strides(tensor: Tensor, *dims: int) -> list[int]:

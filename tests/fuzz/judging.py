@@ -156,6 +156,10 @@ def _refusal(call: FuzzCall, subject: Subject, arguments: Arguments, faults: set
         return Outcome("refused", pattern(str(error)))
     except Failure:
         raise
+    except cute_mla.DeviceError:
+        if "device" not in faults:
+            raise
+        return Outcome("refused", "no such device")
     except Exception as error:
         raise Failure(f"{type(error).__name__} instead of ValueError, at fault {sorted(faults)}: {error}") from error
     raise Failure(f"accepted, though at fault: {sorted(faults)}")

@@ -40,7 +40,7 @@ Verify = Callable[[Any], str]  # of what a call returned: what is wrong with it,
 
 _GUARD = 256  # bytes of another allocation's before and after a workspace
 _MOST_SCALE = 10.0  # beyond it, scores leave the range in which tolerances mean anything
-_ROUNDED_LSE = replace(LSE, abs_tol=3e-5, cos_tol=1e-4)  # README: over very few keys of FP8, each rounded once to bf16
+_ROUNDED_LSE = replace(LSE, abs_tol=1e-4, cos_tol=1e-3)  # README: over very few keys of FP8, each rounded once to bf16
 _MOST_SCORE = 1e4
 _LEAST_OUT = 1e-5
 _HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
