@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..spec.dense_decode import SMALL_PAGES
+from ..spec.dense_decode import MAX_KEYS, SMALL_PAGES
 from ..spec.mla import D_QK
 from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
@@ -20,7 +20,7 @@ _MAX_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
 
 def page_size_problem(page_size: Any) -> str | None:
     """Why a page size is not supported, or None if it is."""
-    if is_integer(page_size) and (page_size in SMALL_PAGES or (page_size > 0 and page_size % TILE_KEYS == 0)):
+    if is_integer(page_size) and (page_size in SMALL_PAGES or (0 < page_size <= MAX_KEYS and page_size % TILE_KEYS == 0)):
         return None
     return f"page size is {shown(page_size)}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
 

@@ -22,6 +22,7 @@ from tests.fuzz.subjects import Arguments, Subject, Verify
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 _VERIFIED_BATCH = 256
+_MOST_KEYS = (1 << 31) - 64
 
 
 def _plain(case: PlainCase) -> Arguments:
@@ -153,9 +154,9 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
         case "page_size":
             if not decode:
                 return value is None
-            return is_integer(value) and value >= 1 and (not dense or value in (16, 32) or value % 64 == 0)
+            return is_integer(value) and 1 <= value <= _MOST_KEYS and (not dense or value in (16, 32) or value % 64 == 0)
         case "topk":
-            return value is None if dense else is_integer(value) and value >= 0
+            return value is None if dense else is_integer(value) and 0 <= value <= _MOST_KEYS
         case "batch_invariant":
             return is_flag(value)
         case "causal":
@@ -394,7 +395,7 @@ def _batch_faults(arguments: Arguments, setting: Setting) -> set[str]:
         if c.require(right, name):
             lengths.append([int(length) for length in given])
     page, decodes, chunk = (arguments[name] for name in ("page_size", "decodes", "chunk_tokens"))
-    c.require(is_integer(page) and (page in (16, 32) or (page > 0 and page % 64 == 0)), "page_size", "page size")
+    c.require(is_integer(page) and (page in (16, 32) or (0 < page <= _MOST_KEYS and page % 64 == 0)), "page_size", "page size")
     c.require(is_integer(chunk) and chunk >= 1, "chunk_tokens")
     c.require(is_integer(decodes) and decodes >= 0, "decodes")
     table = c.tensor("block_table", torch.int32)
