@@ -222,7 +222,9 @@ def _checked(
         _reject("without indices", unused)
         _check_fp8_flag(operands.k_cache, options.is_fp8_kvcache)
     else:
-        _reject("with indices", {"causal": options.causal, **unused})
+        if options.causal:
+            raise ValueError("causal is True: not supported with indices; supported: False")
+        _reject("with indices", unused)
     out, lse, workspace = results.values()
     wanted = Wanted(
         given_plan=given_plan,
@@ -291,8 +293,8 @@ def plan_specs(metadata: torch.Tensor | MlaSchedule, num_splits: torch.Tensor | 
 def _reject(where: str, given: dict[str, Any]) -> None:
     """ValueError if any of the arguments is more than absent. where: the kind of call that does not have them."""
     for name, value in given.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name} is {shown(value)}: not supported {where}; supported: None or False")
+        if value is not None:
+            raise ValueError(f"{name} is {shown(value)}: not supported {where}; supported: None")
 
 
 def _check_fp8_flag(k_cache: Any, is_fp8_kvcache: bool) -> None:

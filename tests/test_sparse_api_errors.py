@@ -82,7 +82,7 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
         {"k_cache": lambda: zeros(20, 64, 1, 576).half(), "is_fp8_kvcache": lambda: False},
         "q has dtype torch.bfloat16 with k_cache of torch.float16; supported with this cache: torch.float16",
     ),
-    ("causal", {"causal": lambda: True}, "causal is True: not supported with indices; supported: None or False"),
+    ("causal", {"causal": lambda: True}, "causal is True: not supported with indices; supported: False"),
     ("head_dim_v", {"head_dim_v": lambda: 128}, "head_dim_v is 128; supported: 512"),
     ("scale", {"softmax_scale": lambda: math.nan}, "softmax_scale is nan; supported"),
     ("descale_k", {"descale_k": lambda: torch.ones(1)}, "descale_k is .*not supported with indices"),
