@@ -14,6 +14,7 @@ from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
 OURS = ""  # as the library of a point
 WIDTH, HEIGHT = 1320, 520
 TOP, BOTTOM = 62, 62
+_TITLES = {"batch": "requests (tokens of merge_states and cache_write)", "length": "keys of a request"}
 _PANEL, _LEFT, _LABELS = 660, 70, 190  # pixels: of a panel; of these, left and right of its axes
 
 
@@ -55,6 +56,8 @@ def _axes_of(op: str, shape: Mapping[str, Any]) -> tuple[str, float | None, floa
             return f"h{shape['h_q']} {'causal' if shape['causal'] else 'full'}{varied}", len(lengths), sum(lengths) / len(lengths)
         case "combine":
             return f"h{shape['h_q']} s{shape['s_q']} splits{shape['splits']}", shape["batch"], None
+        case "cache_write":
+            return shape["cache"], shape["tokens"], None
         case _:
             return f"h{shape['h_q']} states{shape['states']}", shape["tokens"], None
 
@@ -81,7 +84,7 @@ def _panel(axis: str, times: Sequence[Timed], left: int) -> list[str]:
     """Axes, lines and labels of one of the two."""
     lines = lines_against(axis, times)
     right, bottom = left + _PANEL - _LEFT - _LABELS, HEIGHT - BOTTOM
-    title = text((left + right) / 2, HEIGHT - 16, {"batch": "requests (tokens of merge_states)", "length": "keys of a request"}[axis])
+    title = text((left + right) / 2, HEIGHT - 16, _TITLES[axis])
     if not lines:
         return [title, text((left + right) / 2, HEIGHT / 2, "no two rows differ in this alone", fill=FAINT)]
     points = [point for line_points in lines.values() for point in line_points]

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..kernels.blocks import PREFILL_KEYS, block_of
+from ..spec import cache_write, dense_prefill, merge_states
 from ..spec import combine as combine_spec
-from ..spec import dense_prefill, merge_states
 from ..spec.arch import ARCHS, Arch
+from ..spec.cache_rows import KEYS_PER_BLOCK
 from ..spec.dense_decode import DenseDecodeProblem
 from ..spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from ..spec.sparse_decode import SparseDecodeProblem
@@ -19,8 +20,17 @@ from .model import Combine, Launch
 from .partition import Split, item_parts, split_parts, token_parts
 from .recorded_counts import COUNTED_DTYPE, Counts
 from .rows import Case
-from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
+from .shapes import (
+    CacheWriteShape,
+    CombineShape,
+    DecodeShape,
+    DensePrefillShape,
+    MergeShape,
+    SparseDecodeShape,
+    SparsePrefillShape,
+)
 
+CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
 FLAGGED = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
@@ -154,6 +164,13 @@ def _merge_states(case: Case, shape: MergeShape, arch: Arch, sm_count: int, reco
     return Combine(tokens * head_blocks, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
 
 
+def _cache_write(case: Case, shape: CacheWriteShape, arch: Arch, sm_count: int, recorded: Recorded) -> Combine:
+    """One warp a key: its slot, asked for together with its columns, and then the row that it writes."""
+    ctas = cache_write.grid(shape.tokens)[0]
+    busiest = case.work.bytes / shape.tokens * min(shape.tokens, KEYS_PER_BLOCK)
+    return Combine(ctas, CACHE_WRITE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=1)
+
+
 _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     DecodeShape: _dense_decode,
     SparseDecodeShape: _sparse_decode,
@@ -161,4 +178,5 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     DensePrefillShape: _dense_prefill,
     CombineShape: _combine,
     MergeShape: _merge_states,
+    CacheWriteShape: _cache_write,
 }

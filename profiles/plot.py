@@ -26,6 +26,7 @@ OP_COLORS = {
     "dense_prefill": "#b07a12",
     "combine": "#3b6f8f",
     "merge_states": "#555",
+    "cache_write": "#0f8a8a",
 }
 
 
@@ -125,7 +126,7 @@ def roofline_svg(gpu: Gpu, points: Sequence[Point], title: str) -> str:
     body = [
         text(LEFT, 22, title, size=15, anchor="start"),
         text(LEFT, 37, legend, size=11, anchor="start", fill=FAINT),
-        *op_legend([point.op for point in points], LEFT, 52),
+        *op_legend([point.op for point in points if _inside(point)], LEFT, 52),
         *_axes(),
         *_roof(gpu),
         *_points(points),

@@ -14,7 +14,16 @@ from ..spec.cache_format import FORMATS, FP8_656
 from ..spec.dense_decode import LATENT, OPERANDS
 from ..spec.mla import DTYPES
 from .roofline import Work
-from .shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, Shape, SparseDecodeShape, SparsePrefillShape
+from .shapes import (
+    CacheWriteShape,
+    CombineShape,
+    DecodeShape,
+    DensePrefillShape,
+    MergeShape,
+    Shape,
+    SparseDecodeShape,
+    SparsePrefillShape,
+)
 
 DEFINITIONS = Path(__file__).resolve().parent / "definitions"
 
@@ -114,6 +123,10 @@ def _merge_states(document: Table, entry: Table) -> Shape:
     return MergeShape(tokens=entry["tokens"], h_q=entry["h_q"], states=entry["states"])
 
 
+def _cache_write(document: Table, entry: Table) -> Shape:
+    return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(FORMATS)), page_size=document["page_size"])
+
+
 _LENGTHS = {"batch", "length", "lengths", "varlen"}
 # of each op: what makes a shape of a case, and the keys that it knows
 _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
@@ -123,6 +136,7 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
+    "cache_write": (_cache_write, {"tokens", "cache"}),
 }
 OPS = tuple(_SHAPES)
 _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}

@@ -25,6 +25,7 @@ E4M3_BYTES = 1
 FP8_RATE = 2.0  # of products of e4m3, in those of bf16
 FLOAT_BYTES = 4  # of lse, of max_logits and of accumulators
 INDEX_BYTES = 4  # of entries of page tables and of selected indices
+SLOT_BYTES = 8  # of entries of slot mappings
 
 
 def pair_flops(d_qk: int, d_v: int) -> int:
@@ -260,4 +261,33 @@ class MergeShape:
         return None
 
 
-Shape: TypeAlias = DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape
+@dataclass(frozen=True)
+class CacheWriteShape:
+    """A write_kv_cache: keys of so many tokens, to slots in random order. cache: the name of a CacheFormat."""
+
+    tokens: int
+    cache: str
+    page_size: int = 64
+
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's layout."""
+        return FORMATS[self.cache]
+
+    @property
+    def work(self) -> Work:
+        """16-bit keys and their slots in, rows of the cache out. What quantising takes is no useful arithmetic."""
+        layout = self.format
+        return Work(flops=0.0, bytes=float(self.tokens * (ELEMENT_BYTES * layout.d_qk + SLOT_BYTES + layout.page_bytes(1))))
+
+    @property
+    def text(self) -> str:
+        """Like "tokens4096 fp8_656"."""
+        return f"tokens{self.tokens} {self.cache}"
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """None: a warp takes one key."""
+        return None
+
+
+Shape: TypeAlias = DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape | CacheWriteShape

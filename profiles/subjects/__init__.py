@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..rows import Case
+from .cache_write import CacheWrite
 from .combine import Combine
 from .dense_decode import DenseDecode
 from .dense_prefill import DensePrefill
@@ -22,6 +23,7 @@ SUBJECTS: dict[str, type[Subject[Any]]] = {
     "dense_prefill": DensePrefill,
     "combine": Combine,
     "merge_states": MergeStates,
+    "cache_write": CacheWrite,
 }
 
 

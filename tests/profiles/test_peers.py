@@ -234,7 +234,7 @@ def test_triton_says_what_it_does_not_take(changes: dict[str, Any], reason: str)
 
 def test_every_prefill_and_decode_has_a_peer_that_covers_its_rows() -> None:
     assert len({peer.name for peer in PEERS}) == len(PEERS)
-    assert {op for peer in PEERS for op in peer.ops} == set(OPS) - {"combine", "merge_states"}
+    assert {op for peer in PEERS for op in peer.ops} == set(OPS) - {"combine", "merge_states", "cache_write"}
     for peer in PEERS:
         for op in peer.ops:
             assert any(peer.refusal(case) == "" for case in load(op))

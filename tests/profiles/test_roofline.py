@@ -8,7 +8,15 @@ import pytest
 
 from cute_mla.profiles.roofline import GPUS, Gpu, Work, gpus_of, roof
 from cute_mla.profiles.rows import OPS, Case, load
-from cute_mla.profiles.shapes import CombineShape, DecodeShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
+from cute_mla.profiles.shapes import (
+    CacheWriteShape,
+    CombineShape,
+    DecodeShape,
+    DensePrefillShape,
+    MergeShape,
+    SparseDecodeShape,
+    SparsePrefillShape,
+)
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 
@@ -128,6 +136,12 @@ def test_dense_prefill_counts_the_pairs_of_each_sequence_and_every_byte_once() -
 def test_merge_states_counts_every_byte_once() -> None:
     work = MergeShape(tokens=3, h_q=2, states=4).work
     assert work.bytes == 3 * 2 * 5 * (2 * 512 + 4)
+
+
+def test_writing_keys_counts_every_byte_once() -> None:
+    assert CacheWriteShape(tokens=3, cache="latent").work.bytes == 3 * (1152 + 8 + 1152)
+    assert CacheWriteShape(tokens=3, cache="fp8_656").work.bytes == 3 * (1152 + 8 + 656)
+    assert CacheWriteShape(tokens=3, cache="fp8_584").work.bytes == 3 * (1024 + 8 + 584)
 
 
 def test_the_ridge_divides_memory_from_compute() -> None:

@@ -13,8 +13,8 @@ from benching import bench, case_of, small_case
 import cute_mla
 from cute_mla.profiles.measure import TIMED, WRONG, measure_case
 from cute_mla.profiles.rows import OPS, Case
-from cute_mla.profiles.shapes import CombineShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
-from cute_mla.profiles.subjects import SUBJECTS, make_subject, subject
+from cute_mla.profiles.shapes import CacheWriteShape, CombineShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
+from cute_mla.profiles.subjects import SUBJECTS, cache_write, make_subject, subject
 from cute_mla.profiles.subjects.dense_decode import DenseDecode
 from cute_mla.profiles.subjects.operands import generator, selections
 from cute_mla.runtime.simulated import SimulatedDevice
@@ -39,6 +39,8 @@ CASES = {
     "combine of many": case_of("combine", CombineShape(batch=1, s_q=1, h_q=4, splits=37)),
     "merge_states": case_of("merge_states", MergeShape(tokens=3, h_q=9, states=3)),
 }
+# what these leave is equal to the reference
+WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_with_rows_has_a_subject_and_a_case_here() -> None:
-    assert set(SUBJECTS) == set(OPS) == {case.op for case in CASES.values()}
+    assert set(SUBJECTS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values())}
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -62,6 +64,19 @@ def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch) -> N
     assert 0 < record["check"]["out_max_abs"] < (2e-2 if case.text.endswith(FP8) else 1e-3)
     assert (record["plan_us"] is not None) == case.op.endswith("decode")
     assert device.instructions > 0
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("name", ["latent", "fp8_656"])
+def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(WRITES[name], bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        write = cache_write.write_kv_cache
+        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, *rest: write(kv_c * 1.02, *rest))
+        assert measure_case(WRITES[name], bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, k_pe, cache, slots: write(kv_c[1:], k_pe[1:], cache, slots[1:]))
+        assert "was not written everywhere" in measure_case(WRITES[name], bench())["reason"]
 
 
 @pytest.mark.usefixtures("few_launches")
