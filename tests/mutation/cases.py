@@ -18,7 +18,9 @@ from tests.mutation.merging import MergeCase
 DENSE = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
 GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
 RISING = Case(batch=2, lengths=(400, 200), h_q=9, values="rising")  # O is rescaled again and again
-SPLIT = Case(batch=2, lengths=(700, 130), h_q=9)  # for the kernels around it, on more SMs than it has requests
+SPLIT = Case(batch=2, lengths=(700, 130), h_q=9, sm_count=8)  # for the kernels around it, on more SMs than it has requests
+PARTS = replace(SPLIT, lengths=(4000, 130), sm_count=80)  # more parts than a warp has threads, most of them of one request
+WHOLE = replace(PARTS, batch=3, lengths=(10, 10, 10))  # and no request is cut
 SPARSE = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn")
 TOKENS = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn")
 PREFILL = DensePrefillCase(lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 165)), causal=True, values="falling", outputs="given")
@@ -37,7 +39,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     "sparse_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (576, 512) for case in (TOKENS, replace(TOKENS, values="rising"), FEW)),
     "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
     "combine": (SPLIT,),
-    "split_plan": (SPLIT,),
+    "split_plan": (SPLIT, PARTS, WHOLE),
     "merge_states": (MergeCase(),),
     "cache_write": tuple(CacheWriteCase(cache=cache, tokens=9) for cache in CACHED),
     "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),
@@ -47,8 +49,8 @@ HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (
 
 def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
     """Cases of an op that reach all its kernels; those in front are the ones to begin with."""
-    if CASES.get(op, ()) == (SPLIT,):
-        yield replace(SPLIT, sm_count=8)
+    if SPLIT in CASES.get(op, ()):
+        yield from CASES[op]
         return
     pair = 1 if arch.name == "sm90" else 2
     for heads in HEADS.get(op, (None,)):
