@@ -1,1 +1,2 @@
-"""Adapters to serving engines, one folder or module each. An adapter imports its engine; nothing else of cute_mla imports an adapter."""
+"""Adapters to serving engines, one folder each, and what they share. An adapter imports its engine; nothing else of cute_mla imports
+an adapter."""

@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from ...api import flash_mla_with_kvcache, get_mla_metadata
 from ...cache import page_size_problem
 from ...spec.mla import D_V
+from ..plans import PlanPlaces
 
 
 class DecodeMetadata(NamedTuple):
@@ -29,7 +30,7 @@ class GraphBuffers(NamedTuple):
 
     block_table: torch.Tensor
     lengths: torch.Tensor
-    plans: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    plans: PlanPlaces
 
 
 class CuteMlaDecode(AttentionBackend):
@@ -60,7 +61,7 @@ class CuteMlaDecode(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Places for batches of up to max_bs requests."""
         table = torch.zeros((max_bs, self._pages), dtype=torch.int32, device=self.device)
-        self._graph = GraphBuffers(table, torch.ones(max_bs, dtype=torch.int32, device=self.device), {})
+        self._graph = GraphBuffers(table, torch.ones(max_bs, dtype=torch.int32, device=self.device), PlanPlaces(max_bs))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of requests that pad a batch."""
@@ -76,15 +77,10 @@ class CuteMlaDecode(AttentionBackend):
             raise ValueError("init_cuda_graph_state has not been called; supported: once, before batches are captured")
         made = self._metadata(forward_batch)
         batch = made.lengths.shape[0]
-        if made.tokens not in self._graph.plans:
-            most = self._graph.lengths.shape[0]
-            self._graph.plans[made.tokens] = torch.empty_like(made.plan), made.num_splits.new_empty(most + 1)
-        plan, num_splits = self._graph.plans[made.tokens]
         self.forward_metadata = DecodeMetadata(
             self._graph.block_table[:batch].copy_(made.block_table),
             self._graph.lengths[:batch].copy_(made.lengths),
-            plan.copy_(made.plan),
-            num_splits[: batch + 1].copy_(made.num_splits),
+            *self._graph.plans.keep(made.tokens, (made.plan, made.num_splits)),
             made.tokens,
         )
 

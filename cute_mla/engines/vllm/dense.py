@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, Multip
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...spec.mla import D_V
+from ..plans import Plan, PlanPlaces
 from . import DENSE
 from .capability import DTYPES, E4M3_CACHES, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, reason_against, somewhere
 from .layers import WritesCache, most_decode_tokens, refuse_options, reserve_queries, whole_queries
@@ -88,7 +89,7 @@ class CuteMla(MLACommonBackend):
 class CuteMlaDecodeMetadata(MLACommonDecodeMetadata):
     """plan: tile_scheduler_metadata and num_splits of these requests. dtype: of the model, which out has."""
 
-    plan: tuple[torch.Tensor, torch.Tensor]
+    plan: Plan
     dtype: torch.dtype
 
 
@@ -105,9 +106,8 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata)
         self._decode_heads = self.num_heads * self.dcp_world_size  # those of all ranks attend to this rank's keys
-        self._most_requests = vllm_config.scheduler_config.max_num_seqs
         # By query tokens of a request: how many parts a plan has depends on them, and on nothing else that changes.
-        self._plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._plans = PlanPlaces(vllm_config.scheduler_config.max_num_seqs)
 
     def _build_decode(
         self,
@@ -128,14 +128,9 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
             dtype=self.model_config.dtype,
         )
 
-    def _plan(self, lengths: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plan(self, lengths: torch.Tensor, tokens: int) -> Plan:
         """The plan of requests with these lengths and so many query tokens each. Lengths stay on the device."""
-        made, made_splits = get_mla_metadata(lengths, max(tokens, 1) * self._decode_heads, 1, self._decode_heads)
-        if tokens not in self._plans:
-            self._plans[tokens] = torch.empty_like(made), made_splits.new_empty(max(self._most_requests, lengths.shape[0]) + 1)
-        metadata, num_splits = self._plans[tokens]
-        splits = num_splits[: made_splits.shape[0]]
-        return metadata.copy_(made), splits.copy_(made_splits)
+        return self._plans.keep(tokens, get_mla_metadata(lengths, max(tokens, 1) * self._decode_heads, 1, self._decode_heads))
 
 
 class CuteMlaImpl(WritesCache, MLACommonImpl[CuteMlaMetadata]):

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ...spec.mla import D_V
+from ..plans import Plan, PlanPlaces
 from . import SPARSE
 from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, reason_against, somewhere
 from .layers import WritesCache, refuse_options, reserve_queries, whole_queries
@@ -96,7 +97,7 @@ class CuteMlaSparse(AttentionBackend):
 class CuteMlaSparseMetadata(SparseMLACommonMetadata):
     """plans: tile_scheduler_metadata and num_splits, by the number of query tokens that a call may have."""
 
-    plans: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    plans: dict[int, Plan] = field(default_factory=dict)
 
 
 class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseMetadata]):
@@ -114,8 +115,7 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
         )
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._decode_heads = layer.num_heads * self.dcp_world_size
-        self._most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._plans = PlanPlaces(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -127,14 +127,10 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
         metadata.plans = {tokens: self._plan(i, tokens, metadata.req_id_per_token) for i, tokens in enumerate(counts) if tokens}
         return metadata
 
-    def _plan(self, buffer: int, tokens: int, int32s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plan(self, place: int, tokens: int, int32s: torch.Tensor) -> Plan:
         """The plan of so many tokens, in one of two places that stay. Only the length of int32s counts."""
-        made, made_splits = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self.topk_tokens)
-        if buffer == len(self._buffers):
-            self._buffers.append((torch.empty_like(made), made_splits.new_empty(max(self._most_tokens, tokens) + 1)))
-        metadata, num_splits = self._buffers[buffer]
-        splits = num_splits[: tokens + 1]
-        return metadata.copy_(made), splits.copy_(made_splits)
+        made = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self.topk_tokens)
+        return self._plans.keep(place, made)
 
 
 class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata]):
