@@ -28,6 +28,7 @@ from ..parts.key_rows import (
     PAIR,
     SPAN,
     WORDS,
+    Key,
     as_float,
     cache_scale,
     element_at,
@@ -138,22 +139,18 @@ class CacheGather:
             position = position_of(cu_seqlens, starts, request, row)
             page = page_of(block_table, request * table_stride_batch, position // page_size, table_pages, position >= 0)
             found = (page >= 0) & (page < pages)
-            first = k_cache.toint() + page * cache_stride_page
-            data = first + (position % page_size) * cache_stride_row
-            scales = data + self.cache.quantised
-            if cutlass.const_expr(not self.cache.scales_inside):
-                scales = first + Int64(page_size) * self.cache.row_bytes + (position % page_size) * self.cache.scale_bytes
-            self.gather(data, scales, out.toint() + row * out_stride_row * ELEMENT_BYTES, lane, found, descale_k)
+            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, position % page_size, cache_stride_row, page_size)
+            self.gather(key, out.toint() + row * out_stride_row * ELEMENT_BYTES, lane, found, descale_k)
 
-    def gather(self, data: Int64, scales: Int64, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
+    def gather(self, key: Key, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
         """One key to one row of out."""
         element_bytes = 1 if self.cache.quantised else ELEMENT_BYTES
         vectors = [registers(VECTOR * element_bytes // 4) for _ in range(2)]
         columns = [SPAN * i + VECTOR * lane for i in range(2)]
         for words, column in zip(vectors, columns, strict=True):
-            load_words(words, data + column * element_bytes, found & (column < self.latent))
-        pair = self.load_pair(data, lane, found)
-        factors = [self.scale(scales, column, found, descale_k) for column in columns]
+            load_words(words, key.data + column * element_bytes, found & (column < self.latent))
+        pair = self.load_pair(key.data, lane, found)
+        factors = [self.scale(key.scales, column, found, descale_k) for column in columns]
 
         whole = is_whole(target, VECTOR)
         for words, column, factor in zip(vectors, columns, factors, strict=True):

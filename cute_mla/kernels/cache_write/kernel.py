@@ -10,8 +10,6 @@ The trick is what is not done: a slot outside the cache ends its warp before a c
 cute_mla/spec/cache_write.py.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
@@ -41,6 +39,7 @@ from ..parts.key_rows import (
     PAIR,
     SPAN,
     WORDS,
+    Key,
     as_bits,
     as_float,
     cache_scale,
@@ -56,14 +55,6 @@ from ..source import KernelSource
 THREADS = 32 * KEYS_PER_BLOCK
 MAGNITUDE = 0x7FFFFFFF
 EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal add up to it
-
-
-@dataclass(frozen=True)
-class Key:
-    """Where a key goes. data, scales: addresses of its row and of its scales."""
-
-    data: Int64
-    scales: Int64
 
 
 @cute.jit
@@ -163,11 +154,7 @@ class CacheWrite:
             slot = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
         if slot >= 0 and slot < slots:
             page, row = Int32(slot) // page_size, Int32(slot) % page_size
-            first = k_cache.toint() + page * cache_stride_page
-            data = first + row * cache_stride_row
-            key = Key(data, data + self.cache.quantised)
-            if cutlass.const_expr(not self.cache.scales_inside):
-                key = Key(data, first + Int64(page_size) * self.cache.row_bytes + row * self.cache.scale_bytes)
+            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, row, cache_stride_row, page_size)
 
             latent = kv_c.toint() + token * kv_c_stride_token * ELEMENT_BYTES
             rotary = k_pe.toint() + token * k_pe_stride_token * ELEMENT_BYTES

@@ -7,10 +7,13 @@ words    pairs of 16-bit elements, or four e4m3 values
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, cute
 from cutlass.cute.typing import AddressSpace
 
+from ...spec.cache_format import CacheFormat
 from ...spec.cache_rows import VECTOR
 from ...spec.mla import ELEMENT_BYTES
 from .fragments import load_pair
@@ -23,6 +26,22 @@ INFINITE = 0x7F800000  # fp32 bits; magnitudes from here on are not finite
 NAN = 0x7FC00000
 MANTISSA_BITS = 23
 E8M0_NAN = 255
+
+
+@dataclass(frozen=True)
+class Key:
+    """Where a key lies in a cache. data, scales: addresses of its row and of its scales, if it has any."""
+
+    data: Int64
+    scales: Int64
+
+    @staticmethod
+    def of(cache: CacheFormat, page: Int64, row: Int32, row_stride: Int64, page_size: Int32) -> Key:
+        """Of a row of the page at an address. row_stride in bytes."""
+        data = page + row * row_stride
+        if cache.scales_inside:
+            return Key(data, data + cache.quantised)
+        return Key(data, page + Int64(page_size) * cache.row_bytes + row * cache.scale_bytes)
 
 
 def registers(words: int) -> cute.Tensor:
