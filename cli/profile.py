@@ -82,7 +82,7 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
     """Whether there is a GPU to time on. DeviceError if one is demanded and none matches."""
     if device == "model":
         return False
-    from cute_mla.profiles.cuda_bench import GpuMismatch, matching_arch
+    from cute_mla.profiles.measure.cuda_bench import GpuMismatch, matching_arch
 
     try:
         matching_arch(archs)

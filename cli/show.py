@@ -17,7 +17,7 @@ from .environment import environment, rows
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
-    from cute_mla.profiles.dynamic_counts import DynamicCounts
+    from cute_mla.profiles.kernel_stats.dynamic_counts import DynamicCounts
 
 
 @click.command()
@@ -113,7 +113,7 @@ def _show_kernel(entry: KernelEntry, with_counts: bool, as_json: bool) -> None:
 
 
 def _executed(entry: KernelEntry) -> DynamicCounts:
-    from cute_mla.profiles.dynamic_counts import dynamic_counts
+    from cute_mla.profiles.kernel_stats.dynamic_counts import dynamic_counts
 
     counts = dynamic_counts(entry)
     if counts is None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from cute_mla.cli import commands
 from cute_mla.cli.profile import succeeded
 from cute_mla.manifest import KernelEntry, Manifest
-from cute_mla.profiles.static_report import MIX_CLASSES
+from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
 from cute_mla.runtime.library import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -139,7 +139,8 @@ def timed_document(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that gave timed_document()."""
-    from cute_mla.profiles import cuda_bench, report
+    from cute_mla.profiles import report
+    from cute_mla.profiles.measure import cuda_bench
 
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: archs[0])
     monkeypatch.setattr(report, "cuda_document", lambda *args: timed_document())
