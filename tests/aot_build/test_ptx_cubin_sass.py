@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 from tma_copy import GOOD
 
-from cute_mla.aot_build.inspect import DamagedCubin, KernelParam, by_mnemonic, count_matching, read_cubin, read_overlap, read_ptx, read_sass
+from cute_mla.aot_build.cubin import DamagedCubin, read_cubin
+from cute_mla.aot_build.opcode_counts import by_mnemonic, count_matching
+from cute_mla.aot_build.ptx import KernelParam, read_ptx
+from cute_mla.aot_build.sass import read_overlap, read_sass
 from cute_mla.aot_build.tools import disassemble
 
 PTX = """
