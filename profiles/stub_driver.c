@@ -1,5 +1,5 @@
-/* A libcuda without a device: enough of the driver for the runtime to load a cubin, encode a tensor map and launch, and a record
- * of the last launch. Built by host_cost.py. */
+/* Stub of libcuda without a device: enough of the driver API for the runtime to load a cubin, encode a tensor map and launch, with a
+ * record of the last launch. Built by host_cost.py. */
 #include <stdint.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@ typedef struct {
     unsigned count;
 } Config;
 
-/* What a test reads back. */
+/* Read by tests through the symbol's address. */
 struct {
     int launches;
     unsigned grid[3], block[3], smem;
@@ -37,7 +37,7 @@ struct {
 } stub_record;
 
 int stub_capability[2] = {9, 0};
-int stub_arguments = 0; /* how many arguments to copy at a launch; the first one is a tensor map */
+int stub_arguments = 0; /* number of arguments to copy at a launch; the first is a tensor map */
 
 CUresult cuInit(unsigned flags) { return 0; }
 CUresult cuDriverGetVersion(int *version) { *version = 13020; return 0; }

@@ -46,7 +46,7 @@ def test_model_shows_static_figures_and_predictions(artifacts: Path, tmp_path: P
     header, row = (line.split() for line in result.output.splitlines()[:2])
     assert (row[0], row[header.index("registers")]) == ("dense_decode_sm90_bf16_cluster1", "128")
     assert dict(zip(header[-11:], row[-11:], strict=True)) == dict.fromkeys(MIX_CLASSES, "0") | {"tensor": "44", "tma": "9"}
-    assert "Predicted by the model of profiles/model.py, not measured" in result.output
+    assert "Predicted by the model of profiles/model, not measured" in result.output
     lines = result.output.splitlines()
     block = lines[lines.index("H200: clocks of an SM for a block of keys") + 2].split()
     assert block[:3] == ["dense_decode_sm90_bf16_cluster2", "2176", "2240"]
