@@ -24,7 +24,7 @@ from cute_mla.spec import (
     split_plan,
 )
 from cute_mla.spec.abi import Param
-from cute_mla.spec.arch import SM90, Arch
+from cute_mla.spec.arch import SM90, SM100, Arch
 
 PARAMS: dict[str, tuple[Param, ...]] = {
     "dense_decode": dense_decode.PARAMS,
@@ -100,3 +100,9 @@ class RecordingDevice:
     def undefined(self, *tensors: torch.Tensor) -> None:
         """Records the addresses."""
         self.poisoned += [tensor.data_ptr() for tensor in tensors]
+
+
+def row_ctas(device: RecordingDevice, rows: int) -> int:
+    """CTAs of 64 rows each, in pairs on Blackwell."""
+    tiles = -(-rows // 64)
+    return tiles + tiles % 2 if device.arch is SM100 else tiles

@@ -5,103 +5,22 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
 from cute_mla.api import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.support.recording_device import PARAMS, RecordingDevice
+from tests.ops.dense_decode.dense_call import Call
+from tests.support.dispatch_modes import Allocations, NoReads
+from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
 from tests.support.tree import ROOT
 
 SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
-
-
-@pytest.fixture
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device of 132 SMs, of every architecture in turn."""
-    with RecordingDevice(arch).active() as device:
-        yield device
-
-
-def row_ctas(device: RecordingDevice, rows: int) -> int:
-    """CTAs of 64 rows each, in pairs on Blackwell."""
-    tiles = -(-rows // 64)
-    return tiles + tiles % 2 if device.arch is SM100 else tiles
-
-
-@dataclass
-class Call:
-    """Operands of one call, with defaults for everything."""
-
-    batch: int = 2
-    s_q: int = 1
-    h_q: int = 64
-    h_kv: int = 1
-    page_size: int = 64
-    pages_per_request: int = 8
-    pages: int = 20
-    dtype: torch.dtype = torch.bfloat16
-    options: dict[str, Any] = field(default_factory=dict)
-    plan: Any = None
-
-    def __post_init__(self) -> None:
-        self.q = torch.zeros(self.batch, self.s_q, self.h_q, 576, dtype=self.dtype)
-        self.k_cache = torch.zeros(self.pages, self.page_size, self.h_kv, 576, dtype=self.dtype)
-        self.block_table = torch.zeros(self.batch, self.pages_per_request, dtype=torch.int32)
-        self.cache_seqlens = torch.zeros(self.batch, dtype=torch.int32)
-        self.head_dim_v = 512
-
-    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls flash_mla_with_kvcache."""
-        metadata, num_splits = cute_mla.get_mla_metadata() if self.plan is None else self.plan
-        return cute_mla.flash_mla_with_kvcache(
-            self.q,
-            self.k_cache,
-            self.block_table,
-            self.cache_seqlens,
-            self.head_dim_v,
-            metadata,
-            num_splits,
-            **{**self.options, **options},
-        )
-
-    @property
-    def rows_per_kv_head(self) -> int:
-        return self.s_q * self.h_q // self.h_kv
-
-    def form_a(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A plan made beforehand."""
-        return cute_mla.get_mla_metadata(self.cache_seqlens, self.rows_per_kv_head, self.h_kv, self.h_q)
-
-
-class Allocations(TorchDispatchMode):
-    """Counts operators that return memory which did not exist before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(result, torch.Tensor):
-            self.seen.append(str(func))
-        return result
-
-
-class NoReads(TorchDispatchMode):
-    """Fails where the host reads a tensor's value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert "local_scalar_dense" not in str(func), "a tensor's value was read"
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:

@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import cute_mla
-from cute_mla.spec.arch import ARCHS, Arch
-from tests.ops.dense_decode.test_api import Call
+from cute_mla.spec.arch import ARCHS
+from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice
+from tests.support.zero_tensors import ints, zeros
 
-
-@pytest.fixture(autouse=True)
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device; nothing may be launched by a call that fails."""
-    with RecordingDevice(arch).active() as device:
-        yield device
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Zeros, bf16 unless said otherwise."""
-    return torch.zeros(*shape, dtype=dtype)
-
-
-def ints(*shape: int) -> torch.Tensor:
-    """int32 zeros."""
-    return torch.zeros(*shape, dtype=torch.int32)
-
+pytestmark = pytest.mark.usefixtures("device")
 
 OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported: \[batch, s_q, h_q, 576\]"),

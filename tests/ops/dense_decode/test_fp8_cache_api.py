@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.ops.dense_decode.test_api import Call
+from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice
 
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device of every architecture in turn."""
-    with RecordingDevice(arch).active() as device:
-        yield device
 
 
 @dataclass

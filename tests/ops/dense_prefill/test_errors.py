@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,17 +13,11 @@ import cute_mla
 from cute_mla.dense_prefill_op import plan_call
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
-from tests.ops.dense_decode.test_errors import ints, zeros
-from tests.ops.dense_prefill.test_api import VarlenCall, far_call
+from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
 from tests.support.recording_device import RecordingDevice
+from tests.support.zero_tensors import ints, zeros
 
-
-@pytest.fixture(autouse=True)
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device; nothing may be launched by a call that fails."""
-    with RecordingDevice(arch).active() as device:
-        yield device
-
+pytestmark = pytest.mark.usefixtures("device")
 
 Change = dict[str, Callable[[], Any]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +12,13 @@ import torch
 import cute_mla
 from cute_mla.decode_op import Wanted
 from cute_mla.sparse_decode_op import Selection, SparseDecodeCall, plan_call
-from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.tensors import TensorSpec, spec_of
-from tests.ops.dense_decode.test_errors import ints, zeros
-from tests.ops.sparse_decode.test_api import SparseCall
+from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.zero_tensors import ints, zeros
 
-
-@pytest.fixture(autouse=True)
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device; nothing may be launched by a call that fails."""
-    with RecordingDevice(arch).active() as device:
-        yield device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def cache(*shape: int) -> torch.Tensor:

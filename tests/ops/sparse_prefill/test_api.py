@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,54 +15,11 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
 from cute_mla.tensors import TensorSpec
-from tests.ops.dense_decode.test_api import Allocations, NoReads, row_ctas
-from tests.support.recording_device import PARAMS, RecordingDevice
+from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
+from tests.support.dispatch_modes import Allocations, NoReads
+from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
 
 LOG2_E = math.log2(math.e)
-
-
-@pytest.fixture
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device of 132 SMs, of every architecture in turn."""
-    with RecordingDevice(arch).active() as device:
-        yield device
-
-
-@dataclass
-class PrefillCall:
-    """Operands of one call, with defaults for everything. batch: None for the form without one. ragged: with kv_offsets."""
-
-    batch: int | None = None
-    s_q: int = 5
-    h_q: int = 64
-    d_qk: int = 576
-    s_kv: int = 100
-    topk: int = 64
-    ragged: bool = False
-    dtype: torch.dtype = torch.bfloat16
-
-    def __post_init__(self) -> None:
-        self.leading = (self.s_q,) if self.batch is None else (self.batch, self.s_q)
-        self.q = torch.zeros(*self.leading, self.h_q, self.d_qk, dtype=self.dtype)
-        self.kv = torch.zeros(*(() if self.ragged else self.leading[:-1]), self.s_kv, 1, self.d_qk, dtype=self.dtype)
-        self.indices = torch.zeros(*self.leading, 1, self.topk, dtype=torch.int32)
-        self.options: dict[str, Any] = {"sm_scale": 0.25}
-        if self.ragged:
-            assert self.batch is not None
-            self.options["kv_offsets"] = torch.zeros(self.batch + 1, dtype=torch.int32)
-
-    def lengths(self) -> torch.Tensor:
-        return torch.zeros(*self.leading, dtype=torch.int32)
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Tensors for the results."""
-        rows = (*self.leading, self.h_q)
-        return {"out": torch.empty(*rows, 512, dtype=self.dtype), "lse": torch.empty(rows), "max_logits": torch.empty(rows)}
-
-    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Calls flash_mla_sparse_fwd."""
-        given = {"q": self.q, "kv": self.kv, "indices": self.indices}
-        return cute_mla.flash_mla_sparse_fwd(**{**given, **self.options, **options})
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,11 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.sparse_prefill import MAX_TOKENS
 from cute_mla.tensors import TensorSpec
-from tests.ops.dense_decode.test_errors import ints, zeros
-from tests.ops.sparse_prefill.test_api import PrefillCall
+from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.zero_tensors import ints, zeros
 
-
-@pytest.fixture(autouse=True)
-def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device; nothing may be launched by a call that fails."""
-    with RecordingDevice(arch).active() as device:
-        yield device
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0) -> torch.Tensor:
