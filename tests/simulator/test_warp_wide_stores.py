@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy, async_units, tma
+from cute_mla.simulator import Policy
+from cute_mla.simulator.numerics import tma
+from cute_mla.simulator.units import async_units
 from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import LAZY, Kernel, aligned, kinds
 
