@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.spec.arch import ARCHS
 
@@ -195,7 +195,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
-def collect_evidence(variant: Variant, source: KernelSource, compiled: Compiled) -> Evidence:
+def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
     """Collect the input of the gates. The PTX is assembled again if ptxas of the DSL's own release is installed."""
     cubin = read_cubin(compiled.cubin)
     listing = disassemble(compiled.cubin)
@@ -217,7 +217,7 @@ def collect_evidence(variant: Variant, source: KernelSource, compiled: Compiled)
     )
 
 
-def _entry(variant: Variant, source: KernelSource, compiled: Compiled, evidence: Evidence) -> KernelEntry:
+def _entry(variant: Variant, source: KernelDefinition, compiled: Compiled, evidence: Evidence) -> KernelEntry:
     config: dict[str, Any] = asdict(source.config)  # type: ignore[call-overload]  # every config is a dataclass
     return KernelEntry(
         name=variant.name,

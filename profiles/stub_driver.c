@@ -22,7 +22,7 @@ typedef struct {
     unsigned count;
 } Config;
 
-/* Read by tests through the symbol's address. */
+/* Record of the last launch, read back by tests. */
 struct {
     int launches;
     unsigned grid[3], block[3], smem;

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...kernels.blocks import Block, Stage
 from ..kernel_stats.golden_counts import Counts, RoleCounts
 from .machines import BEST, Machine
 from .partition import CtaWork
+from .tile_costs import Block, Stage
 
 LANES = 32
 SCHEDULERS = 4

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...kernels.blocks import Stage, block_of
 from ...spec.mla import D_QK, D_V, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..rows import OPS, Case, load
 from .prediction import Launch
 from .report import between, golden_counts, launch_on, predictions
+from .tile_costs import Stage, block_of
 
 FEW_HEADS = 16  # columns of a product with swapped operands: keys as rows, heads as columns
 

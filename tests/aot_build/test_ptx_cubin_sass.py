@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tma_copy import GOOD
 
 from cute_mla.aot_build.cubin import DamagedCubin, read_cubin
 from cute_mla.aot_build.opcode_counts import by_mnemonic, count_matching
 from cute_mla.aot_build.ptx import KernelParam, read_ptx
 from cute_mla.aot_build.sass import read_overlap, read_sass
 from cute_mla.aot_build.tools import disassemble
+from tests.aot_build.tma_copy import GOOD
 
 PTX = """
 .version 9.4

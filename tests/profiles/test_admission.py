@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import benching
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
 from cute_mla import reference
 from cute_mla.profiles.baselines.baseline import Run
@@ -17,6 +15,8 @@ from cute_mla.profiles.measure.runner import TIMED, measure_case, run_rows
 from cute_mla.profiles.rows import Case
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.workload import Results, Workload
+from tests.profiles import benching
+from tests.profiles.benching import FakeKernel, bench, install, small_case
 
 
 @dataclass

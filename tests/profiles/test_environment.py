@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benching import ENTRY
 
 from cute_mla.manifest import PROVENANCE_NAME, Provenance
 from cute_mla.profiles.baselines import BASELINES
 from cute_mla.profiles.measure import environment
 from cute_mla.profiles.measure.cuda_bench import kernel_times, times_by_name
+from tests.profiles.benching import ENTRY
 
 
 def test_gpu_state_reads_numbers_by_name() -> None:

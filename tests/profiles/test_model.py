@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cute_mla.kernels.blocks import Block, Stage, block_of
 from cute_mla.profiles.kernel_stats.golden_counts import RoleCounts, read
 from cute_mla.profiles.model.launches import NoModel, Target, launch_of
 from cute_mla.profiles.model.machines import BEST, WORST, Machine, machines
 from cute_mla.profiles.model.partition import CtaWork
 from cute_mla.profiles.model.prediction import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
 from cute_mla.profiles.model.report import launch_on, predictions
+from cute_mla.profiles.model.tile_costs import Block, Stage, block_of
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.spec.arch import SM90, SM100

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
 from cute_mla.profiles import report
 from cute_mla.profiles.measure import cuda_bench, environment
 from cute_mla.profiles.plots.roofline_plot import Point
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
+from tests.profiles.benching import FakeKernel, bench, install, small_case
+from tests.support.tree import ROOT
 
-PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "roofline.svg"
+PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
 
 
 @pytest.fixture
