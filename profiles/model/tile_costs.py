@@ -1,7 +1,7 @@
-"""What each attention kernel does per block of keys, as its README argues: products, bytes past the ports, dependent stages.
+"""Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
-A block is a tile of 64 keys of 64 rows (of one SM: on Blackwell two SMs share 64 keys of 128 rows), in dense prefill one of 128
-keys of 128 or 256 rows. Bytes are named one by one, so that a sum can be checked; instructions are not here but counted
+A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
+128 keys and 128 or 256 rows. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
 (`profiles/kernel_stats/golden_counts.py`).
 """
 
@@ -20,14 +20,14 @@ from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
-SECTOR = 32  # bytes: what a gather reads at least
+SECTOR = 32  # bytes, the least that a gather reads
 FLOAT_BYTES = 4
 PREFILL_KEYS = 128  # keys of a block of dense prefill
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A step that others wait for: clocks at best and at worst, by the kernel's README, and the barriers at which it is handed over."""
+    """A dependent step. best, worst: its clocks, from the kernel's README. barriers: handovers to the next step."""
 
     name: str
     best: float
@@ -37,15 +37,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Block:
-    """One block on one SM.
+    """Costs of one block on one SM.
 
-    keys, rows: of the block. units: how many 64 keys x 64 rows it counts as where instructions are counted.
-    flops: of products, as padded, by product, in those of 16 bits. smem: bytes through the port of shared memory, by what moves.
-    l2_bytes: that the SM takes from L2. hbm_bytes: of them, if everybody's keys are read once, for one CTA of its row tiles.
-    path: stages of which one block's must follow the block before's; block time is at least their sum. fill: what the first
-    block needs beyond a block's time. seam: what separates two pieces, where the README says; else they are one stream at best,
-    and at worst a piece ends before the next one begins. lone: roles of which a single warp works. loads: loads in a row
-    before the first keys are asked for.
+    keys, rows: extents of the block. units: number of 64-key, 64-row tiles, the unit of instruction counts.
+    flops: padded FLOP by product, as 16-bit equivalents. smem: bytes through the shared-memory port, by cause.
+    l2_bytes: bytes that the SM reads from L2. hbm_bytes: bytes from memory if all keys are read once, for one CTA of the row tiles.
+    path: stages that depend on the previous block's, so that a block takes at least their sum. fill: stages that the first block adds.
+    seam: stages between two pieces, if the README derives them. Without them pieces form one stream at best; at worst a piece ends
+    before the next begins. lone: roles in which a single warp works. loads: dependent loads before the first keys are requested.
     """
 
     keys: int
@@ -70,7 +69,7 @@ _P_BYTES = TILE_ROWS * TILE_KEYS * ELEMENT_BYTES
 # sm90: S of a tile, then a softmax of about 240 instructions: dense_decode/README.md, `# SM90`, cycle argument
 _SOFTMAX_SM90 = Stage("softmax", 486, 650)
 _SOFTMAX_SM90_FP8 = Stage("softmax", 600, 700)
-# sm100: read S, swap, swap maxima, exp2, write P; then S and P handed over: dense_decode/README.md, `# SM100`
+# sm100: read S, swap, swap maxima, exp2, write P; then the handover of S and P: dense_decode/README.md, `# SM100`
 _SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
 _HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
 _MMA_16 = {SM90.name: 4096, SM100.name: 8192}
@@ -85,7 +84,7 @@ def _latent_flops(d_qk: int) -> dict[str, float]:
 
 
 def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
-    """Operands of 16-bit products. S reads K, and Q unless it is in registers; P V reads P twice, and V."""
+    """Return the operand bytes of 16-bit products: S reads K, and Q tiles outside registers; P V reads P twice, and V."""
     step = TILE_ROWS * 16 * ELEMENT_BYTES
     in_smem = d_qk // 16 - q_tiles_in_registers * BOX_COLUMNS // 16
     return {
@@ -97,7 +96,10 @@ def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
 
 
 def _sm100_operands(d_qk: int) -> dict[str, float]:
-    """Of one SM of a pair, 16 bits: Q is in tensor memory, P kept between two products, halves of S go through shared memory."""
+    """Return the operand bytes of 16-bit products on one SM of a pair.
+
+    Q is in tensor memory, P stays between two products, and halves of S are exchanged through shared memory.
+    """
     return {
         "S: K": d_qk // 32 * 2048,
         "P V: V": 8 * 4096,
@@ -108,7 +110,7 @@ def _sm100_operands(d_qk: int) -> dict[str, float]:
 
 
 def _sm90_latent(smem: Mapping[str, float], l2_bytes: float, hbm_bytes: float, d_qk: int = D_QK, **more: object) -> Block:
-    """A block of the 16-bit products of sm90: the score role's chain is S and the softmax, hidden beneath P V of the block before."""
+    """Return a block of 16-bit products on sm90: the score role's chain is S and the softmax, overlapped with P V of the previous block."""
     flops = _latent_flops(d_qk)
     scores = Stage("S", *(flops["S"] / _MMA_16[SM90.name],) * 2)
     return Block(
@@ -118,7 +120,7 @@ def _sm90_latent(smem: Mapping[str, float], l2_bytes: float, hbm_bytes: float, d
 
 
 def _sm100_latent(smem: Mapping[str, float], l2_bytes: float, hbm_bytes: float, d_qk: int = D_QK, **more: object) -> Block:
-    """A block of the 16-bit products of sm100, of one SM of a pair: one S at a time, which the softmax has to have read."""
+    """Return a block of 16-bit products on one SM of a pair of sm100. There is one S buffer, which the softmax must read first."""
     flops = _latent_flops(d_qk)
     scores = Stage("S", *(flops["S"] / _MMA_16[SM100.name],) * 2)
     chain = (_SOFTMAX_SM100, _HANDED_SM100)
@@ -144,7 +146,7 @@ def _dense_sm90(config: Config) -> Block:
 
 
 def _dense_sm90_fp8(cluster: int) -> Block:
-    """QGMMA: twice the rate, so half the FLOP here. V is transposed through registers; 8 rows of ones give the sum of P."""
+    """Return a block of QGMMA products: at twice the rate, FLOP count half. V is transposed through registers; 8 rows of ones sum P."""
     keys = TILE_KEYS * D_QK * E4M3_BYTES
     flops = {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": 4 * _product(64, 8, 32) / 2}
     scores = Stage("S", *(flops["S"] / _MMA_16[SM90.name],) * 2)
@@ -174,7 +176,7 @@ def _dense_sm100(config: Config) -> Block:
 
 
 def _dense_sm100_fp8() -> Block:
-    """Two groups of score warps take the blocks in turn: the chain of one has the time of two blocks."""
+    """Return a block whose chain may take two block times, because two groups of score warps alternate."""
     keys = TILE_KEYS * D_QK * E4M3_BYTES
     flops = {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": 2 * 8 * _MMA_16[SM100.name]}
     smem = {
@@ -195,13 +197,15 @@ def _dense_sm100_fp8() -> Block:
 # ---------------------------------------------------------------- sparse decode and prefill
 
 
-def _gathered(config: Config, parts: int) -> float:
-    """Bytes of the rows of a block that one of so many CTAs gathers, in whole sectors; columns that are no values (sm90: RoPE, 16
-    bits) both CTAs of a pair gather."""
+def _gathered(config: Config, ctas: int) -> float:
+    """Return the bytes of a block's rows that one of `ctas` CTAs gathers, in whole sectors.
+
+    Both CTAs of a pair gather the columns that are no values (sm90: RoPE, 16 bits).
+    """
     layout = FORMATS[str(config["cache"])]
     row = -(-(layout.row_bytes + (0 if layout.scales_inside else layout.scale_bytes)) // SECTOR) * SECTOR
     shared = D_ROPE * ELEMENT_BYTES if layout.d_qk > D_V else 0
-    return TILE_KEYS * ((row - shared) / parts + shared)
+    return TILE_KEYS * ((row - shared) / ctas + shared)
 
 
 def _sparse_decode_sm90(config: Config) -> Block:
@@ -222,7 +226,7 @@ def _sparse_decode_sm100(config: Config) -> Block:
 
 
 def _sparse_prefill_sm90(config: Config) -> Block:
-    """Neighbouring tokens choose the same rows: each is read from memory once, which is in the row's bytes, not here."""
+    """Return a block without memory bytes: neighbouring tokens select the same rows, whose single read is in the launch's bytes."""
     cluster, d_qk = int(config["cluster"]), int(config["d_qk"])
     values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (d_qk - D_LATENT) * ELEMENT_BYTES
     copied = values / cluster + rope
@@ -274,7 +278,7 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
 
 
 def block_of(op: str, arch: str, config: Config) -> Block:
-    """Of the kernel with this configuration. ValueError for an op without keys."""
+    """Return the block of the kernel with this configuration. ValueError for an op without a loop over keys."""
     make = _BLOCKS.get((op, arch))
     if make is None:
         raise ValueError(f"op is {op!r}; blocks of keys have {', '.join(dict.fromkeys(name for name, _ in _BLOCKS))}")
