@@ -19,7 +19,7 @@ TOOL_NOTE = ".note.nv.tkinfo"
 
 
 class DamagedCubin(ValueError):
-    """The bytes are not a cubin with the sections of one kernel."""
+    """Bytes that are not a cubin with the sections of one kernel."""
 
 
 @dataclass(frozen=True)

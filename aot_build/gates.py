@@ -1,7 +1,7 @@
 """Gates: checks that a kernel must pass before it ships. A failed gate names the kernel, the figure and the limit.
 
-The simulator executes the PTX and a GPU executes the cubin, so most gates compare the two. The strongest is `reassembly`: the ptxas
-program of the release that the DSL has built in assembles the PTX again, and every section of the two cubins must be equal, except the
+The simulator executes the PTX and a GPU executes the cubin, so most gates compare the two. The strongest is `reassembly`: it assembles
+the PTX again with the ptxas program of the release that the DSL has built in. Every section of the two cubins must be equal, except the
 note in which each assembler signs its work. The instruction counts serve machines without that program.
 
 How ptxas 13.4 translates the counted instructions, found on 26 PTX files of NVIDIA's Hopper examples and of this project:
@@ -10,8 +10,8 @@ How ptxas 13.4 translates the counted instructions, found on 26 PTX files of NVI
 - at least one: tensor copies from shared memory -> UTMASTG, because ptxas unrolls their loops; mbarrier.arrive -> SYNCS.ARRIVE,
   mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR, because ptxas may duplicate the code around one (for a wait, a first try
   before the loop), and because a cluster barrier adds a BAR; likewise fence.proxy.async -> FENCE;
-- wgmma.wait_group -> WARPGROUP.DEPBAR. If ptxas cannot prove that the accumulators stay untouched, it serialises the MMAs with a
-  DEPBAR after each (44 for 2 waits in the PTX), which makes the kernel much slower.
+- wgmma.wait_group -> WARPGROUP.DEPBAR. If ptxas cannot prove that the accumulators stay untouched, it serialises the MMAs: a DEPBAR
+  follows each of them (44 for 2 waits in the PTX), and the kernel is much slower.
 
 For Blackwell, found on 18 PTX files of NVIDIA's examples:
 - one to one: tcgen05.mma -> UTC*MMA, tcgen05.commit -> UTCBAR; both, like UTMALDG, have .2CTA for a CTA pair;

@@ -82,7 +82,7 @@ def options() -> list[tuple[str, dict[str, str]]]:
 
 
 def _answer(op: str, feature: str) -> str:
-    """Return the supported values of a feature: those that is_supported names for a value that is never supported."""
+    """Return the supported values of a feature. is_supported names them in its answer to -1, which no feature supports."""
     from cute_mla.support import is_supported
 
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}

@@ -1,4 +1,4 @@
-"""The JSON document of `cute-mla profile`: static figures, with rooflines and predictions (model) or timed rows (cuda)."""
+"""JSON document of `cute-mla profile`: static figures, with rooflines and predictions (model) or timed rows (cuda)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Every input byte counts as read once and every output byte as written once. In s
 that selects it, because tokens choose from far more keys than they take. In sparse prefill all tokens choose from the same rows, and
 each row counts once.
 
-Each shape has work (useful arithmetic and compulsory bytes), text (the shape in one short line) and tile_padding (executed over
-useful arithmetic, due to whole tiles of query rows; None for kernels without such tiles).
+Each shape has three properties. work: useful arithmetic and compulsory bytes. text: the shape in one short line. tile_padding:
+executed over useful arithmetic, because tiles of query rows are whole; None for kernels without such tiles.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bench that measures on a CUDA device, and kernel times by torch's profiler."""
+"""Bench of a CUDA device, with kernel times from torch's profiler."""
 
 from __future__ import annotations
 

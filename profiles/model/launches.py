@@ -41,7 +41,7 @@ GoldenCounts = Mapping[str, Counts]  # by kernel
 
 
 class NoModel(ValueError):
-    """The model does not cover a row; the message is the reason."""
+    """Row that the model does not cover; the message is the reason."""
 
 
 @dataclass(frozen=True)

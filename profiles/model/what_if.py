@@ -1,4 +1,4 @@
-"""Predicted gains of changes that nobody has made yet, written down before anyone makes them.
+"""Predicted gains of changes to the kernels, written down before the changes are made.
 
 python -m cute_mla.profiles.model.what_if [GPU]      prints the table of NOTES.md (default: H200)
 """
@@ -103,8 +103,8 @@ def _swapped(launch: Launch) -> Launch:
     steps = {"S": TILE_KEYS // 64 * D_QK // 16, "P V": D_V // 64 * TILE_KEYS // 16}
     flops = {name: 2.0 * 64 * FEW_HEADS * 16 * count * 1360 / 544 for name, count in steps.items()}  # 1,360 clocks: 2.5 times a step's FLOP
     operands = sum(steps.values()) * (64 * 16 + FEW_HEADS * 16) * ELEMENT_BYTES
-    kept = {name: number for name, number in launch.block.smem.items() if name in ("TMA", "stores", "copies", "converted rows")}
-    smem = {**kept, "swapped operands": operands, "P": FEW_HEADS * TILE_KEYS * ELEMENT_BYTES}
+    unchanged = {name: number for name, number in launch.block.smem.items() if name in ("TMA", "stores", "copies", "converted rows")}
+    smem = {**unchanged, "swapped operands": operands, "P": FEW_HEADS * TILE_KEYS * ELEMENT_BYTES}
     return _block(launch, flops=flops, smem=smem, path=(), fill=launch.block.fill)
 
 

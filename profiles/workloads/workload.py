@@ -141,8 +141,8 @@ def rotation_sets(set_bytes: int, l2_bytes: int) -> int:
 
     All sets together exceed L2_MULTIPLE times the L2 cache, and LEAST_ROTATION_BYTES.
     """
-    wanted = max(L2_MULTIPLE * l2_bytes, LEAST_ROTATION_BYTES)
-    return max(-(-wanted // set_bytes), 2)
+    rotation_bytes = max(L2_MULTIPLE * l2_bytes, LEAST_ROTATION_BYTES)
+    return max(-(-rotation_bytes // set_bytes), 2)
 
 
 def spread_samples(count: int) -> tuple[int, ...]:
