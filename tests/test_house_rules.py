@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
-
-# The folders at the top of the tree, and the packages that they are.
-TOP_FOLDERS = {"cute_mla": "", "aot_build": "aot_build", "cli": "cli", "profiles": "profiles"}
 
 TORCH_FACING = {
     *("api", "varlen", "layer", "parallel", "cache", "reference", "schedule", "tensors", "support", "tracing", "torch_ops"),
@@ -76,14 +74,8 @@ READS_ENVIRONMENT = ("runtime/library.py", "cli/")
 
 def sources() -> dict[str, str]:
     """Every shipped source file, by its path inside the package, such as "cli/build.py"."""
-    found = {}
-    for folder, inside in TOP_FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT / folder)
-            if folder == "cute_mla" and name.parts[0] in TOP_FOLDERS.values():
-                continue  # the links to the other folders
-            found[(Path(inside) / name).as_posix()] = path.read_text()
-    return found
+    package = ROOT / "cute_mla"
+    return {name: (package / name).read_text() for name in sorted(glob("**/*.py", root_dir=package, recursive=True))}
 
 
 def sources_of_tests() -> dict[str, str]:
