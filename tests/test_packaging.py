@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from setuptools.config.expand import read_attr
 
 import cute_mla
 
@@ -52,7 +53,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_one_version() -> None:
-    assert PROJECT["version"] == cute_mla.__version__
+    assert "version" not in PROJECT
+    assert read_attr("cute_mla.__version__", root_dir=ROOT) == cute_mla.__version__
+    assert set(re.findall(r"cute_mla-(\d[\d.]*)-", (ROOT / "README.md").read_text())) == {cute_mla.__version__}
+
+
+def test_the_version_is_read_without_imports() -> None:
+    read = "from setuptools.config.expand import read_attr; read_attr('cute_mla.__version__')"
+    assert loaded_by(f"{read}; assert 'cute_mla' not in sys.modules") == set()
 
 
 def test_the_constraints_hold_the_pins_of_the_project() -> None:

@@ -71,6 +71,7 @@ def test_the_provenance_says_what_the_manifest_does_not(wheel: Path, checkout: P
     provenance = shipped.provenance
     assert provenance.commit == git(checkout, "rev-parse", "HEAD").strip()
     assert provenance.clean
+    assert wheel.name == f"cute_mla-{provenance.version}-py3-none-any.whl"
     assert provenance.manifest_sha256 == manifest_sha256(shipped.folder)
     assert provenance.tools.keys() == {"python", "platform", "setuptools", "torch"}
     entry = shipped.manifest.kernels[SMALL]
