@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 import subprocess
@@ -79,6 +78,15 @@ def test_ci_runs_make_test() -> None:
     assert "make test" in script.read_text()
 
 
+def test_make_test_begins_with_the_commands_of_the_hooks() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^lint: setup\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    commands = re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"ruff", "mypy"}
+    assert re.findall(r"entry: \.venv/bin/(.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE) == commands
+    assert re.findall(r"^(test\S*): lint\b", makefile, re.MULTILINE) == ["test", "test-full"]
+
+
 @pytest.mark.parametrize("folder", ["cli", "aot_build", "profiles"])
 def test_the_links_lead_to_the_folders_at_the_top(folder: str) -> None:
-    assert os.readlink(ROOT / "cute_mla" / folder) == f"../{folder}"
+    assert (ROOT / "cute_mla" / folder).readlink() == Path("..", folder)
