@@ -263,7 +263,7 @@ def _install(
         entries[report.name] = report.entry
         if report.status == BUILT:
             for name in (report.entry.cubin, report.entry.ptx):
-                (staging / name).replace(out / name)
+                os.replace(staging / name, out / name)
     if entries != _recorded(out):
         Manifest(entries).save(out)
     named = {name for entry in entries.values() for name in (entry.cubin, entry.ptx)}

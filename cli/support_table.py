@@ -89,7 +89,7 @@ def _answer(op: str, feature: str) -> str:
 
 
 def markdown() -> str:
-    """Return both tables; the first ends with the verification status of each architecture."""
+    """Return both tables; the first ends with the verification status of each architecture's kernels."""
     heads = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
     shipped = [[what, *(types.get(arch, "–") for arch in ARCHS)] for what, types in kernels()]
     shipped.append(["verification status", *(arch.proof for arch in ARCHS.values())])

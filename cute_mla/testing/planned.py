@@ -62,9 +62,8 @@ def _without_repeats(planned: list[Planned[C]]) -> list[Planned[C]]:
     result = []
     for item in planned:
         if item.fate == "reduced" and item.case in running:
-            result.append(replace(item, fate="skipped", reason="large: cut to the budget, it is another case that runs"))
-            continue
-        if item.fate == "reduced":
+            item = replace(item, fate="skipped", reason="large: cut to the budget, it is another case that runs")
+        elif item.fate == "reduced":
             running.add(item.case)
         result.append(item)
     return result
