@@ -26,7 +26,7 @@ from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.spec.arch import ARCHS
 
 from .compile import Compiled, compile_source
-from .cubin import DamagedCubin, read_cubin
+from .cubin import CubinError, read_cubin
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
 from .opcode_counts import by_mnemonic
@@ -186,7 +186,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
         check(evidence)
     except GateError as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=str(error))
-    except (ToolError, DamagedCubin) as error:
+    except (ToolError, CubinError) as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=f"{variant.name}: {error}")
     entry = _entry(variant, source, compiled, evidence)
     (folder / entry.cubin).write_bytes(compiled.cubin)
@@ -266,7 +266,7 @@ def _install(
         entries[report.name] = report.entry
         if report.status == BUILT:
             for name in (report.entry.cubin, report.entry.ptx):
-                os.replace(staging / name, out / name)
+                (staging / name).replace(out / name)
     if entries != _manifest_entries(out):
         Manifest(entries).save(out)
     named = {name for entry in entries.values() for name in (entry.cubin, entry.ptx)}

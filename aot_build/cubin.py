@@ -18,7 +18,7 @@ _SECTION_NO_BITS = 8
 TOOL_NOTE = ".note.nv.tkinfo"
 
 
-class DamagedCubin(ValueError):
+class CubinError(ValueError):
     """Bytes that are not a cubin with the sections of one kernel."""
 
 
@@ -40,14 +40,14 @@ class CubinInfo:
 
 
 def read_cubin(cubin: bytes) -> CubinInfo:
-    """Read an ELF file. DamagedCubin if it is no ELF file, or does not hold exactly one kernel."""
+    """Read an ELF file. CubinError if it is no ELF file, or does not hold exactly one kernel."""
     try:
         sections = _sections(cubin)
         symbols = _symbol_names(sections)
         bodies = (name.removeprefix(".text.") for name in sections if name.startswith(".text."))
         entries = tuple(name for name in bodies if f".nv.info.{name}" in sections)  # device functions have no such section
         if len(entries) != 1:
-            raise DamagedCubin(f"holds {len(entries)} kernels {list(entries)}, expected one")
+            raise CubinError(f"holds {len(entries)} kernels {list(entries)}, expected one")
         per_kernel: dict[int, int] = {}
         for attribute, value in _info_records(sections[".nv.info"]):
             if attribute in (_ATTRIBUTE_REGISTERS, _ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK):
@@ -65,12 +65,12 @@ def read_cubin(cubin: bytes) -> CubinInfo:
             sections=sections,
         )
     except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise DamagedCubin(f"not a cubin of one kernel: {error!r}") from error
+        raise CubinError(f"not a cubin of one kernel: {error!r}") from error
 
 
 def _sections(cubin: bytes) -> dict[str, bytes]:
     if cubin[:5] != b"\x7fELF\x02":
-        raise DamagedCubin(f"not a 64-bit ELF file: begins with {cubin[:5]!r}")
+        raise CubinError(f"not a 64-bit ELF file: begins with {cubin[:5]!r}")
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * entry_size) for index in range(count)]
@@ -107,7 +107,7 @@ def _parameters(section: bytes) -> tuple[tuple[int, int], ...]:
             _index, ordinal, offset, flags = struct.unpack("<IHHI", value)
             found[ordinal] = (offset, flags >> 18)
     if sorted(found) != list(range(len(found))):
-        raise DamagedCubin(f"its parameter records number {sorted(found)}")
+        raise CubinError(f"its parameter records number {sorted(found)}")
     return tuple(found[ordinal] for ordinal in range(len(found)))
 
 

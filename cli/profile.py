@@ -84,11 +84,11 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
     """Return whether to time on a GPU. DeviceError if --device cuda finds no matching GPU."""
     if device == "model":
         return False
-    from cute_mla.profiles.measure.cuda_bench import GpuMismatch, matching_arch
+    from cute_mla.profiles.measure.cuda_bench import GpuMismatchError, matching_arch
 
     try:
         matching_arch(archs)
-    except GpuMismatch as mismatch:
+    except GpuMismatchError as mismatch:
         if device == "cuda":
             raise
         click.echo(f"{mismatch}: static report and predictions only", err=True)

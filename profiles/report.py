@@ -86,7 +86,7 @@ def cuda_document(
 ) -> dict[str, Any]:
     """Time the cases on the current GPU; return the document with static figures and timed rows.
 
-    GpuMismatch without a matching GPU, ArtifactError without kernels. budget_s: seconds for everything.
+    GpuMismatchError without a matching GPU, ArtifactError without kernels. budget_s: seconds for everything.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
     from .measure.cuda_bench import cuda_bench, matching_arch

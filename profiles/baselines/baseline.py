@@ -12,13 +12,17 @@ Run: TypeAlias = Callable[[], Results]  # computes one operand set; returns resu
 
 
 class Baseline(Protocol):
-    """A library. name: as tables show it. ops: the ops whose benchmark rows it can run."""
+    """A library that may run beside ours."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the library in tables."""
+        ...
 
     @property
-    def ops(self) -> tuple[str, ...]: ...
+    def ops(self) -> tuple[str, ...]:
+        """Ops whose benchmark rows the library can run."""
+        ...
 
     def version(self) -> str:
         """Return the installed version. ImportError if the library is not installed."""

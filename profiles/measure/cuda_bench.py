@@ -18,20 +18,20 @@ from .runner import Bench
 from .timing import CudaStopwatch, Recording
 
 
-class GpuMismatch(DeviceError):
+class GpuMismatchError(DeviceError):
     """No GPU of this machine can run the kernels."""
 
 
 def matching_arch(archs: Sequence[Arch]) -> Arch:
-    """Return the architecture of the current CUDA device. GpuMismatch unless it is one of `archs`."""
+    """Return the architecture of the current CUDA device. GpuMismatchError unless it is one of `archs`."""
     if not torch.cuda.is_available():
-        raise GpuMismatch("no CUDA GPU is available to torch")
+        raise GpuMismatchError("no CUDA GPU is available to torch")
     found = torch.cuda.get_device_capability()
     arch = arch_for(found)
     if arch is not None and arch in archs:
         return arch
     wanted = ", ".join(f"{arch.name} ({arch.capabilities_text})" for arch in archs)
-    raise GpuMismatch(f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; wanted is {wanted}")
+    raise GpuMismatchError(f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}; wanted is {wanted}")
 
 
 def cuda_bench(arch: Arch) -> Bench:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..rows import Case, load
-from .launches import BATCH_INVARIANT_OPS, NoModel
+from .launches import BATCH_INVARIANT_OPS, NoModelError
 from .report import between, launch_on, predictions
 
 GPUS = ("H200", "B200")
@@ -45,7 +45,7 @@ def costs(gpu: str) -> list[InvarianceCost]:
         for case in load(op):
             try:
                 found.append(_cost(case, gpu))
-            except NoModel:
+            except NoModelError:
                 continue
     return found
 

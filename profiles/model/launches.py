@@ -40,7 +40,7 @@ _TOKENS_PER_LOOKUP = 32  # query tokens that combine looks up at once, one a lan
 GoldenCounts = Mapping[str, Counts]  # by kernel
 
 
-class NoModel(ValueError):
+class NoModelError(ValueError):
     """Row that the model does not cover; the message is the reason."""
 
 
@@ -56,13 +56,13 @@ class Target:
 def launch_of(case: Case, target: Target, *, batch_invariant: bool = False) -> Launch | Combine:
     """Return the launch of a row on a GPU.
 
-    NoModel if the kernel has no golden counts, the op has no model, or batch_invariant is asked of an op without that flag.
+    NoModelError if the kernel has no golden counts, the op has no model, or batch_invariant is asked of an op without that flag.
     """
     make = _LAUNCHES.get(type(case.shape))
     if make is None:
-        raise NoModel(f"no model of {case.op}")
+        raise NoModelError(f"no model of {case.op}")
     if batch_invariant and case.op not in BATCH_INVARIANT_OPS:
-        raise NoModel(f"{case.op} has no flag batch_invariant")
+        raise NoModelError(f"{case.op} has no flag batch_invariant")
     flag = {"batch_invariant": True} if batch_invariant else {}
     return make(case, case.shape, target, **flag)
 
@@ -72,7 +72,7 @@ def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
     arch = target.arch.name
     name = kernel_name(op, arch, config.name)
     if name not in target.golden:
-        raise NoModel(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
+        raise NoModelError(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
     fields = asdict(config)
     return {
         "op": op,

@@ -18,7 +18,7 @@ from ..kernel_stats.golden_counts import read
 from ..results import RESULTS
 from ..roofline import GPUS, roof
 from ..rows import OPS, Case, load
-from .launches import NoModel, Target, launch_of
+from .launches import NoModelError, Target, launch_of
 from .machines import ENDS, machines
 from .prediction import Combine, Launch, Prediction, predict, predict_combine
 
@@ -36,7 +36,7 @@ def predictions(launch: Launch | Combine, gpu: str) -> tuple[Prediction, Predict
 
 @cache
 def launch_on(case: Case, gpu: str, batch_invariant: bool = False) -> Launch | Combine:
-    """Return the launch of a row on a GPU. NoModel, with the reason, if the model does not cover the row."""
+    """Return the launch of a row on a GPU. NoModelError, with the reason, if the model does not cover the row."""
     machine = machines()[gpu].best
     return launch_of(case, Target(ARCHS[machine.arch], machine.sm_count, golden_counts()), batch_invariant=batch_invariant)
 
@@ -48,7 +48,7 @@ def model_of(case: Case, gpu: str, results: Path = RESULTS) -> dict[str, Any]:
     """Return the prediction of a row on a GPU with all terms, or {"reason": why there is no model}."""
     try:
         launch = launch_on(case, gpu)
-    except NoModel as reason:
+    except NoModelError as reason:
         return {"reason": str(reason)}
     best, worst = predictions(launch, gpu)
     limit_us = roof(case.work, GPUS[gpu]).us

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cute_mla.aot_build.cubin import DamagedCubin, read_cubin
+from cute_mla.aot_build.cubin import CubinError, read_cubin
 from cute_mla.aot_build.opcode_counts import by_mnemonic, count_matching
 from cute_mla.aot_build.ptx import KernelParam, read_ptx
 from cute_mla.aot_build.sass import read_overlap, read_sass
@@ -85,12 +85,12 @@ def test_cubin_figures(cubin: bytes) -> None:
 
 @pytest.mark.parametrize("keep", [0, 4, 40, 100, 1000, -700])
 def test_a_cut_off_cubin_is_refused(cubin: bytes, keep: int) -> None:
-    with pytest.raises(DamagedCubin):
+    with pytest.raises(CubinError):
         read_cubin(cubin[:keep])
 
 
 def test_a_file_that_is_no_cubin_is_refused() -> None:
-    with pytest.raises(DamagedCubin, match="not a 64-bit ELF file"):
+    with pytest.raises(CubinError, match="not a 64-bit ELF file"):
         read_cubin(b"\x50\xed\x55\xba" + bytes(100))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_mla.profiles.model.invariance_cost import BATCH_INVARIANT_OPS, costs, markdown
-from cute_mla.profiles.model.launches import NoModel
+from cute_mla.profiles.model.launches import NoModelError
 from cute_mla.profiles.model.partition import CtaWork, DecodeWork, decode_work
 from cute_mla.profiles.model.prediction import Launch
 from cute_mla.profiles.model.report import launch_on
@@ -56,7 +56,7 @@ def test_large_batches_cost_little_and_single_requests_much() -> None:
 
 
 def test_prefill_has_no_flag() -> None:
-    with pytest.raises(NoModel, match="sparse_prefill has no flag batch_invariant"):
+    with pytest.raises(NoModelError, match="sparse_prefill has no flag batch_invariant"):
         launch_on(case_named("P1.8k"), GPU, True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cute_mla.profiles.kernel_stats.golden_counts import RoleCounts, read
-from cute_mla.profiles.model.launches import NoModel, Target, launch_of
+from cute_mla.profiles.model.launches import NoModelError, Target, launch_of
 from cute_mla.profiles.model.machines import BEST, WORST, Machine, machines
 from cute_mla.profiles.model.partition import CtaWork
 from cute_mla.profiles.model.prediction import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
@@ -223,9 +223,9 @@ def test_every_row_has_a_model(case: Case, gpu: str) -> None:
 
 def test_a_kernel_without_counts_is_named() -> None:
     case = case_named("D1.fixed")
-    with pytest.raises(NoModel, match="the instructions of dense_decode_sm90_bf16_cluster2 are not recorded"):
+    with pytest.raises(NoModelError, match="the instructions of dense_decode_sm90_bf16_cluster2 are not recorded"):
         launch_of(case, Target(SM90, 132, {}))
-    with pytest.raises(NoModel, match="fp16"):
+    with pytest.raises(NoModelError, match="fp16"):
         launch_of(replace(case, dtype="fp16"), Target(SM90, 132, read()))
 
 

@@ -94,5 +94,5 @@ def test_a_gpu_that_does_not_match_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    with pytest.raises(cuda_bench.GpuMismatch, match=message):
+    with pytest.raises(cuda_bench.GpuMismatchError, match=message):
         cuda_bench.matching_arch([SM90])
