@@ -21,8 +21,8 @@ from cute_mla.spec.arch import ARCHS, Arch
 from .output import is_terminal, print_table
 
 if TYPE_CHECKING:
-    from cute_mla.testing.planned import Planned
     from cute_mla.testing.runner import Kind, Record, Schedule, Target
+    from cute_mla.testing.suites.entries import SuiteEntry
 
 OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather")
 SUITES = ("smoke", "full")
@@ -31,7 +31,7 @@ _JSON_SECONDS = 10.0  # how often the file is brought up to date, so that a run 
 _COLUMNS = ("case", "arch", "device", "schedule", "result", "out max abs", "out cos diff", "lse max abs", "findings", "seconds")
 _FINDINGS_SHOWN = 5
 
-Job = tuple["Planned[Any]", "Target"]
+Job = tuple["SuiteEntry[Any]", "Target"]
 Show = Callable[[int, list["Record"]], None]  # takes how many cases have ended, and the records of the last
 
 
@@ -139,7 +139,7 @@ def _kind(arch: Arch, device: str) -> Kind | None:
     return "sim" if device == "auto" else None
 
 
-def _suite(name: str, op: str, kind: Kind, seed: int) -> list[Planned[Any]]:
+def _suite(name: str, op: str, kind: Kind, seed: int) -> list[SuiteEntry[Any]]:
     from cute_mla.testing.suites import suite
 
     return suite(name, op, simulated=kind == "sim", seed=seed)
@@ -159,9 +159,9 @@ def _run(jobs: list[Job], json_file: Path | None) -> list[list[Record]]:
     from cute_mla.testing import runner
 
     records: list[list[Record]] = [
-        [runner.skipped(planned.case, target, planned.reason)] if planned.fate == "skipped" else [] for planned, target in jobs
+        [runner.skipped(planned.case, target, planned.reason)] if planned.mode == "skipped" else [] for planned, target in jobs
     ]
-    running = [index for index, (planned, _) in enumerate(jobs) if planned.fate != "skipped"]
+    running = [index for index, (planned, _) in enumerate(jobs) if planned.mode != "skipped"]
     results = runner.run_all(
         [(jobs[i][0].case, jobs[i][1], jobs[i][0].reason) for i in running],
         on_start=lambda case: click.echo(f"running {case.id}", err=True),

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from bench import Bench, identical
 
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.runner import schedules
 
 MIXED = DensePrefillCase(lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=True, ends="clipped", sm_count=2)

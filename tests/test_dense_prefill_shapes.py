@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 from bench import Bench
 
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 
 KINDS = tuple(product(("bf16", "fp16"), (192, 128)))
 LENGTHS = (1, 17, 63, 64, 65, 127, 128, 129, 257)

@@ -12,7 +12,7 @@ import pytest
 from bench import Bench
 
 from cute_mla.spec.mla import MAX_HEADS
-from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 
 HEADS = (1, 3, 16, 48, 63, 64, 65, 96, 127, 128)
 KINDS = tuple(product(("bf16", "fp16"), (576, 512)))
