@@ -1,4 +1,4 @@
-"""Plans of decode where CUDA graphs find them again."""
+"""Persistent buffers for decode plans, which CUDA graphs read at fixed addresses."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ import torch
 Plan: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # tile_scheduler_metadata and num_splits
 
 
-class PlanPlaces:
-    """Places of plans, one for each key, such as the query tokens of a request: a plan's number of parts must depend on it alone."""
+class PlanBuffers:
+    """Buffers for plans, one pair per key, such as the query tokens per request. The key determines the number of parts of a plan."""
 
-    def __init__(self, most_requests: int) -> None:
-        self._most_requests = most_requests
-        self._places: dict[int, Plan] = {}
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._buffers: dict[int, Plan] = {}
 
-    def keep(self, key: int, made: Plan) -> Plan:
-        """The plan, copied to where the one before with this key lay. The first one makes room for most_requests requests, or its own."""
-        metadata, num_splits = made
-        if key not in self._places:
-            requests = max(self._most_requests, num_splits.shape[0] - 1)
-            self._places[key] = torch.empty_like(metadata), num_splits.new_empty(requests + 1)
-        kept, kept_splits = self._places[key]
-        return kept.copy_(metadata), kept_splits[: num_splits.shape[0]].copy_(num_splits)
+    def store(self, key: int, plan: Plan) -> Plan:
+        """Copy a plan to the buffers of its key and return the copy.
+
+        The first plan of a key allocates buffers for max_requests requests, or for its own requests if there are more.
+        """
+        metadata, num_splits = plan
+        if key not in self._buffers:
+            requests = max(self._max_requests, num_splits.shape[0] - 1)
+            self._buffers[key] = torch.empty_like(metadata), num_splits.new_empty(requests + 1)
+        metadata_buffer, splits_buffer = self._buffers[key]
+        return metadata_buffer.copy_(metadata), splits_buffer[: num_splits.shape[0]].copy_(num_splits)
