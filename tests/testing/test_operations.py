@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recording_device import RecordingDevice
 from torch import Tensor
 
 from cute_mla.manifest import kernel_name
@@ -15,6 +14,7 @@ from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
 from cute_mla.testing.suites import cache_gather, cache_write, dense_decode, dense_prefill, sparse_decode, sparse_prefill
+from tests.support.recording_device import RecordingDevice
 
 SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_prefill.SMOKE, *dense_prefill.SMOKE]
 

@@ -268,10 +268,9 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
         calls.append("call")
         return kernel.decode(*args, **kwargs)
 
+    monkeypatch.setitem(OPERATIONS, "dense_decode", replace(OPERATIONS["dense_decode"], function=decode))
     on_cpu = replace(
-        OPERATIONS["dense_decode"],
-        function=decode,
-        make_tensors=lambda case, device: calls.append(device) or make_dense_decode_tensors(case, "cpu"),
+        OPERATIONS["dense_decode"], make_tensors=lambda case, device: calls.append(device) or make_dense_decode_tensors(case, "cpu")
     )
     monkeypatch.setitem(OPERATIONS, "dense_decode", on_cpu)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: calls.append("synchronize"))
