@@ -1,8 +1,8 @@
 """The attention layer, from hidden states to the output or, for a shard of the heads, to a partial sum of the output.
 
 Decode uses the absorbed form: the queries are multiplied by the key half of kv_b and attend to the latent cache, and the result is
-multiplied by the value half. Prefill uses the decompressed form: kv_b expands latent keys to keys and values of each head, for the new
-tokens and, one chunk at a time, for the cached tokens of the requests. The states of all chunks are merged.
+multiplied by the value half. Prefill uses the decompressed form: kv_b expands latent keys to keys and values of each head. It expands the
+new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged.
 """
 
 from __future__ import annotations

@@ -38,10 +38,12 @@ class Cache(NamedTuple):
 
 
 class AttentionPath(Protocol):
-    """Implementation of attention. Results have the dtype of q. name: "kernels" or "reference"."""
+    """Implementation of attention. Results have the dtype of q."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return "kernels" or "reference"."""
+        ...
 
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
         """Compute causal attention of q [requests, s_q, heads, 576] over the cache: [requests, s_q, heads, 512]."""

@@ -59,8 +59,8 @@ class ContextParallel:
         queries     (w - 1) * n * 1,152 bytes (e4m3: 576)
         states      (w - 1) * n * 1,040 bytes: out in 16 bits and lse
 
-    Alternatives: rescaling by the lse of all ranks and a reduce-scatter would receive (w - 1) * n * (1,024 + 4 w) bytes in two dependent
-    collectives, and would sum in 16 bits in an order that the transport chooses. An all-gather of all states would receive
+    There are two alternatives. Rescaling by the lse of all ranks with a reduce-scatter would receive (w - 1) * n * (1,024 + 4 w) bytes, in
+    two dependent collectives. It would sum in 16 bits, in an order that the transport chooses. An all-gather of all states would receive
     (w - 1) * w * n * 1,028 bytes.
 
     Results are deterministic, whichever rank is ready first: states are merged in the order of ranks, in fp32. With batch_invariant=True
@@ -85,8 +85,8 @@ class ContextParallel:
         cache_seqlens: int32 [batch], keys per request on all ranks together, those of the new tokens included. block_table: int32 [batch,
         pages per request], the rank's own pages. s_q: query tokens per request. causal: as in flash_mla_with_kvcache, aligned bottom right.
 
-        The newest keys lie on different ranks, so the number of the rank's keys that a token attends to does not grow by one per token, and
-        the causal mask of a decode call cannot express it. Causal query tokens are therefore rows with lengths of their own, and the rank's
+        The newest keys lie on different ranks: the number of the rank's keys that a token attends to does not grow by one per token. The
+        causal mask of a decode call cannot express that. Causal query tokens are therefore rows with lengths of their own, and the rank's
         keys are read s_q times.
         """
         check_integer("s_q", s_q, 1)

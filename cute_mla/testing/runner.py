@@ -159,7 +159,7 @@ def run_all(
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
     A pool of processes (default: one per CPU) runs the jobs on the simulated device, large jobs first. This process runs the jobs on a GPU
-    in order, and passes each case to on_start first, so that the log names a kernel that hangs the GPU.
+    in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]

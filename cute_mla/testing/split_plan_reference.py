@@ -1,4 +1,4 @@
-"""Reference of split_plan in plain Python, and of the loop with which the decode kernels walk a plan."""
+"""Reference of split_plan in plain Python, and of the loop in which the decode kernels process a plan."""
 
 from __future__ import annotations
 

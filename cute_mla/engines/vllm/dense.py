@@ -38,30 +38,37 @@ class CuteMla(MLACommonBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM registers."""
         return DENSE
 
     @staticmethod
     def get_impl_cls() -> type[CuteMlaImpl]:
+        """Return the class of a layer's attention."""
         return CuteMlaImpl
 
     @staticmethod
     def get_builder_cls() -> type[CuteMlaMetadataBuilder]:
+        """Return the class of the metadata builder."""
         return CuteMlaMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the supported keys per page."""
         return block_sizes(_OP)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
+        """Return the supported columns of queries and keys."""
         return head_sizes(_OP)
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Return True if devices of this compute capability run the kernels."""
         return has_kernels_for(capability)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        """Return True if the op is batch invariant on any architecture."""
         return supported_on_any(_OP, batch_invariant=True)
 
     @classmethod
@@ -82,6 +89,7 @@ class CuteMla(MLACommonBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
+        """Return why this combination is not supported, or None if it is supported."""
         return unsupported_reason(_OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, causal=True)
 
 

@@ -23,18 +23,22 @@ class CuteMlaPrefill(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM registers."""
         return PREFILL
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Return True if devices of this compute capability run the kernels."""
         return has_kernels_for(device_capability)
 
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: MLADimensions) -> bool:
+        """Return True if a layer of these sizes is supported on any architecture."""
         d_qk = mla_dimensions.qk_nope_head_dim + mla_dimensions.qk_rope_head_dim
         return supported_on_any(_OP, head_dim=d_qk, head_dim_v=mla_dimensions.v_head_dim)
 
     def supports_out(self) -> bool:
+        """Return True: the caller may pass out."""
         return True
 
     def run_prefill_new_tokens(

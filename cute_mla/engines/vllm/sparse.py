@@ -38,18 +38,22 @@ class CuteMlaSparse(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM registers."""
         return SPARSE
 
     @staticmethod
     def get_impl_cls() -> type[CuteMlaSparseImpl]:
+        """Return the class of a layer's attention."""
         return CuteMlaSparseImpl
 
     @staticmethod
     def get_builder_cls() -> type[CuteMlaSparseMetadataBuilder]:
+        """Return the class of the metadata builder."""
         return CuteMlaSparseMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the supported keys per page."""
         return block_sizes(_OP)
 
     @classmethod
@@ -59,22 +63,27 @@ class CuteMlaSparse(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
+        """Return the supported columns of queries and keys."""
         return [size for size in head_sizes(_OP) if supported_on_any(_OP, head_dim=size, fp8_kvcache=False)]
 
     @classmethod
     def is_mla(cls) -> bool:
+        """Return True: keys are latent."""
         return True
 
     @classmethod
     def is_sparse(cls) -> bool:
+        """Return True: indices select the keys."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Return True if devices of this compute capability run the kernels."""
         return has_kernels_for(capability)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
+        """Return True if the op is batch invariant on any architecture."""
         return supported_on_any(_OP, batch_invariant=True)
 
     @classmethod
@@ -90,6 +99,7 @@ class CuteMlaSparse(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
+        """Return why this combination is not supported, or None if it is supported."""
         return unsupported_reason(
             _OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, topk_length=True
         )

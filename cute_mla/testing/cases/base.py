@@ -20,7 +20,7 @@ Outputs = Literal["allocated", "given", "strided", "odd"]
 Metadata = Literal["tensors", "object"]
 Tags = dict[str, Callable[[Any], str]]
 
-# Layouts of q or out whose rows are a multiple of so many elements; rows of all other layouts have the largest alignment.
+# Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
 _ROW_ELEMENTS = {"odd": 1, "even": 2}
 
 # The tag in a case's id for each field that is not part of the shape, when the field is not at its default.

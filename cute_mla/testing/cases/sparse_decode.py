@@ -74,8 +74,8 @@ class SparseDecodeCase(DecodeCase):
 
     cache: the name of a CacheFormat. main, extra: the first and the second cache.
     values: "normal" to "peaks": as in DenseDecodeCase, along the keys of a request; indices of "rising" and "falling" ascend;
-        "spread": groups of columns of very different magnitudes; "coherent": all terms of a score have one sign, and a dtype
-        narrower than fp32 rounds every scale of fp8_656 in the same direction, so that an error shows in lse.
+        "spread": groups of columns of very different magnitudes; "coherent": all terms of a score have one sign, and bf16 would
+        round every scale of fp8_656 down, so that lse shows whether a kernel keeps scales in fp32.
     power_of_two: scales of fp8_656 are powers of two. Scales of fp8_584 always are.
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, other pages have no padding; "tight": pages of fp8_584
         without padding; "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows further apart than

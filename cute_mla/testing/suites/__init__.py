@@ -4,8 +4,8 @@ smoke   12 to 20 cases per op and operand type, of at most 200 tiles each. Every
         architecture, every variant occurs. All architectures, the simulated device and GPUs run the same cases.
 full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this project), its corner cases and the smoke cases. A GPU runs
         all of them. The simulated device runs the grid's small cases whole: short sequences and at most 6 requests (dense decode: in
-        bf16), or few tiles (prefill). The large cases are replaced by a pairwise cover of the factor values, cut to a budget of tiles
-        by batch (decode), query tokens (sparse prefill) or query heads per KV head (dense prefill). A few long cases run whole.
+        bf16), or few tiles (prefill). A pairwise cover of the factor values replaces the large cases. Its cases are cut to a budget of
+        tiles: by batch (decode), query tokens (sparse prefill) or query heads per KV head (dense prefill). A few long cases run whole.
 """
 
 from __future__ import annotations
