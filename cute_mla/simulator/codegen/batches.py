@@ -150,7 +150,7 @@ class BatchEmitter(Emitter):
             return super().row(register, kind)
         key = (register, kind)
         if key not in self.sources:
-            slots = [self.layout.slot(member) for member in register.members]
+            slots = [self.layout.row(member) for member in register.members]
             if len(set(slots)) == 1:
                 return super().row(register.members[0], kind)
             name = self.temp()
@@ -172,7 +172,7 @@ class BatchEmitter(Emitter):
             return super().dst(operand, kind)
         for member in operand.members:
             self.known.pop(member.name, None)
-        subscript = self.index([self.layout.slot(member) for member in operand.members])
+        subscript = self.index([self.layout.row(member) for member in operand.members])
         dtype = self.constants.thing(KINDS[kind][2])
         rows = f"w.banks[{operand.bank!r}][{subscript}]"
         if ":" in subscript:

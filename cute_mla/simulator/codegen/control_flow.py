@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..checks.tensor_hazards import RegisterUses
 from ..frontend.layout import Layout
 from ..frontend.ptx import EntryText, Instruction, LabelRef, Reg
 from ..isa.table import Decoded, lookup, registers_of
 from ..state.registers import BANK_DTYPES
-
-if TYPE_CHECKING:
-    from ..checks.tensor_hazards import Uses
 
 MAX_BLOCK = 600
 ARRIVALS = (
@@ -62,7 +60,7 @@ class Block:
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
-    uses: Uses | None = None
+    uses: RegisterUses | None = None
 
     @property
     def count(self) -> int:
@@ -145,7 +143,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
         _masks(block, layout)
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
-    rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
+    rows = sorted({layout.row(register) for item in decoded for register in item.accumulators})
     fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
     return Flow(blocks, targets, undefined, {"r": rows}, fenced)
 
@@ -175,6 +173,23 @@ class _SplitState:
         self.accumulators.update(register.name for register in item.accumulators)
 
 
+def register_uses(instructions: list[Decoded], layout: Layout) -> RegisterUses:
+    """Return how a block uses registers that can hold values loaded from tensor memory."""
+    uses = RegisterUses()
+    for item in instructions:
+        reads, writes = _data_bits(item.reads, layout), _data_bits(item.writes, layout)
+        if item.instruction.opcode.startswith("mov."):
+            uses.moves.append((reads, writes))
+        elif not item.instruction.opcode.startswith("tcgen05.ld."):
+            for bank, bit in (*reads, *writes):
+                uses.touched[bank] = uses.touched.get(bank, 0) | bit
+    return uses
+
+
+def _data_bits(registers: tuple[Reg, ...], layout: Layout) -> list[tuple[str, int]]:
+    return [(register.bank, 1 << layout.row(register)) for register in registers if register.bank != "p"]
+
+
 def _link(block: Block, targets: dict[str, int], end: int) -> None:
     last = block.instructions[-1]
     if last.spec.control == "bra":
@@ -192,14 +207,14 @@ def _masks(block: Block, layout: Layout) -> None:
     used: dict[str, set[int]] = {bank: set() for bank in BANK_DTYPES}
     for item in block.instructions:
         for register in (*item.reads, *item.writes, *item.accumulators):
-            used[register.bank].add(layout.slot(register))
+            used[register.bank].add(layout.row(register))
         reads = item.reads if not item.spec.asynchronous else ()
         for register in (*reads, *item.writes):
             if register.bank == "r":
-                block.touches |= 1 << layout.slot(register)
+                block.touches |= 1 << layout.row(register)
         for register in item.writes:
             if register.bank == "r":
-                block.writes |= 1 << layout.slot(register)
+                block.writes |= 1 << layout.row(register)
     block.used = {bank: np.array(sorted(slots), np.int64) for bank, slots in used.items()}
 
 
@@ -255,7 +270,7 @@ def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[
     rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
     for name, number in numbers.items():
         if bad >> number & 1:
-            rows[banks[name]].append(layout.slots[name])
+            rows[banks[name]].append(layout.rows[name])
     return rows
 
 
@@ -277,7 +292,7 @@ def _liveness(blocks: list[Block], layout: Layout) -> None:
                 live[block.index] = value
                 changed = True
     places = {
-        register.name: (register.bank, layout.slot(register))
+        register.name: (register.bank, layout.row(register))
         for block in blocks
         for item in block.instructions
         for register in (*item.reads, *item.writes, *item.accumulators)

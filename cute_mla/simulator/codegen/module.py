@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..findings import UnsupportedInstruction
 from ..frontend.layout import Layout, make_layout
@@ -14,18 +13,12 @@ from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
 
-if TYPE_CHECKING:
-    from ..state.cta import Home
 
-SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
-
-
-@dataclass
+@dataclass(eq=False)
 class Entry:
-    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
-    unfenced: wgmmas that lack a fence.
+    """One kernel.
 
-    homes: registers and shared memory that earlier launches left, by block and dynamic shared memory.
+    undefined: names of registers that some path reads before writing them (they start poisoned). unfenced: wgmmas that lack a fence.
     """
 
     name: str
@@ -36,7 +29,6 @@ class Entry:
     translator: Translator
     undefined: tuple[str, ...] = ()
     unfenced: tuple[Instruction, ...] = ()
-    homes: dict[tuple[object, ...], list[Home]] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,14 +65,14 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
             problems.setdefault(instruction.opcode, []).append(instruction.line)
         else:
             decoded.append(item)
-    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
+    layout = make_layout(text, accumulator_groups(instructions))
     constants = Constants()
     check_operands(decoded, layout, constants, problems)
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
     translator = Translator(text.name, flow, layout, constants)
-    names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
+    names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
 

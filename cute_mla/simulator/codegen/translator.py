@@ -17,6 +17,7 @@ from ..frontend.ptx import Instruction, LabelRef, Reg
 from ..isa import NAMESPACE
 from ..isa.emitter import UNSIGNED, Constants, Emitter
 from ..isa.table import Decoded
+from ..state.origin import LINES, PREFIX
 from ..state.registers import BANK_DTYPES
 from .batches import emit_batch, schedule
 from .control_flow import Block, Flow
@@ -24,9 +25,6 @@ from .control_flow import Block, Flow
 EXIT = -1
 BLOCKED = -2
 
-# generated file name -> instruction of every line
-LINES: dict[str, list[Instruction | None]] = {}
-PREFIX = "<ptx "
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
     "absolute minimum maximum fmin fmax left_shift right_shift equal not_equal less less_equal greater greater_equal isnan where empty "

@@ -7,13 +7,9 @@ wgmma overwrites what has been read by then, and NVIDIA's own kernels leave the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..frontend.ptx import Instruction, Reg, Vec
 from ..isa.table import Decoded, registers_of
-
-if TYPE_CHECKING:
-    from .control_flow import Block
+from .control_flow import Block
 
 FENCE = "wgmma.fence.sync.aligned"
 NEVER_FENCED = "$no fence yet"  # stands among the names of written registers

@@ -1,4 +1,4 @@
-"""What a run has executed: warp instructions, by what they do and by the role of the warp.
+"""Counts of executed warp instructions, by what they do and by the role of the warp.
 
 An instruction counts once for every warp that executes it with any of its lanes; one that waits counts once, however long. It is
 the PTX that is counted: ptxas drops moves, fuses products with sums and adds addresses, so compare PTX with PTX.
@@ -10,11 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..codegen.control_flow import Block
-    from .launch import Names
+from ..codegen.control_flow import Block
+from ..state.names import Names
 
 NO_ROLE = "(no role)"
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
-from .emitter import Unsupported, immediate_bits, pair_items
+from .emitter import Emitter, Unsupported, immediate_bits, pair_items
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction
-from ..state.registers import WARP, Window
-from ..units.async_units import CopyGroups, GroupedCopy
-from .emitter import Unsupported
+from ..state.async_work import CopyGroups, GroupedCopy, PendingCopy
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.engine_protocol import Engine
+from ..state.origin import Origin
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
+from .emitter import Emitter, Unsupported
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -166,10 +167,10 @@ def check_reach(cta: Cta, where: int, signal: int, cluster: bool, pair: bool = F
         raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster with an mbarrier in CTA {signal >> 24}")
 
 
-def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
+def add_grouped(engine: Engine, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
     """Put a copy into the open group of its thread or warp."""
     groups.setdefault(owner, CopyGroups()).open.append(copy)
-    copy.advance(cta.machine.grouped_stage())
+    copy.advance(engine.grouped_stage())
 
 
 @runtime
@@ -185,7 +186,7 @@ def bulk_to_shared(
 ) -> None:
     """cp.async.bulk to shared memory, from global or shared memory."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     masks = lane_values(w, mask)
     rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), lane_values(w, barrier), strict=True)
     for lane, (where, start, nbytes, signal) in enumerate(rows):
@@ -201,34 +202,35 @@ def bulk_to_shared(
             nbytes: int = nbytes,
             offset: int = offset,
             targets: list[Cta] = targets,
-            barriers: list[object] = barriers,  # type: ignore[assignment]
+            barriers: list[Mbarrier] = barriers,
         ) -> None:
-            data, valid = read_bulk(cta, start, nbytes, peer)
+            data, valid = read_bulk(engine, cta, start, nbytes, peer)
             for target in targets:
                 target.smem.check(offset, offset + nbytes, "bulk write")
                 target.smem.data[offset : offset + nbytes] = data
                 target.smem.valid[offset : offset + nbytes] = valid
             for item in barriers:
-                machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+                engine.complete_tx(item, nbytes)
 
         if not peer:
             global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         else:
             races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy", int(w.lanes[lane]) // WARP)
         smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
-        numbers = machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
+        warp = int(w.lanes[lane]) // WARP
+        numbers = copies.issue(w, warp, effect, barriers, [(target, offset, offset + nbytes) for target in targets])
         if peer:
-            cta.note_outgoing((start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), numbers[0], machine.origin(w))
+            cta.outgoing[start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes] = (*numbers[0], w.origin())
 
 
-def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
+def read_bulk(engine: Engine, cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
     """Bytes and their shadow from shared or global memory."""
     if shared:
         offset = start & 0xFFFFFF
         source = cta.peer(start >> 24).smem
         source.check(offset, offset + nbytes, "bulk read")
         return source.data[offset : offset + nbytes], source.valid[offset : offset + nbytes]
-    buffer = cta.machine.memory.require(start, start + nbytes, False)
+    buffer = engine.memory.require(start, start + nbytes, False)
     offset = start - buffer.address
     return buffer.data[offset : offset + nbytes], 1 if buffer.valid is None else buffer.valid[offset : offset + nbytes]
 
@@ -237,33 +239,33 @@ def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarr
 def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
     """cp.async.bulk to global memory."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), strict=True)
     for lane, (target, start, nbytes) in enumerate(rows):
         if (target | start | nbytes) & 15:
             raise Fault("misaligned", f"bulk copy of {nbytes} bytes from {start:#x} to {target:#x}: all must be multiples of 16")
-        origin = machine.origin(w)
+        origin = w.origin()
         held: list[np.ndarray] = []
 
-        def read(start: int = start, nbytes: int = nbytes, held: list[np.ndarray] = held, origin: object = origin) -> None:
-            data, valid = read_bulk(cta, start, nbytes, True)
+        def read(start: int = start, nbytes: int = nbytes, held: list[np.ndarray] = held, origin: Origin = origin) -> None:
+            data, valid = read_bulk(engine, cta, start, nbytes, True)
             held.append(data.copy())
             if not np.all(valid):
-                machine.report_at(origin, "poison", "a bulk store writes undefined bytes of shared memory to global memory")  # type: ignore[arg-type]
+                engine.report(origin, "poison", "a bulk store writes undefined bytes of shared memory to global memory")
 
         def write(target: int = target, nbytes: int = nbytes, held: list[np.ndarray] = held) -> None:
-            buffer = machine.memory.require(target, target + nbytes, True)
+            buffer = engine.memory.require(target, target + nbytes, True)
             offset = target - buffer.address
             buffer.data[offset : offset + nbytes] = held[0]
             if buffer.valid is not None:
                 buffer.valid[offset : offset + nbytes] = 1
-            machine.progress += 1
+            engine.note_progress()
 
         offset = start & 0xFFFFFF
         copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
         global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         races.check_range(w, copy.source, "a bulk store", int(w.lanes[lane]) // WARP)
-        add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
+        add_grouped(w.engine, cta.bulk, int(w.lanes[lane]), copy)
         cta.reading.append(copy)
 
 
@@ -288,9 +290,10 @@ def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
         if groups is not None:
             warp = int(lane) // WARP
             clocks = cta.cluster.clocks
+            row = clocks.row(cta.rank, warp)
             for copy in groups.wait(remaining, stage):
                 low, high = copy.source
-                cta.trace.note_read(warp, slice(low // 4, -(-high // 4)), int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1)
+                cta.trace.note_read(warp, slice(low // 4, -(-high // 4)), int(clocks.now[row, row]) + 1)
 
 
 # ---------------------------------------------------------------- cp.async
@@ -306,7 +309,7 @@ def warps_of(w: Window) -> list[tuple[int, np.ndarray]]:
 def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, source_size: np.ndarray | None) -> None:
     """cp.async"""
     cta = w.cta
-    memory = cta.machine.memory
+    memory = w.engine.memory
     offsets = (lanes_of(w, destination) & np.uint32(0xFFFFFF)).astype(np.int64)
     addresses = lanes_of(w, source).copy()
     counts = np.full(w.n, size) if source_size is None else np.broadcast_to(source_size, (w.n,)).astype(np.int64)
@@ -340,13 +343,13 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
                 cta.smem.valid[offset : offset + size] = valid
 
         number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
-        add_grouped(cta, cta.copies, warp, GroupedCopy(read, write, cta.machine.origin(w), serial=number))
+        add_grouped(w.engine, cta.copies, warp, GroupedCopy(read, write, w.origin(), serial=number))
 
 
 def cp_async_agent(cta: Cta, warp: int) -> int:
     """The column of a warp's cp.async copies in the clocks."""
     clocks = cta.cluster.clocks
-    return clocks.own_copier(clocks.row(cta, warp))
+    return clocks.own_copier(clocks.row(cta.rank, warp))
 
 
 @runtime
@@ -366,14 +369,14 @@ def cp_async_wait(w: Window, remaining: int, everything: bool) -> None:
         if everything:
             groups.commit()
         for copy in groups.wait(remaining, 2):
-            w.cta.cluster.clocks.note(w.cta, (warp,), cp_async_agent(w.cta, warp), copy.serial)
+            w.cta.cluster.clocks.note(w.cta.rank, (warp,), cp_async_agent(w.cta, warp), copy.serial)
 
 
 @runtime
 def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
     """cp.async.mbarrier.arrive: one arrival per lane once its earlier copies are complete."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     offsets = lanes_of(w, address) & np.uint32(0xFFFFFF)
     for warp, index in warps_of(w):
         groups = cta.copies.get(warp, CopyGroups())
@@ -384,34 +387,34 @@ def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
             if not noinc:
                 barrier.add_pending(lanes)
 
-            def effect(earlier: list[GroupedCopy] = earlier, barrier: object = barrier, lanes: int = lanes) -> None:
+            def effect(earlier: list[GroupedCopy] = earlier, barrier: Mbarrier = barrier, lanes: int = lanes) -> None:
                 for copy in earlier:
                     copy.advance(2)
-                machine.arrive(barrier, lanes)  # type: ignore[arg-type]
+                engine.arrive(barrier, lanes)
 
             order.arrive_behind_copies(cta, warp, barrier)
             phases.check_use(w, (warp,), barrier, False)
-            machine.begin(effect, machine.origin(w), [barrier], ())
+            engine.begin(PendingCopy(effect, w.origin(), [barrier]))
 
 
 @runtime
 def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
     """st.async"""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     nbytes = values[0].dtype.itemsize * len(values)
     lanes = [np.broadcast_to(value, (w.n,)).copy() for value in values]
     for lane, (where, signal) in enumerate(zip(lane_values(w, address), lane_values(w, barrier), strict=True)):
         check_reach(cta, where, signal, True)
         target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
 
-        def effect(lane: int = lane, where: int = where, target: Cta = target, item: object = item) -> None:
+        def effect(lane: int = lane, where: int = where, target: Cta = target, item: Mbarrier = item) -> None:
             target.smem.store(np.array([where & 0xFFFFFF]), [value[lane : lane + 1] for value in lanes])
-            machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+            engine.complete_tx(item, nbytes)
 
         offset = where & 0xFFFFFF
         smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, [target], offset, offset + nbytes)
-        machine.start(effect, w, int(w.lanes[lane]) // WARP, [item], [(target, offset, offset + nbytes)])
+        copies.issue(w, int(w.lanes[lane]) // WARP, effect, [item], [(target, offset, offset + nbytes)])
 
 
 @op(r"mapa.shared::cluster.(?P<t>u32|u64)", r"mapa.(?P<t>u64)")

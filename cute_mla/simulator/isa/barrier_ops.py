@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +12,12 @@ from ..checks import order, phases
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand
 from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
-from ..state.registers import WARP, Window
-from .emitter import Unsupported
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from .emitter import Emitter, Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -153,15 +150,15 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
             raise Fault("barrier_count", f"mbarrier.init with a count of {number}", cta.barrier_name(offset))
         cta.smem.check(offset, offset + 8, "mbarrier.init")
         old = cta.mbarriers.get(offset)
-        if old is not None and old.waiters:
+        if old is not None and w.engine.is_awaited(old):
             raise Fault("barrier_reinit", "mbarrier.init while somebody waits", old.name)
         if old is not None:
             raise Fault("barrier_reinit", "mbarrier.init of a live barrier without mbarrier.inval", old.name)
         cta.mbarriers[offset] = Mbarrier(cta.barrier_name(offset), number, cta.cluster.clocks.copier(cta.rank, offset))
         cta.smem.valid[offset : offset + 8] = 0
         phases.note_init(w, cta.mbarriers[offset])
-        if w.slot.cta is not None and w.cta.observer is not None:
-            w.cta.observer.barrier(w, cta.mbarriers[offset], "init", number)
+        if w.observer is not None:
+            w.observer.barrier(w, cta.mbarriers[offset], "init", number)
 
 
 @runtime
@@ -169,7 +166,7 @@ def mbarrier_inval(w: Window, address: np.ndarray) -> None:
     """mbarrier.inval"""
     for share in each_lane(w, address, False):
         cta, offset = share.cta, share.offset
-        if cta.mbarrier(offset).waiters:
+        if w.engine.is_awaited(cta.mbarrier(offset)):
             raise Fault("barrier_reinit", "mbarrier.inval while somebody waits", cta.barrier_name(offset))
         del cta.mbarriers[offset]
 
@@ -184,8 +181,8 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
     order.hand_over(w.cta, w.warps)  # once: what one instruction signals, it signals together
     for share in parts:
         barrier, (number, expected) = share.cta.mbarrier(share.offset), share.values
-        if w.cta.observer is not None:
-            w.cta.observer.barrier(w, barrier, "arrive", number * share.lanes)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "arrive", number * share.lanes)
         if nbytes is not None:
             barrier.expect(expected * share.lanes)
         if number < 1:
@@ -195,15 +192,15 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
         order.arrive(w.cta, share.warps, barrier, release=False)
         if share.cta is not w.cta:
             note_visit(w, share)
-        w.cta.machine.arrive(barrier, number * share.lanes)
+        w.engine.arrive(barrier, number * share.lanes)
     return state
 
 
 def note_visit(w: Window, share: Share) -> None:
     """Warps have arrived at an mbarrier of another CTA, which must not exit before that."""
-    cluster, origin = w.cta.cluster, w.cta.machine.origin(w)
+    cluster, origin = w.cta.cluster, w.origin()
     for warp in share.warps:
-        row = cluster.clocks.row(w.cta, warp)
+        row = cluster.clocks.row(w.cta.rank, warp)
         cluster.visits[row, share.cta.rank] = (int(cluster.clocks.now[row, row]), origin)
 
 
@@ -222,14 +219,13 @@ def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster:
         barrier = share.cta.mbarrier(share.offset)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
         barrier.expect(share.values[0] * share.lanes)
-        w.cta.machine.progress += 1
+        w.engine.note_progress()
 
 
 @runtime
 def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray, parity: bool, hint: bool) -> bool:
     """try_wait and test_wait. False: the group is blocked and executes this again when the phase may have changed."""
     cta = w.cta
-    group = cta.machine.running
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
     users: list[Sequence[int]] = []  # the warps that wait for each
@@ -254,10 +250,10 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
                 users.append(warps_of(w, where))
                 places.append(where)
     for barrier, warps in zip(blocked, users, strict=True):
-        group.check_lapped(barrier)
+        phases.check_lapped(w, barrier)
         phases.check_use(w, warps, barrier, False)
     if ready.any():
-        group.waited = {}
+        w.engine.end_wait()
         out[...] = ready
         for barrier, warps, where in zip(blocked, users, places, strict=True):
             # lanes of a warp that have come apart may wait for different barriers: one of them says nothing of another
@@ -266,32 +262,18 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
                 phases.check_wait(w, done, barrier)
             order.wait(cta, done, barrier)
             phases.note_wait(cta, done, barrier)
-            if cta.observer is not None and done:
-                cta.observer.barrier(w, barrier, "wait", 0)
+            if w.observer is not None and done:
+                w.observer.barrier(w, barrier, "wait", 0)
         return True
-    return refuse_wait(w, out, blocked, hint)
+    if w.engine.refuse_wait(blocked, hint):
+        out[...] = False
+        return True
+    return False
 
 
 def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
     """The warps that these positions in the window belong to."""
     return tuple(int(warp) for warp in np.unique(w.lanes[lanes] // WARP))
-
-
-def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool) -> bool:
-    """No lane may pass: answer false once where that is allowed, else block."""
-    group = w.cta.machine.running
-    if group.timed_out:
-        group.timed_out = False
-        group.waited = {}
-        out[...] = False
-        return True
-    key = tuple((id(barrier), barrier.phase) for barrier in blocked)
-    if not hint and group.last_failed != key:
-        group.last_failed = key
-        out[...] = False
-        return True
-    group.block(blocked)
-    return False
 
 
 # ---------------------------------------------------------------- named barriers
@@ -366,23 +348,21 @@ def named_sync(
 ) -> bool:
     """bar.sync and bar.red: True for the convoy that completes the round; the others are moved on by it."""
     cta = w.cta
-    if cta.machine.must_separate(w, number):
+    if w.engine.must_separate(number):
         return False
     barrier, threads = named(w, number, count)
     if source is not None:
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
-    if cta.observer is not None:
-        cta.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
+    if w.observer is not None:
+        w.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
     phases.note_arrival(w, w.warps, barrier)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(w.warps) * WARP, threads):
-        release(cta, barrier)
+        release(w, barrier)
         order.wait(cta, w.warps, barrier)
         phases.note_round(cta, w.warps, barrier)
         return True
-    group = cta.machine.running
-    barrier.waiting.append(group)
-    group.block_at(barrier)
+    w.engine.block([barrier])
     return False
 
 
@@ -395,16 +375,16 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
         lanes = int(np.count_nonzero(flat == value))
         warps = w.warps if lanes == w.n else tuple(int(warp) for warp in np.unique(w.lanes[flat == value] // WARP))
         barrier, threads = named(w, np.array(value), count)
-        if cta.observer is not None:
-            cta.observer.barrier(w, barrier, "arrive", lanes)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "arrive", lanes)
         phases.note_arrival(w, warps, barrier)
         order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
-            release(cta, barrier)
-    cta.machine.progress += 1
+            release(w, barrier)
+    w.engine.note_progress()
 
 
-def release(cta: Cta, barrier: NamedBarrier) -> None:
+def release(w: Window, barrier: NamedBarrier) -> None:
     """Let everybody inside go on."""
     if barrier.results:
         votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
@@ -415,14 +395,9 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
                 window.write_back()
         barrier.results.clear()
     barrier.next_round()
-    waiting, barrier.waiting = barrier.waiting, []
-    cta.machine.progress += 1
-    for group in waiting:
-        cta.machine.executed.add(cta.machine.blocks[group.pc], group.warps)
-        group.pc += 1
-        order.wait(cta, group.warps, barrier)
-        phases.note_round(cta, group.warps, barrier)
-    cta.machine.wake(waiting)
+    for warps in w.engine.release(barrier):
+        order.wait(w.cta, warps, barrier)
+        phases.note_round(w.cta, warps, barrier)
 
 
 # ---------------------------------------------------------------- cluster barrier
@@ -448,14 +423,14 @@ def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
     if bool((cta.cluster_arrived[w.lanes] >= 0).any()):
         raise Fault("barrier_arrivals", "a second barrier.cluster.arrive without a wait between", "cluster barrier")
     cta.cluster_arrived[w.lanes] = barrier.phase
-    if cta.observer is not None:
-        cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
+    if w.observer is not None:
+        w.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
     if not relaxed:
         phases.note_fence(cta, w.warps)
     order.arrive(cta, w.warps, barrier, not relaxed)
     if barrier.arrive(w.n):
-        cta.machine.wake(barrier.waiters)
-    cta.machine.progress += 1
+        w.engine.wake(barrier)
+    w.engine.note_progress()
 
 
 @runtime
@@ -469,10 +444,8 @@ def cluster_barrier_wait(w: Window) -> bool:
     if bool((rounds < barrier.phase).all()):
         cta.cluster_arrived[w.lanes] = -1
         order.wait(cta, w.warps, barrier)
-        if cta.observer is not None:
-            cta.observer.barrier(w, barrier, "cluster_wait", w.n)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "cluster_wait", w.n)
         return True
-    group = cta.machine.running
-    barrier.waiters.append(group)
-    group.block_at(barrier)
+    w.engine.block([barrier])
     return False

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..checks import global_order
 from ..findings import Fault
 from ..frontend.ptx import Instruction
+from ..state.window import Window
+from .emitter import Emitter
 from .table import ignored, op, runtime
-
-if TYPE_CHECKING:
-    from ..state.registers import Window
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -37,6 +36,16 @@ def trap(e: Emitter, ins: Instruction, m: Match) -> None:
 def trapped() -> None:
     """A trap instruction."""
     raise Fault("trap", "the kernel executed a trap")
+
+
+@runtime
+def read_special(w: Window, name: str) -> np.ndarray:
+    """Return a special register that is the same for all threads of the CTA, a 0-d array."""
+    wide = name in ("clock64", "globaltimer", "gridid")
+    value = w.cta.specials.get(name)
+    if value is None:  # clocks and timers
+        value = w.engine.clock() & ((1 << 64) - 1 if wide else 0xFFFFFFFF)
+    return np.array(value, np.uint64 if wide else np.uint32)
 
 
 ignored(r"setmaxnreg.(inc|dec).sync.aligned.u32", "moves registers between warps: no effect on values", needs="warp")

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Reg, Symbol
 from ..numerics import elementwise
-from .emitter import KINDS, Unsupported
+from .emitter import KINDS, Emitter, Unsupported
 from .table import op, runtime
 
-if TYPE_CHECKING:
-    from .emitter import Emitter
-
 Match = re.Match[str]
-
-# generic addresses: real host addresses are global, these windows hold the other spaces
-SHARED_WINDOW = 1 << 56
-PARAM_WINDOW = 2 << 56
-WINDOW_MASK = (1 << 56) - 1
 
 for _function in (
     elementwise.f32_to_bf16x2,

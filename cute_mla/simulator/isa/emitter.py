@@ -10,7 +10,7 @@ import numpy as np
 
 from ..frontend.layout import Layout
 from ..frontend.ptx import Imm, Mem, Negated, Operand, Pair, Reg, Special, Symbol
-from ..state.registers import THREAD_SPECIALS
+from ..state.window import THREAD_SPECIALS
 
 # operand kind -> (row list of a window, bank, dtype)
 KINDS: dict[str, tuple[str, str, np.dtype[Any]]] = {
@@ -108,7 +108,7 @@ class Emitter:
         name, bank, _ = KINDS[kind]
         if bank != register.bank:
             raise Unsupported(f"register of {WIDTHS[register.bank]} bits used as {kind}")
-        return self._bind(name, self.layout.slot(register))
+        return self._bind(name, self.layout.row(register))
 
     def _bind(self, list_name: str, slot: int) -> str:
         local = f"{list_name}{slot}"
@@ -146,7 +146,7 @@ class Emitter:
         if name in THREAD_SPECIALS:
             value = f"w.special[{name!r}]"
         elif name in CTA_SPECIALS_32 or name in CTA_SPECIALS_64:
-            value = f"w.cta.special({name!r})"
+            value = f"read_special(w, {name!r})"
         else:
             raise Unsupported(f"special register %{name}")
         wide = name in CTA_SPECIALS_64
@@ -212,7 +212,7 @@ class Emitter:
         if isinstance(operand, Negated):
             operand = operand.reg
         if isinstance(operand, Reg):
-            return self._bind(f"T{operand.bank}", self.layout.slot(operand))
+            return self._bind(f"T{operand.bank}", self.layout.row(operand))
         return None
 
     def taint_of(self, registers: tuple[Reg, ...] | list[Reg]) -> str | None:

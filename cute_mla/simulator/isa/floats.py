@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
 from .arithmetic import COMPARE, binary, combine_comparison
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .table import op, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 

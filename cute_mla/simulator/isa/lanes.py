@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction
 from ..numerics import elementwise
-from ..state.registers import WARP, Window
-from .emitter import Unsupported, pair_items
+from ..state.registers import WARP
+from ..state.window import Window
+from .emitter import Emitter, Unsupported, pair_items
 from .table import op, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 _LANES = np.arange(WARP)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Operand, Vec
-from ..state.registers import WARP, Window
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
 from .async_copies import TX, check_all, check_reach, lane_values
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .memory_ops import store_loaded
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.barriers import Mbarrier
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -79,7 +77,7 @@ def halves(response: Operand | None) -> tuple[Operand | None, Operand | None]:
 def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool) -> None:
     """clusterlaunchcontrol.try_cancel"""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     for lane, (where, signal) in enumerate(zip(lane_values(w, response), lane_values(w, barrier), strict=True)):
         if where % RESPONSE_BYTES:
             raise Fault("misaligned", f"the response of a try_cancel at {where & 0xFFFFFF:#x}: must be a multiple of {RESPONSE_BYTES}")
@@ -91,17 +89,17 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
         barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
 
         def effect(offset: int = offset, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
-            words = np.array([*(machine.cancel_cluster() or (0, 0, 0, 0))], np.uint32)
+            words = np.array([*(engine.cancel_cluster() or (0, 0, 0, 0))], np.uint32)
             for target in targets:
                 target.smem.check(offset, offset + RESPONSE_BYTES, "the response of a try_cancel")
                 target.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
                 target.smem.valid[offset : offset + RESPONSE_BYTES] = 1
             for item in barriers:
-                machine.complete_tx(item, RESPONSE_BYTES)
+                engine.complete_tx(item, RESPONSE_BYTES)
 
         warp = int(w.lanes[lane]) // WARP
         smem_hazards.check_copy(w, warp, targets, offset, offset + RESPONSE_BYTES)
-        machine.start(effect, w, warp, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
+        copies.issue(w, warp, effect, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
 
 
 @runtime

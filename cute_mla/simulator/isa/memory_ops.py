@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
+from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
 from ..numerics import matrix_fragments
+from ..state.cta import Cta
 from ..state.memory import check_alignment
-from ..state.registers import WARP, Window
-from .conversions import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
-from .emitter import Unsupported
+from ..state.registers import WARP
+from ..state.window import Window
+from .emitter import Emitter, Unsupported
 from .table import ignored, op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -100,7 +97,7 @@ def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind
     if e.tainted:
         e.line(f"take_poison(w, {tuple(where)}, ({', '.join(str(row) for row in rows)},))")
     else:
-        registers = tuple((item.bank, e.layout.slot(item)) for item in items if isinstance(item, Reg))
+        registers = tuple((item.bank, e.layout.row(item)) for item in items if isinstance(item, Reg))
         e.line(f"if w.cta.poison is not None: meet_poison(w, {tuple(where)}, {registers})")
 
 
@@ -200,7 +197,7 @@ def order_proxies(w: Window) -> None:
 @runtime
 def order_memory(w: Window) -> None:
     """What may hand knowledge over through memory."""
-    order.through_memory(w.cta, w.warps)
+    order.through_memory(w)
 
 
 @runtime
@@ -229,9 +226,9 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
         cta.poison = mask if mask.any() else None
     for target, index, offsets in parts:
         races.access(w, target, index, offsets, size * count, False)
-    if cta.observer is not None:
+    if w.observer is not None:
         for target, index, offsets in parts:
-            cta.observer.shared_access(w, target, index, offsets, size * count, False)
+            w.observer.shared_access(w, target, index, offsets, size * count, False)
     return values
 
 
@@ -240,10 +237,10 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
     """ld.global."""
     cta = w.cta
     address = lanes_of(w, address)
-    values, cta.poison = cta.machine.memory.load(address, size, count)
+    values, cta.poison = w.engine.memory.load(address, size, count)
     global_order.read(w, address, size * count)
-    if cta.observer is not None:
-        cta.observer.global_access(w, address, size * count, False)
+    if w.observer is not None:
+        w.observer.global_access(w, address, size * count, False)
     return values
 
 
@@ -272,7 +269,6 @@ def shared_part(address: np.ndarray) -> np.ndarray:
 @runtime
 def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None, cluster: bool) -> None:
     """st.shared."""
-    cta = w.cta
     nbytes = values[0].dtype.itemsize * len(values)
     for target, index, offsets in place_shared(w, address, cluster):
         check_shared(target, offsets, nbytes)
@@ -287,8 +283,8 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
             overwrite.check(w)
         warps = (w.lanes if index is None else w.lanes[index]) // WARP
         smem_hazards.check_store(w, warps, target, offsets, nbytes)
-        if cta.observer is not None:
-            cta.observer.shared_access(w, target, index, offsets, nbytes, True)
+        if w.observer is not None:
+            w.observer.shared_access(w, target, index, offsets, nbytes, True)
 
 
 def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
@@ -300,21 +296,20 @@ def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
 @runtime
 def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
     """st.global; storing poison is a finding."""
-    cta = w.cta
     address = lanes_of(w, address)
     if poison is not None:
         for mask in poison:
             if mask is not None and mask.any():
                 lane = int(np.flatnonzero(mask)[0])
-                cta.report(w, "poison", f"an undefined value is stored to {cta.machine.memory.describe(int(address[lane]))}")
+                w.report("poison", f"an undefined value is stored to {w.engine.memory.describe(int(address[lane]))}")
     nbytes = values[0].dtype.itemsize * len(values)
     overwrite = global_order.write(w, address, nbytes)
-    cta.machine.memory.store(address, values)
+    w.engine.memory.store(address, values)
     if overwrite is not None:
         overwrite.check(w)
-    cta.machine.progress += 1
-    if cta.observer is not None:
-        cta.observer.global_access(w, address, nbytes, True)
+    w.engine.note_progress()
+    if w.observer is not None:
+        w.observer.global_access(w, address, nbytes, True)
 
 
 @runtime
@@ -331,7 +326,7 @@ def check_poison(w: Window, what: str, *masks: np.ndarray | None) -> None:
     """A finding when any mask is set."""
     for mask in masks:
         if mask is not None and mask.any():
-            w.cta.report(w, "poison", f"an undefined value decides {what}")
+            w.report("poison", f"an undefined value decides {what}")
             return
 
 
@@ -351,7 +346,7 @@ def meet_poison(w: Window, where: tuple[int, ...], registers: tuple[tuple[str, i
     poison = cta.poison
     cta.poison = None
     assert poison is not None
-    cta.become_tainted(w)
+    w.become_tainted()
     for index, (bank, slot) in zip(where, registers, strict=True):
         w.taints[bank][slot] |= poison[index]
 
@@ -430,8 +425,8 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
     known = valid == 0x01010101
     cta.poison = None if known.all() else ~known
     races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
-    if cta.observer is not None:
-        cta.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
+    if w.observer is not None:
+        w.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
     return values
 
 
@@ -453,8 +448,8 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
     smem_hazards.check_store(w, warps, cta, rows, 16)
-    if cta.observer is not None:
-        cta.observer.shared_access(w, cta, None, rows, 16, True)
+    if w.observer is not None:
+        w.observer.shared_access(w, cta, None, rows, 16, True)
 
 
 # ---------------------------------------------------------------- atomics
@@ -525,7 +520,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
         old[0, lane] = before[0]
         store_one(w, where, after, space)
     w.cta.poison = None
-    w.cta.machine.progress += 1
+    w.engine.note_progress()
     order_memory(w)
     return old
 
@@ -537,9 +532,9 @@ def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarra
         target = cta.peer(int(address[0]) >> 24)
         values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
     else:
-        values, poison = cta.machine.memory.load(address, size, 1)
+        values, poison = w.engine.memory.load(address, size, 1)
     if poison is not None:
-        cta.report(w, "poison", "an atomic operation on an undefined value")
+        w.report("poison", "an atomic operation on an undefined value")
     return np.ascontiguousarray(values[0])
 
 
@@ -549,7 +544,7 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
     if space != "global":
         cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
     else:
-        cta.machine.memory.store(address, [value])
+        w.engine.memory.store(address, [value])
 
 
 # ---------------------------------------------------------------- fences and hints
@@ -568,7 +563,7 @@ def fence(e: Emitter, ins: Instruction, m: Match) -> None:
         e.line("order_proxies(w)")
     if not ins.opcode.endswith((".global", ".cta")):
         e.line("order_barriers(w)")
-    e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
+    e.line(f"if w.observer is not None: w.observer.fence(w, {ins.opcode!r})")
 
 
 ignored(r"prefetch.(tensormap|param.tensormap|const.tensormap)", "a hint: no effect on results")

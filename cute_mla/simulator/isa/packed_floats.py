@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
+from .emitter import Emitter
 from .floats import subtract_f32
 from .table import op, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 Function = Callable[..., np.ndarray]

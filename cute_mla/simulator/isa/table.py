@@ -10,12 +10,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..frontend.ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
+from .emitter import Emitter
 
 Emit = Callable[["Emitter", Instruction, re.Match[str]], None]
 

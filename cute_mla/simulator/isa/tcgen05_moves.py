@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import tensor_hazards
-from ..checks.tensor_hazards import Move
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Vec
 from ..numerics import tensor_fragments
 from ..numerics.tensor_fragments import Fragment
-from ..state.registers import WARP, Window
+from ..state.registers import WARP
 from ..state.tensor_memory import COLUMNS, split_address
-from ..units.tensor_pipe import Cells
-from .emitter import Unsupported
+from ..state.tensor_queue import Cells, TensorMove
+from ..state.window import Window
+from .emitter import Emitter, Unsupported
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -45,7 +41,7 @@ def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
     items = operand.items if isinstance(operand, Vec) else (operand,)
     if len(items) != where.registers or not all(isinstance(item, Reg) and item.bank == "r" for item in items):
         raise Unsupported(f"{where.registers} 32-bit registers expected")
-    slots = tuple(e.layout.slot(item) for item in items if isinstance(item, Reg))
+    slots = tuple(e.layout.row(item) for item in items if isinstance(item, Reg))
     consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
     mask = e.constants.thing(sum(1 << slot for slot in set(slots)))
     return f"slice({slots[0]}, {slots[0] + len(slots)}), {mask}" if consecutive else f"{e.constants.thing(np.array(slots))}, {mask}"
@@ -110,11 +106,11 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
                 raise Fault("tensor_memory", f"{verb} of columns {column + low} to {column + high - 1}: there are {COLUMNS}")
             memory.require(column + low, column + high, verb)
             blocks = (3 if where.rows == 32 else 1) << lane // 16
-            cells = Cells(cta, blocks, column + low, column + high)
+            cells = Cells(cta.rank, blocks, column + low, column + high)
             tensor_hazards.check_move(w, warp, cells, write)
-            origin = origin or cta.machine.origin(w)
-            issued = int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1
-            cta.moves[warp, write, cells] = Move(warp, write, cells, origin, issued, {"r": registers})
+            origin = origin or w.origin()
+            issued = int(clocks.now[clocks.row(cta.rank, warp), clocks.row(cta.rank, warp)]) + 1
+            cta.moves[warp, write, cells] = TensorMove(warp, write, cells, origin, issued, {"r": registers})
         places.append((warp, lane, column))
     return places
 
@@ -149,7 +145,7 @@ def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int,
 def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, tainted: bool) -> None:
     """The poison of a load goes to its registers."""
     if poison is not None and not tainted:
-        w.cta.become_tainted(w)
+        w.become_tainted()
     if poison is not None or tainted:
         w.taints["r"][rows] = False if poison is None else poison
 
@@ -174,6 +170,6 @@ def tensor_wait(w: Window, write: bool) -> None:
     for warp in w.warps:
         waited = [move for move in cta.moves.values() if move.time is None and move.write == write and move.warp == warp]
         if waited:
-            time = clocks.tick(cta, warp)
+            time = clocks.tick(cta.rank, warp)
             for move in waited:
                 move.time = time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,18 +10,17 @@ from ..checks import order, phases, races, smem_hazards, tensor_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Mem, Operand, Reg, Vec
 from ..numerics import tcgen05 as forms
-from ..state.registers import WARP, Window
+from ..state.cta import Cta
+from ..state.registers import WARP
 from ..state.tensor_memory import TensorMemory, split_address
-from ..units import shared_to_tensor
-from ..units.tensor_pipe import Cells, Chain
+from ..state.tensor_queue import Cells
+from ..state.window import Window
+from ..units import shared_to_tensor, tensor_core
+from ..units.tensor_products import MmaChain
 from .async_copies import lane_values, targets_of
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -80,15 +78,15 @@ def same(w: Window, value: np.ndarray, what: str) -> int:
 def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group: int) -> bool:
     """tcgen05.alloc. False: blocked until something is freed, or until the peer CTA allocates too."""
     cta = w.cta
-    if cta.machine.must_separate(w, w.lanes // WARP):
+    if w.engine.must_separate(w.lanes // WARP):
         return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     count = same(w, columns, "the size of an allocation")
     memory.check_size(count)
-    start = memory.room(count) if group == 1 else allocate_together(cta, memory, count)
+    start = memory.room(count) if group == 1 else allocate_together(w, memory, count)
     if start is None:
-        cta.machine.running.block_for_memory(memory)
+        w.engine.block([memory])
         return False
     if group == 1:
         memory.allocate(start, count)
@@ -99,17 +97,17 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
     if overwrite is not None:
         overwrite.check(w)
-    if cta.observer is not None:
-        cta.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
+    if w.observer is not None:
+        w.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
     return True
 
 
-def allocate_together(cta: Cta, memory: TensorMemory, columns: int) -> int | None:
+def allocate_together(w: Window, memory: TensorMemory, columns: int) -> int | None:
     """tcgen05.alloc of a CTA pair: the first column, or None while the peer has not come or there is no room."""
     if memory.granted is not None:
         start, memory.granted = memory.granted, None
         return start
-    other = pair_of(cta)[1 - (cta.rank & 1)].tensor_memory()
+    other = pair_of(w.cta)[1 - (w.cta.rank & 1)].tensor_memory()
     memory.requested = columns
     if other.requested is None:
         return None
@@ -122,7 +120,7 @@ def allocate_together(cta: Cta, memory: TensorMemory, columns: int) -> int | Non
     other.allocate(first, columns)
     memory.requested = other.requested = None
     other.granted = first
-    cta.machine.wake(other.waiters)
+    w.engine.wake(other)
     return first
 
 
@@ -138,17 +136,17 @@ def pair_of(cta: Cta) -> tuple[Cta, Cta]:
 def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> bool:
     """tcgen05.dealloc. False: runs again, warp by warp."""
     cta = w.cta
-    if cta.machine.must_separate(w, w.lanes // WARP):
+    if w.engine.must_separate(w.lanes // WARP):
         return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     where, count = same(w, address, "a tensor memory address"), same(w, columns, "the size of an allocation")
     _, column = split_address(where)
     memory.release(where, count)
-    tensor_hazards.check_release(w, Cells(cta, 0xFF, column, column + count))
+    tensor_hazards.check_release(w, Cells(cta.rank, 0xFF, column, column + count))
     order.arrive(cta, w.warps, memory)
     memory.knowledge.complete()
-    cta.machine.wake(memory.waiters)
+    w.engine.wake(memory)
     if group == 2:
         if cta.cluster.size % 2:
             raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
@@ -159,7 +157,7 @@ def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: i
                 message = f"with cta_group::2 this CTA frees {mine[1]} columns at {mine[0]} where its peer frees {theirs[1]} at {theirs[0]}"
                 raise Fault("tensor_memory", message)
         if peer is not None:
-            cta.machine.wake(peer.waiters)
+            w.engine.wake(peer)
     return True
 
 
@@ -250,17 +248,17 @@ def tensor_mma(
         lanes = tuple(sum(word << 32 * i for i, word in enumerate(words[start : start + 4])) for start in range(0, len(words), 4))
         try:
             product = forms.decode_instruction(form, lane_of(descriptor, lane))
-            chain = Chain(
+            chain = MmaChain(
                 form, product, ctas, lane_of(d, lane), bool(lane_of(enable, lane)), step.scale, lanes, step.in_tensor,
-                cta.machine.origin(w), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
+                w.origin(), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
             )  # fmt: skip
             check_chain(w, chain)
         except ValueError as error:
             raise Fault("descriptor", str(error)) from error
-        cta.tensor_core().issue(chain)
+        tensor_core.issue(w.engine, cta, chain)
 
 
-def check_chain(w: Window, chain: Chain) -> None:
+def check_chain(w: Window, chain: MmaChain) -> None:
     """What can be said about a product when it is issued. Raises Fault or ValueError for what cannot be done."""
     form, product = chain.form, chain.product
     lane, column = split_address(chain.d)
@@ -308,7 +306,7 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
     for lane in range(w.n):
         ctas = pair_of(cta) if form.group == 2 else (cta,)
         work = shared_to_tensor.SharedToTensor(
-            form, ctas, lane_of(address, lane), lane_of(descriptor, lane), cta.machine.origin(w), int(w.lanes[lane])
+            form, ctas, lane_of(address, lane), lane_of(descriptor, lane), w.origin(), int(w.lanes[lane])
         )
         try:
             work.operand()
@@ -316,13 +314,14 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
         except ValueError as error:
             raise Fault("descriptor", str(error)) from error
         for cells in written:
-            cells.cta.tensor_memory().use_group(form.group)
-            cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
+            memory = cta.cluster.ctas[cells.rank].tensor_memory()
+            memory.use_group(form.group)
+            memory.require(cells.low, cells.high, "tcgen05.cp")
         warp = work.thread // WARP
         tensor_hazards.check_work(w, warp, [], written, work.what)
         for owner in ctas:
             races.check_source(w, owner, races.operand_words(work.operand()), work.what, warp)
-        cta.tensor_core().issue(work)
+        tensor_core.issue(w.engine, cta, work)
 
 
 # ---------------------------------------------------------------- commits and fences
@@ -352,11 +351,11 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
         for barrier in barriers:
             phases.check_use(w, (int(w.lanes[lane]) // WARP,), barrier, True)
-        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets)
+        tensor_core.commit(w.engine, cta, int(w.lanes[lane]), w.origin(), barriers, targets)
 
 
 @op(r"tcgen05.fence::(?P<when>before|after)_thread_sync", writes=(), pure=False)
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
     """Orders accesses to tensor memory before arrivals, or after waits."""
-    e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta, w.warps)")
-    e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
+    e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta.rank, w.warps)")
+    e.line(f"if w.observer is not None: w.observer.fence(w, {ins.opcode!r})")

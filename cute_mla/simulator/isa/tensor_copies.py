@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,16 +10,16 @@ from ..checks import global_order, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Mem, Operand
 from ..numerics import tma
-from ..state.registers import WARP, Window
-from ..units.async_units import CopyGroups, GroupedCopy, box_store, load_box
+from ..state.async_work import CopyGroups, GroupedCopy
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
+from ..units.boxes import box_store, load_box
 from .async_copies import HINT, TX, add_grouped, check_all, check_reach, lane_values, reaches_cluster, targets_of
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .table import ignored, op, runtime
-
-if TYPE_CHECKING:
-    from ..state.barriers import Mbarrier
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -130,13 +129,13 @@ def tma_load(
 ) -> None:
     """cp.async.bulk.tensor to shared memory."""
     cta = w.cta
-    machine = cta.machine
+    engine, observer = w.engine, w.observer
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
     masks = lane_values(w, mask)
     for lane, (where, source, signal) in enumerate(
         zip(lane_values(w, destination), lane_values(w, tensor_map), lane_values(w, barrier), strict=True)
     ):
-        boxes = place_boxes(cta.tensor_map(source), positions[lane], where & 0xFFFFFF, form.gather)
+        boxes = place_boxes(w.engine.tensor_map(source), positions[lane], where & 0xFFFFFF, form.gather)
         check_reach(cta, where, signal, form.cluster, form.pair)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
         barriers = signalled(cta, targets, signal, form.pair)
@@ -144,18 +143,18 @@ def tma_load(
         def effect(boxes: tuple[tma.Box, ...] = boxes, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
             for target in targets:
                 for box in boxes:
-                    load_box(machine, box, target.smem)
-                    if machine.observer is not None:
-                        machine.observer.async_write(target, box)
+                    load_box(engine, box, target.smem)
+                    if observer is not None:
+                        observer.async_write(target, box)
             nbytes = sum(box.nbytes for box in boxes)
             for item in barriers:
-                machine.complete_tx(item, nbytes)
+                engine.complete_tx(item, nbytes)
 
         low, high = span(boxes)
         warp = int(w.lanes[lane]) // WARP
         global_order.check_grid(w, (warp,))
         smem_hazards.check_copy(w, warp, targets, low, high)
-        machine.start(effect, w, warp, barriers, [(target, low, high) for target in targets])
+        copies.issue(w, warp, effect, barriers, [(target, low, high) for target in targets])
 
 
 @runtime
@@ -166,18 +165,18 @@ def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...],
     """
     cta = w.cta
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
-    copies: dict[tuple[object, ...], list[GroupedCopy]] = {}
+    issued: dict[tuple[object, ...], list[GroupedCopy]] = {}
     for lane, (target, where) in enumerate(zip(lane_values(w, tensor_map), lane_values(w, source), strict=True)):
         key = (w.lanes[lane] // WARP, target, where, positions[lane], lane if add else None)
         owner = int(w.lanes[lane])
-        if key in copies:
-            cta.bulk.setdefault(owner, CopyGroups()).open.extend(copies[key])
+        if key in issued:
+            cta.bulk.setdefault(owner, CopyGroups()).open.extend(issued[key])
             continue
-        copies[key] = []
+        issued[key] = []
         global_order.check_grid(w, (owner // WARP,))
-        for box in place_boxes(cta.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
-            copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
-            copies[key].append(copy)
+        for box in place_boxes(w.engine.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
+            copy = box_store(w.engine, cta, box, w.origin(), add)
+            issued[key].append(copy)
             races.check_range(w, copy.source, "a TMA store", owner // WARP)
-            add_grouped(cta, cta.bulk, owner, copy)
+            add_grouped(w.engine, cta.bulk, owner, copy)
             cta.reading.append(copy)

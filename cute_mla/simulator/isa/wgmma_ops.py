@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,13 +10,12 @@ from ..checks import races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Reg, Vec
 from ..numerics import wgmma
-from ..state.registers import WARP, Window
-from ..units.async_units import WARPGROUP, Chain
-from .emitter import Unsupported
+from ..state.registers import WARP
+from ..state.wgmma_queue import WARPGROUP, WgmmaChain
+from ..state.window import Window
+from ..units import wgmma_products
+from .emitter import Emitter, Unsupported
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -25,7 +23,7 @@ Match = re.Match[str]
 @op(r"wgmma.fence.sync.aligned", writes=(), pure=False, needs="warpgroup")
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
     """Orders register accesses before wgmma: observers only."""
-    e.line("if w.cta.observer is not None: w.cta.observer.fence(w, 'wgmma.fence')")
+    e.line("if w.observer is not None: w.observer.fence(w, 'wgmma.fence')")
 
 
 @op(r"wgmma.commit_group.sync.aligned", writes=(), pure=False, needs="warpgroup", ends=True)
@@ -62,11 +60,11 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
     majors = [0, 0]
     if form.transposable:
         majors = [0, immediates[0]] if from_registers else immediates[:2]
-    rows = e.constants.thing(shared_rows(e, tuple(e.layout.slot(item) for item in d.items if isinstance(item, Reg))))
+    rows = e.constants.thing(shared_rows(e, tuple(e.layout.row(item) for item in d.items if isinstance(item, Reg))))
     e.check_taint([register for operand in (b, scale) for register in registers_of(operand)], "a matrix product")
     step = e.constants.thing(Step(form, negate, bool(majors[0]), bool(majors[1]), from_registers))
     if isinstance(a, Vec):
-        slots = tuple(e.layout.slot(item) for item in a.items if isinstance(item, Reg))
+        slots = tuple(e.layout.row(item) for item in a.items if isinstance(item, Reg))
         if len(slots) != 4:
             raise Unsupported("four A registers expected")
         first = e.constants.thing(np.array(slots))
@@ -121,11 +119,11 @@ def wgmma_issue(
 ) -> None:
     """Queue one wgmma for each warpgroup of the window."""
     cta = w.cta
-    origin = cta.machine.origin(w)
+    origin = w.origin()
     for start in range(0, w.n, WARPGROUP):
         stop = start + WARPGROUP
         read = scale if isinstance(scale, bool) else one_value(scale, start, stop, "scale-d")
-        chain = Chain(step.form, rows.index, bool(read), step.negate, step.a_major, step.b_major, step.from_registers, origin)  # type: ignore[arg-type]
+        chain = WgmmaChain(step.form, rows.index, bool(read), step.negate, step.a_major, step.b_major, step.from_registers, origin)  # type: ignore[arg-type]
         sources = 0
         if step.from_registers:
             chain.a_values.append(w.banks["r"][a, start:stop])
@@ -134,11 +132,11 @@ def wgmma_issue(
         else:
             chain.a.append(int(one_value(a, start, stop, "a descriptor")))
         chain.b.append(int(one_value(b, start, stop, "a descriptor")))
-        if cta.machine.pending:
+        if w.engine.pending:
             smem_hazards.check_operands(w, chain)
         for where in smem_hazards.operands(chain):
             races.check_source(w, cta, races.operand_words(where), "a wgmma", int(w.lanes[start]) // WARP)
-        cta.pipe(int(w.lanes[start])).issue(chain, rows.mask, sources)
+        cta.wgmma_queue(int(w.lanes[start])).issue(chain, rows.mask, sources)
     cta.refresh_busy()
 
 
@@ -158,10 +156,10 @@ def wgmma_commit(w: Window) -> None:
     """wgmma.commit_group"""
     cta = w.cta
     for start in range(0, w.n, WARPGROUP):
-        pipe = cta.pipe(int(w.lanes[start]))
-        pipe.commit()
-        if cta.machine.completes_now():
-            pipe.flush(cta, 0)
+        queue = cta.wgmma_queue(int(w.lanes[start]))
+        queue.commit()
+        if w.engine.completes_now():
+            wgmma_products.flush(w.engine, cta, queue, 0)
 
 
 @runtime
@@ -170,8 +168,9 @@ def wgmma_wait(w: Window, remaining: int) -> None:
     cta = w.cta
     clocks = cta.cluster.clocks
     for start in range(0, w.n, WARPGROUP):
-        pipe = cta.pipe(int(w.lanes[start]))
-        pipe.wait(cta, remaining)
-        first = pipe.first_thread // WARP
-        clocks.note(cta, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta, first), pipe.serial)
+        queue = cta.wgmma_queue(int(w.lanes[start]))
+        wgmma_products.flush(w.engine, cta, queue, remaining)
+        queue.free(remaining)
+        first = queue.first_thread // WARP
+        clocks.note(cta.rank, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta.rank, first), queue.serial)
     cta.refresh_busy()

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ..checks.order import Clock, Knowledge
 from ..findings import Fault
-
-if TYPE_CHECKING:
-    from ..engine.groups import Group
+from .clocks import Clock, Knowledge
 
 MAX_TX = (1 << 20) - 1
 MAX_COUNT = (1 << 20) - 1
 
 
 @dataclass
-class Made:
+class BarrierInit:
     """An mbarrier.init: the warp (row of the clocks), the time from which on it is done. fenced: asynchronous work and other CTAs may use
     the barrier. known: rows of warps that are known to come after it."""
 
@@ -31,7 +27,7 @@ class Mbarrier:
     """One mbarrier. phase counts completed phases (the hardware keeps its last bit).
 
     pending: arrivals still missing in this phase. tx: bytes expected and not yet arrived; may be negative for a while.
-    column: agent of the copies that signal it (order.py). made: who initialised it. passed: which warps (rows of the clocks) have waited
+    column: agent of the copies that signal it (order.py). init: who initialised it. passed: which warps (rows of the clocks) have waited
     for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without. last,
     last_but_one: what those knew who completed the last phase, and the one before it.
     """
@@ -39,11 +35,10 @@ class Mbarrier:
     name: str
     count: int
     column: int = 0
-    made: Made | None = None
+    init: BarrierInit | None = None
     pending: int = 0
     tx: int = 0
     phase: int = 0
-    waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)
     passed: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     overtaken: int | None = None
@@ -124,7 +119,6 @@ class NamedBarrier:
     name: str
     expected: int | None = None
     arrived: int = 0
-    waiting: list[Group] = field(default_factory=list)
     results: list[tuple[object, ...]] = field(default_factory=list)
     rounds: int = 0
     knowledge: Knowledge = field(default_factory=Knowledge)
@@ -164,7 +158,6 @@ class ClusterBarrier:
     arrived: int = 0
     exited: int = 0
     phase: int = 0
-    waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)
 
     def arrive(self, threads: int) -> bool:

@@ -7,15 +7,11 @@ in the warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..checks.order import Knowledge
 from ..findings import Fault
-
-if TYPE_CHECKING:
-    from ..engine.groups import Group
+from .clocks import Knowledge
 
 LANES = 128
 COLUMNS = 512
@@ -30,7 +26,7 @@ def split_address(address: int) -> tuple[int, int]:
 
 @dataclass
 class TensorMemory:
-    """Cells and allocations. allocations: first column -> columns. waiters: groups blocked in tcgen05.alloc.
+    """Cells and allocations. allocations: first column -> columns.
 
     With cta_group::2 both CTAs of a pair allocate together: requested is what this CTA has asked for, granted the first column that it
     got and has not taken yet. freed: deallocations with cta_group::2, on which both CTAs must agree.
@@ -44,7 +40,6 @@ class TensorMemory:
     requested: int | None = None
     granted: int | None = None
     freed: list[tuple[int, int]] = field(default_factory=list)
-    waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)  # of those who freed something
     name: str = "tensor memory"
 
@@ -57,7 +52,6 @@ class TensorMemory:
         self.group = 0
         self.requested = self.granted = None
         self.freed = []
-        self.waiters = []
         self.knowledge = Knowledge()
 
     def state(self) -> str:
