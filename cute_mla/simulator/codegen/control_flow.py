@@ -1,4 +1,4 @@
-"""Control flow: instructions -> basic blocks, with what the engine must know before it runs one."""
+"""Control flow: instructions to basic blocks, with definite assignment and liveness of registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
 
 
 class LiveRows:
-    """Registers that are read later: rows per bank, made when asked for."""
+    """Registers that are read later: rows per bank, computed on demand."""
 
     def __init__(self, mask: int, places: list[tuple[str, int]]) -> None:
         self.mask = mask
@@ -32,7 +32,7 @@ class LiveRows:
 
     @cached_property
     def rows(self) -> dict[str, np.ndarray]:
-        """Rows by bank."""
+        """Return the rows by bank."""
         rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
         packed = np.frombuffer(self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little"), np.uint8)
         for number in np.flatnonzero(np.unpackbits(packed, bitorder="little")):
@@ -46,7 +46,7 @@ class Block:
     """Instructions that run together. Its index is its program counter.
 
     needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
-    registers that ordinary instructions access / write. target: block of the final branch, or None. uses: what it does to registers,
+    registers that ordinary instructions access / write. uses: how it uses registers,
     for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
     """
 
@@ -64,7 +64,7 @@ class Block:
 
     @property
     def count(self) -> int:
-        """Instructions in the block."""
+        """Return the number of instructions in the block."""
         return len(self.instructions)
 
 
@@ -106,7 +106,7 @@ def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def accumulator_groups(instructions: list[Instruction]) -> list[tuple[Reg, ...]]:
-    """Accumulator register lists, which should get consecutive rows; longest first."""
+    """Return the register lists of accumulators, which should get consecutive rows; longest first."""
     groups: dict[tuple[str, ...], tuple[Reg, ...]] = {}
     for instruction in instructions:
         if instruction.opcode.startswith(("wgmma.mma_async", "tcgen05.ld.", "tcgen05.st.")):
@@ -149,14 +149,14 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
 
 
 class _SplitState:
-    """What the instructions of the block so far forbid the next one."""
+    """Registers that the next instruction of a block must not touch."""
 
     def __init__(self) -> None:
         self.loaded: set[str] = set()
         self.accumulators: set[str] = set()
 
     def must_split(self, block: Block, item: Decoded) -> bool:
-        """True when item has to begin a new block."""
+        """Return True when item has to begin a new block."""
         if item.spec.starts or len(block.instructions) >= MAX_BLOCK:
             return True
         if _NEEDS[item.spec.needs] > _NEEDS[block.needs]:
@@ -226,7 +226,7 @@ def _bits(registers: tuple[Reg, ...], numbers: dict[str, int]) -> int:
 
 
 def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Per block: registers read before written (without and with accumulators), and registers surely written."""
+    """Return three register masks per block: read before written (without and with accumulators), and surely written."""
     result = []
     for block in blocks:
         exposed = live = written = 0
@@ -245,7 +245,7 @@ def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, 
 
 
 def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[int]]:
-    """Rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
+    """Return the rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
     numbers: dict[str, int] = {}
     summaries = _summaries(blocks, numbers)
     everything = (1 << len(numbers)) - 1

@@ -1,4 +1,4 @@
-"""A loaded PTX module: entries with their parameters, ready to run."""
+"""Loaded PTX modules: entries with their parameters, ready to run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_module(ptx: str) -> Module:
 
 
 def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
-    """One entry; what is not supported goes to problems (description -> PTX lines)."""
+    """Load one entry; None for an unsupported one. Unsupported instructions go to problems (description -> PTX lines)."""
     instructions, labels = desugar(text)
     decoded: list[Decoded] = []
     for instruction in instructions:
@@ -78,7 +78,7 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
 
 
 def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
-    """Try every distinct operand form, so that unsupported ones show at load."""
+    """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[tuple[object, ...]] = set()
     for item in decoded:
         if item.spec.emit is None:
@@ -96,7 +96,7 @@ def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants,
 
 
 def describe(operand: Operand | None) -> object:
-    """The form of an operand, without its particular registers."""
+    """Return the form of an operand, without its particular registers."""
     if isinstance(operand, Reg):
         return operand.bank
     if isinstance(operand, Vec):

@@ -1,4 +1,4 @@
-"""What a run is given besides the module: shape, arguments, and the names that make findings readable."""
+"""Launch of a kernel: shape, arguments, and the names that make findings readable."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class Launch:
 
     @property
     def target(self) -> Entry:
-        """The entry that is launched."""
+        """Return the entry that is launched."""
         return self.module.entries[self.entry]
 
     @property
     def threads(self) -> int:
-        """Threads of one CTA."""
+        """Return the number of threads of one CTA."""
         return self.block[0] * self.block[1] * self.block[2]

@@ -32,7 +32,7 @@ class Layout:
     row_groups: dict[tuple[int, ...], object] = field(default_factory=dict)
 
     def row(self, register: Reg) -> int:
-        """The row of a register in its bank."""
+        """Return the row of a register in its bank."""
         return self.rows[register.name]
 
     def place(self, register: Reg) -> None:
@@ -43,7 +43,7 @@ class Layout:
 
 
 def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]]) -> Layout:
-    """Place everything. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
+    """Lay out an entry. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
     layout = Layout()
     for group in groups:
         for register in group:

@@ -27,13 +27,13 @@ SHARED = r".shared(::cta|(?P<cluster>::cluster))?"
 
 
 def address_of(e: Emitter, ins: Instruction, index: int) -> str:
-    """The checked address expression of a barrier operand."""
+    """Return the checked address expression of a barrier operand."""
     e.check_taint(registers_of(ins.operands[index]), "a barrier address")
     return e.memory_address(ins.operands[index], 32)
 
 
 def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
-    """A checked 32-bit operand."""
+    """Return the expression of a checked 32-bit operand."""
     if operand is None:
         return default
     e.check_taint(registers_of(operand), "a barrier operand")
@@ -42,31 +42,31 @@ def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
 
 @op(rf"mbarrier.init{OWN}.b64", writes=(), pure=False, taint="own")
 def init(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Make a barrier of count arrivals."""
+    """Emit the initialisation of a barrier of count arrivals."""
     e.line(f"mbarrier_init(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
 
 
 @op(rf"mbarrier.inval{OWN}.b64", writes=(), pure=False, taint="own")
 def inval(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Give the memory of a barrier back."""
+    """Emit the end of a barrier, whose memory is then free."""
     e.line(f"mbarrier_inval(w, {address_of(e, ins, 0)})")
 
 
 @op(rf"mbarrier.arrive{SEM}{SHARED}.b64", pure=False, taint="own")
 def arrive(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Each lane arrives count times (default 1)."""
+    """Emit arrivals: each lane arrives count times (default 1)."""
     count = ins.operands[2] if len(ins.operands) > 2 else Imm(1)
     emit_arrive(e, ins, m, value_of(e, count), "None")
 
 
 @op(rf"mbarrier.arrive.expect_tx{SEM}{SHARED}.b64", pure=False, taint="own")
 def arrive_expect(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Expect bytes, then arrive."""
+    """Emit an expectation of bytes, then an arrival."""
     emit_arrive(e, ins, m, e.src(Imm(1), "u32"), value_of(e, ins.operands[2]))
 
 
 def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str) -> None:
-    """Run an arrival; the state it returns is the phase it counted in."""
+    """Emit an arrival. The state that it returns is the phase in which it counted."""
     temp = e.temp()
     e.line(f"{temp} = mbarrier_arrive(w, {address_of(e, ins, 1)}, {count}, {nbytes}, {bool(m['cluster'])})")
     if ins.operands[0] is not None:
@@ -79,7 +79,7 @@ def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str)
 
 @op(rf"mbarrier.expect_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
 def expect(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Expect bytes without arriving."""
+    """Emit an expectation of bytes without an arrival."""
     e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
 
 
@@ -88,7 +88,7 @@ def expect(e: Emitter, ins: Instruction, m: Match) -> None:
     pure=False, taint="own", starts=True,
 )  # fmt: skip
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Test a phase; where it is not complete, block (try_wait with a time hint) or fail once and then block."""
+    """Emit a test of a phase. While the phase is not complete, try_wait with a time hint blocks; other forms fail once and then block."""
     hint = len(ins.operands) > 3
     if hint and m["f"] == "test_wait":
         raise Unsupported("test_wait with a time hint")
@@ -106,13 +106,13 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def is_same(value: np.ndarray) -> bool:
-    """Whether a value does not differ between lanes."""
+    """Return whether all lanes have the same value."""
     return value.ndim == 0 or bool((value == value[0]).all())
 
 
 @dataclass
 class Share:
-    """Lanes of a window that do the same to one mbarrier, their number, and the warps that they belong to."""
+    """Lanes of a window that do the same to one mbarrier. lanes: their number. warps: the warps that they belong to."""
 
     cta: Cta
     offset: int
@@ -122,7 +122,7 @@ class Share:
 
 
 def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[Share]:
-    """Lanes with equal address and values, in order of first lane."""
+    """Group the lanes with equal address and values, in order of first lane."""
     shares: dict[tuple[int, ...], Share] = {}
     for target, index, offsets in place_shared(w, address, cluster):
         lanes = range(w.n) if index is None else index
@@ -141,7 +141,7 @@ def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray
 
 @runtime
 def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
-    """mbarrier.init"""
+    """Execute mbarrier.init."""
     for share in each_lane(w, address, False, count):
         cta, offset, (number,) = share.cta, share.offset, share.values
         if offset % 8:
@@ -163,7 +163,7 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
 
 @runtime
 def mbarrier_inval(w: Window, address: np.ndarray) -> None:
-    """mbarrier.inval"""
+    """Execute mbarrier.inval."""
     for share in each_lane(w, address, False):
         cta, offset = share.cta, share.offset
         if w.engine.is_awaited(cta.mbarrier(offset)):
@@ -173,12 +173,12 @@ def mbarrier_inval(w: Window, address: np.ndarray) -> None:
 
 @runtime
 def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None, cluster: bool) -> np.ndarray:
-    """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase that each lane has arrived in."""
+    """Execute mbarrier.arrive, with expect_tx when nbytes is given. Return the phase in which each lane has arrived."""
     parts = each_lane(w, address, cluster, count, nbytes)
     state = np.array(parts[0].cta.mbarrier(parts[0].offset).phase, np.uint64)
     if len(parts) > 1:
         state = lane_phases(w, address, cluster)
-    order.hand_over(w.cta, w.warps)  # once: what one instruction signals, it signals together
+    order.hand_over(w.cta, w.warps)  # once: all signals of one instruction are one event
     for share in parts:
         barrier, (number, expected) = share.cta.mbarrier(share.offset), share.values
         if w.observer is not None:
@@ -197,7 +197,7 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
 
 
 def note_visit(w: Window, share: Share) -> None:
-    """Warps have arrived at an mbarrier of another CTA, which must not exit before that."""
+    """Record that warps arrive at an mbarrier of another CTA, which must not exit before that."""
     cluster, origin = w.cta.cluster, w.origin()
     for warp in share.warps:
         row = cluster.clocks.row(w.cta.rank, warp)
@@ -205,7 +205,7 @@ def note_visit(w: Window, share: Share) -> None:
 
 
 def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
-    """The phase of each lane's barrier."""
+    """Return the phase of each lane's barrier."""
     phases = np.zeros(w.n, np.uint64)
     for target, index, offsets in place_shared(w, address, cluster):
         phases[slice(None) if index is None else index] = [target.mbarrier(int(offset)).phase for offset in offsets]
@@ -214,7 +214,7 @@ def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
 
 @runtime
 def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
-    """mbarrier.expect_tx"""
+    """Execute mbarrier.expect_tx."""
     for share in each_lane(w, address, cluster, nbytes):
         barrier = share.cta.mbarrier(share.offset)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
@@ -224,12 +224,12 @@ def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster:
 
 @runtime
 def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray, parity: bool, hint: bool) -> bool:
-    """try_wait and test_wait. False: the group is blocked and executes this again when the phase may have changed."""
+    """Execute try_wait or test_wait. Return False when the group is blocked and executes this again, once the phase may have changed."""
     cta = w.cta
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
-    users: list[Sequence[int]] = []  # the warps that wait for each
-    places: list[np.ndarray | slice] = []  # and their lanes
+    users: list[Sequence[int]] = []  # warps that wait for each barrier
+    places: list[np.ndarray | slice] = []  # lanes that wait for each barrier
     parts = place_shared(w, address, False)
     if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
         target, _, offsets = parts[0]
@@ -256,7 +256,7 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
         w.engine.end_wait()
         out[...] = ready
         for barrier, warps, where in zip(blocked, users, places, strict=True):
-            # lanes of a warp that have come apart may wait for different barriers: one of them says nothing of another
+            # Lanes of a warp that have come apart may wait for different barriers: passing one says nothing about another.
             done = warps if ready.all() else warps_of(w, np.arange(w.n)[where][ready[where]])
             if parity:
                 phases.check_wait(w, done, barrier)
@@ -272,7 +272,7 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
 
 
 def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
-    """The warps that these positions in the window belong to."""
+    """Return the warps of these positions in the window."""
     return tuple(int(warp) for warp in np.unique(w.lanes[lanes] // WARP))
 
 
@@ -284,13 +284,13 @@ def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive and wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
+    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 
 @op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive.aligned", writes=(), pure=False, taint="own", needs="warp")
 def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive without waiting."""
+    """Emit an arrival without a wait."""
     if len(ins.operands) != 2:
         raise Unsupported("bar.arrive without a thread count")
     e.line(f"named_arrive(w, {barrier_operands(e, ins.operands)})")
@@ -301,20 +301,20 @@ def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
     pure=False, needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive, wait, and combine a predicate over all threads."""
+    """Emit an arrival, a wait, and the combination of a predicate over all threads."""
     source = e.src(ins.operands[-1], "pred")
     d = e.dst(ins.operands[0], "u32" if m["f"] == "popc" else "pred")
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands[1:-1])}, {m['f']!r}, {source}, {d}): return BLOCKED")
 
 
 def barrier_operands(e: Emitter, operands: list[Operand | None]) -> str:
-    """Barrier id and thread count."""
+    """Return the expressions of barrier id and thread count."""
     count = value_of(e, operands[1]) if len(operands) > 1 else "None"
     return f"{value_of(e, operands[0])}, {count}"
 
 
 def uniform(w: Window, value: np.ndarray | None, what: str) -> int | None:
-    """The single value of an operand that must not differ between lanes."""
+    """Return the value of an operand that must be the same in all lanes. Raises Fault where lanes differ."""
     if value is None:
         return None
     if value.ndim == 0:
@@ -326,7 +326,7 @@ def uniform(w: Window, value: np.ndarray | None, what: str) -> int | None:
 
 
 def named(w: Window, number: np.ndarray, count: np.ndarray | None) -> tuple[NamedBarrier, int]:
-    """The barrier and its thread count (all live threads of the CTA by default)."""
+    """Return the barrier and its thread count (all live threads of the CTA by default)."""
     cta = w.cta
     barrier_id = uniform(w, number, "a barrier id")
     assert barrier_id is not None
@@ -346,7 +346,7 @@ def named_sync(
     source: np.ndarray | None = None,
     out: np.ndarray | None = None,
 ) -> bool:
-    """bar.sync and bar.red: True for the convoy that completes the round; the others are moved on by it."""
+    """Execute bar.sync or bar.red. Return True for the convoy that completes the round; it moves the others behind the barrier."""
     cta = w.cta
     if w.engine.must_separate(number):
         return False
@@ -368,7 +368,7 @@ def named_sync(
 
 @runtime
 def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
-    """bar.arrive"""
+    """Execute bar.arrive."""
     cta = w.cta
     flat = np.broadcast_to(number, (w.n,))
     for value in np.unique(flat):
@@ -385,7 +385,7 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
 
 
 def release(w: Window, barrier: NamedBarrier) -> None:
-    """Let everybody inside go on."""
+    """Complete the round: store the results of bar.red, and let all groups inside go on."""
     if barrier.results:
         votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
         for function, _, out, window in barrier.results:
@@ -405,19 +405,19 @@ def release(w: Window, barrier: NamedBarrier) -> None:
 
 @op(r"barrier.cluster.arrive(.(release|relaxed))?(.aligned)?", writes=(), pure=False, taint="own", needs="warp")
 def cluster_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive at the cluster barrier."""
+    """Emit an arrival at the cluster barrier."""
     e.line(f"cluster_barrier_arrive(w, {'.relaxed' in ins.opcode})")
 
 
 @op(r"barrier.cluster.wait(.acquire)?(.aligned)?", writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True)
 def cluster_wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for the round one has arrived in."""
+    """Emit a wait for the round in which the lanes have arrived."""
     e.line("if not cluster_barrier_wait(w): return BLOCKED")
 
 
 @runtime
 def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
-    """barrier.cluster.arrive"""
+    """Execute barrier.cluster.arrive."""
     cta = w.cta
     barrier = cta.cluster.barrier
     if bool((cta.cluster_arrived[w.lanes] >= 0).any()):
@@ -435,7 +435,7 @@ def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
 
 @runtime
 def cluster_barrier_wait(w: Window) -> bool:
-    """barrier.cluster.wait"""
+    """Execute barrier.cluster.wait. Return False when the group is blocked."""
     cta = w.cta
     barrier = cta.cluster.barrier
     rounds = cta.cluster_arrived[w.lanes]

@@ -1,4 +1,4 @@
-"""Branches, exits, and instructions that are ignored on purpose."""
+"""Branches, exits, special registers of a CTA, and instructions that are ignored on purpose."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Match = re.Match[str]
 
 @op(r"bra(.uni)?", writes=(), pure=False, control="bra", ends=True)
 def branch(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Translated with its block."""
+    """Emit nothing: the translator writes it with its block."""
 
 
 @op(r"ret(.uni)?", r"exit", writes=(), pure=False, control="exit", ends=True)
 def leave(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Translated with its block."""
+    """Emit nothing: the translator writes it with its block."""
 
 
 @op(r"trap", writes=(), pure=False)
 def trap(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The kernel gives up."""
+    """Emit a fault: the kernel gives up."""
     e.line("trapped()")
 
 
 @runtime
 def trapped() -> None:
-    """A trap instruction."""
+    """Raise the Fault of a trap instruction."""
     raise Fault("trap", "the kernel executed a trap")
 
 
@@ -55,11 +55,11 @@ ignored(r"griddepcontrol.launch_dependents", "launches run one after the other")
 
 @op(r"griddepcontrol.wait", writes=(), pure=False)
 def wait_for_grid(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The grid ahead has ended, as launches run one after the other: only the order matters."""
+    """Emit the wait for the grid ahead. Launches run one after the other, so it only orders memory."""
     e.line("grid_ended(w)")
 
 
 @runtime
 def grid_ended(w: Window) -> None:
-    """griddepcontrol.wait"""
+    """Execute griddepcontrol.wait."""
     global_order.wait_for_grid(w.cta, w.warps)

@@ -32,7 +32,7 @@ TYPE = r"(.(?P<v>v2|v4|v8))?.(?P<t>[bus](8|16|32|64)|f32|b128)"
 
 
 def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None, ...]:
-    """The registers of a scalar or vector access; of a 128-bit one its two halves."""
+    """Return the registers of a scalar or vector access; for a 128-bit access its two halves."""
     count = int(match["v"][1:]) if match["v"] else 1
     items = operand.items if isinstance(operand, Vec) else (operand,)
     kind = element_type(match)
@@ -49,12 +49,12 @@ def vector_items(operand: Operand | None, match: Match) -> tuple[Operand | None,
 
 
 def element_type(match: Match) -> str:
-    """The type of the registers: a 128-bit one is two of 64."""
+    """Return the type of the registers: a 128-bit access has two of 64 bits."""
     return "b64" if match["t"] == "b128" else match["t"]
 
 
 def width_of(kind: str) -> int:
-    """Bytes of an element type."""
+    """Return the bytes of an element type."""
     return int(kind[1:]) // 8
 
 
@@ -63,7 +63,7 @@ def width_of(kind: str) -> int:
     pure=False, taint="own", loads=True,
 )  # fmt: skip
 def load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Load into one or several registers; narrow elements are extended to the register."""
+    """Emit a load into one or several registers. Narrow elements are extended to the register."""
     items = vector_items(ins.operands[0], m)
     mem = ins.operands[1]
     size = width_of(element_type(m))
@@ -79,7 +79,7 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def load_call(e: Emitter, mem: Operand | None, space: str | None, rest: str) -> str:
-    """The call that loads from an address space."""
+    """Return the expression that loads from an address space."""
     shared = space is not None and space.startswith("shared")
     address = e.memory_address(mem, 32 if shared else 64)
     if shared:
@@ -88,7 +88,7 @@ def load_call(e: Emitter, mem: Operand | None, space: str | None, rest: str) -> 
 
 
 def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind: str) -> None:
-    """Move loaded elements to registers, and their poison."""
+    """Emit the move of loaded elements to registers, with their poison."""
     rows = [e.taint(item) for item in items if item is not None]
     for index, item in enumerate(items):
         if item is not None:
@@ -102,7 +102,7 @@ def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind
 
 
 def write_element(e: Emitter, item: Operand, value: str, kind: str) -> None:
-    """Store one loaded element, extending it to the register's width."""
+    """Emit the store of one loaded element, extended to the register's width."""
     assert isinstance(item, Reg)
     size = width_of(kind)
     width = {"h": 2, "r": 4, "d": 8, "p": 0}[item.bank]
@@ -116,7 +116,7 @@ def write_element(e: Emitter, item: Operand, value: str, kind: str) -> None:
 
 
 def load_param(e: Emitter, items: tuple[Operand | None, ...], mem: Operand | None, kind: str) -> None:
-    """ld.param: the same for all threads."""
+    """Emit ld.param, whose value is the same for all threads."""
     if not isinstance(mem, Mem) or not isinstance(mem.base, Symbol):
         raise Unsupported("ld.param from a computed address")
     size = width_of(kind)
@@ -131,7 +131,7 @@ def load_param(e: Emitter, items: tuple[Operand | None, ...], mem: Operand | Non
 
 @op(rf"st(.(weak|volatile|(relaxed|release){SCOPE}))?{SPACE}(.(wb|cg|cs|wt))?{CACHE}{TYPE}", writes=(), pure=False, taint="own")
 def store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Store one or several registers."""
+    """Emit a store of one or several registers."""
     mem = ins.operands[0]
     items = vector_items(ins.operands[1], m)
     size = width_of(element_type(m))
@@ -151,7 +151,7 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def byte_source(e: Emitter, item: Operand | None) -> str:
-    """The low byte of a register."""
+    """Return the low byte of a register."""
     bank = item.bank if isinstance(item, Reg) else "r"
     return f"{e.src(item, {'h': 'u16', 'r': 'u32', 'd': 'u64'}[bank])}.astype({e.constants.thing(np.dtype('u1'))})"
 
@@ -160,14 +160,14 @@ def byte_source(e: Emitter, item: Operand | None) -> str:
 
 
 def lanes_of(w: Window, address: np.ndarray) -> np.ndarray:
-    """One address per lane."""
+    """Return one address per lane."""
     return address if address.ndim else np.broadcast_to(address, (w.n,))
 
 
 def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
-    """Which CTA's memory each lane means: (cta, positions or None for all lanes, offsets).
+    """Return the CTAs whose memory the lanes address: (cta, positions or None for all lanes, offsets).
 
-    cluster: the instruction may reach other CTAs (.shared::cluster). Raises Fault where one that may not does.
+    cluster: the instruction may reach other CTAs (.shared::cluster). Raises Fault where lanes reach a CTA that they may not.
     """
     cta = w.cta
     address = lanes_of(w, address)
@@ -190,25 +190,25 @@ def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Ct
 
 @runtime
 def order_proxies(w: Window) -> None:
-    """fence.proxy.async"""
+    """Execute fence.proxy.async."""
     order.fence(w.cta, w.warps)
 
 
 @runtime
 def order_memory(w: Window) -> None:
-    """What may hand knowledge over through memory."""
+    """Exchange knowledge through memory: an atomic operation, or a strong load or store."""
     order.through_memory(w)
 
 
 @runtime
 def order_barriers(w: Window) -> None:
-    """A fence after mbarrier.init."""
+    """Record a fence after mbarrier.init."""
     phases.note_fence(w.cta, w.warps)
 
 
 @runtime
 def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: bool) -> np.ndarray:
-    """ld.shared; poison is left in the CTA for the code that stores the registers."""
+    """Execute ld.shared. Leave poison in the CTA for the code that stores the registers."""
     cta = w.cta
     parts = place_shared(w, address, cluster)
     if len(parts) == 1:
@@ -234,7 +234,7 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
 
 @runtime
 def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
-    """ld.global."""
+    """Execute ld.global."""
     cta = w.cta
     address = lanes_of(w, address)
     values, cta.poison = w.engine.memory.load(address, size, count)
@@ -246,12 +246,12 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
 
 @runtime
 def load_generic(w: Window, address: np.ndarray, size: int, count: int) -> np.ndarray:
-    """ld from a generic address (all lanes in one space)."""
+    """Execute ld from a generic address (all lanes in one space)."""
     return load_shared(w, shared_part(address), size, count, True) if in_shared(address) else load_global(w, address, size, count)
 
 
 def in_shared(address: np.ndarray) -> bool:
-    """True when generic addresses lie in the shared window. Raises Fault when only some do, or in the parameter window."""
+    """Return True when generic addresses lie in the shared window. Raises Fault when only some do, or in the parameter window."""
     window = address >> np.uint64(56)
     first = int(window.flat[0])
     if not bool((window == first).all()):
@@ -262,13 +262,13 @@ def in_shared(address: np.ndarray) -> bool:
 
 
 def shared_part(address: np.ndarray) -> np.ndarray:
-    """The shared address in a generic one."""
+    """Return the shared address in a generic one."""
     return (address & np.uint64(WINDOW_MASK)).astype(np.uint32)
 
 
 @runtime
 def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None, cluster: bool) -> None:
-    """st.shared."""
+    """Execute st.shared."""
     nbytes = values[0].dtype.itemsize * len(values)
     for target, index, offsets in place_shared(w, address, cluster):
         check_shared(target, offsets, nbytes)
@@ -288,14 +288,14 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
 
 
 def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
-    """Raises Fault for a store outside shared memory, or misaligned."""
+    """Raise Fault for a store outside shared memory, or misaligned."""
     check_alignment(offsets, nbytes, "shared")
     target.smem.check(int(offsets.min()), int(offsets.max()) + nbytes, "write")
 
 
 @runtime
 def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
-    """st.global; storing poison is a finding."""
+    """Execute st.global; report a store of poison."""
     address = lanes_of(w, address)
     if poison is not None:
         for mask in poison:
@@ -314,7 +314,7 @@ def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
 
 @runtime
 def store_generic(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None) -> None:
-    """st to a generic address."""
+    """Execute st to a generic address."""
     if in_shared(address):
         store_shared(w, shared_part(address), values, poison, True)
     else:
@@ -323,7 +323,7 @@ def store_generic(w: Window, address: np.ndarray, values: list[np.ndarray], pois
 
 @runtime
 def check_poison(w: Window, what: str, *masks: np.ndarray | None) -> None:
-    """A finding when any mask is set."""
+    """Report when any mask is set. what: the decision that depends on it."""
     for mask in masks:
         if mask is not None and mask.any():
             w.report("poison", f"an undefined value decides {what}")
@@ -332,7 +332,7 @@ def check_poison(w: Window, what: str, *masks: np.ndarray | None) -> None:
 
 @runtime
 def take_poison(w: Window, where: tuple[int, ...], rows: tuple[np.ndarray, ...]) -> None:
-    """Tainted code: the poison of a load goes to its registers."""
+    """Move the poison of a load to its registers, in tainted code."""
     cta = w.cta
     for index, row in zip(where, rows, strict=True):
         row[...] = False if cta.poison is None else cta.poison[index]
@@ -341,7 +341,7 @@ def take_poison(w: Window, where: tuple[int, ...], rows: tuple[np.ndarray, ...])
 
 @runtime
 def meet_poison(w: Window, where: tuple[int, ...], registers: tuple[tuple[str, int], ...]) -> None:
-    """Plain code loaded poison: the rest of the convoy's run happens in tainted code."""
+    """Switch a convoy whose plain code has loaded poison to tainted code."""
     cta = w.cta
     poison = cta.poison
     cta.poison = None
@@ -356,7 +356,7 @@ def meet_poison(w: Window, where: tuple[int, ...], registers: tuple[tuple[str, i
 
 @op(r"ldmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", pure=False, taint="own", loads=True)
 def load_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """8x8 matrices of 16-bit elements from shared memory."""
+    """Emit a load of 8x8 matrices of 16-bit elements from shared memory."""
     items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
     e.check_taint(registers_of(ins.operands[1]), "an address")
     value = e.temp()
@@ -366,7 +366,7 @@ def load_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"ldmatrix.sync.aligned.m16n16.x(?P<n>1|2).trans.shared(::cta)?.b8", needs="warp", pure=False, taint="own", loads=True)
 def load_byte_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """16x16 matrices of bytes from shared memory, transposed."""
+    """Emit a load of 16x16 matrices of bytes from shared memory, transposed."""
     items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
     count = int(m["n"])
     if len(items) != 2 * count:
@@ -379,7 +379,7 @@ def load_byte_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", writes=(), pure=False, taint="own")
 def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """8x8 matrices of 16-bit elements to shared memory."""
+    """Emit a store of 8x8 matrices of 16-bit elements to shared memory."""
     source = ins.operands[1]
     items = source.items if isinstance(source, Vec) else (source,)
     e.check_taint(registers_of(ins.operands[0]), "an address")
@@ -389,7 +389,7 @@ def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
-    """Window offsets per (warp, lane) for matrix moves. Raises Fault for partial warps, bad addresses or other CTAs."""
+    """Return shared offsets per (warp, lane) for matrix moves. Raises Fault for partial warps, bad addresses or other CTAs."""
     if not w.whole:
         raise Fault("divergence", "a matrix load or store needs all 32 lanes of its warps")
     address = lanes_of(w, address).reshape(-1, WARP)
@@ -406,20 +406,20 @@ def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
 
 @runtime
 def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
-    """ldmatrix of 8x8 matrices."""
+    """Execute ldmatrix of 8x8 matrices."""
     offsets = matrix_offsets(w, address, count)
     return matrices_read(w, offsets[:, : 8 * count], lambda memory: matrix_fragments.load_matrices(memory, offsets, count, transposed))
 
 
 @runtime
 def load_byte_matrices(w: Window, address: np.ndarray, count: int) -> np.ndarray:
-    """ldmatrix of 16x16 matrices of bytes."""
+    """Execute ldmatrix of 16x16 matrices of bytes."""
     offsets = matrix_offsets(w, address, 2 * count)
     return matrices_read(w, offsets[:, : 16 * count], lambda memory: matrix_fragments.load_byte_matrices(memory, offsets, count))
 
 
 def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
-    """The registers (registers, lanes) that a function reads from memory; their poison is left in the CTA."""
+    """Return the registers (registers, lanes) that a function reads from memory. Leave their poison in the CTA."""
     cta = w.cta
     values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
@@ -432,7 +432,7 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
 
 @runtime
 def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], transposed: bool, poison: list[np.ndarray] | None) -> None:
-    """stmatrix."""
+    """Execute stmatrix."""
     cta = w.cta
     offsets = matrix_offsets(w, address, len(values))
     shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
@@ -463,18 +463,18 @@ _ATOMIC = rf"(.(relaxed|acquire|release|acq_rel))?({SCOPE})?{SPACE}"
     pure=False, taint="own", loads=True,
 )  # fmt: skip
 def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Read-modify-write that returns the old value; lanes act in order."""
+    """Emit a read-modify-write that returns the old value; lanes act in order."""
     emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
 
 
 @op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", writes=(), pure=False, taint="own")
 def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Read-modify-write without a result."""
+    """Emit a read-modify-write without a result."""
     emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
 
 
 def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: Operand | None, rest: list[Operand | None]) -> None:
-    """The common part of atom and red."""
+    """Emit the common part of atom and red."""
     shared = m["space"] is not None and m["space"].startswith("shared")
     e.check_taint(registers_of(mem), "an address")
     for operand in rest:
@@ -490,14 +490,14 @@ def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: 
 
 @runtime
 def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: list[np.ndarray]) -> np.ndarray:
-    """Do an atomic lane by lane; returns the old bits (1, lanes)."""
+    """Execute an atomic lane by lane; return the old bits, shape (1, lanes)."""
     if space == "generic":
         space = "shared::cluster" if in_shared(address) else "global"
         address = address if space == "global" else shared_part(address)
     address = lanes_of(w, address)
     operands = [np.broadcast_to(value, (w.n,)) for value in values]
     size = values[0].dtype.itemsize
-    order_memory(w)  # so that atomic operations are ordered among themselves
+    order_memory(w)  # orders atomic operations among themselves
     if space != "global":
         for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
             overwrite = races.access(w, target, index, offsets, size, True)
@@ -526,7 +526,7 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
 
 
 def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarray:
-    """One element for an atomic; poison in memory is a finding."""
+    """Return one element for an atomic; report poison in memory."""
     cta = w.cta
     if space != "global":
         target = cta.peer(int(address[0]) >> 24)
@@ -558,7 +558,7 @@ def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> 
     writes=(), pure=False,
 )  # fmt: skip
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Without an atomic operation or a strong access, which hand over everything as it is, a fence orders nothing between warps."""
+    """Emit a fence. Between warps it orders nothing by itself: atomic operations and strong accesses hand over everything anyway."""
     if ins.opcode.startswith("fence.proxy") and not ins.opcode.endswith("global"):
         e.line("order_proxies(w)")
     if not ins.opcode.endswith((".global", ".cta")):
@@ -572,5 +572,5 @@ ignored(r"prefetch.global.(L1|L2|L2::evict_last|L2::evict_normal)", "a hint: no 
 
 @op(r"createpolicy.fractional.L2::(evict_last|evict_normal|evict_first|evict_unchanged)(.L2::(evict_first|evict_unchanged))?.b64")
 def create_policy(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Cache policies have no effect on results: any value will do."""
+    """Emit a cache policy: any value, since policies have no effect on results."""
     e.line(f"{e.dst(ins.operands[0], 'b64')}.fill(0)")

@@ -24,7 +24,7 @@ SHAPE = r"(?P<shape>32x32b|16x64b|16x128b|16x256b|16x32bx2).x(?P<count>1|2|4|8|1
 
 
 def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
-    """The shape of a move."""
+    """Return the shape of a move."""
     half = 0
     if m["shape"] == "16x32bx2":
         if not isinstance(split, Imm):
@@ -37,7 +37,7 @@ def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
 
 
 def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
-    """The registers of a move: what indexes their rows in bank "r", and their bit mask."""
+    """Return two expressions for the registers of a move: the index of their rows in bank "r", and their bit mask."""
     items = operand.items if isinstance(operand, Vec) else (operand,)
     if len(items) != where.registers or not all(isinstance(item, Reg) and item.bank == "r" for item in items):
         raise Unsupported(f"{where.registers} 32-bit registers expected")
@@ -49,7 +49,7 @@ def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
 
 @op(rf"tcgen05.ld.sync.aligned.{SHAPE}(?P<pack>.pack::16b)?.b32", needs="warp", pure=False, taint="own", loads=True)
 def load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Tensor memory to registers."""
+    """Emit a load of tensor memory to registers."""
     destination, address, *rest = ins.operands
     where = fragment_of(m, rest[0] if rest else None, bool(m["pack"]))
     rows = rows_of(e, destination, where)
@@ -61,7 +61,7 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"tcgen05.st.sync.aligned.{SHAPE}(?P<unpack>.unpack::16b)?.b32", writes=(), needs="warp", pure=False, taint="own")
 def store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Registers to tensor memory."""
+    """Emit a store of registers to tensor memory."""
     address, *rest, source = ins.operands
     where = fragment_of(m, rest[0] if rest else None, bool(m["unpack"]))
     rows = rows_of(e, source, where)
@@ -71,7 +71,7 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"tcgen05.wait::(?P<what>ld|st).sync.aligned", writes=(), pure=False, needs="warp")
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """All earlier loads (or stores) of the warp are done."""
+    """Emit a wait for all earlier loads (or stores) of the warp."""
     e.line(f"tensor_wait(w, {m['what'] == 'st'})")
 
 
@@ -79,9 +79,9 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, registers: int) -> list[tuple[int, int, int]]:
-    """For each warp of the window: its number, lane and column. Raises Fault for what a warp may not access; checks what is in use.
+    """Return number, lane and column of each warp of the window; record the move and report hazards.
 
-    registers: bit mask of the rows of bank "r".
+    registers: bit mask of the rows of bank "r". Raises Fault for cells that a warp may not access.
     """
     if not w.whole:
         raise Fault("divergence", "a tensor memory load or store needs all 32 lanes of its warps")
@@ -116,13 +116,13 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
 
 
 def together(places: list[tuple[int, int, int]]) -> bool:
-    """Whether the warps are one warpgroup at the same column."""
+    """Return whether the warps are one warpgroup at the same column."""
     return len(places) == 4 and all(lane == 32 * i and column == places[0][2] for i, (_, lane, column) in enumerate(places))
 
 
 @runtime
 def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
-    """tcgen05.ld; the values are taken at once."""
+    """Execute tcgen05.ld; the values are taken at once."""
     cta = w.cta
     memory = cta.tensor_memory()
     places = warp_places(w, where, address, False, mask)
@@ -143,7 +143,7 @@ def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int,
 
 
 def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, tainted: bool) -> None:
-    """The poison of a load goes to its registers."""
+    """Move the poison of a load to its registers."""
     if poison is not None and not tainted:
         w.become_tainted()
     if poison is not None or tainted:
@@ -152,7 +152,7 @@ def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, taint
 
 @runtime
 def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
-    """tcgen05.st; the values are written at once."""
+    """Execute tcgen05.st; the values are written at once."""
     memory = w.cta.tensor_memory()
     values = w.banks["r"][rows]
     poison = w.taints["r"][rows] if tainted else None
@@ -164,7 +164,7 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
 
 @runtime
 def tensor_wait(w: Window, write: bool) -> None:
-    """tcgen05.wait::ld and tcgen05.wait::st"""
+    """Execute tcgen05.wait::ld and tcgen05.wait::st."""
     cta = w.cta
     clocks = cta.cluster.clocks
     for warp in w.warps:

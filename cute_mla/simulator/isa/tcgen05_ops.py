@@ -1,4 +1,4 @@
-"""tcgen05: allocation, products, commits and fences. tensor_pipe.py does the work."""
+"""tcgen05: allocation, products, copies, commits and fences. units/tensor_core.py executes the work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUP = r"cta_group::(?P<group>[12])"
 
 
 def checked(e: Emitter, ins: Instruction, what: str) -> None:
-    """No operand may be poisoned."""
+    """Emit checks that no operand is poisoned."""
     e.check_taint([register for operand in ins.operands for register in registers_of(operand)], what)
 
 
@@ -40,7 +40,7 @@ def checked(e: Emitter, ins: Instruction, what: str) -> None:
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Allocate columns and write their address to shared memory; blocks until there is room."""
+    """Emit an allocation of columns, whose address goes to shared memory; it blocks until there is room."""
     checked(e, ins, "a tensor memory allocation")
     if ".shared" not in ins.opcode:
         raise Unsupported("tcgen05.alloc with a generic address")
@@ -54,7 +54,7 @@ def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Free an allocation."""
+    """Emit the end of an allocation."""
     checked(e, ins, "a tensor memory deallocation")
     operands = f"{e.src(ins.operands[0], 'u32')}, {e.src(ins.operands[1], 'u32')}"
     e.line(f"if not tensor_dealloc(w, {operands}, {m['group']}): return BLOCKED")
@@ -62,12 +62,12 @@ def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"tcgen05.relinquish_alloc_permit.{GROUP}.sync.aligned", writes=(), pure=False, needs="warp")
 def relinquish(e: Emitter, ins: Instruction, m: Match) -> None:
-    """No allocation after this."""
+    """Emit the end of the permission to allocate."""
     e.line(f"tensor_relinquish(w, {m['group']})")
 
 
 def same(w: Window, value: np.ndarray, what: str) -> int:
-    """The value that all lanes agree on."""
+    """Return the value that all lanes agree on. Raises Fault where lanes differ."""
     first = int(value) if value.ndim == 0 else int(value[0])
     if value.ndim and bool((value != value[0]).any()):
         raise Fault("divergence", f"{what} differs between the lanes of a warp")
@@ -76,7 +76,7 @@ def same(w: Window, value: np.ndarray, what: str) -> int:
 
 @runtime
 def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group: int) -> bool:
-    """tcgen05.alloc. False: blocked until something is freed, or until the peer CTA allocates too."""
+    """Execute tcgen05.alloc. Return False when blocked until something is freed, or until the peer CTA allocates too."""
     cta = w.cta
     if w.engine.must_separate(w.lanes // WARP):
         return False
@@ -103,7 +103,7 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
 
 
 def allocate_together(w: Window, memory: TensorMemory, columns: int) -> int | None:
-    """tcgen05.alloc of a CTA pair: the first column, or None while the peer has not come or there is no room."""
+    """Allocate for a CTA pair. Return the first column, None while the peer has not come or there is no room."""
     if memory.granted is not None:
         start, memory.granted = memory.granted, None
         return start
@@ -125,7 +125,7 @@ def allocate_together(w: Window, memory: TensorMemory, columns: int) -> int | No
 
 
 def pair_of(cta: Cta) -> tuple[Cta, Cta]:
-    """The pair of a CTA, the even one first. Raises Fault when there is none, or one has exited."""
+    """Return the pair of a CTA, the even one first. Raises Fault when there is none, or one has exited."""
     if cta.cluster.size % 2:
         raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
     first = cta.rank & ~1
@@ -134,7 +134,7 @@ def pair_of(cta: Cta) -> tuple[Cta, Cta]:
 
 @runtime
 def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> bool:
-    """tcgen05.dealloc. False: runs again, warp by warp."""
+    """Execute tcgen05.dealloc. Return False when it runs again, warp by warp."""
     cta = w.cta
     if w.engine.must_separate(w.lanes // WARP):
         return False
@@ -163,7 +163,7 @@ def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: i
 
 @runtime
 def tensor_relinquish(w: Window, group: int) -> None:
-    """tcgen05.relinquish_alloc_permit"""
+    """Execute tcgen05.relinquish_alloc_permit."""
     memory = w.cta.tensor_memory()
     memory.use_group(group)
     memory.relinquished = True
@@ -174,7 +174,7 @@ def tensor_relinquish(w: Window, group: int) -> None:
 
 @op(r"tcgen05.mma[\w:.]+", writes=(), pure=False, taint="own")
 def mma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """D = A B (+ D) in tensor memory."""
+    """Emit a product D = A B (+ D) in tensor memory."""
     try:
         form = forms.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -205,7 +205,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 class Step:
-    """What is fixed about one tcgen05.mma instruction."""
+    """Fixed properties of one tcgen05.mma instruction. in_tensor: A lies in tensor memory. scale: scale-input-d."""
 
     def __init__(self, form: forms.MmaForm, in_tensor: bool, scale: int) -> None:
         self.form = form
@@ -214,7 +214,7 @@ class Step:
 
 
 def predicate(e: Emitter, operand: Operand | None) -> str:
-    """enable-input-d."""
+    """Return the expression of enable-input-d."""
     if isinstance(operand, Imm):
         return e.constants.array(np.dtype(bool), int(bool(operand.value)))
     if isinstance(operand, Reg) and operand.bank == "p":
@@ -223,7 +223,7 @@ def predicate(e: Emitter, operand: Operand | None) -> str:
 
 
 def lane_of(value: np.ndarray, lane: int) -> int:
-    """The value of one lane."""
+    """Return the value of one lane."""
     return int(value) if value.ndim == 0 else int(value[lane])
 
 
@@ -259,7 +259,7 @@ def tensor_mma(
 
 
 def check_chain(w: Window, chain: MmaChain) -> None:
-    """What can be said about a product when it is issued. Raises Fault or ValueError for what cannot be done."""
+    """Check a product when it is issued: shapes, allocations, hazards. Raises Fault or ValueError for one that cannot be done."""
     form, product = chain.form, chain.product
     lane, column = split_address(chain.d)
     forms.slabs(form, product.m, product.n, lane)
@@ -290,7 +290,7 @@ def check_chain(w: Window, chain: MmaChain) -> None:
 
 @op(r"tcgen05.cp.[\w:.]+", writes=(), pure=False, taint="own")
 def copy(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Shared memory to tensor memory."""
+    """Emit a copy of shared memory to tensor memory."""
     try:
         form = shared_to_tensor.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -332,7 +332,7 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """An arrival when all earlier work of the thread is done."""
+    """Emit an arrival that happens when all earlier work of the thread is done."""
     if ".sync" in ins.opcode or "shared" not in ins.opcode:
         raise Unsupported("tcgen05.commit only on .shared::cluster")
     checked(e, ins, "a tensor core commit")
@@ -342,7 +342,7 @@ def commit(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group: int) -> None:
-    """tcgen05.commit"""
+    """Execute tcgen05.commit."""
     cta = w.cta
     masks = lane_values(w, mask)
     for lane, where in enumerate(lane_values(w, address)):
@@ -356,6 +356,6 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
 
 @op(r"tcgen05.fence::(?P<when>before|after)_thread_sync", writes=(), pure=False)
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Orders accesses to tensor memory before arrivals, or after waits."""
+    """Emit a fence that orders accesses to tensor memory before arrivals, or after waits."""
     e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta.rank, w.warps)")
     e.line(f"if w.observer is not None: w.observer.fence(w, {ins.opcode!r})")

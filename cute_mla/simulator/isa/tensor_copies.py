@@ -36,7 +36,7 @@ ROWS = 4  # of tile::gather4 and tile::scatter4
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA load of a box or of four rows, optionally to several CTAs; of a pair, either CTA's mbarrier may be signalled."""
+    """Emit a TMA load of a box or of four rows, optionally to several CTAs. With a pair, either CTA's mbarrier may be signalled."""
     check_all(e, ins)
     groups = m.groupdict()
     destination, source, barrier = ins.operands[:3]
@@ -55,7 +55,7 @@ def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def tensor_store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA store of a box or of four rows, or addition of a box to global memory."""
+    """Emit a TMA store of a box or of four rows, or an addition of a box to global memory."""
     check_all(e, ins)
     target, source = ins.operands[:2]
     groups = m.groupdict()
@@ -70,7 +70,7 @@ ignored(r"cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4(.L2::cache_hi
 
 
 class Form:
-    """What is fixed about one load.
+    """Fixed properties of one load.
 
     cluster: the destination may lie in another CTA. pair: cta_group::2, the mbarrier may lie in the other CTA of the destination's pair.
     gather: four rows (column and four row numbers) instead of a box.
@@ -83,7 +83,7 @@ class Form:
 
 
 def coordinates(e: Emitter, ins: Instruction, mem: Operand | None) -> str:
-    """The coordinates of a tensor operand: one for each dimension, or a column and four rows."""
+    """Return the expression of the coordinates of a tensor operand: one for each dimension, or a column and four rows."""
     if not isinstance(mem, Mem) or mem.coords is None:
         raise Unsupported("tensor operand without coordinates")
     by_rows = "::gather4" in ins.opcode or "::scatter4" in ins.opcode
@@ -96,7 +96,7 @@ def coordinates(e: Emitter, ins: Instruction, mem: Operand | None) -> str:
 
 
 def place_boxes(plan: tma.BoxPlan, position: tuple[int, ...], offset: int, by_rows: bool) -> tuple[tma.Box, ...]:
-    """The box at coordinates, or one for each row. Raises Fault for what the tensor map does not allow."""
+    """Return the box at coordinates, or one for each row. Raises Fault for boxes that the tensor map does not allow."""
     try:
         return plan.place_rows(position[0], position[1:], offset) if by_rows else (plan.place(position, offset),)
     except ValueError as error:
@@ -104,13 +104,13 @@ def place_boxes(plan: tma.BoxPlan, position: tuple[int, ...], offset: int, by_ro
 
 
 def span(boxes: tuple[tma.Box, ...]) -> tuple[int, int]:
-    """The shared bytes that boxes touch together."""
+    """Return the shared bytes that boxes touch together."""
     ranges = [box.smem_range for box in boxes]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def signalled(cta: Cta, targets: list[Cta], signal: int, pair: bool) -> list[Mbarrier]:
-    """The mbarrier of each destination: its own, or of a pair the one in the CTA whose parity is that of the operand's CTA."""
+    """Return the mbarrier of each destination: in the destination, or for a pair in the CTA with the parity of the operand's CTA."""
     offset = signal & 0xFFFFFF
     if not pair:
         return [target.mbarrier(offset) for target in targets]
@@ -127,7 +127,7 @@ def tma_load(
     mask: np.ndarray | None,
     form: Form,
 ) -> None:
-    """cp.async.bulk.tensor to shared memory."""
+    """Execute cp.async.bulk.tensor to shared memory."""
     cta = w.cta
     engine, observer = w.engine, w.observer
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
@@ -159,7 +159,7 @@ def tma_load(
 
 @runtime
 def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], source: np.ndarray, add: bool, scatter: bool) -> None:
-    """cp.async.bulk.tensor to global memory.
+    """Execute cp.async.bulk.tensor to global memory.
 
     Lanes that store the same box share one copy, since the hardware issues it once per warp; additions count once per lane.
     """

@@ -1,4 +1,4 @@
-"""wgmma: issue, commit and wait. The products themselves are computed by the warpgroup's pipe."""
+"""wgmma: issue, commit and wait. units/wgmma_products.py computes the products."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Match = re.Match[str]
 
 @op(r"wgmma.fence.sync.aligned", writes=(), pure=False, needs="warpgroup")
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Orders register accesses before wgmma: observers only."""
+    """Emit a note for observers: the fence orders register accesses, which the check at load covers."""
     e.line("if w.observer is not None: w.observer.fence(w, 'wgmma.fence')")
 
 
 @op(r"wgmma.commit_group.sync.aligned", writes=(), pure=False, needs="warpgroup", ends=True)
 def commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Close the group of wgmmas."""
+    """Emit the end of the group of wgmmas."""
     e.line("wgmma_commit(w)")
 
 
 @op(r"wgmma.wait_group.sync.aligned", writes=(), pure=False, needs="warpgroup", starts=True, ends=True)
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for all but the newest n groups."""
+    """Emit a wait for all but the newest n groups."""
     count = ins.operands[0]
     if not isinstance(count, Imm):
         raise Unsupported("wgmma.wait_group without a literal")
@@ -43,7 +43,7 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"wgmma.mma_async[\w:.]+", pure=False, taint="own", needs="warpgroup", asynchronous=True)
 def mma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """D = A B (+ D) for a warpgroup."""
+    """Emit a product D = A B (+ D) of a warpgroup."""
     try:
         form = wgmma.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -75,7 +75,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def shared_rows(e: Emitter, slots: tuple[int, ...]) -> np.ndarray | slice:
-    """The accumulator's rows, the same object for the same registers."""
+    """Return the accumulator's rows, the same object for the same registers."""
     cache = e.layout.row_groups
     if slots not in cache:
         consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
@@ -92,7 +92,7 @@ class AccumulatorRows:
 
 
 class Step:
-    """What is fixed about one wgmma instruction."""
+    """Fixed properties of one wgmma instruction."""
 
     def __init__(self, form: wgmma.Instruction, negate: bool, a_major: bool, b_major: bool, from_registers: bool) -> None:
         self.form = form
@@ -103,7 +103,7 @@ class Step:
 
 
 def scale_expression(e: Emitter, scale: object) -> str:
-    """scale-d: whether D is read."""
+    """Return the expression of scale-d: whether D is read."""
     if isinstance(scale, Imm):
         return str(bool(scale.value))
     if isinstance(scale, Reg) and scale.bank == "p":
@@ -141,7 +141,7 @@ def wgmma_issue(
 
 
 def one_value(value: np.ndarray, start: int, stop: int, what: str) -> int:
-    """The value that a warpgroup agrees on. Raises Fault when its lanes differ."""
+    """Return the value that a warpgroup agrees on. Raises Fault when its lanes differ."""
     if value.ndim == 0:
         return int(value)
     part = value[start:stop]
@@ -153,7 +153,7 @@ def one_value(value: np.ndarray, start: int, stop: int, what: str) -> int:
 
 @runtime
 def wgmma_commit(w: Window) -> None:
-    """wgmma.commit_group"""
+    """Execute wgmma.commit_group."""
     cta = w.cta
     for start in range(0, w.n, WARPGROUP):
         queue = cta.wgmma_queue(int(w.lanes[start]))
@@ -164,7 +164,7 @@ def wgmma_commit(w: Window) -> None:
 
 @runtime
 def wgmma_wait(w: Window, remaining: int) -> None:
-    """wgmma.wait_group"""
+    """Execute wgmma.wait_group."""
     cta = w.cta
     clocks = cta.cluster.clocks
     for start in range(0, w.n, WARPGROUP):

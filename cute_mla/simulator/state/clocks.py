@@ -19,30 +19,30 @@ WARPS_OF_CORE = 4  # a warpgroup
 
 @dataclass
 class Knowledge:
-    """What a barrier hands over. gathered: from the arrivals of the phase that runs; known: of complete phases."""
+    """Knowledge that a barrier hands over. gathered: from the arrivals of the phase that runs; known: from complete phases."""
 
     gathered: Clock | None = None
     known: Clock | None = None
 
     def add(self, clock: Clock) -> None:
-        """An arrival."""
+        """Gather the knowledge of an arrival."""
         self.gathered = clock.copy() if self.gathered is None else np.maximum(self.gathered, clock, out=self.gathered)
 
     def complete(self) -> None:
-        """The phase is complete."""
+        """Complete the phase: gathered knowledge is known."""
         if self.gathered is not None:
             self.known = self.gathered if self.known is None else np.maximum(self.known, self.gathered)
             self.gathered = None
 
 
 class Carrier(Protocol):
-    """A barrier, or whatever else hands over knowledge."""
+    """A barrier, or anything else that hands over knowledge."""
 
     knowledge: Knowledge
 
 
 class Clocks:
-    """now: row = what a warp of the cluster knows; columns, in this order:
+    """Clocks of all warps of a cluster. now: a row is the knowledge of a warp; its columns are agents, in this order:
 
     warps; cp.async copies of each warp; tensor cores by CTA rank; tensor cores of warpgroups; copies by CTA rank and mbarrier; the grid
     before (1 when it is known to be complete); tcgen05.commits by CTA rank. Then the first two blocks again: the times up to which ordinary
@@ -50,7 +50,7 @@ class Clocks:
     over (tcgen05.fence::before_thread_sync).
 
     after: the last block, and the tensor cores by CTA, when the warp executed tcgen05.fence::after_thread_sync. issued: how many copies a
-    column's agent has been given. tensor_fences: whether the kernel has such fences.
+    column's agent has been given. tensor_fences: the kernel has such fences. memory: knowledge exchanged through memory.
     """
 
     def __init__(self, ctas: int, warps: int, fenced: bool) -> None:
@@ -70,35 +70,35 @@ class Clocks:
         self.memory = Knowledge()
 
     def row(self, rank: int, warp: int) -> int:
-        """The row (and column) of a warp."""
+        """Return the row (and column) of a warp."""
         return rank * self.warps + warp
 
     def core(self, rank: int) -> int:
-        """The column of a CTA's tensor core."""
+        """Return the column of a CTA's tensor core."""
         return self.stores + rank
 
     def matrix_core(self, rank: int, warp: int) -> int:
-        """The column of a warpgroup's tensor core."""
+        """Return the column of a warpgroup's tensor core."""
         return self.stores + self.ctas + rank * self.warpgroups + warp // WARPS_OF_CORE
 
     def committer(self, rank: int) -> int:
-        """The column of a CTA's tcgen05.commits, which have happened when it says so: what they cover is another question."""
+        """Return the column of a CTA's tcgen05.commits. It says which commits have happened, not what they cover."""
         return self.before + 1 + rank
 
     def copier(self, rank: int, offset: int) -> int:
-        """The column of the copies that signal the mbarrier at an offset of a CTA's shared memory."""
+        """Return the column of the copies that signal the mbarrier at an offset of a CTA's shared memory."""
         return self.copies + rank * COPIERS + offset // 8 % COPIERS
 
     def own_copier(self, row: int) -> int:
-        """The column of a warp's cp.async copies."""
+        """Return the column of a warp's cp.async copies."""
         return self.rows + row
 
     def is_copier(self, column: int) -> bool:
-        """Whether a column belongs to something that writes shared memory asynchronously."""
+        """Return whether a column belongs to something that writes shared memory asynchronously."""
         return column >= self.rows
 
     def name(self, column: int) -> str:
-        """An actor in words."""
+        """Return the name of an agent in words."""
         if column < self.rows:
             rank, warp = divmod(column, self.warps)
             return f"warp {warp} of CTA {rank} of the cluster" if self.ctas > 1 else f"warp {warp}"
@@ -107,62 +107,62 @@ class Clocks:
         return "an asynchronous copy" if column >= self.copies else "a tensor core"
 
     def fenced(self, known: Clock) -> Clock:
-        """What a clock says of the times that asynchronous work can read up to, by column."""
+        """Return the times up to which asynchronous work can read the stores of each column, as a clock knows them."""
         return np.concatenate([known[self.width : self.handed], known[self.stores : self.width]])
 
     def fence(self, rank: int, warps: Sequence[int]) -> None:
-        """fence.proxy.async: all stores that a warp knows of can be read by asynchronous work now."""
+        """Let asynchronous work read all stores that warps know of (fence.proxy.async)."""
         for warp in warps:
             self.tick(rank, warp)
             row = self.now[rank * self.warps + warp]
             np.maximum(row[self.width : self.handed], row[: self.stores], out=row[self.width : self.handed])
 
     def before_sync(self, rank: int, warps: Sequence[int]) -> None:
-        """tcgen05.fence::before_thread_sync: what the warps have done in tensor memory goes with their next arrival."""
+        """Let the next arrival of warps hand over their work in tensor memory (tcgen05.fence::before_thread_sync)."""
         for warp in warps:
             time = self.tick(rank, warp)
             row = self.row(rank, warp)
             self.now[row, self.handed + row] = time
 
     def after_sync(self, rank: int, warps: Sequence[int]) -> None:
-        """tcgen05.fence::after_thread_sync: what the warps know now, their next accesses to tensor memory come after."""
+        """Order the next accesses of warps to tensor memory after all that they know (tcgen05.fence::after_thread_sync)."""
         for warp in warps:
             row = self.row(rank, warp)
             self.after[row, : self.rows] = self.now[row, self.handed :]
             self.after[row, self.rows :] = self.now[row, self.stores : self.stores + self.ctas]
 
     def of(self, rank: int, warps: Sequence[int]) -> Clock:
-        """What some warps know together."""
+        """Return the knowledge of some warps together."""
         first = rank * self.warps
         if len(warps) == 1:
             return np.asarray(self.now[first + warps[0]])
         return np.asarray(self.now[[first + warp for warp in warps]].max(axis=0))
 
     def least(self, rank: int, warps: Sequence[int], column: int) -> int:
-        """How far the least informed of some warps knows an actor to be."""
+        """Return the time of an agent that all of some warps know of."""
         first = rank * self.warps
         return min(int(self.now[first + warp, column]) for warp in warps)
 
     def tick(self, rank: int, warp: int) -> int:
-        """A warp has finished something: its new time."""
+        """Advance the time of a warp, which has finished something; return it."""
         row = self.row(rank, warp)
         self.now[row, row] += 1
         return int(self.now[row, row])
 
     def issue(self, column: int) -> int:
-        """An agent is given one more copy: its number."""
+        """Give an agent one more copy; return its number."""
         self.issued[column] += 1
         return int(self.issued[column])
 
     def learn(self, rank: int, warps: Sequence[int], clock: Clock | None) -> None:
-        """Warps get knowledge."""
+        """Add a clock (None: nothing) to the knowledge of warps."""
         if clock is not None:
             first = rank * self.warps
             for warp in warps:
                 np.maximum(self.now[first + warp], clock, out=self.now[first + warp])
 
     def note(self, rank: int, warps: Sequence[int], column: int, time: int) -> None:
-        """Warps know that an agent has got to a time."""
+        """Record that warps know an agent to have got to a time."""
         for warp in warps:
             row = self.now[self.row(rank, warp)]
             row[column] = max(int(row[column]), time)

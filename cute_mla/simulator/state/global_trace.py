@@ -8,7 +8,7 @@ from .memory import Buffer
 
 
 class GlobalTrace:
-    """What happened last to each unit of a buffer. writer, reader: agents (0: none); written, read: their times.
+    """Last accesses to each unit of a buffer. writer, reader: agents (0: none); written, read: their times.
 
     event: how many events of the launch (EventLog) came before that write. line: PTX line of the write.
     """
@@ -27,7 +27,7 @@ class GlobalTrace:
         self.unit = unit
 
     def units(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """The units that accesses of nbytes touch: (accesses, units)."""
+        """Return the units that accesses of nbytes touch, shape (accesses, units)."""
         if nbytes < self.unit:
             self.refine(nbytes)
         first = (addresses - np.uint64(self.buffer.address)).astype(np.int64) // self.unit
@@ -35,7 +35,7 @@ class GlobalTrace:
 
 
 class EventLog:
-    """What clusters of a launch know of each other. strong: by cluster, when it last executed an atomic operation or a strong access."""
+    """Events that order the clusters of a launch. strong: when each cluster last executed an atomic operation or a strong access."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -43,6 +43,6 @@ class EventLog:
         self.traces: dict[int, GlobalTrace] = {}
 
     def through_memory(self, cluster: int) -> None:
-        """A cluster executes an atomic operation, a strong load or store."""
+        """Record that a cluster executes an atomic operation, or a strong load or store."""
         self.now += 1
         self.strong[cluster] = self.now

@@ -9,7 +9,7 @@ WHOLE = 0xF  # all bytes of a word
 
 
 class SharedTrace:
-    """What happened last to each word of one CTA's shared memory. writer: column of a clock, -1 for none; line: PTX line, 0 unknown.
+    """Last accesses to each word of one CTA's shared memory. writer: column of a clock, -1 for none; line: PTX line, 0 unknown.
 
     warps: of the CTA. readers: bit mask of those that have read it since it was written; far: times of reads by warps of other CTAs, by
     row. parts: which bytes the last writer wrote, from the first store of less than a word on. narrow_reads: there were loads of less.
@@ -37,7 +37,7 @@ class SharedTrace:
         self.narrow_reads = False
 
     def store(self, words: np.ndarray | slice, column: np.ndarray | int, time: np.ndarray | int, line: int) -> None:
-        """Words are written."""
+        """Record that words are written."""
         self.writer[words] = column
         self.written[words] = time
         self.line[words] = line
@@ -48,17 +48,17 @@ class SharedTrace:
             self.parts[words] = WHOLE
 
     def store_parts(self, words: np.ndarray, column: np.ndarray | int, time: np.ndarray | int, line: int, masks: np.ndarray) -> None:
-        """Some bytes (bit masks) of words are written."""
+        """Record that some bytes (bit masks) of words are written."""
         if self.parts is None:
             self.parts = np.full(len(self.writer), WHOLE, np.uint8)
         same = (self.writer[words] == column) & (self.written[words] == time)
-        kept = np.where(same, self.parts[words], 0)
+        held = np.where(same, self.parts[words], 0)
         self.store(words, column, time, line)
-        self.parts[words] = kept
-        mine = self.writer[words] == column  # of several warps that store at once, one is remembered
+        self.parts[words] = held
+        mine = self.writer[words] == column  # one of several warps that store at once is remembered
         np.bitwise_or.at(self.parts, words, np.where(mine, masks, 0).astype(np.uint8))
 
     def note_read(self, warp: int, words: np.ndarray | slice, time: int) -> None:
-        """A warp of the CTA has read words."""
+        """Record that a warp of the CTA has read words."""
         self.read[warp][words] = time
         self.readers[words] |= 1 << warp
