@@ -1,23 +1,21 @@
-"""Loads, stores, matrix loads and stores, atomics, fences and prefetches."""
+"""Loads and stores of registers, and the addresses that they share with other families."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 
-from ..checks import global_order, order, phases, races, smem_hazards
+from ..checks import global_order, races, smem_hazards
 from ..findings import Fault
 from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
-from ..numerics import matrix_fragments
 from ..state.cta import Cta
 from ..state.memory import check_alignment
 from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported
-from .table import ignored, op, registers_of, runtime
+from .table import op, registers_of, runtime
 
 Match = re.Match[str]
 
@@ -189,24 +187,6 @@ def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Ct
 
 
 @runtime
-def order_proxies(w: Window) -> None:
-    """Execute fence.proxy.async."""
-    order.fence(w.cta, w.warps)
-
-
-@runtime
-def order_memory(w: Window) -> None:
-    """Exchange knowledge through memory: an atomic operation, or a strong load or store."""
-    order.through_memory(w)
-
-
-@runtime
-def order_barriers(w: Window) -> None:
-    """Record a fence after mbarrier.init."""
-    phases.note_fence(w.cta, w.warps)
-
-
-@runtime
 def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: bool) -> np.ndarray:
     """Execute ld.shared. Leave poison in the CTA for the code that stores the registers."""
     cta = w.cta
@@ -349,228 +329,3 @@ def meet_poison(w: Window, where: tuple[int, ...], registers: tuple[tuple[str, i
     w.become_tainted()
     for index, (bank, slot) in zip(where, registers, strict=True):
         w.taints[bank][slot] |= poison[index]
-
-
-# ---------------------------------------------------------------- matrices
-
-
-@op(r"ldmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", pure=False, taint="own", loads=True)
-def load_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a load of 8x8 matrices of 16-bit elements from shared memory."""
-    items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
-    e.check_taint(registers_of(ins.operands[1]), "an address")
-    value = e.temp()
-    e.line(f"{value} = load_matrices(w, {e.memory_address(ins.operands[1], 32)}, {int(m['n'])}, {bool(m['t'])})")
-    store_loaded(e, items, value, "b32")
-
-
-@op(r"ldmatrix.sync.aligned.m16n16.x(?P<n>1|2).trans.shared(::cta)?.b8", needs="warp", pure=False, taint="own", loads=True)
-def load_byte_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a load of 16x16 matrices of bytes from shared memory, transposed."""
-    items = ins.operands[0].items if isinstance(ins.operands[0], Vec) else (ins.operands[0],)
-    count = int(m["n"])
-    if len(items) != 2 * count:
-        raise Unsupported(f"{len(items)} registers for {count} matrices of 16x16 bytes")
-    e.check_taint(registers_of(ins.operands[1]), "an address")
-    value = e.temp()
-    e.line(f"{value} = load_byte_matrices(w, {e.memory_address(ins.operands[1], 32)}, {count})")
-    store_loaded(e, items, value, "b32")
-
-
-@op(r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", writes=(), pure=False, taint="own")
-def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a store of 8x8 matrices of 16-bit elements to shared memory."""
-    source = ins.operands[1]
-    items = source.items if isinstance(source, Vec) else (source,)
-    e.check_taint(registers_of(ins.operands[0]), "an address")
-    values = ", ".join(e.src(item, "b32") for item in items)
-    poison = f"[{', '.join(str(e.taint(item)) for item in items)}]" if e.tainted else "None"
-    e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {bool(m['t'])}, {poison})")
-
-
-def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
-    """Return shared offsets per (warp, lane) for matrix moves. Raises Fault for partial warps, bad addresses or other CTAs."""
-    if not w.whole:
-        raise Fault("divergence", "a matrix load or store needs all 32 lanes of its warps")
-    address = lanes_of(w, address).reshape(-1, WARP)
-    used = address[:, : 8 * count]
-    if bool((used >> np.uint32(24) != w.cta.rank).any()):
-        raise Fault("out_of_bounds", "a matrix load or store outside the CTA's own shared memory")
-    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
-    rows = offsets[:, : 8 * count]
-    if int(np.bitwise_or.reduce(rows, axis=None)) & 15:
-        raise Fault("misaligned", "a matrix row that is not at a multiple of 16 bytes")
-    w.cta.smem.check(int(rows.min()), int(rows.max()) + 16, "matrix access")
-    return offsets
-
-
-@runtime
-def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
-    """Execute ldmatrix of 8x8 matrices."""
-    offsets = matrix_offsets(w, address, count)
-    return matrices_read(w, offsets[:, : 8 * count], lambda memory: matrix_fragments.load_matrices(memory, offsets, count, transposed))
-
-
-@runtime
-def load_byte_matrices(w: Window, address: np.ndarray, count: int) -> np.ndarray:
-    """Execute ldmatrix of 16x16 matrices of bytes."""
-    offsets = matrix_offsets(w, address, 2 * count)
-    return matrices_read(w, offsets[:, : 16 * count], lambda memory: matrix_fragments.load_byte_matrices(memory, offsets, count))
-
-
-def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
-    """Return the registers (registers, lanes) that a function reads from memory. Leave their poison in the CTA."""
-    cta = w.cta
-    values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
-    known = valid == 0x01010101
-    cta.poison = None if known.all() else ~known
-    races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
-    if w.observer is not None:
-        w.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
-    return values
-
-
-@runtime
-def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], transposed: bool, poison: list[np.ndarray] | None) -> None:
-    """Execute stmatrix."""
-    cta = w.cta
-    offsets = matrix_offsets(w, address, len(values))
-    shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
-    rows = offsets[:, : 8 * len(values)].ravel()
-    warps = np.repeat(w.warps, 8 * len(values))
-    overwrite = races.accesses(w, cta, warps, rows, 16, True)
-    matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
-    if overwrite is not None:
-        overwrite.check(w)
-    good = np.uint32(0x01010101)
-    shadow = [np.full(value.shape, good) for value in shaped]
-    if poison is not None:
-        shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
-    matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
-    smem_hazards.check_store(w, warps, cta, rows, 16)
-    if w.observer is not None:
-        w.observer.shared_access(w, cta, None, rows, 16, True)
-
-
-# ---------------------------------------------------------------- atomics
-
-_ATOMIC = rf"(.(relaxed|acquire|release|acq_rel))?({SCOPE})?{SPACE}"
-
-
-@op(
-    rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas).(?P<t>b(32|64))",
-    rf"atom{_ATOMIC}.(?P<f>min|max).(?P<t>[us]32)", rf"atom.(?P<space>global|shared){SCOPE}.(?P<f>min|max).(?P<t>[us]32)",
-    pure=False, taint="own", loads=True,
-)  # fmt: skip
-def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a read-modify-write that returns the old value; lanes act in order."""
-    emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
-
-
-@op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", writes=(), pure=False, taint="own")
-def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a read-modify-write without a result."""
-    emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
-
-
-def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: Operand | None, rest: list[Operand | None]) -> None:
-    """Emit the common part of atom and red."""
-    shared = m["space"] is not None and m["space"].startswith("shared")
-    e.check_taint(registers_of(mem), "an address")
-    for operand in rest:
-        e.check_taint(registers_of(operand), "an atomic operation")
-    kind = m["t"].replace("b", "u")
-    values = ", ".join(e.src(operand, kind) for operand in rest)
-    space = m["space"] or "generic"
-    value = e.temp()
-    e.line(f"{value} = atomic_lanes(w, {e.memory_address(mem, 32 if shared else 64)}, {m['f']!r}, {space!r}, [{values}])")
-    if d is not None:
-        store_loaded(e, (d,), value, f"b{m['t'][1:]}")
-
-
-@runtime
-def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: list[np.ndarray]) -> np.ndarray:
-    """Execute an atomic lane by lane; return the old bits, shape (1, lanes)."""
-    if space == "generic":
-        space = "shared::cluster" if in_shared(address) else "global"
-        address = address if space == "global" else shared_part(address)
-    address = lanes_of(w, address)
-    operands = [np.broadcast_to(value, (w.n,)) for value in values]
-    size = values[0].dtype.itemsize
-    order_memory(w)  # orders atomic operations among themselves
-    if space != "global":
-        for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
-            overwrite = races.access(w, target, index, offsets, size, True)
-            if overwrite is not None:
-                overwrite.fail(w)
-    else:
-        global_order.write(w, address, size)
-    old = np.zeros((1, w.n), f"u{size}")
-    for lane in range(w.n):
-        where = address[lane : lane + 1]
-        before = load_one(w, where, size, space)
-        after = operands[-1][lane : lane + 1].view(before.dtype)
-        if name == "add":
-            after = before + after
-        elif name in ("min", "max"):
-            function = np.minimum if name == "min" else np.maximum
-            after = function(before.view(operands[-1].dtype), operands[-1][lane : lane + 1]).view(before.dtype)
-        elif name == "cas" and before[0] != operands[0][lane]:
-            after = before
-        old[0, lane] = before[0]
-        store_one(w, where, after, space)
-    w.cta.poison = None
-    w.engine.note_progress()
-    order_memory(w)
-    return old
-
-
-def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarray:
-    """Return one element for an atomic; report poison in memory."""
-    cta = w.cta
-    if space != "global":
-        target = cta.peer(int(address[0]) >> 24)
-        values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
-    else:
-        values, poison = w.engine.memory.load(address, size, 1)
-    if poison is not None:
-        w.report("poison", "an atomic operation on an undefined value")
-    return np.ascontiguousarray(values[0])
-
-
-def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> None:
-    """Write back one element of an atomic."""
-    cta = w.cta
-    if space != "global":
-        cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
-    else:
-        w.engine.memory.store(address, [value])
-
-
-# ---------------------------------------------------------------- fences and hints
-
-
-@op(
-    r"fence.proxy.async(.(global|shared::cta|shared::cluster))?",
-    rf"fence(.(sc|acq_rel))?{SCOPE}",
-    r"fence.mbarrier_init.release.cluster",
-    r"membar.(cta|gl|sys)",
-    writes=(), pure=False,
-)  # fmt: skip
-def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a fence. Between warps it orders nothing by itself: atomic operations and strong accesses hand over everything anyway."""
-    if ins.opcode.startswith("fence.proxy") and not ins.opcode.endswith("global"):
-        e.line("order_proxies(w)")
-    if not ins.opcode.endswith((".global", ".cta")):
-        e.line("order_barriers(w)")
-    e.line(f"if w.observer is not None: w.observer.fence(w, {ins.opcode!r})")
-
-
-ignored(r"prefetch.(tensormap|param.tensormap|const.tensormap)", "a hint: no effect on results")
-ignored(r"prefetch.global.(L1|L2|L2::evict_last|L2::evict_normal)", "a hint: no effect on results")
-
-
-@op(r"createpolicy.fractional.L2::(evict_last|evict_normal|evict_first|evict_unchanged)(.L2::(evict_first|evict_unchanged))?.b64")
-def create_policy(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a cache policy: any value, since policies have no effect on results."""
-    e.line(f"{e.dst(ins.operands[0], 'b64')}.fill(0)")
