@@ -143,11 +143,11 @@ _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
 _NEWLINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".loc")
 _PARAM = re.compile(r"\.param\s+(?P<attrs>[^,()]*?)(?P<name>[\w$]+)\s*(?:\[(?P<count>\d+)\])?\s*$")
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?")
-_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.S)
+_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 class _Scope:
@@ -341,8 +341,8 @@ class _Body:
             raise parser.fail(f"unsupported directive {parser.take_until(chr(10))!r}")
 
     def declare(self, text: str) -> None:
-        """Parse a declaration such as .reg .b32 %r<100>, x;"""
-        match = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
+        """Parse a declaration such as `.reg .b32 %r<100>, x;`."""
+        match = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL)
         bank = {**_BANKS, _PAIRED: "q"}.get(match.group(1)) if match else None
         if match is None or bank is None:
             raise self.parser.fail(f"unsupported register declaration {text.strip()!r}")

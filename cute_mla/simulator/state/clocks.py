@@ -42,12 +42,12 @@ class Carrier(Protocol):
 
 
 class Clocks:
-    """Clocks of all warps of a cluster. now: a row is the knowledge of a warp; its columns are agents, in this order:
+    """Clocks of all warps of a cluster.
 
-    warps; cp.async copies of each warp; tensor cores by CTA rank; tensor cores of warpgroups; copies by CTA rank and mbarrier; the grid
-    before (1 when it is known to be complete); tcgen05.commits by CTA rank. Then the first two blocks again: the times up to which ordinary
-    stores can be read by asynchronous work (fence.proxy.async). Then the warps again: the times up to which they have handed tensor memory
-    over (tcgen05.fence::before_thread_sync).
+    now: a row is the knowledge of a warp. Its columns are agents, in this order: warps; cp.async copies of each warp; tensor cores by CTA
+    rank; tensor cores of warpgroups; copies by CTA rank and mbarrier; the grid before (1 when it is known to be complete); tcgen05.commits
+    by CTA rank. Then the first two blocks again: the times up to which asynchronous work can read ordinary stores (fence.proxy.async).
+    Then the warps again: the times up to which they have handed tensor memory over (tcgen05.fence::before_thread_sync).
 
     after: the last block, and the tensor cores by CTA, when the warp executed tcgen05.fence::after_thread_sync. issued: how many copies a
     column's agent has been given. tensor_fences: the kernel has such fences. memory: knowledge exchanged through memory.
