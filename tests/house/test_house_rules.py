@@ -173,6 +173,13 @@ def layering(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{line}: {room} imports {outer}"
 
 
+def imports_of_tests(name: str, text: str) -> Iterator[str]:
+    """Test modules that another module imports: what two need belongs into tests/support or a module of the folder."""
+    for line, module in imported_modules(name, text):
+        if any(part.startswith("test_") for part in module.split(".")):
+            yield f"{name}:{line}: imports {module}"
+
+
 def names(name: str, _: str) -> Iterator[str]:
     """Modules named after nothing, and rooms that the list above does not know."""
     if Path(name).stem in ("utils", "util", "helpers", "common", "misc"):
@@ -201,8 +208,9 @@ def test_the_sources_keep_the_rule(rule: Rule) -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_tests_keep_the_sizes() -> None:
-    found = [violation for name, text in sources_of_tests().items() for violation in sizes(name, text)]
+@pytest.mark.parametrize("rule", [sizes, imports_of_tests])
+def test_the_tests_keep_the_rule(rule: Rule) -> None:
+    found = [violation for name, text in sources_of_tests().items() for violation in rule(name, text)]
     assert not found, "\n".join(found)
 
 
@@ -243,6 +251,10 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (architectures, "api.py", "if device.arch.name == 'sm100': pass", "api.py:1: names the architecture sm100"),
         (architectures, "testing/x.py", "from ..spec.arch import SM90", "names the architecture SM90"),
         (architectures, "support.py", "x = {'sm103': 1}", "names the architecture sm103"),
+        (imports_of_tests, "tests/ops/test_x.py", "from tests.ops.test_y import f", "tests/ops/test_x.py:1: imports tests.ops.test_y.f"),
+        (imports_of_tests, "tests/support/x.py", "from tests.ops import test_y", "imports tests.ops.test_y"),
+        (imports_of_tests, "tests/ops/test_x.py", "def f():\n    from .test_y import g", "tests/ops/test_x.py:2: imports"),
+        (imports_of_tests, "tests/ops/test_x.py", "import test_y", "imports test_y"),
         (names, "runtime/utils.py", "", "say what is in it"),
         (names, "extras/x.py", "", "a room that the rules do not know"),
     ],
@@ -270,6 +282,7 @@ def test_each_rule_finds_a_breach(rule: Rule, name: str, text: str, message: str
         (layering, "runtime/driver.py", "from cuda.bindings import driver"),
         (layering, "kernels/combine/kernel.py", "import cutlass\nfrom ..source import KernelSource\nfrom cute_mla.spec import abi"),
         (layering, "api.py", "import torch\nfrom .runtime.device import simulate"),
+        (imports_of_tests, "tests/ops/test_x.py", "from tests.ops.paged_keys import cache_of\nimport cute_mla.testing"),
         (layering, "cli/x.py", "from cute_mla.aot_build.build import build_all"),
     ],
 )

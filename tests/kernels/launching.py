@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from cute_mla.kernels.source import KernelSource
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
+from tests.mutation.planting import Bug, survivors
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
@@ -29,11 +29,9 @@ class CompiledKernel:
     entry: str
     ptx: str
 
-    def edited(self, pattern: str, replacement: str) -> CompiledKernel:
-        """The kernel with a bug planted in its PTX: the pattern must occur, and every occurrence is replaced."""
-        ptx, count = re.subn(pattern, replacement, self.ptx)
-        assert count, f"{pattern!r} does not occur in the PTX: the planted bug is out of date"
-        return CompiledKernel(self.source, self.entry, ptx)
+    def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
+        """Plant a bug in the PTX; return what was not noticed."""
+        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.source, self.entry, ptx)))
 
 
 built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture that `compiled` compiles for
@@ -59,6 +57,15 @@ def _compiled(op: str, config_name: str, arch: Arch) -> CompiledKernel:
 def module(ptx: str) -> simulator.Module:
     """The parsed PTX."""
     return simulator.load_module(ptx)
+
+
+def fails(check: Callable[[], None]) -> bool:
+    """Run a check; return whether it raised AssertionError."""
+    try:
+        check()
+    except AssertionError:
+        return True
+    return False
 
 
 def nbytes(tensor: torch.Tensor) -> int:

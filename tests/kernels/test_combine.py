@@ -15,7 +15,8 @@ from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, 
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 from tests.kernels.caches import Keys
-from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
+from tests.kernels.launching import CompiledKernel, compiled, fails, launch, nbytes
+from tests.mutation.planting import Bug, together
 
 pytestmark = pytest.mark.usefixtures("built_for")
 
@@ -304,14 +305,18 @@ def test_whatever_num_splits_holds_only_rows_that_exist_are_read(first: int) -> 
         assert not findings_with(first, after)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [(r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;"), (r"min\.s32 (.*), %r\d+, (%r\d+);", r"min.s32 \1, 2147483647, \2;")],
-    ids=["from below", "from above"],
+UNCLIPPED = (
+    Bug("rows not clipped from below", r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;", together),
+    Bug("rows not clipped from above", r"min\.s32 (.*), %r\d+, (%r\d+);", r"min.s32 \1, 2147483647, \2;", together),
 )
-def test_unclipped_rows_are_seen(pattern: str, replacement: str) -> None:
-    broken = compiled("combine", "bf16").edited(pattern, replacement)
-    assert findings_with(-1, 2, broken) or findings_with(5, 9, broken)
+
+
+@pytest.mark.parametrize("bug", UNCLIPPED, ids=lambda bug: bug.name)
+def test_unclipped_rows_are_noticed(bug: Bug) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        return bool(findings_with(-1, 2, broken) or findings_with(5, 9, broken))
+
+    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
@@ -333,22 +338,21 @@ def test_blocks_are_few_where_rows_are_many() -> None:
         assert x * y * z <= max(BLOCKS_PER_SM * sm_count, y)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [
-        (r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;"),  # reads the rows of empty splits
-        (r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;"),  # leaves half of the splits out of max and sum
-        (r"add\.s32 (.*), 32;", r"add.s32 \1, 64;"),  # skips the second 32 splits
-        (r"0f3FB8AA3B", "0f3F800000"),  # takes the sink for one of base 2
-    ],
+BUGS = (
+    Bug("rows of empty splits read", r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;", together),
+    Bug("half of the splits left out", r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;", together),
+    Bug("second 32 splits skipped", r"add\.s32 (.*), 32;", r"add.s32 \1, 64;", together),
+    Bug("sink in base 2", r"0f3FB8AA3B", "0f3F800000", together),
 )
-def test_planted_bugs_are_seen(pattern: str, replacement: str) -> None:
-    broken = compiled("combine", "bf16").edited(pattern, replacement)
-    problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
-    if problem.run(broken):
-        return
-    with pytest.raises(AssertionError):
-        problem.check()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_are_noticed(bug: Bug) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
+        return bool(problem.run(broken)) or fails(problem.check)
+
+    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:

@@ -63,7 +63,7 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
     places = subject.places.of_all(find(subject.ptx))
     lines = []
     for mutation in mutations:
-        outcome = subject.judge(mutation, orders(seeds)) if subject.cases else Outcome("no case", "", "")
+        outcome = subject.judge(mutation, orders(seeds)) if subject.trials else Outcome("no case", "", "")
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, places[mutation], mutation.line)
         lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
