@@ -50,7 +50,7 @@ def same(results: Any, others: Any) -> bool:
 def decode_step(q: Tensor, cache_seqlens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """Plans, decodes, and uses the result."""
     planned = cute_mla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1, q.shape[2])
-    tensors = dict(zip(("tile_scheduler_metadata", "num_splits"), planned, strict=True))
+    tensors: dict[str, Any] = dict(zip(("tile_scheduler_metadata", "num_splits"), planned, strict=True))
     out, lse = cute_mla.flash_mla_with_kvcache(q * 2, cache_seqlens=cache_seqlens, **tensors, **arguments)
     return out.float().sum(-1), lse + 1
 

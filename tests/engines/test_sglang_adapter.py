@@ -172,7 +172,7 @@ def test_what_sglang_calls_takes_what_sglang_gives() -> None:
     assert ours <= recorded.keys()
     for name in ours:
         if inspect.isfunction(getattr(CuteMlaDecode, name, None)):
-            marks = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+            marks: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
             given = [marks.get(p.kind, "") + p.name for p in inspect.signature(getattr(CuteMlaDecode, name)).parameters.values()]
             assert given == recorded[name], name
     assert recorded.keys() - ours == {"forward_metadata"}

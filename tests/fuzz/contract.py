@@ -33,7 +33,7 @@ def is_flag(value: Any) -> bool:
 
 def is_scale(value: Any) -> bool:
     """A positive number that fp32 holds; it is multiplied by log2(e), too."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return bool(1.1754944e-38 <= float(value) <= 1.7014117e38)
@@ -377,7 +377,7 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     """Of flash_attn_varlen_func."""
     c = Contract(arguments)
     c.numbers(
-        dropout_p=lambda value: isinstance(value, Real) and not isinstance(value, bool) and value == 0,
+        dropout_p=lambda value: not isinstance(value, bool) and isinstance(value, Real) and value == 0,
         softmax_scale=is_optional(is_scale),
         empty_lse=is_empty_lse,
         causal=is_flag,

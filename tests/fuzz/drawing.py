@@ -27,7 +27,7 @@ _SIZES = st.sampled_from((0, 1, 2, 15, 16, 63, 64, 65, 100, 128, 129))  # around
 _HEADS = st.sampled_from((1, 2, 3, 7, 16, 33, 63, 64, 65, 127, 128)) | st.integers(1, 128)
 _SEEDS = st.integers(0, 99)
 _DTYPES = st.sampled_from(("bf16", "fp16"))
-_OUTPUTS = st.sampled_from(("allocated", "given", "strided", "odd"))
+_OUTPUTS: st.SearchStrategy[Any] = st.sampled_from(("allocated", "given", "strided", "odd"))
 
 
 def calls(subject: str, arch: str, broken: bool) -> st.SearchStrategy[FuzzCall]:
@@ -94,7 +94,7 @@ def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) 
 def dense_cases(draw: st.DrawFn) -> Case:
     """Dense decode."""
     operands = draw(st.sampled_from(("latent", "fp8_cache", "fp8")))
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     common = _common(draw, values == "normal")
     if operands == "fp8" and common["outputs"] == "allocated":
         common["dtype"] = "bf16"
@@ -134,11 +134,11 @@ def _pool(draw: st.DrawFn, batch_of_even: bool) -> Pool:
 def sparse_cases(draw: st.DrawFn) -> SparseCase:
     """Sparse decode."""
     cache = draw(st.sampled_from(("fp8_656", "fp8_584", "latent")))
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
     common = _common(draw, values == "normal")
     if cache != "latent":
         common["dtype"] = "bf16"
-    layout = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
+    layout: Any = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
     main = _pool(draw, layout == "tight")
     extra = _pool(draw, layout == "tight") if draw(st.booleans()) else None
     s_q, h_q = _rows(draw, least=1)
@@ -166,11 +166,11 @@ def sparse_cases(draw: st.DrawFn) -> SparseCase:
 @st.composite
 def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
     """Sparse prefill, in all its forms."""
-    form = draw(st.sampled_from(("single", "batched", "ragged", "clipped")))
+    form: Any = draw(st.sampled_from(("single", "batched", "ragged", "clipped")))
     s_q, h_q = _rows(draw)
     topk = draw(_SIZES)
     batch = 1 if form == "single" else _batch(draw, s_q * ceil_div(h_q, 64), topk)
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     return SparsePrefillCase(
         **_common(draw, values == "normal"),
         form=form,
@@ -192,7 +192,7 @@ def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
 @st.composite
 def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCase:
     """Dense prefill. packed: queries and keys are of the same tokens and heads."""
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     common = _common(draw, values == "normal")
     h_kv, group = draw(st.integers(1, 3)), 1 if packed else draw(st.integers(1, 2))
     size = st.sampled_from((0, 1, 5, 63, 64, 65, 100))

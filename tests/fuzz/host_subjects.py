@@ -91,7 +91,7 @@ def _asked_for(arguments: Arguments, keys: int) -> int:
     q = torch.zeros(576, dtype=torch.bfloat16).expand(batch, s_q, h_q, 576)
     cache = torch.zeros(2, 16, h_kv, 576, dtype=torch.bfloat16)
     plan = cute_mla.get_mla_metadata()
-    options = {"workspace": torch.zeros(0, dtype=torch.uint8), "batch_invariant": bool(arguments.get("batch_invariant"))}
+    options: dict[str, Any] = {"workspace": torch.zeros(0, dtype=torch.uint8), "batch_invariant": bool(arguments.get("batch_invariant"))}
     try:
         if arguments["op"] == "dense_decode":
             table, lengths = torch.zeros(1, keys // 16, dtype=torch.int32).expand(batch, -1), torch.zeros(batch, dtype=torch.int32)

@@ -198,10 +198,10 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
         return anything
     if len(ends) > 1 and not arguments["q"][int(ends[0]) : int(ends[-1])].isfinite().all():
         return anything
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    tensors = [arguments[name] for name in names]
+    q, k, v, cu_seqlens_q, cu_seqlens_k = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     scale = None if scale is None else float(scale)
-    expected = reference.dense_prefill(*tensors, scale, bool(arguments["causal"]), arguments["empty_lse"])
+    causal = bool(arguments["causal"])
+    expected = reference.dense_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, arguments["empty_lse"])
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
@@ -227,7 +227,7 @@ def _without(arguments: Arguments, *names: str) -> Arguments:
 def _unpacked(arguments: Arguments) -> Arguments:
     """The arguments of flash_attn_varlen_func."""
     columns = arguments["head_dim_qk"]
-    packed = arguments.get("kv", arguments.get("qkv"))
+    packed = arguments["kv"] if "kv" in arguments else arguments["qkv"]
     plain = {**arguments, "k": packed[..., -128 - columns : -128], "v": packed[..., -128:]}
     if "qkv" in arguments:
         plain["q"] = packed[..., :columns]

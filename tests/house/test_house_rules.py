@@ -139,10 +139,12 @@ def environment(name: str, text: str) -> Iterator[str]:
     if name.startswith(READS_ENVIRONMENT):
         return
     for node in ast.walk(ast.parse(text)):
-        used = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
-        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in alias.name for alias in node.names)
-        if used or imported:
-            yield f"{name}:{node.lineno}: reads the environment"
+        if isinstance(node, ast.Attribute):
+            reads = node.attr in ("environ", "getenv", "environb", "putenv")
+        else:
+            reads = isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in alias.name for alias in node.names)
+        if reads:
+            yield f"{name}:{getattr(node, 'lineno', 0)}: reads the environment"
 
 
 def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
@@ -194,7 +196,7 @@ def architectures(name: str, text: str) -> Iterator[str]:
         return
     for node in ast.walk(ast.parse(text)):
         named = node.id if isinstance(node, ast.Name) else node.name if isinstance(node, ast.alias) else None
-        written = node.value if isinstance(node, ast.Constant) else None
+        written = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
         if named in {arch.upper() for arch in ARCHS} or written in ARCHS or written in ALIASES:
             yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
 

@@ -73,7 +73,7 @@ class Problem:
             lse = self.lses[state]
             memory.add(f"lse{state}", lse.data_ptr(), nbytes(lse), writable=self.in_place and state == 0)
         if not self.in_place:
-            memory.add("out", self.out.data_ptr(), self.out.untyped_storage().nbytes() - self.out.storage_offset() * 2)
+            memory.add("out", self.out.data_ptr(), self.out.untyped_storage().nbytes() - int(self.out.storage_offset()) * 2)
             memory.add("lse", self.lse.data_ptr(), nbytes(self.lse))
         return memory
 

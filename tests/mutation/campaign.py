@@ -99,7 +99,7 @@ class Explanation:
 def explanations() -> list[Explanation]:
     """The contents of survivors.toml."""
     return [
-        Explanation(*(re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")), entry["reason"])
+        Explanation(**{name: re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")}, reason=entry["reason"])
         for entry in tomllib.loads(SURVIVORS.read_text())["survivor"]
     ]
 

@@ -47,10 +47,10 @@ class Places:
         """Learns from every launch of the kernel inside."""
         run = simulator.run
 
-        def watched(launch: simulator.Launch, *args: Any) -> Any:
+        def watched(launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy) -> simulator.Report:
             if launch.entry != self.kernel.entry:
-                return run(launch, *args)
-            report = run(launch, *args, _Listener(self, launch.names))
+                return run(launch, memory, policy)
+            report = run(launch, memory, policy, _Listener(self, launch.names))
             for index, warps in report.executed.times:
                 for item in report.executed.blocks[index].instructions:
                     self.note(item.instruction.line, warps, launch.names)

@@ -15,6 +15,7 @@ from cute_mla.profiles.peers.peer import Run
 from cute_mla.profiles.rows import Case
 from cute_mla.profiles.subjects.dense_decode import DenseDecode
 from cute_mla.profiles.subjects.subject import Results, Subject
+from cute_mla.profiles.timing import Recording
 from tests.profiles import benching
 from tests.profiles.benching import FakeKernel, bench, install, small_case
 
@@ -63,7 +64,12 @@ def test_a_right_peer_is_timed_in_the_same_rounds(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(benching.CALL_US, "Theirs", 125.0)
     timed: list[str] = []
     elapsed = benching.FakeStopwatch.elapsed_us
-    monkeypatch.setattr(benching.FakeStopwatch, "elapsed_us", lambda self, what: timed.append(what.name) or elapsed(self, what))
+
+    def recorded(self: benching.FakeStopwatch, recording: Recording) -> float:
+        timed.append(recording.name)
+        return elapsed(self, recording)
+
+    monkeypatch.setattr(benching.FakeStopwatch, "elapsed_us", recorded)
     record = record_with(monkeypatch, FakePeer())
     assert record["status"] == TIMED
     theirs = record["peers"]["Theirs"]

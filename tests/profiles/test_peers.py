@@ -155,7 +155,8 @@ def attention_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     """bf16 out [b, s, h, d] and lse [b, h, s], of operands [b, s, h, d]."""
     batch, tokens = q.shape[:2]
     ends = torch.arange(batch + 1) * tokens
-    out, lse = reference.dense_prefill(*(tensor.flatten(0, 1) for tensor in (q, k, v)), ends, ends, causal=causal)
+    rows, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out, lse = reference.dense_prefill(rows, keys, values, ends, ends, causal=causal)
     return out.to(torch.bfloat16).unflatten(0, (batch, tokens)), lse.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 

@@ -132,7 +132,7 @@ class FakeDriver:
         return (f"function of {kernel}",)
 
     def _cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[int, int]:
-        address = ctypes.cast(self._encode, ctypes.c_void_p).value
+        address = ctypes.cast(self._encode, ctypes.c_void_p).value or 0
         return (address if self.proc_address is None else self.proc_address, 0)
 
     def _encode_tiled(self, target: int, data_type: int, rank: int, address: int, dims: int, *rest: Any) -> int:
@@ -167,7 +167,7 @@ class FakeDriver:
             decoded[int.from_bytes(attribute[:4], "little")] = attribute[8:20]
         params = self.params[kernel]
         pointers = (ctypes.c_void_p * len(params)).from_address(table)
-        arguments = {param.name: ctypes.string_at(pointers[i], param.size) for i, param in enumerate(params)}
+        arguments = {param.name: ctypes.string_at(pointers[i] or 0, param.size) for i, param in enumerate(params)}
         self.launches.append(RecordedLaunch(kernel, (gx, gy, gz), (bx, by, bz), smem, stream, decoded, arguments))
         return ()
 

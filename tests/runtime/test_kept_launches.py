@@ -45,7 +45,12 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call that was checked."""
     seen: list[Any] = []
     original = decode_call.prepare
-    monkeypatch.setattr(decode_call, "prepare", lambda *args: (seen.append(args), original(*args))[1])
+
+    def recorded(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(decode_call, "prepare", recorded)
     return seen
 
 

@@ -53,7 +53,7 @@ def exact_round(value: Fraction, form: str, rounding: str = "rn") -> float:
         "rm": rest > 0 and value < 0,
         "rp": rest > 0 and value > 0,
     }[rounding]
-    result = (down + away) * unit
+    result: float | Fraction = (down + away) * unit
     if result >= overflow:
         outward = rounding == "rn" or (rounding == "rp" and value > 0) or (rounding == "rm" and value < 0)
         result = math.inf if outward else overflow * (1 - Fraction(1, 2**precision))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, load_module, run
+from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import Kernel, aligned
 
 RACE = """
@@ -167,7 +168,7 @@ def test_observers_hear_everything() -> None:
     kernel = Kernel(body, smem=16)
     memory = GlobalMemory()
     memory.add("out", out.ctypes.data, out.nbytes)
-    args = [out.ctypes.data.to_bytes(8, "little")]
+    args: list[bytes | TensorMap] = [out.ctypes.data.to_bytes(8, "little")]
     recorder = Recorder()
     launch = Launch(load_module(kernel.text([out])), "k", (1, 1, 1), (32, 1, 1), (1, 1, 1), 16, args)
     assert run(launch, memory, observer=recorder).ok

@@ -75,9 +75,9 @@ def test_load_and_store(name: str, coordinates: tuple[int, ...], offset: int) ->
     assert np.array_equal(loaded, expected)
 
     expected = gmem.copy()
-    for source, target in where:
-        if target is not None:
-            expected[target : target + size] = smem[source : source + size]
+    for source, place in where:
+        if place is not None:
+            expected[place : place + size] = smem[source : source + size]
     stored, split = gmem.copy(), gmem.copy()
     tma.store_box(box, stored, BASE, smem)
     tma.write_global(box, split, BASE, tma.read_shared(box, smem))

@@ -40,7 +40,7 @@ def of_numbers(kind: str, function: Function) -> Function:
     return lambda *values: function(*map(read, values))
 
 
-TWO = {
+TWO: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b, "min": min, "max": max,
     "div": exact.truncated, "rem": lambda a, b: a - exact.truncated(a, b) * b if b else a,
 }  # fmt: skip
@@ -92,9 +92,9 @@ def bit_vectors() -> Iterator[Vector]:
         yield Vector(f"shf.l.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", left)
         right = partial(lambda a, b, c, limit: (b << 32 | a) >> limit(c), limit=limit)
         yield Vector(f"shf.r.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", right)
-    for bits in (32, 64):
-        yield Vector(f"popc.b{bits} {{o}}, {{a}};", "r" + BANK[str(bits)], lambda a: a.bit_count())
-        yield Vector(f"clz.b{bits} {{o}}, {{a}};", "r" + BANK[str(bits)], partial(lambda a, bits: bits - a.bit_length(), bits=bits))
+    for width in (32, 64):
+        yield Vector(f"popc.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], lambda a: a.bit_count())
+        yield Vector(f"clz.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], partial(lambda a, width: width - a.bit_length(), width=width))
     for lut in (0xE8, 0x96, 0xCA, 0x01, 0xFE, 0x35):
         yield Vector(f"lop3.b32 {{o}}, {{a}}, {{b}}, {{c}}, {lut:#x};", "rrrr", partial(truth, lut=lut))
     yield Vector("prmt.b32 {o}, {a}, {b}, {c};", "rrrr", exact.prmt)

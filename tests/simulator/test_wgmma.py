@@ -95,12 +95,12 @@ def test_mn_major(swizzle: Swizzle, extent: int, base: int) -> None:
         byte = 2 * mn
         addresses[mn, k] = swizzled(base + byte // span * along_mn + byte % span + (k % 8) * span + k // 8 * along_k, swizzle)
     smem = place(codes, addresses)
-    fields = (along_k, along_mn) if swizzle is Swizzle.NONE else (along_mn, along_k)
-    where = wgmma.operand((descriptor(base, *fields, swizzle),), extent, mn_major=True)
+    first, second = (along_k, along_mn) if swizzle is Swizzle.NONE else (along_mn, along_k)
+    where = wgmma.operand((descriptor(base, first, second, swizzle),), extent, mn_major=True)
     expected = (codes.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(wgmma.operand_values(where, smem, "bf16"), expected)
     if span < extent * 2 <= 128:  # swapped fields of a larger operand leave this shared memory
-        wrong = wgmma.operand((descriptor(base, *reversed(fields), swizzle),), extent, mn_major=True)
+        wrong = wgmma.operand((descriptor(base, second, first, swizzle),), extent, mn_major=True)
         assert not np.array_equal(wgmma.operand_values(wrong, smem, "bf16"), expected)
 
 

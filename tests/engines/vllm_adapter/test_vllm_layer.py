@@ -38,7 +38,11 @@ def keys_of(batch: CommonAttentionMetadata, dtype: torch.dtype) -> list[tuple[Te
     """Latent [keys, 512] and rotary columns [keys, 64] of all keys of each request."""
     generator = torch.Generator().manual_seed(5)
     lengths = batch.seq_lens.tolist()
-    return [tuple(torch.randn(n, columns, generator=generator).to(dtype) for columns in (LATENT, ROPE)) for n in lengths]
+
+    def drawn(keys: int, columns: int) -> torch.Tensor:
+        return torch.randn(keys, columns, generator=generator).to(dtype)
+
+    return [(drawn(n, LATENT), drawn(n, ROPE)) for n in lengths]
 
 
 def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:

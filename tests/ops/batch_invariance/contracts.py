@@ -232,8 +232,8 @@ def _varlen_taken(case: DensePrefillCase, operands: DensePrefillTensors, picks: 
     q = at(operands.q, [row for rows in queries for row in rows])
     k, v = (tensor[[*in_front, *(row for rows in keys for row in rows)]] for tensor in (operands.k, operands.v))
     starts = [list(accumulate(map(len, rows), initial=first)) for rows, first in ((queries, 0), (keys, len(in_front)))]
-    offsets = [torch.tensor(start, dtype=torch.int32) for start in starts]
-    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, *offsets)
+    of_queries, of_keys = (torch.tensor(start, dtype=torch.int32) for start in starts)
+    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, of_queries, of_keys)
 
 
 def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Result:

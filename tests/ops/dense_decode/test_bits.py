@@ -6,6 +6,7 @@ What batch_invariant promises beyond that is tested in tests/ops/batch_invarianc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.decoding import with_lengths
 MIXED = Case(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
 
 
-def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """A call with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, 512, *plan, causal=True, **options

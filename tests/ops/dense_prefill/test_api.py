@@ -89,7 +89,8 @@ def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: to
 
 def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevice) -> None:
     VarlenCall().run()
-    cute_mla.flash_attn_varlen_func(*VarlenCall().operands.values(), 0.0, 0.5, True)
+    arguments: list[Any] = [*VarlenCall().operands.values(), 0.0, 0.5, True]
+    cute_mla.flash_attn_varlen_func(*arguments)
     by_name, by_place = (launch.args for launch in device.launches)
     assert (by_name["causal"], by_place["causal"], by_place["scale_log2"]) == (0, 1, pytest.approx(0.5 * LOG2_E))
     assert of_kind(by_name, ParamKind.INT64) == of_kind(by_place, ParamKind.INT64)
@@ -276,7 +277,7 @@ def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_q": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
 @pytest.mark.parametrize("given", [False, True])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, int], given: bool) -> None:
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
     call = VarlenCall(**shape)
     results = call.results()
     out, lse = call.run(**(results if given else {}))

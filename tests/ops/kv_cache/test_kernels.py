@@ -37,8 +37,8 @@ def test_a_key_is_the_same_whoever_else_is_written(cache: str, arch: Arch) -> No
     alone, among = copied_cache(case, tensors.k_cache), copied_cache(case, tensors.k_cache)
     order = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(1))
     with cute_mla.simulate(arch.name, sm_count=3):
-        write_kv_cache(*(operand[[token]] for operand in (tensors.kv_c, tensors.k_pe)), alone, tensors.slot_mapping[[token]])
-        write_kv_cache(*(operand[order] for operand in (tensors.kv_c, tensors.k_pe)), among, tensors.slot_mapping[order])
+        write_kv_cache(tensors.kv_c[[token]], tensors.k_pe[[token]], alone, tensors.slot_mapping[[token]])
+        write_kv_cache(tensors.kv_c[order], tensors.k_pe[order], among, tensors.slot_mapping[order])
         page, row = divmod(int(tensors.slot_mapping[token]), case.page_size)
         table, ends = torch.tensor([[page]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
         first, second = (gather_kv_cache(paged, table, ends, 1, starts=torch.tensor([row]).int()) for paged in (alone, among))

@@ -6,6 +6,7 @@ What batch_invariant promises beyond that is tested in tests/ops/batch_invarianc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
     assert len(records) == 4
 
 
-def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
+def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: Any) -> Result:
     """A call of MIXED with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q,

@@ -113,8 +113,8 @@ def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, 
     case = replace(SMALL, cache=cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
     tensors = make_sparse_tensors(case)
     assert tensors.extra_k_cache is not None
-    caches = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
-    other = replace(tensors, **dict(zip(("k_cache", "extra_k_cache"), caches, strict=True)))
+    k_cache, extra_k_cache = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
+    other = replace(tensors, k_cache=k_cache, extra_k_cache=extra_k_cache)
     assert not torch.equal(other.k_cache, tensors.k_cache)
     assert identical(bench.run(case, other), bench.run(case, tensors))
 

@@ -261,7 +261,7 @@ def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], give
 @pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}, {"s_kv": 0, "topk": 0}])
 @pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
 def test_rows_that_attend_to_nothing_are_written_all_the_same(
-    device: RecordingDevice, empty: dict[str, int], batch: int | None, ragged: bool
+    device: RecordingDevice, empty: dict[str, Any], batch: int | None, ragged: bool
 ) -> None:
     call = PrefillCall(batch=batch, ragged=ragged, **empty)
     call.run()
