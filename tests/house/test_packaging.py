@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import stat
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
+from setuptools.config.expand import read_attr
 
 import cute_mla
 from tests.support.tree import ROOT
@@ -51,7 +52,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_one_version() -> None:
-    assert PROJECT["version"] == cute_mla.__version__
+    assert "version" not in PROJECT
+    assert read_attr("cute_mla.__version__", root_dir=ROOT) == cute_mla.__version__
+    assert set(re.findall(r"cute_mla-(\d[\d.]*)-", (ROOT / "README.md").read_text())) == {cute_mla.__version__}
+
+
+def test_the_version_is_read_without_imports() -> None:
+    read = "from setuptools.config.expand import read_attr; read_attr('cute_mla.__version__')"
+    assert loaded_by(f"{read}; assert 'cute_mla' not in sys.modules") == set()
 
 
 def test_the_constraints_hold_the_pins_of_the_project() -> None:
@@ -70,6 +78,15 @@ def test_ci_runs_make_test() -> None:
     assert "make test" in script.read_text()
 
 
+def test_make_test_begins_with_the_commands_of_the_hooks() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^lint: setup\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    commands = re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"ruff", "mypy"}
+    assert re.findall(r"entry: \.venv/bin/(.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE) == commands
+    assert re.findall(r"^(test\S*): lint\b", makefile, re.MULTILINE) == ["test", "test-full"]
+
+
 @pytest.mark.parametrize("folder", ["cli", "aot_build", "profiles"])
 def test_the_links_lead_to_the_folders_at_the_top(folder: str) -> None:
-    assert os.readlink(ROOT / "cute_mla" / folder) == f"../{folder}"
+    assert (ROOT / "cute_mla" / folder).readlink() == Path("..", folder)

@@ -40,7 +40,7 @@ def test_anchors_lead_to_headings() -> None:
 
 @pytest.mark.parametrize("line", re.findall(r"^\| `cute-mla (.+?)` \|", TEXT, re.MULTILINE))
 def test_options_of_commands_exist(line: str) -> None:
-    name = line.split()[0]
+    name = line.partition(" ")[0]
     command: click.Command = getattr(import_module(f"cute_mla.cli.{name}"), name)
     options = {option: param for param in command.params for option in param.opts}
     mentioned = re.findall(r"--[a-z-]+", line)

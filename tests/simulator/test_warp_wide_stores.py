@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy, async_units, tma
+from cute_mla.simulator import Policy
+from cute_mla.simulator.numerics import tma
+from cute_mla.simulator.units import async_units
 from tests.simulator.small_kernels import LAZY
 from tests.simulator.warp_wide_store import ADD, PLAIN, store
 

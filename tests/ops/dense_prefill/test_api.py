@@ -11,7 +11,7 @@ import torch
 
 import cute_mla
 from cute_mla.dense_prefill_op import plan_call
-from cute_mla.simulator.tma import validate
+from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
