@@ -82,7 +82,7 @@ def launch(src: cute.Pointer, dst: cute.Pointer, row: Int32, name: cutlass.Const
 
 
 def build(config: TmaCopyConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source, ready to compile."""
+    """Return the kernel's source, ready to compile."""
     matrix = make_ptr(BFloat16, 0, cute.AddressSpace.gmem, assumed_align=16)
     return KernelDefinition(
         op="tma_copy",

@@ -72,19 +72,19 @@ READS_ENVIRONMENT = ("runtime/library.py", "cli/")
 
 
 def sources() -> dict[str, str]:
-    """Every shipped source file, by its path inside the package, such as "cli/build.py"."""
+    """Return every shipped source file, by its path inside the package, such as "cli/build.py"."""
     package = ROOT / "cute_mla"
     found = sorted(glob("**/*.py", root_dir=package, recursive=True))  # noqa: PTH207  # unlike Path.glob it follows the links
     return {name: (package / name).read_text() for name in found}
 
 
 def sources_of_tests() -> dict[str, str]:
-    """Every test file, by its path in the tree."""
+    """Return every test file, by its path in the tree."""
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
 
 
 def room_of(name: str) -> str:
-    """The room that a file or a module's path lies in: its first folder, or its own name at the top."""
+    """Return the room that a file or a module's path lies in: its first folder, or its own name at the top."""
     return name.partition("/")[0].removesuffix(".py")
 
 
@@ -106,7 +106,7 @@ def sizes(name: str, text: str) -> Iterator[str]:
 
 
 def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether something else decides a function's parameters: the kernel ABI or the public API."""
+    """Return whether the kernel ABI or the public API decides a function's parameters."""
     for decorator in node.decorator_list:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
         if isinstance(target, ast.Attribute) and target.attr in DEVICE_DECORATORS:
@@ -115,12 +115,12 @@ def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is part of the API, or a test's stand-in for one."""
+    """Return whether a function is part of the API, or a test's stand-in for one."""
     return node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}
 
 
 def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Where a function begins to count: a public one behind its signature and its docstring, which are its reference page."""
+    """Return the first line that counts. A public function's signature and docstring, its reference page, do not count."""
     if not is_public(name, node):
         return node.lineno
     body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
@@ -153,7 +153,7 @@ def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def layering(name: str, text: str) -> Iterator[str]:
-    """Imports that do not point up the list of rooms, and packages from elsewhere that a room may not need."""
+    """Yield imports that do not point up the list of rooms, and outside packages that a room may not need."""
     room = room_of(name)
     if room == "__init__":
         return
@@ -176,7 +176,7 @@ def imports_of_tests(name: str, text: str) -> Iterator[str]:
 
 
 def names(name: str, _: str) -> Iterator[str]:
-    """Modules named after nothing, and rooms that the list above does not know."""
+    """Yield modules named after nothing, and rooms that the list above does not know."""
     if Path(name).stem in ("utils", "util", "helpers", "common", "misc"):
         yield f"{name}: say what is in it"
     if room_of(name) not in {*MAY_IMPORT, *ANYTHING, "__init__"}:

@@ -38,7 +38,7 @@ built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture that `
 
 
 def compiled(op: str, config_name: str) -> CompiledKernel:
-    """One variant for the architecture in turn. Skips the test where the compiler is not installed."""
+    """Return one variant for the architecture in turn. Skips the test where the compiler is not installed."""
     return _compiled(op, config_name, built_for.get())
 
 
@@ -55,7 +55,7 @@ def _compiled(op: str, config_name: str, arch: Arch) -> CompiledKernel:
 
 @cache
 def module(ptx: str) -> simulator.Module:
-    """The parsed PTX."""
+    """Return the parsed PTX."""
     return simulator.load_module(ptx)
 
 
@@ -69,7 +69,7 @@ def fails(check: Callable[[], None]) -> bool:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that a contiguous tensor covers."""
+    """Return bytes that a contiguous tensor covers."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -80,7 +80,7 @@ def launch(
     memory: simulator.GlobalMemory,
     policy: simulator.Policy | None = None,
 ) -> list[simulator.Finding]:
-    """Runs the kernel with arguments in the order of its parameters; returns the findings."""
+    """Run the kernel with arguments in the order of its parameters; return the findings."""
     raw: list[bytes | TensorMap] = []
     for param, arg in zip(kernel.source.params, args, strict=True):
         if isinstance(arg, TensorMap):

@@ -70,18 +70,18 @@ class Problem:
         self.lse = torch.full((len(self.rows), self.h_q, self.s_q), CANARY)
 
     def used(self, request: int) -> int:
-        """Splits to merge, by the contract."""
+        """Return the number of splits to merge, by the contract."""
         if self.keys is None:
             return self.rows[request]
         return min(self.rows[request], ceil_div(self.keys.counts[request], TILE_KEYS * INVARIANT_SPLIT_TILES))
 
     @property
     def max_splits(self) -> int:
-        """As in spec.dense_decode."""
+        """Return max_splits as spec.dense_decode defines it."""
         return 0 if self.keys is None else self.rows[0]
 
     def memory(self) -> simulator.GlobalMemory:
-        """What the kernel may touch. The out rows of empty and of unused splits are left out: reading one is a finding."""
+        """Return the memory that the kernel may touch, without the out rows of empty and unused splits: reading one is a finding."""
         memory = simulator.GlobalMemory()
         for name, tensor in self.tables_by_name():
             if tensor.numel():
@@ -96,14 +96,14 @@ class Problem:
         return memory
 
     def tables_by_name(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is only read and wholly there, without the null pointers."""
+        """Return the read-only tensors that exist in full, without null pointers."""
         lengths, extra_lengths = self.tables
         given = {"lengths": lengths, "extra_lengths": extra_lengths, "attn_sink": self.attn_sink}
         yield from ((name, table) for name, table in given.items() if isinstance(table, torch.Tensor))
         yield from (("num_splits", self.num_splits), ("lse_accum", self.lse_accum))
 
     def args(self, out: torch.Tensor | int, lse: torch.Tensor | int, strides: Sequence[int]) -> list[int | float | torch.Tensor]:
-        """The kernel's arguments. strides: three of out, three of lse."""
+        """Return the kernel's arguments. strides: three of out, three of lse."""
         keys = self.keys or Keys(len(self.rows), None, None)
         operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse]
         limits = (keys.limit, keys.extra_limit, self.max_splits, len(self.accum))
@@ -143,7 +143,7 @@ class Problem:
         return out, torch.where(empty, self.empty_lse, merged).T
 
     def check(self) -> None:
-        """Compares out and lse of every request, and that nothing else was written."""
+        """Compare out and lse of every request, and that nothing else was written."""
         touched = torch.zeros_like(self.buffer, dtype=torch.bool)
         inside = touched.as_strided(self.out.shape, self.out.stride(), self.offset)
         for request in range(len(self.rows)):
@@ -257,7 +257,7 @@ def test_fixed_splits_of_two_caches_with_and_without_tables(seed: int) -> None:
 
 @pytest.mark.parametrize("splits", [2, 40])
 def test_sinks_scale_out_and_not_lse(splits: int) -> None:
-    """Of every size next to lse, +-inf too; one a head, and the last head's splits are all empty."""
+    """Sinks of every size relative to lse, including +-inf, one per head. The last head's splits are all empty."""
     sink = [-math.inf, -80.0, -3.0, 0.0, 2.5, 20.0, 90.0, math.inf, 1e38, -1e38, 0.5]
     empty = {(split, token, len(sink) - 1) for split in range(splits) for token in range(2)}
     plain, problem = (Problem([splits], s_q=2, h_q=len(sink), sink=given, empty=empty) for given in (None, sink))
@@ -290,7 +290,7 @@ NONSENSE = [0, 1, 5, 6, 7, -1, 3, 1 << 30, -(1 << 31), (1 << 31) - 1]
 
 
 def findings_with(first: int, after: int, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
-    """Of a call with 6 rows whose num_splits has these numbers for the second request."""
+    """Return the findings of a call with 6 rows whose num_splits has these numbers for the second request."""
     problem = Problem([2, 2, 2])
     problem.num_splits = torch.tensor([0, first, after, 6], dtype=torch.int32)
     memory = simulator.GlobalMemory()
@@ -356,7 +356,7 @@ def test_planted_bugs_are_noticed(bug: Bug) -> None:
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of the tensors, to compare runs."""
+    """Return the bytes of the tensors, to compare runs."""
     return [tensor.clone().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 

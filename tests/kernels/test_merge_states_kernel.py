@@ -60,7 +60,7 @@ class Problem:
         return out, total.masked_fill(total == -math.inf, self.empty_lse)
 
     def memory(self) -> simulator.GlobalMemory:
-        """What the kernel may touch: of rows without weight, not out."""
+        """Return the memory that the kernel may touch, without the out of rows that have no weight."""
         memory = simulator.GlobalMemory()
         for state in range(self.states):
             for place in range(self.batch * self.tokens * self.heads):
@@ -78,7 +78,7 @@ class Problem:
         return memory
 
     def run(self, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
-        """Launches the kernel."""
+        """Launch the kernel."""
         kernel = kernel or compiled("merge_states", f"{self.dtype}_d{self.head_dim}")
 
         def pointers(tensors: list[torch.Tensor]) -> list[torch.Tensor | int]:

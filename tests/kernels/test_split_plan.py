@@ -30,7 +30,7 @@ def run_plan(
     num_parts: int,
     policy: simulator.Policy | None = None,
 ) -> tuple[Plan, list[simulator.Finding]]:
-    """The kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
+    """Return the kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
     multiples of 4 bytes only."""
     keys = Keys.of(keys) if isinstance(keys, list) else keys
     batch = keys.batch

@@ -83,7 +83,7 @@ def host(
 
 
 def source() -> KernelDefinition:
-    """The kernel, ready to compile."""
+    """Return the kernel, ready to compile."""
     int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
     return KernelDefinition(
         op="walk",

@@ -46,7 +46,7 @@ def orders(seeds: int) -> tuple[Schedule, ...]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mutation. noticed: "finding", "deadlock", "answer", "error", "hang", or "" for a survivor. by: schedule and case."""
+    """Outcome of a mutation. noticed: "finding", "deadlock", "answer", "error", "hang", or "" for a survivor. by: schedule and case."""
 
     noticed: str
     detail: str

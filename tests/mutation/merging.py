@@ -35,7 +35,7 @@ class MergeCase(BaseCase):
         return f"{self.dtype}-merge{STATES}-t{self.tokens}-h{self.heads}-d{self.head_dim}"
 
     def problem(self, arch: Arch) -> Any:
-        """The variant."""
+        """Return the variant."""
         return SimpleNamespace(config=MergeStatesConfig(self.dtype, self.head_dim))
 
 
@@ -72,5 +72,5 @@ MERGING = Operation(_make, _call, lambda case, tensors: 0, _no_reference, {}, _a
 
 
 def operation_of(case: BaseCase) -> Operation:
-    """What running a case takes."""
+    """Return the operation that runs a case."""
     return MERGING if isinstance(case, MergeCase) else operation(case)

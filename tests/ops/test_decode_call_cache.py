@@ -23,7 +23,7 @@ def device(arch: Arch) -> Iterator[RecordingDevice]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for every call that was checked."""
+    """Return one entry for every call that was checked."""
     seen: list[Any] = []
     original = decode_call.prepare
 
@@ -104,7 +104,7 @@ def test_an_address_that_was_wrong_is_wrong_after_a_call_that_was_right(device: 
 
 
 def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -> None:
-    """Makes calls that are right, and the same but for what is bad."""
+    """Make calls that are right, and the same but for what is bad."""
     cute_mla.flash_mla_with_kvcache(**make())
     launched = len(device.launches)
     good = make()

@@ -12,7 +12,7 @@ from cute_mla.reference import IndexedCache, attention, dense_decode, dense_pref
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
-    """One row over the first `limit` keys, in fp64."""
+    """Return one row over the first `limit` keys, in fp64."""
     scores = [float(q.double() @ keys[j].double()) * scale for j in range(limit)]
     if not scores:
         return torch.zeros(512, dtype=torch.float64), math.inf
@@ -81,7 +81,7 @@ def test_attention_agrees_with_torch() -> None:
 
 
 def sparse_by_hand(q: torch.Tensor, keys: list[torch.Tensor], scale: float, sink: float) -> tuple[torch.Tensor, float]:
-    """One head over its keys, in fp64, with the sink as one more exponential in the sum."""
+    """Return one head over its keys, in fp64, with the sink as one more exponential in the sum."""
     scores = [float(q.double() @ key.double()) * scale for key in keys]
     total = sum(math.exp(score) for score in scores)
     out = torch.zeros(512, dtype=torch.float64)

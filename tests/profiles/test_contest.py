@@ -55,7 +55,7 @@ class FakePeer:
 
 
 def record_with(monkeypatch: pytest.MonkeyPatch, *peers: FakePeer) -> dict[str, Any]:
-    """The record of a small row with these peers beside ours, which takes 100 us."""
+    """Return the record of a small row with these peers beside ours, which takes 100 us."""
     install(monkeypatch, FakeKernel())
     return measure_case(small_case(), bench(peers=peers))
 

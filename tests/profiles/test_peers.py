@@ -40,7 +40,7 @@ RAGGED = case_of("dense_prefill", DensePrefillShape(lengths=(70, 3), h_q=2, h_kv
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes subjects without kernels and without a device, of two sets."""
+    """Make subjects without kernels and without a device, of two sets."""
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(sparse_decode, "get_mla_metadata", lambda *args: (None, None))
     monkeypatch.setattr(sparse_decode, "workspace_size", lambda *args, **kwargs: 64)
@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def assert_right(peer: Any, subject: Subject[Any], names: set[str]) -> None:
-    """The peer's runs, one a set, give these results, and right ones, time and again."""
+    """Check that the peer's runs, one per set, repeatedly give these results, and right ones."""
     assert peer.refusal(subject.case) == ""
     runs = peer.runs(subject)
     assert len(runs) == len(subject.sets) == 2
@@ -106,7 +106,7 @@ class FlashMlaFake:
 
 @pytest.fixture
 def flash_mla(monkeypatch: pytest.MonkeyPatch) -> FlashMlaFake:
-    """The fake, where the adapter imports the library."""
+    """Return the fake, where the adapter imports the library."""
     fake = FlashMlaFake()
     monkeypatch.setitem(sys.modules, "flash_mla", fake)  # type: ignore[arg-type]
     return fake

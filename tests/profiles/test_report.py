@@ -21,7 +21,7 @@ PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
-    """The points that a plot is asked to draw."""
+    """Return the points that a plot is asked to draw."""
     points: list[Point] = []
 
     def roofline_svg(gpu: Gpu, given: Sequence[Point], title: str) -> str:

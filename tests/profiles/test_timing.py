@@ -1,4 +1,4 @@
-"""How launches are grouped, ordered and summarised, without a GPU."""
+"""Grouping, ordering and summarising of launches, without a GPU."""
 
 from __future__ import annotations
 

@@ -77,11 +77,11 @@ class FakeDriver:
         return getattr(real, name)
 
     def CUfunction(self, kernel: str) -> str:
-        """The handle of a kernel, as launches take it."""
+        """Return the handle of a kernel, as launches take it."""
         return kernel
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
-        """The arguments of every call of a function."""
+        """Return the arguments of every call of a function."""
         return [args for called, args in self.calls if called == name]
 
     def _record(self, name: str, answer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -173,13 +173,13 @@ class FakeDriver:
 
 
 def scalar(value: bytes, kind: str) -> Any:
-    """One recorded argument as a number: kind is a struct letter."""
+    """Return one recorded argument as a number: kind is a struct letter."""
     return struct.unpack(f"<{kind}", value)[0]
 
 
 @contextmanager
 def installed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts a fake in the driver's place; torch's current stream is STREAM."""
+    """Put a fake in the driver's place; torch's current stream is STREAM."""
     caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
     for cache in caches:
         cache.cache_clear()

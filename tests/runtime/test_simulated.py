@@ -57,7 +57,7 @@ PARAMS: tuple[Param, ...] = (*pointers("source", "target"), *int64s("shift"), *f
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelEntry:
-    """The kernel, as the only one in the folder of artefacts."""
+    """Return the kernel, as the only one in the folder of artefacts."""
     kernel = entry("shifted", "copy", PARAMS, fake_cubin(), PTX, block=(32, 1, 1), smem_bytes=0)
     write_artifacts(tmp_path, entries=[kernel], ptx=PTX)
     monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))

@@ -24,7 +24,7 @@ def _quiet() -> Iterator[None]:
 
 
 def awkward_f32(seed: int, count: int) -> np.ndarray:
-    """Finite f32 values: random patterns, few-bit mantissas (ties), subnormals and neighbours of powers of two."""
+    """Return finite f32 values: random patterns, few-bit mantissas (ties), subnormals and neighbours of powers of two."""
     rng = np.random.default_rng(seed)
     patterns = rng.integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
     short = (rng.integers(-16, 17, count) * 2.0 ** rng.integers(-30, 30, count)).astype(np.float32)

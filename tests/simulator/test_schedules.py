@@ -24,7 +24,7 @@ OUT:
 
 
 def order(policy: Policy) -> list[int]:
-    """The order in which eight warps take a ticket."""
+    """Return the order in which eight warps take a ticket."""
     out, counter = np.zeros(8, np.uint32), np.zeros(1, np.uint32)
     assert Kernel(RACE, threads=256).run(out, counter, policy=policy).ok
     return [int(warp) for warp in out]
@@ -90,7 +90,7 @@ OUT:
 
 
 def overrun(seed: int) -> bool:
-    """Whether a producer that does not wait for its consumer gives wrong values, whichever of two warps it is."""
+    """Return whether a producer that does not wait for its consumer gives wrong values, whichever of two warps it is."""
     caught = False
     for producer in "01":
         out, values = np.zeros(4, np.uint32), aligned(16, np.uint32)

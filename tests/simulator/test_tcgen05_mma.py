@@ -60,7 +60,7 @@ def integers(seed: int, rows: int, depth: int, low: int = -4) -> np.ndarray:
 def both_operands(
     a: np.ndarray, b: np.ndarray, dtype: str, group: int, layout: int, majors: tuple[bool, bool] = (False, False)
 ) -> tuple[np.ndarray, int, int]:
-    """Images of A's and B's rows in each CTA, and the descriptors of the first 32 bytes of k."""
+    """Return images of A's and B's rows in each CTA, and the descriptors of the first 32 bytes of k."""
     size = 64 * 1024
     image = np.full((group, size), 0xFF, np.uint8)
     fields = []
@@ -249,7 +249,7 @@ def test_scale_input_d() -> None:
 
 
 def test_one_tile_as_keys_and_values() -> None:
-    """The same bytes as K-major B and, transposed, as MN-major B whose columns are spread over several boxes."""
+    """One tile is read as K-major B and, transposed, as MN-major B whose columns spread over several boxes."""
     keys = integers(19, 64, 128)
     image = np.full((1, 64 * 1024), 0xFF, np.uint8)
     for box in range(2):  # boxes of 64 keys x 128 bytes

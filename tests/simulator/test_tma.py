@@ -44,7 +44,7 @@ def elements(tensor_map: TensorMap, coordinates: tuple[int, ...], offset: int) -
 
 
 def places() -> list[tuple[str, tuple[int, ...], int]]:
-    """Boxes inside, over every edge, at unaligned first coordinates, wholly outside, and at destinations of every alignment."""
+    """Return boxes inside, over every edge, at unaligned first coordinates, wholly outside, and at destinations of every alignment."""
     rng = np.random.default_rng(3)
     chosen = [(name, (0,) * len(m.dims), 1024) for name, m in MAPS.items()]
     for name, tensor_map in MAPS.items():

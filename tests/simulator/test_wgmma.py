@@ -32,7 +32,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def place(matrix: np.ndarray, address_of: np.ndarray) -> np.ndarray:
-    """Shared memory of NaN patterns with the elements of a matrix (raw unsigned integers) at the given byte addresses."""
+    """Return shared memory of NaN patterns with the elements of a matrix (raw unsigned integers) at the given byte addresses."""
     smem = np.full(SMEM, 0xFF, np.uint8)
     for index in np.ndindex(*matrix.shape):
         address = int(address_of[index])
@@ -52,7 +52,7 @@ def k_major_addresses(base: int, rows: int, k_bytes: int, item: int, swizzle: Sw
 
 
 def k_major_descriptors(base: int, rows: int, k_bytes: int, swizzle: Swizzle) -> tuple[int, ...]:
-    """One descriptor per 32 bytes of k of that tile."""
+    """Return one descriptor per 32 bytes of k of that tile."""
     span = tma.SWIZZLE_SPAN[swizzle]
     column = rows * span  # bytes between spans along k
     starts = [base + byte // span * column + byte % span for byte in range(0, k_bytes, 32)]

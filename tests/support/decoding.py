@@ -10,5 +10,5 @@ from cute_mla.testing.cases import Tensors
 
 
 def with_lengths(tensors: Tensors, lengths: list[int]) -> Tensors:
-    """The same operands with other lengths, which the block table must have pages for."""
+    """Return the operands with other lengths, for which the block table must have pages."""
     return replace(tensors, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))

@@ -17,7 +17,7 @@ PAGED = Case(batch=3, s_q=2, lengths=(37, 0, 130), h_q=6, h_kv=2, page_size=32)
 
 
 def keys_of(case: Case, tensors: Tensors, request: int) -> Tensor:
-    """All slots of the pages that a request uses: [pages * page, h_kv, 576]."""
+    """Return all slots of the pages that a request uses: [pages * page, h_kv, 576]."""
     pages = tensors.block_table[request, : case.pages[request]].long()
     return tensors.k_cache[pages].flatten(0, 1)
 

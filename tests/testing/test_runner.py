@@ -63,7 +63,7 @@ class StandIn:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A stand-in kernel without faults, until one is planted."""
+    """Return a stand-in kernel without faults, until one is planted."""
     stand_in = StandIn()
     artifacts = SimpleNamespace(entry=lambda *key: SimpleNamespace(cubin_sha256="0123"))
     monkeypatch.setattr(operations, "flash_mla_with_kvcache", stand_in.decode)
@@ -191,7 +191,7 @@ class PrefillStandIn:
 
 @pytest.fixture
 def prefill(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> PrefillStandIn:
-    """A stand-in kernel of sparse prefill without faults, until one is planted."""
+    """Return a stand-in kernel of sparse prefill without faults, until one is planted."""
     stand_in = PrefillStandIn()
     monkeypatch.setattr(operations, "flash_mla_sparse_fwd", stand_in)
     return stand_in

@@ -16,7 +16,7 @@ SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be
 
 
 def missing_waits(name: str, case: Case, first: int, count: int) -> Planted:
-    """Some of the 12 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, stats_ready."""
+    """Delete some of the 12 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, stats_ready."""
     return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=12)
 
 

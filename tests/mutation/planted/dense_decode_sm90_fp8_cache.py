@@ -26,7 +26,7 @@ CONVERSIONS = r"cvt\.rn\.f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;"
 
 
 def missing_load(column: int) -> Planted:
-    """The loads of 16 columns from this one on."""
+    """Delete the loads of 16 columns from this one on."""
     offset = rf"\+{column}" if column else ""
     return planted(f"columns from {column} not loaded", WALK, rf"ld\.global\.v4\.b32 [^;]*\[%rd\d+{offset}\];", "", together)
 

@@ -24,17 +24,17 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["dense_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor: along tokens and heads."""
+    """Return a tensor's strides along tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("token", "head")]
 
 
 def blocks(device: RecordingDevice, rows: int) -> int:
-    """Work items of a sequence of so many query tokens, for each of its heads."""
+    """Return work items of a sequence of so many query tokens, for each of its heads."""
     return -(-rows // (256 if device.arch is SM100 else 128))
 
 

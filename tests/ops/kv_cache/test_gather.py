@@ -125,7 +125,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
-    """Arguments of a call, some of them changed."""
+    """Return arguments of a call, some of them changed."""
     return {"k_cache": cache_of(cache), "block_table": TABLE, "cu_seqlens": CU_SEQLENS, "rows": 16, **change}
 
 

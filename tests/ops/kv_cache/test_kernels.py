@@ -71,7 +71,7 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
 
 
 def test_unused_memory_is_not_read(arch: Arch) -> None:
-    """Of block table, starts and ends there is no more than a call may read: the simulator would find a read beyond."""
+    """Block table, starts and ends hold no more than a call may read, so the simulator finds any read beyond them."""
     case = CacheGatherCase(cache="fp8_656", lengths=(30, 0, 40), starts=(5, 0, 17), page_size=16, pages=9)
     tensors = make_gather_tensors(case)
     with cute_mla.simulate(arch.name):

@@ -19,7 +19,7 @@ SLOTS = [-1, 47, 0, 48, 17, -(2**31)]
 
 
 def token_bytes(kv_c: Tensor, k_pe: Tensor, cache: str, scale: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Of one token: the bytes of its row, and of its scales behind the rows."""
+    """Return one token's bytes: its row, and its scales after the rows."""
     key, nowhere = torch.cat((kv_c, k_pe)), torch.empty(0, dtype=torch.uint8)
     if cache == "latent":
         return key.view(torch.uint8), nowhere
@@ -127,7 +127,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
-    """Arguments of a call of two tokens, some of them changed."""
+    """Return arguments of a call of two tokens, some of them changed."""
     kv_c, k_pe = keys(2, cache)
     return {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache_of(cache), "slot_mapping": torch.tensor([0, 1]), **change}
 

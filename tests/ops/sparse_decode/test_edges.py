@@ -91,7 +91,7 @@ def test_the_last_slot_is_one(bench: Bench, dtype: str, cache: str) -> None:
 
 
 def with_unnamed(cache: Tensor, cache_format: str, byte: int) -> Tensor:
-    """A cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
+    """Return a cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
     pages, page_size, _, token = cache.shape
     unnamed = dequantise_cache(cache, cache_format)[:, :, 0].isnan().all(dim=-1)
     filled = cache.clone(memory_format=torch.contiguous_format)

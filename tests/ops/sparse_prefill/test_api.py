@@ -23,12 +23,12 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["sparse_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor with heads: along batch, tokens and heads."""
+    """Return a tensor's strides along batch, tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("batch", "token", "head")]
 
 
