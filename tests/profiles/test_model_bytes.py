@@ -31,7 +31,7 @@ class Bytes(Observer):
 
 
 def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
-    """Of a kernel, per 64 keys and CTA: (by TMA, stored by lanes)."""
+    """Return the bytes that a kernel moves per 64 keys and CTA: (by TMA, stored by lanes)."""
     entry, run = load_artifacts().manifest.kernels[name], simulator.run
     make = module._case_of(entry)
     assert make is not None
