@@ -74,14 +74,15 @@ def _what(variant: Variant) -> str:
 
 def options() -> list[tuple[str, dict[str, str]]]:
     """(feature, what is supported by op) as is_supported answers: the same on every architecture, which is checked."""
-    from cute_mla.support import FEATURES, OPS
+    from cute_mla.api.support import FEATURES
+    from cute_mla.ops.limits import OPS
 
     return [(feature, {op: _answer(op, feature) for op in OPS}) for feature in FEATURES]
 
 
 def _answer(op: str, feature: str) -> str:
     """What is_supported says is supported instead of a value that never is."""
-    from cute_mla.support import is_supported
+    from cute_mla.api.support import is_supported
 
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
     (answer,) = answers

@@ -9,18 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import (
-        flash_mla_sparse_fwd,
-        flash_mla_with_kvcache,
-        get_mla_metadata,
-        is_supported,
-        merge_states,
-        workspace_size,
-    )
-    from .runtime.device import simulate
+    from .api.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+    from .api.merge_states import merge_states
+    from .api.support import is_supported
+    from .api.varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+    from .api.workspace import workspace_size
+    from .runtime.current import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
-    from .varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 
 __version__ = "0.1.0"
 
@@ -45,16 +41,16 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
-    "flash_attn_varlen_func": ".varlen",
-    "flash_attn_varlen_kvpacked_func": ".varlen",
-    "flash_attn_varlen_qkvpacked_func": ".varlen",
-    "flash_mla_sparse_fwd": ".api",
-    "flash_mla_with_kvcache": ".api",
-    "get_mla_metadata": ".api",
-    "is_supported": ".api",
-    "merge_states": ".api",
-    "simulate": ".runtime.device",
-    "workspace_size": ".api",
+    "flash_attn_varlen_func": ".api.varlen",
+    "flash_attn_varlen_kvpacked_func": ".api.varlen",
+    "flash_attn_varlen_qkvpacked_func": ".api.varlen",
+    "flash_mla_sparse_fwd": ".api.flashmla",
+    "flash_mla_with_kvcache": ".api.flashmla",
+    "get_mla_metadata": ".api.flashmla",
+    "is_supported": ".api.support",
+    "merge_states": ".api.merge_states",
+    "simulate": ".runtime.current",
+    "workspace_size": ".api.workspace",
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..manifest import KernelEntry, manifest_sha256
+from ..runtime.artifacts import artifacts_folder, load_artifacts
 from ..runtime.errors import DeviceError
-from ..runtime.library import artifacts_folder, load_artifacts
 from ..spec.arch import Arch, arch_for
 from .ceilings import make_ceilings
 from .contest import installed

@@ -38,8 +38,8 @@ def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
     """The newest CUDA that made one of the artefacts for these architectures, which are checked against their hashes.
 
     ArtifactError if one cannot be used or there is none."""
+    from ..runtime.artifacts import cubin_toolkit, load_artifacts
     from ..runtime.errors import ArtifactError
-    from ..runtime.library import cubin_toolkit, load_artifacts
 
     artifacts = load_artifacts()
     names = [arch.name for arch in archs]

@@ -97,7 +97,7 @@ def write(counts: Mapping[str, Counts]) -> None:
 
 def main(names: Sequence[str]) -> None:
     """Records the kernels that are built, or some of them, and says what has changed."""
-    from ..runtime.library import load_artifacts
+    from ..runtime.artifacts import load_artifacts
 
     kernels = load_artifacts().manifest.kernels
     chosen = [kernels[name] for name in names] if names else [entry for entry in kernels.values() if is_recorded(entry)]

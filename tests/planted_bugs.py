@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.manifest import KernelEntry, Manifest
-from cute_mla.runtime.library import FOLDER_VARIABLE, artifacts_folder
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE, artifacts_folder
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases import Case
 from cute_mla.testing.runner import Target, run_case, schedules

@@ -16,7 +16,7 @@ from recording_device import PARAMS, RecordingDevice
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_mla
-from cute_mla.api import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap

@@ -14,13 +14,13 @@ from recording_device import PARAMS, RecordingDevice
 from test_api import Allocations, NoReads
 
 import cute_mla
-from cute_mla.dense_prefill_op import DensePrefillCall, VarlenWanted, plan_call
+from cute_mla.ops import dense_prefill
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.simulator.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
 from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from cute_mla.tensors import TensorSpec
 
 LOG2_E = math.log2(math.e)
 
@@ -232,30 +232,28 @@ def test_queries_that_share_memory(device: RecordingDevice) -> None:
     validate(launch.args["q_map"])
 
 
-def far_call(step: int) -> DensePrefillCall:
+def far_call(step: int) -> dense_prefill.CallSpec:
     """A call with so many elements between neighbours of every dimension."""
     cpu = torch.device("cpu")
     ends = TensorSpec((2,), (1,), torch.int32, cpu)
-    return DensePrefillCall(
+    return dense_prefill.CallSpec(
         q=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         k=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         v=TensorSpec((MAX_TOKENS, 3, 128), (step, 2 * step, 1), torch.bfloat16, cpu),
         cu_seqlens_q=ends,
         cu_seqlens_k=ends,
-        wanted=VarlenWanted(
-            causal=True,
-            max_seqlen_q=MAX_ITEMS,
-            out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
-            lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
-            address_alignment=16,
-        ),
+        causal=True,
+        max_seqlen_q=MAX_ITEMS,
+        out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
+        lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
+        address_alignment=16,
     )
 
 
 def test_operands_far_apart(arch: Arch) -> None:
     """More than 2^31 elements, and bytes, between neighbours of every dimension."""
     far = 1 << 36
-    plan = plan_call(far_call(far), arch, 132)
+    plan = dense_prefill.plan(far_call(far), arch, 132)
     assert plan.kernel == "bf16_d192"
     assert plan.int64s == (far, 2 * far, *(3 * far, far) * 2)
     assert plan.int32s == (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
@@ -265,7 +263,7 @@ def test_operands_far_apart(arch: Arch) -> None:
 def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
     call = far_call(1 << 36)
     q = call.q._replace(stride=(1 << 39, 192, 1))
-    plan = plan_call(call._replace(q=q), arch, 132)
+    plan = dense_prefill.plan(call._replace(q=q), arch, 132)
     assert (plan.kernel, plan.layouts[0]) == ("bf16_d192_elements", None)
     assert plan.int64s[:2] == (1 << 39, 192)
 
@@ -377,7 +375,7 @@ def test_tensors_that_require_grad_where_there_is_none(device: RecordingDevice) 
 
 
 def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingDevice) -> None:
-    plan_call.cache_clear()
+    dense_prefill.plan.cache_clear()
     for _ in range(3):
         VarlenCall().run()
-    assert (plan_call.cache_info().misses, plan_call.cache_info().hits) == (1, 2)
+    assert (dense_prefill.plan.cache_info().misses, dense_prefill.plan.cache_info().hits) == (1, 2)

@@ -11,7 +11,7 @@ from decode_arguments import bytes_from, dense, dense_fp8, sparse, sparse_extra
 from recording_device import RecordingDevice
 
 import cute_mla
-from cute_mla import decode_call
+from cute_mla.ops import decode
 from cute_mla.spec.arch import Arch
 
 
@@ -25,13 +25,13 @@ def device(arch: Arch) -> Iterator[RecordingDevice]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call that was checked."""
     seen: list[Any] = []
-    original = decode_call.prepare
+    original = decode.prepare
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return original(*args)
 
-    monkeypatch.setattr(decode_call, "prepare", counted)
+    monkeypatch.setattr(decode, "prepare", counted)
     return seen
 
 

@@ -14,12 +14,12 @@ from test_api import Allocations, row_ctas
 
 import cute_mla
 from cute_mla.cache import empty_cache
-from cute_mla.cache.gathered import gathered_cache
+from cute_mla.ops.paged_cache import gathered_cache
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.sparse_decode import SparseDecodeProblem
-from cute_mla.tensors import TensorSpec
 
 LOG2_E = math.log2(math.e)
 

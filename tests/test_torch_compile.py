@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import cute_mla
-from cute_mla.schedule import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.testing.case import BaseCase
 from cute_mla.testing.cases import Case
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase

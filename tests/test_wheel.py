@@ -22,7 +22,7 @@ from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.wheel import git, make_wheel, not_of_these_sources, stage
 from cute_mla.manifest import Manifest, Provenance, manifest_sha256
-from cute_mla.runtime.library import artifacts_folder
+from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..api import flash_mla_with_kvcache, merge_states
-from ..schedule import MlaSchedule
+from ..api.flashmla import flash_mla_with_kvcache
+from ..api.merge_states import merge_states
+from ..ops.arguments import check_integer
+from ..ops.split_plan import MlaSchedule
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 from ..spec.mla import D_V
-from ..tensors import check_device, check_dtype, check_integer, check_shape, spec_of
 from .shard import ContextShard, LocalIndices
 
 # Columns of 16 bits of a state as it travels: out, then lse as fp32, then nothing up to a multiple of 16 bytes, so that the decode kernel

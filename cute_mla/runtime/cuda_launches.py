@@ -10,7 +10,7 @@ import torch
 
 from . import driver
 from .arguments import ArgumentBlock
-from .device import CallSteps, Place, Step
+from .launch import BufferRef, CallSteps, Step
 from .tensor_map import EncodedMaps
 
 _WORD_BYTES = 8
@@ -95,7 +95,7 @@ class _Prepared:
             arguments.take_pointer(i, ctypes.addressof(self._words) + _WORD_BYTES * self._word(place))
         return arguments
 
-    def _word(self, place: Place | None) -> int:
+    def _word(self, place: BufferRef | None) -> int:
         if place is None:
             return len(self._words) - 1
         if not place.offset:

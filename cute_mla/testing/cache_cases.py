@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..cache import quantise_cache
-from ..cache.gathered import columns_of, dtypes_of
-from ..cache.torch_path import to_e4m3
+from ..ops.cache_torch import to_e4m3
+from ..ops.paged_cache import columns_of, dtypes_of
 from ..spec.arch import Arch
 from ..spec.cache_format import LATENT, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, CacheRowsConfig, config_of, latent_columns

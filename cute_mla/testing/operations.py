@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..api.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from ..api.varlen import flash_attn_varlen_func
+from ..api.workspace import workspace_size
 from ..cache import dequantise_cache, gather_kv_cache, write_kv_cache
-from ..cache.rows import cache_rows
-from ..cache.torch_path import write_rows
+from ..ops.cache_torch import write_rows
+from ..ops.paged_cache import cache_rows
+from ..ops.tensor_spec import spec_of
 from ..reference import IndexedCache
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import FP8_576
 from ..spec.dense_decode import FP8
 from ..spec.mla import D_V
-from ..tensors import spec_of
-from ..varlen import flash_attn_varlen_func
 from .cache_cases import (
     CacheGatherCase,
     CacheGatherTensors,

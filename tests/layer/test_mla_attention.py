@@ -13,7 +13,7 @@ from mla_steps import Reference, Sequences
 
 from cute_mla.layer import DecodeRequests, MlaAttention, MlaConfig, MlaWeights, Shard, plan_batch
 from cute_mla.layer.path import say_reference
-from cute_mla.runtime.device import has_kernels
+from cute_mla.runtime.current import has_kernels
 
 LENGTHS = (1, 63, 64, 65)
 REFERENCES = pytest.mark.parametrize("reference", [naive, absorbed], ids=lambda function: function.__name__)

@@ -12,7 +12,7 @@ from mla_steps import TOLERANCE, Sequences
 from torch import Tensor
 
 import cute_mla
-from cute_mla.cache.torch_path import to_e4m3
+from cute_mla.ops.cache_torch import to_e4m3
 from cute_mla.spec.arch import Arch
 
 SCALE = torch.tensor([0.02])  # keys of these models reach about 4

@@ -14,9 +14,9 @@ import torch
 
 from cute_mla import simulator
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime import simulated
-from cute_mla.runtime.device import simulate
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime import simulated_device
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.current import simulate
 from cute_mla.simulator import machine
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import ANY_16_BITS
@@ -85,10 +85,10 @@ class Subject:
     def _try(self, case: BaseCase) -> None:
         """Take a case in if it launches the kernel; it must be without findings."""
         tensors = operation_of(case).make_tensors(case, "cpu")
-        simulated._modules.clear()
+        simulated_device._modules.clear()
         with self.places.watch():
             results, findings = self._call(case, tensors, Schedule("round_robin", 0))
-        if self.kernel.ptx_sha256 in simulated._modules:
+        if self.kernel.ptx_sha256 in simulated_device._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")
             self.cases.append((case, tensors, results))
@@ -104,14 +104,14 @@ class Subject:
         """Runs the cases with the broken kernel until something is noticed. ValueError if it is noticed in the kernel as it ships, too."""
         module = simulator.load_module(mutation.apply(self.ptx))
         key = self.kernel.ptx_sha256
-        before = simulated._modules.pop(key, None)
-        simulated._modules[key] = module
+        before = simulated_device._modules.pop(key, None)
+        simulated_device._modules[key] = module
         try:
             outcome = self._judge(schedules)
         finally:
-            simulated._modules.pop(key, None)
+            simulated_device._modules.pop(key, None)
             if before is not None:
-                simulated._modules[key] = before
+                simulated_device._modules[key] = before
         self._expect_clean(outcome, schedules)
         return outcome
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cute_mla.parallel import ContextParallel, ContextShard
-from cute_mla.runtime.device import simulate
+from cute_mla.runtime.current import simulate
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, SPARSE_DECODE_OUT, compare, same_bits
 
 # Requests with keys on all ranks, on the first alone, on none, and around the ends of blocks; with two tokens, the first of the second

@@ -11,7 +11,7 @@ from cute_mla import simulator
 from cute_mla.kernels.blocks import block_of
 from cute_mla.profiles import dynamic_counts as module
 from cute_mla.profiles.dynamic_counts import FEW, MANY
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator.observers import Observer
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.profiles import recorded
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 
 
 def test_the_kernels_are_as_recorded() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cute_mla.profiles import recorded_counts as module
 from cute_mla.profiles.recorded_counts import RoleCounts, counted, differences, is_recorded, read, write
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 
 AGAIN = "python -m cute_mla.profiles.recorded_counts"
 

@@ -17,7 +17,7 @@ from cute_mla.profiles.shapes import CacheWriteShape, CombineShape, DensePrefill
 from cute_mla.profiles.subjects import SUBJECTS, cache_write, make_subject, subject
 from cute_mla.profiles.subjects.dense_decode import DenseDecode
 from cute_mla.profiles.subjects.operands import generator, selections
-from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from fake_driver import FakeDriver
 
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import device_for, simulate
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import device_for, simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import SM90, SM100
 

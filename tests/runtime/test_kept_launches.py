@@ -12,12 +12,13 @@ from decode_arguments import dense, dense_fp8, sparse, sparse_extra
 from fake_driver import FakeDriver, RecordedLaunch, installed
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cute_mla import decode_call
-from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata
+from cute_mla.api.flashmla import flash_mla_with_kvcache, get_mla_metadata
+from cute_mla.ops import decode
 from cute_mla.runtime import cuda_launches, tensor_map
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
+from cute_mla.runtime.launch import CallSteps, SingleLaunches
 from cute_mla.spec.arch import Arch
 
 Make = Callable[..., dict[str, Any]]
@@ -44,8 +45,8 @@ def fake(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call that was checked."""
     seen: list[Any] = []
-    original = decode_call.prepare
-    monkeypatch.setattr(decode_call, "prepare", lambda *args: (seen.append(args), original(*args))[1])
+    original = decode.prepare
+    monkeypatch.setattr(decode, "prepare", lambda *args: (seen.append(args), original(*args))[1])
     return seen
 
 
@@ -141,7 +142,7 @@ def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytes
     for cache in (*caches, *caches):
         changed = {**arguments, "k_cache": cache}
         assert launched(fake, device, changed) == launched(fake, PlainDevice(0), changed)
-    (call,) = device.kept_calls.calls()
+    (call,) = device.call_cache.calls()
     (maps,) = call.launches._maps
     assert len(maps) <= 2
 
@@ -158,7 +159,7 @@ def test_kept_calls_keep_no_tensor_alive(fake: FakeDriver, make: Make, planned: 
     held = [StorageWeakRef(value.untyped_storage()) for value in arguments.values() if isinstance(value, torch.Tensor)]
     if planned == "schedule":
         held += [StorageWeakRef(tensor.untyped_storage()) for tensor in arguments["tile_scheduler_metadata"].plan]
-    assert len(device.kept_calls.calls()) >= 2
+    assert len(device.call_cache.calls()) >= 2
     assert not any(storage.expired() for storage in held)
     del arguments
     gc.collect()
