@@ -149,7 +149,7 @@ def _gather_out(*args: Any, **options: Any) -> None:
 
 _PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
 
-_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run, _decode_results)
+_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
 _define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
 _define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), dense_prefill.run, _varlen_results)
 _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_results)
@@ -239,5 +239,6 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
         topk, extra_topk = indices.shape[2], 0 if extra is None else extra.shape[2]
         lengths = (arguments["topk_length"], extra, arguments["extra_topk_length"])
         plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths)
-    schedule.keep(ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk), plan)
+    schedule.key = ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk)
+    schedule.plan = plan
     return plan

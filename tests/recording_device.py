@@ -12,7 +12,8 @@ import torch
 from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime.call_cache import CallCache
 from cute_mla.runtime.current import cpu_tensors_on
-from cute_mla.runtime.launch import CallSteps, SingleLaunches
+from cute_mla.runtime.device import SingleLaunches
+from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec import (
     cache_gather,
     cache_write,

@@ -121,7 +121,8 @@ def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is part of the API, the eager body of one, which has its parameters, or a test's stand-in for one."""
-    return (node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}) or (node.name == "run" and room_of(name) == "ops")
+    bodies = ("run", "run_cached")
+    return (node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}) or (node.name in bodies and room_of(name) == "ops")
 
 
 def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -8,8 +8,9 @@ from typing import overload
 import torch
 
 from .. import torch_ops
-from ..ops import decode, sparse_prefill, split_plan
+from ..ops import sparse_prefill, split_plan
 from ..ops.arguments import check_flag
+from ..ops.decode import run_cached
 from ..ops.split_plan import MlaSchedule
 from ..spec.mla import D_V
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
@@ -190,7 +191,7 @@ def flash_mla_with_kvcache(
             batch_invariant=batch_invariant,
             empty_lse=empty_lse,
         )
-    return decode.run(
+    return run_cached(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
         descale_q, descale_k, is_fp8_kvcache, indices, attn_sink,
         extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,

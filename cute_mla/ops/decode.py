@@ -2,11 +2,11 @@
 
 A repeated call costs a few microseconds on the host (profiles/NOTES.md, "Time on the host"):
 
-    run                   packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors, and takes the last call of
-                          this key if it fits, else another call of this key that fits
+    run_cached            packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors
+    CallCache.find        takes the last call of this key if it fits, else another call of this key that fits
     PreparedCall.fits     compares the tensors with those that were checked: class, dtype, device, shape, strides and need of gradients by
                           one call of torch's guard; then the alignment of addresses
-    PreparedCall.complete allocates what the caller did not give: results, workspace, or the plan of a schedule object
+    PreparedCall.start    allocates what the caller did not give: results and workspace; makes the plan of a new schedule object
     CudaLaunches.start    writes the addresses of the tensors to where the launches take them from, and launches; on the simulated device
                           SingleLaunches.start does, one launch after the other
 
@@ -17,17 +17,17 @@ launch: a call that was just prepared runs like a repeated one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.call_cache import CallCache, guard
+from ..runtime.call_cache import ADDRESS_ALIGNMENT, Allocation, CallCache, PreparedCall, Tensors, guard
 from ..runtime.current import device_for
-from ..runtime.launch import BufferRef, CallSteps, Device, Launches, MappedTensor, Step
+from ..runtime.device import Device
+from ..runtime.launch import BufferRef, CallSteps, MappedTensor, Step
 from ..spec.abi import ParamKind
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.mla import LOG2E
@@ -36,17 +36,15 @@ from .arguments import short_repr
 from .decode_plan import DecodePlan, Options, Results, check_common
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
-from .split_plan import KeyCounts, MlaSchedule, plan_specs
+from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
 from .strides import TMA_ALIGNMENT
 from .tensor_spec import address_of, check_address, check_contiguous, spec_of
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
 
-# Alignment of addresses, in bytes. _ALIGNMENT serves each of these tensors.
-_WORKSPACE_ALIGNMENT = 16  # kernels store whole vectors there
-_ALIGNMENTS = {"k_cache": max(TMA_ALIGNMENT, GATHER_ALIGNMENT), "extra_k_cache": GATHER_ALIGNMENT, "workspace": _WORKSPACE_ALIGNMENT}
-_ALIGNMENT = math.lcm(*_ALIGNMENTS.values())
+_ALIGNED = ("k_cache", "extra_k_cache", "workspace")  # tensors whose addresses are multiples of ADDRESS_ALIGNMENT
+assert ADDRESS_ALIGNMENT == TMA_ALIGNMENT == GATHER_ALIGNMENT == MAX_ROW_ALIGNMENT
 
 _data_ptr = torch.Tensor.data_ptr
 
@@ -55,8 +53,8 @@ class CallKey(NamedTuple):
     """The part of a call that is not a tensor, and which tensors are absent.
 
     op: dense_decode or sparse_decode. descale_q to extra_topk_length: whether the argument is None, or, for an argument that the op must be
-    without, the argument itself. scheduled: whether a schedule object plans. The other fields from num_splits on: whether the tensor is
-    None.
+    without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
+    was planned for. num_splits to workspace: whether the tensor is None.
     """
 
     op: ModuleType
@@ -73,14 +71,14 @@ class CallKey(NamedTuple):
     extra_indices_in_kvcache: Any
     topk_length: Any
     extra_topk_length: Any
-    scheduled: bool
+    schedule: ScheduleKey | bool
     num_splits: bool
     out: bool
     lse: bool
     workspace: bool
 
 
-def run(
+def run_cached(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor | None,
@@ -106,9 +104,11 @@ def run(
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode, with the arguments of api.flashmla.flash_mla_with_kvcache."""
-    schedule = None
+    schedule: MlaSchedule | None = None
+    planned_for: ScheduleKey | bool = False
     if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):
         schedule = tile_scheduler_metadata
+        planned_for = schedule.key or True
         tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
     # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
     if indices is None:
@@ -116,7 +116,7 @@ def run(
             dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q is None, descale_k is None,
             attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-            schedule is not None, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None,
         )  # fmt: skip
         tensors: tuple[Any, ...] = (
             q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
@@ -127,90 +127,29 @@ def run(
             sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q, descale_k,
             attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
-            schedule is not None, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None,
         )  # fmt: skip
         tensors = (
             q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
             tile_scheduler_metadata, num_splits, out, lse, workspace,
         )  # fmt: skip
     cache: CallCache | None = None
-    call: PreparedCall | None = None
+    found = None
     try:
         cache = device_for(q.device).call_cache
-        call = cache.latest.get(key)
-        if call is not None:
-            given = call.pick(tensors)
-            addresses = [*map(_data_ptr, given)]
-            if not call.fits(given, addresses, schedule):
-                call = cache.find(key, q.shape, given, addresses, schedule)
-    except (AttributeError, TypeError, RuntimeError):  # an argument is not a tensor with an address, or not hashable: `prepare` says which
-        cache = call = None
-    if call is None:
+        found = cache.find(key, tensors)
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # an argument has no address, or no hash or order: `prepare` says which
+        cache = None
+    if found is not None:
+        call, given, addresses = found
+    else:
         call = prepare(CallKey._make(key), tensors, schedule)
         given = call.pick(tensors)
         addresses = [*map(_data_ptr, given)]
         if cache is not None:
             cache.add(key, q.shape, call)
-    if call.missing:
-        tensors = call.complete(tensors, schedule)
-        given = call.pick_all(tensors)
-        addresses = [*map(_data_ptr, given)]
-    if call.launches is not None:
-        call.launches.start(given, addresses)
+    tensors = call.start(tensors, given, addresses, schedule)
     return tensors[-3], tensors[-2]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedCall:
-    """A checked call, ready for all tensors like those that were checked. It holds none of them.
-
-    pick: returns the given tensors, out of all. like: compares other given tensors with the checked ones, but for their addresses.
-    out, second_cache, workspace: positions among the given tensors; an absent one has the position of q (0) or of the cache (1).
-    row_remainder: remainder of the addresses of q and out, which decides on the kernel. missing: whether a plan or results have to be
-    made. pick_all: returns the tensors of the launches, out of all, once they are made. lengths: positions of the lengths that a plan is
-    made of, among all tensors. launches: None if there is nothing to compute.
-    """
-
-    device: Device
-    plan: DecodePlan
-    pick: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
-    like: Callable[..., bool]
-    out: int
-    second_cache: int
-    workspace: int
-    row_remainder: int
-    missing: bool
-    pick_all: Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
-    lengths: tuple[int, int | None]
-    launches: Launches | None
-
-    def fits(self, given: tuple[torch.Tensor, ...], addresses: list[int], schedule: MlaSchedule | None) -> bool:
-        """Return whether the checks of this call hold for these tensors."""
-        for tensor in given:
-            if tensor.is_nested:  # torch's guard ends the process on a nested tensor
-                return False
-        return (
-            self.like(*given)
-            and (addresses[0] | addresses[self.out]) % MAX_ROW_ALIGNMENT == self.row_remainder
-            and not (addresses[1] | addresses[self.second_cache] | addresses[self.workspace]) % _ALIGNMENT
-            and (schedule is None or schedule.serves(self.plan.schedule_key))
-        )
-
-    def complete(self, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> tuple[Any, ...]:
-        """Return all tensors of the call. Allocate missing results and workspace on q's device, and make a missing plan."""
-        *operands, metadata, num_splits, out, lse, workspace = tensors
-        q, plan = operands[0], self.plan
-        if out is None:
-            out = q.new_empty(plan.results.out_shape, dtype=plan.results.out_dtype)
-        if lse is None:
-            lse = q.new_empty(plan.results.lse_shape, dtype=torch.float32)
-        if self.launches is not None and workspace is None and plan.workspace_bytes:
-            workspace = q.new_empty(plan.workspace_bytes, dtype=torch.uint8)
-        if self.launches is not None and schedule is not None and num_splits is None:
-            lengths, extra_lengths = (None if i is None else tensors[i] for i in self.lengths)
-            counts = KeyCounts(lengths, extra_lengths, *plan.key_limits)
-            metadata, num_splits = schedule.prepare(self.device, plan.schedule_key, counts)
-        return *operands, metadata, num_splits, out, lse, workspace
 
 
 def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> PreparedCall:
@@ -227,22 +166,40 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     complete = [name for name in names if named[name] is not None or name in made]
     pick = itemgetter(*map(names.index, given))
     rows = address_of("q", named["q"]) | (0 if named["out"] is None else address_of("out", named["out"]))
-    lengths, extra_lengths = plan.lengths
     steps = None if plan.is_empty else _steps(key, device, plan, {name: i for i, name in enumerate(complete)})
     return PreparedCall(
-        device=device,
-        plan=plan,
         pick=pick,
         like=guard(pick(tensors)),
         out=given.index("out") if "out" in given else 0,
-        second_cache=given.index("extra_k_cache") if "extra_k_cache" in given else 1,
+        second=given.index("extra_k_cache") if "extra_k_cache" in given else 1,
         workspace=given.index("workspace") if "workspace" in given else 1,
-        row_remainder=rows % MAX_ROW_ALIGNMENT,
-        missing=not made <= set(given),
-        pick_all=itemgetter(*map(names.index, complete)),
-        lengths=(names.index(lengths), None if extra_lengths is None else names.index(extra_lengths)),
+        row_remainder=rows % ADDRESS_ALIGNMENT,
+        allocations=tuple(
+            Allocation(names.index(name), shape, dtype)
+            for name, shape, dtype in (
+                ("out", plan.results.out_shape, plan.results.out_dtype),
+                ("lse", plan.results.lse_shape, torch.float32),
+                ("workspace", (plan.workspace_bytes,), torch.uint8),
+            )
+            if name in made and name not in given
+        ),
+        make=_planner(device, plan, names) if set(_PLAN) <= made.difference(given) else None,
+        pick_all=None if made <= set(given) else itemgetter(*map(names.index, complete)),
         launches=None if steps is None else device.prepare(steps),
     )
+
+
+def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callable[[Tensors, MlaSchedule], Tensors]:
+    """Return a function that makes the plan of a schedule object and puts its tensors among those of a call. names: of the tensors."""
+    at = names.index(_PLAN[0])
+
+    def make(tensors: Tensors, schedule: MlaSchedule) -> Tensors:
+        lengths, extra_lengths = (None if name is None else tensors[names.index(name)] for name in plan.lengths)
+        counts = KeyCounts(lengths, extra_lengths, *plan.key_limits)
+        made = schedule.prepare(device, plan.schedule_key, counts)
+        return *tensors[:at], *made, *tensors[at + len(made) :]
+
+    return make
 
 
 def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
@@ -260,9 +217,9 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
     if results.workspace is not None:
         _check_workspace(results.workspace, plan.workspace_bytes, operands.q.device, plan.op)
     check_no_overlap(results._asdict(), {name: tensor for name, tensor in named.items() if name not in _RESULTS})
-    for name, alignment in _ALIGNMENTS.items():
+    for name in _ALIGNED:
         if named.get(name) is not None:
-            check_address(name, address_of(name, named[name]), alignment)
+            check_address(name, address_of(name, named[name]), ADDRESS_ALIGNMENT)
     if schedule is not None:
         schedule.check(plan.schedule_key)
     return device, plan

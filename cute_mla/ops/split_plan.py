@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..runtime.current import device_for
-from ..runtime.launch import Device
+from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS, num_parts
 from ..spec.mla import MAX_HEADS
@@ -164,11 +164,12 @@ class MlaSchedule:
     """The schedule object that get_mla_metadata() returns. The first flash_mla_with_kvcache that gets it makes its plan on the device.
 
     plan: tile_scheduler_metadata, int32 [num_sm_parts, 8], and num_splits, int32 [batch + 1]; None before the first use.
+    key: the shapes that the plan was made for.
     """
 
     def __init__(self) -> None:
         self.plan: SplitPlan | None = None
-        self._key: ScheduleKey | None = None
+        self.key: ScheduleKey | None = None
 
     @property
     def tile_scheduler_metadata(self) -> torch.Tensor | None:
@@ -180,20 +181,11 @@ class MlaSchedule:
         """Return the second tensor of the plan, or None before the first use."""
         return None if self.plan is None else self.plan[1]
 
-    def keep(self, key: ScheduleKey, split_plan: SplitPlan) -> None:
-        """Store a plan that was made for these shapes."""
-        self._key = key
-        self.plan = split_plan
-
-    def serves(self, key: ScheduleKey) -> bool:
-        """Return whether the schedule has no plan yet, or a plan for these shapes."""
-        return self._key is key or self._key is None or self._key == key
-
     def check(self, key: ScheduleKey) -> None:
         """Raise ValueError if the schedule was planned for other shapes."""
-        if self._key is not None and not self.serves(key):
+        if self.key is not None and self.key != key:
             changed = ", ".join(
-                f"{name} {new} after {old}" for name, old, new in zip(key._fields, self._key, key, strict=True) if old != new
+                f"{name} {new} after {old}" for name, old, new in zip(key._fields, self.key, key, strict=True) if old != new
             )
             raise ValueError(
                 f"tile_scheduler_metadata was planned for other shapes: {changed}; supported: one schedule per set of shapes, "
@@ -202,9 +194,9 @@ class MlaSchedule:
 
     def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> SplitPlan:
         """Make, store and return the plan for these shapes."""
-        made = launch(device, _launch_plan(key.batch, key.num_parts, counts.limit, counts.extra_limit), counts, key.device)
-        self.keep(key, made)
-        return made
+        launch_plan = _launch_plan(key.batch, key.num_parts, counts.limit, counts.extra_limit)
+        self.plan, self.key = launch(device, launch_plan, counts, key.device), key
+        return self.plan
 
 
 class PlanSpecs(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..spec.arch import ARCHS, Arch, arch_for
-from .launch import Device
+from .device import Device
 
 if TYPE_CHECKING:
     from .simulated_device import SimulatedDevice

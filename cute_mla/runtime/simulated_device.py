@@ -19,8 +19,9 @@ from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
 from .call_cache import CallCache
+from .device import SingleLaunches
 from .errors import ArtifactError
-from .launch import CallSteps, SingleLaunches
+from .launch import CallSteps
 from .tensor_map import extent_bytes
 from .uninitialized import UninitializedMemory
 

@@ -18,7 +18,8 @@ from cute_mla.runtime import cuda_launches, tensor_map
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
-from cute_mla.runtime.launch import CallSteps, SingleLaunches
+from cute_mla.runtime.device import SingleLaunches
+from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec.arch import Arch
 
 Make = Callable[..., dict[str, Any]]
