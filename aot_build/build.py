@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.spec.arch import ARCHS
 
@@ -192,7 +192,7 @@ def build_one(variant: Variant, print_: str, folder: Path) -> KernelReport:
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
-def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Evidence:
+def gather(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
     """Takes apart what the compiler made. The PTX is assembled again where the DSL's own release of ptxas is at hand."""
     cubin = read_cubin(compiled.cubin)
     listing = disassemble(compiled.cubin)
@@ -214,7 +214,7 @@ def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Eviden
     )
 
 
-def _entry(variant: Variant, source: KernelSource, compiled: Compiled, evidence: Evidence) -> KernelEntry:
+def _entry(variant: Variant, source: KernelDefinition, compiled: Compiled, evidence: Evidence) -> KernelEntry:
     config: dict[str, Any] = asdict(source.config)  # type: ignore[call-overload]  # every config is a dataclass
     return KernelEntry(
         name=variant.name,

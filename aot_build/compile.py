@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.arch import Arch
 
 from .tools import ToolError
@@ -27,7 +27,7 @@ def compile_options(arch: Arch) -> str:
     return f"--gpu-arch {arch.gpu_arch} --opt-level {OPT_LEVEL} --keep-ptx --keep-cubin"
 
 
-def compile_source(source: KernelSource, arch: Arch) -> Compiled:
+def compile_source(source: KernelDefinition, arch: Arch) -> Compiled:
     """Compiles one kernel. ToolError if the DSL did not give exactly one kernel, as PTX and as cubin."""
     from cutlass import cute
 

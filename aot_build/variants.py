@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from cute_mla.kernels.source import KernelConfig, KernelSource
+from cute_mla.kernels.definition import KernelConfig, KernelDefinition
 from cute_mla.manifest import kernel_name
 from cute_mla.spec import cache_rows, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from cute_mla.spec.arch import Arch
@@ -34,9 +34,9 @@ class Variant:
         """The key in the manifest."""
         return kernel_name(self.op, self.arch.name, self.config.name)
 
-    def source(self) -> KernelSource:
+    def source(self) -> KernelDefinition:
         """Imports the kernel file, and with it the DSL."""
-        source: KernelSource = import_module(self.module).build(self.config, self.arch)
+        source: KernelDefinition = import_module(self.module).build(self.config, self.arch)
         return source
 
 

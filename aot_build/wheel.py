@@ -10,13 +10,13 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def _provenance(tree: Path, commit: str, artifacts: Path) -> Provenance:
     sha256 = manifest_sha256(artifacts)
     assert sha256 is not None  # written before
     return Provenance(
-        version=tomllib.loads((tree / "pyproject.toml").read_text())["project"]["version"],
+        version=_version(tree),
         commit=commit,
         clean=is_clean(tree),
         tools={
@@ -105,6 +105,15 @@ def _provenance(tree: Path, commit: str, artifacts: Path) -> Provenance:
         },
         manifest_sha256=sha256,
     )
+
+
+def _version(tree: Path) -> str:
+    """Return the version of a checkout, from the source that pip reads it from. ToolError if it is not there."""
+    source = tree / PACKAGE / "__init__.py"
+    found = re.search(r'^__version__ = "([^"]+)"$', source.read_text(), re.MULTILINE)
+    if found is None:
+        raise ToolError(f"{source} assigns no __version__")
+    return found[1]
 
 
 def _run(command: Sequence[str]) -> str:

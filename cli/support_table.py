@@ -90,10 +90,10 @@ def _answer(op: str, feature: str) -> str:
 
 
 def markdown() -> str:
-    """Both tables; the first ends with what stands behind the kernels of each architecture."""
+    """Return both tables; the first ends with the verification status of each architecture's kernels."""
     heads = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
     shipped = [[what, *(types.get(arch, "–") for arch in ARCHS)] for what, types in kernels()]
-    shipped.append(["what stands behind them", *(arch.proof for arch in ARCHS.values())])
+    shipped.append(["verification status", *(arch.proof for arch in ARCHS.values())])
     listed = options()
     ops = list(listed[0][1])
     asked = [[f"`{name}`", *answers.values()] for name, answers in listed]

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.blocks import Block, Stage
 from .machines import BEST, Machine
 from .partition import Part
 from .recorded_counts import Counts, RoleCounts
+from .tile_costs import Block, Stage
 
 LANES = 32
 SCHEDULERS = 4

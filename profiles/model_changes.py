@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..kernels.blocks import Stage, block_of
 from ..spec.mla import D_QK, D_V, ELEMENT_BYTES
 from ..spec.split_plan import TILE_KEYS
 from .model import Launch
 from .model_report import between, launch_on, predictions, recorded
 from .rows import OPS, Case, load
+from .tile_costs import Stage, block_of
 
 FEW_HEADS = 16  # columns of a product whose operands are swapped: keys as rows, heads as columns
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..kernels.blocks import PREFILL_KEYS, block_of
 from ..spec import cache_write, dense_prefill, merge_states
 from ..spec import combine as combine_spec
 from ..spec.arch import ARCHS, Arch
@@ -29,6 +28,7 @@ from .shapes import (
     SparseDecodeShape,
     SparsePrefillShape,
 )
+from .tile_costs import PREFILL_KEYS, block_of
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two

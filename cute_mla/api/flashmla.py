@@ -22,7 +22,6 @@ __all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get
 def get_mla_metadata() -> tuple[MlaSchedule, None]: ...
 
 
-
 @overload
 def get_mla_metadata(
     cache_seqlens: torch.Tensor,
@@ -32,7 +31,6 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
 
 
 def get_mla_metadata(

@@ -26,7 +26,7 @@ class Planner(Protocol):
     """A module that checks and plans the calls of one op."""
 
     @property
-    def CallSpec(self) -> type[tuple[Any, ...]]:
+    def CallSpec(self) -> type[tuple[Any, ...]]:  # noqa: N802  # a class of the module
         """NamedTuple of everything that decides on a launch, but for values and addresses."""
         ...
 

@@ -1,4 +1,4 @@
-"""The launches of a prepared call on a CUDA device: the end of the path that ../decode_call.py describes."""
+"""Launches of a prepared call on a CUDA device: the end of the path that ops/decode.py describes."""
 
 from __future__ import annotations
 

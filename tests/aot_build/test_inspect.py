@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from tma_copy import GOOD
 
 from cute_mla.aot_build.inspect import DamagedCubin, KernelParam, by_mnemonic, count_matching, read_cubin, read_overlap, read_ptx, read_sass
 from cute_mla.aot_build.tools import disassemble
+from tests.aot_build.tma_copy import GOOD
 
 PTX = """
 .version 9.4

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
+from cute_mla.kernels.attention import lengths
 from cute_mla.kernels.dense_prefill import operands
-from cute_mla.kernels.parts import lengths
 from cute_mla.profiles.partition import item_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 

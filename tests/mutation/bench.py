@@ -17,7 +17,7 @@ from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime import simulated_device
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.current import simulate
-from cute_mla.simulator import machine
+from cute_mla.simulator.engine import machine
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.case import BaseCase

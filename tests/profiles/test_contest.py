@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import benching
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
 from cute_mla import reference
 from cute_mla.profiles.measure import TIMED, measure_case, run_rows
@@ -17,6 +15,8 @@ from cute_mla.profiles.peers.peer import Run
 from cute_mla.profiles.rows import Case
 from cute_mla.profiles.subjects.dense_decode import DenseDecode
 from cute_mla.profiles.subjects.subject import Results, Subject
+from tests.profiles import benching
+from tests.profiles.benching import FakeKernel, bench, install, small_case
 
 
 @dataclass

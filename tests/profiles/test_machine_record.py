@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benching import ENTRY
 
 from cute_mla.manifest import PROVENANCE_NAME, Provenance
 from cute_mla.profiles import cuda_bench, machine
 from cute_mla.profiles.cuda_bench import kernel_times, times_by_name
 from cute_mla.profiles.peers import PEERS
+from tests.profiles.benching import ENTRY
 
 
 def test_gpu_state_reads_numbers_by_name() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
 from cute_mla.profiles.ceilings import Ceilings
 from cute_mla.profiles.measure import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
 from cute_mla.profiles.roofline import Work
 from cute_mla.profiles.subjects.dense_decode import DenseDecode, sample_requests
+from tests.profiles.benching import FakeKernel, bench, install, small_case
 
 
 def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

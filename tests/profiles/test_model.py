@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cute_mla.kernels.blocks import Block, Stage, block_of
 from cute_mla.profiles.machines import BEST, WORST, Machine, machines
 from cute_mla.profiles.model import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
 from cute_mla.profiles.model_launch import NoModel, launch_of
@@ -18,6 +17,7 @@ from cute_mla.profiles.partition import Part
 from cute_mla.profiles.recorded_counts import RoleCounts, read
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape
+from cute_mla.profiles.tile_costs import Block, Stage, block_of
 from cute_mla.spec.arch import SM90, SM100
 
 CASES = [case for op in OPS for case in load(op)]

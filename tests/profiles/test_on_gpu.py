@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "profiles" / "on_gpu.sh"
+from tests.support.tree import ROOT
+
+SCRIPT = ROOT / "profiles" / "on_gpu.sh"
 
 # Stands in for Python: plays each step as told by a file named after it, and notes how it was called.
 FAKE_PYTHON = """#!/usr/bin/env bash

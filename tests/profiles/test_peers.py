@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, case_of, install, small_case
 from torch.nn.attention import SDPBackend
 
 from cute_mla import reference
@@ -28,6 +27,7 @@ from cute_mla.profiles.subjects import make_subject, sparse_decode
 from cute_mla.profiles.subjects import subject as subjects
 from cute_mla.profiles.subjects.subject import Subject
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
+from tests.profiles.benching import FakeKernel, case_of, install, small_case
 
 os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its own interpreter then stands in for a GPU
 CPU = torch.device("cpu")

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
 from cute_mla.profiles import cuda_bench, report
 from cute_mla.profiles.plot import Point
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
+from tests.profiles.benching import FakeKernel, bench, install, small_case
+from tests.support.tree import ROOT
 
-PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "roofline.svg"
+PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benching import ENTRY
 
 from cute_mla.manifest import Manifest
 from cute_mla.profiles.static_report import MIX_CLASSES, instruction_mix, kernel_report, static_report
+from tests.profiles.benching import ENTRY
 
 
 def test_a_kernel_is_set_against_what_the_machine_has() -> None:

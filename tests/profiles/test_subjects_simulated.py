@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import benching
 import pytest
 import torch
-from benching import bench, case_of, small_case
 
 import cute_mla
 from cute_mla.profiles.measure import TIMED, WRONG, measure_case
@@ -20,6 +18,8 @@ from cute_mla.profiles.subjects.operands import generator, selections
 from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
+from tests.profiles import benching
+from tests.profiles.benching import bench, case_of, small_case
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from decode_arguments import dense, dense_fp8, sparse, sparse_extra
-from fake_driver import FakeDriver, RecordedLaunch, installed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_mla.api.flashmla import flash_mla_with_kvcache, get_mla_metadata
@@ -21,6 +19,8 @@ from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.device import SingleLaunches
 from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec.arch import Arch
+from tests.runtime.fake_driver import FakeDriver, RecordedLaunch, installed
+from tests.support.decode_arguments import dense, dense_fp8, sparse, sparse_extra
 
 Make = Callable[..., dict[str, Any]]
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_artifacts import fake_cubin
 
 from cute_mla.profiles import host_cost
+from tests.runtime.fake_artifacts import fake_cubin
+from tests.support.tree import ROOT
 
 HERE = Path(__file__).parent
 
@@ -33,8 +34,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_session(stub: Path, artifacts: Path, *capability: int) -> subprocess.CompletedProcess[str]:
     """Runs stub_session.py."""
-    root = HERE.parents[1]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(root), "CUTE_MLA_ARTIFACTS": str(artifacts)}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "CUTE_MLA_ARTIFACTS": str(artifacts)}
     command = [sys.executable, str(HERE / "stub_session.py"), *map(str, capability)]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
