@@ -21,7 +21,7 @@ from cute_mla.aot_build import rebuild as rebuilding
 from cute_mla.aot_build import wheel as packing
 from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.wheel import git, make_wheel, not_of_these_sources, stage
+from cute_mla.aot_build.wheel import git, make_wheel, stage, stale_kernels
 from cute_mla.manifest import Manifest, Provenance, manifest_sha256
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
@@ -58,7 +58,7 @@ def test_every_module_and_every_artefact_once_and_nothing_else(wheel: Path) -> N
     assert len(names) == len(set(names))
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"cute_mla"}
     expected = set(glob("cute_mla/**/*.py", root_dir=ROOT, recursive=True))  # noqa: PTH207  # unlike Path.glob it follows the links
-    assert {"cute_mla/cli/build.py", "cute_mla/aot_build/build.py", "cute_mla/profiles/model.py"} <= expected
+    assert {"cute_mla/cli/build.py", "cute_mla/aot_build/build.py", "cute_mla/profiles/model/prediction.py"} <= expected
     assert {name for name in names if name.endswith(".py")} == expected
     assert "cute_mla/py.typed" in names
     kernels = Manifest.load(artifacts_folder()).kernels.values()
@@ -112,11 +112,11 @@ def test_kernels_of_other_sources_are_not_packed(
     foreign = kernels.pop(SMALL)
     kernels["split_plan_sm90_other"] = foreign
     monkeypatch.setattr(packing, "fingerprint", lambda variant: foreign.fingerprint)
-    stale = not_of_these_sources(Manifest(kernels))
+    stale = stale_kernels(Manifest(kernels))
     assert {SMALL, "split_plan_sm90_other"} <= set(stale)
     monkeypatch.setattr(packing.Manifest, "load", lambda folder: Manifest(kernels))
     assert packing.main(["--artifacts", str(tmp_path), "--out", str(tmp_path / "dist")]) == 1
-    assert "are not of these sources" in capsys.readouterr().err
+    assert "were not built from these sources" in capsys.readouterr().err
     assert not (tmp_path / "dist").exists()
 
 

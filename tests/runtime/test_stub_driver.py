@@ -28,7 +28,7 @@ pytestmark = [
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stub as libcuda.so.1."""
     folder = tmp_path_factory.mktemp("stub")
-    host_cost.build_no_driver(folder)
+    host_cost.build_stub_driver(folder)
     return folder
 
 
