@@ -84,7 +84,7 @@ def options() -> list[tuple[str, dict[str, str]]]:
 
 def _answer(op: str, feature: str) -> str:
     """Return the supported values of a feature. is_supported names them in its answer to -1, which no feature supports."""
-    from cute_mla.api.support import is_supported
+    from cute_mla.api import is_supported
 
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
     (answer,) = answers

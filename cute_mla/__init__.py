@@ -9,11 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-    from .api.merge_states import merge_states
-    from .api.support import is_supported
-    from .api.varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
-    from .api.workspace import workspace_size
+    from .api import (
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_mla_sparse_fwd,
+        flash_mla_with_kvcache,
+        get_mla_metadata,
+        is_supported,
+        merge_states,
+        workspace_size,
+    )
     from .runtime.current import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
@@ -41,21 +47,21 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
-    "flash_attn_varlen_func": ".api.varlen",
-    "flash_attn_varlen_kvpacked_func": ".api.varlen",
-    "flash_attn_varlen_qkvpacked_func": ".api.varlen",
-    "flash_mla_sparse_fwd": ".api.flashmla",
-    "flash_mla_with_kvcache": ".api.flashmla",
-    "get_mla_metadata": ".api.flashmla",
-    "is_supported": ".api.support",
-    "merge_states": ".api.merge_states",
+    "flash_attn_varlen_func": ".api",
+    "flash_attn_varlen_kvpacked_func": ".api",
+    "flash_attn_varlen_qkvpacked_func": ".api",
+    "flash_mla_sparse_fwd": ".api",
+    "flash_mla_with_kvcache": ".api",
+    "get_mla_metadata": ".api",
+    "is_supported": ".api",
+    "merge_states": ".api",
     "simulate": ".runtime.current",
-    "workspace_size": ".api.workspace",
+    "workspace_size": ".api",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name from the module that defines it."""
+    """Load a public name from the module that defines it."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -65,5 +71,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted({*globals(), *__all__})

@@ -191,7 +191,7 @@ def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) ->
 
 
 def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:
-    """api.merge_states, traced."""
+    """api.states, traced."""
     if merge.is_stacked(outs, lses):
         arguments = {"outs": [outs], "lses": [lses], "stacked": True, "empty_lse": empty_lse}
     else:

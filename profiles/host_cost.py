@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from ..api.flashmla import flash_mla_with_kvcache, get_mla_metadata
-from ..api.workspace import workspace_size
+from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..runtime import cuda_device, cuda_launches
 from ..runtime.call_cache import CallCache
 from ..runtime.current import cpu_tensors_on

@@ -10,10 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import reference
-from ..api.flashmla import flash_mla_with_kvcache
-from ..api.merge_states import merge_states
+from ..api import flash_attn_varlen_func, flash_mla_with_kvcache, merge_states
 from ..api.tracing import constant_when_traced
-from ..api.varlen import flash_attn_varlen_func
 from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
 from ..spec.mla import D_V

@@ -78,7 +78,7 @@ def run(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge states, with the arguments of api.merge_states.merge_states."""
+    """Merge states, with the arguments of api.states.merge_states."""
     check_empty_lse(empty_lse)
     operands = operands_of(outs, lses)
     launch_plan = plan(check(operands, out, lse))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..api.flashmla import flash_mla_with_kvcache
-from ..api.merge_states import merge_states
+from ..api import flash_mla_with_kvcache, merge_states
 from ..ops.arguments import check_integer
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of

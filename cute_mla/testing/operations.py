@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..api.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from ..api.varlen import flash_attn_varlen_func
-from ..api.workspace import workspace_size
+from ..api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cache import dequantise_cache, gather_kv_cache, write_kv_cache
 from ..ops.cache_torch import write_rows
 from ..ops.paged_cache import cache_rows

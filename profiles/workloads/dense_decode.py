@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ... import reference
-from ...api.flashmla import flash_mla_with_kvcache, get_mla_metadata
-from ...api.workspace import workspace_size
+from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...spec.dense_decode import FP8, LATENT
 from ...spec.mla import D_QK, D_V, ceil_div
 from ...testing.cases import DESCALE_K, DESCALE_Q, descale_tensor

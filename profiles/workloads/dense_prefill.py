@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from ... import reference
-from ...api.varlen import flash_attn_varlen_func
+from ...api import flash_attn_varlen_func
 from ...spec.dense_prefill import D_V
 from ...testing.compare import DENSE_PREFILL_OUT, PREFILL_LSE
 from ..shapes import DensePrefillShape

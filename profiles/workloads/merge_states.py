@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import reference
-from ...api.merge_states import merge_states
+from ...api import merge_states
 from ...testing.compare import DENSE_DECODE_OUT, LSE
 from ..shapes import MergeShape
 from .operands import generator, values

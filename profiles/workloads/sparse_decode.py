@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ... import reference
-from ...api.flashmla import flash_mla_with_kvcache, get_mla_metadata
-from ...api.workspace import workspace_size
+from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache, quantise_cache
 from ...spec.mla import D_V, ceil_div
 from ...testing.compare import LSE, SPARSE_DECODE_OUT

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import reference
-from ...api.flashmla import flash_mla_sparse_fwd
+from ...api import flash_mla_sparse_fwd
 from ...spec.mla import D_V
 from ...testing.compare import PREFILL_LSE, SPARSE_PREFILL_OUT
 from ..shapes import SparsePrefillShape

@@ -12,7 +12,7 @@ import pytest
 
 from cute_mla import ops, torch_ops
 from cute_mla.api import flashmla, kv_cache, varlen
-from cute_mla.api.merge_states import merge_states as public_merge_states
+from cute_mla.api import merge_states as public_merge_states
 from cute_mla.ops import (
     cache_gather,
     cache_write,

@@ -13,8 +13,7 @@ import torch
 from cuda.bindings import driver as real
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_mla.api.flashmla import flash_mla_with_kvcache, get_mla_metadata
-from cute_mla.api.workspace import workspace_size
+from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from cute_mla.runtime import cuda_launches, driver
 from cute_mla.runtime.arguments import ArgumentBlock, Span
 from cute_mla.runtime.cuda_device import CudaDevice

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cute_mla.api.flashmla import flash_mla_with_kvcache, get_mla_metadata
+from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata
 from cute_mla.ops import decode
 from cute_mla.runtime import cuda_launches, tensor_map
 from cute_mla.runtime.artifacts import load_artifacts

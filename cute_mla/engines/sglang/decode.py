@@ -9,7 +9,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel, get_spec
 
-from ...api.flashmla import flash_mla_with_kvcache, get_mla_metadata
+from ...api import flash_mla_with_kvcache, get_mla_metadata
 from ...ops.limits import page_size_error
 from ...spec.mla import D_V
 from ..plans import PlanPlaces

@@ -8,7 +8,7 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import MultipleOf
 
-from ...api.support import is_supported
+from ...api import is_supported
 from ...spec.arch import ARCHS, arch_for
 from ...spec.dense_decode import SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS

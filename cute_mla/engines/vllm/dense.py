@@ -20,8 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, MultipleOf, max_decode_query_len
 
-from ...api.flashmla import flash_mla_with_kvcache, get_mla_metadata
-from ...api.workspace import workspace_size
+from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...spec.mla import D_V
 from ..plans import Plan, PlanPlaces
 from . import DENSE

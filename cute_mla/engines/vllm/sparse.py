@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view, triton_filter_and_convert_dcp_index
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from ...api.flashmla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from ...api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ...spec.mla import D_V
 from ..plans import Plan, PlanPlaces
 from . import SPARSE
