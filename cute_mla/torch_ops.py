@@ -58,7 +58,7 @@ _library = torch.library.Library("cute_mla", "DEF")
 
 
 def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes an op. call: what it does. fake: the same without looking at contents."""
+    """Register an op. call: its eager body. fake: the body for tensors without contents."""
     _library.define(schema, tags=_TAGS)
     name = schema[: schema.index("(")]
     op = getattr(torch.ops.cute_mla, name).default
@@ -76,16 +76,13 @@ def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes the op that returns new tensors of these names, and the one that writes to tensors of the caller. function: the public one."""
+    """Register the op that returns new tensors `outs`, and the op `name`_out that writes to the caller's. function: the eager body."""
 
     def call(*args: Any, empty_lse: float | None = None, **options: Any) -> Any:
         return function(*args, empty_lse=math.inf if empty_lse is None else empty_lse, **options)
 
     def write(*args: Any, **options: Any) -> None:
         call(*args, **options)
-
-    def fake_write(*args: Any, **options: Any) -> None:
-        """Shapes of results that are given need not be worked out."""
 
     results = [out for out in outs if not out.endswith("?")]
     written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abc", outs, strict=False)]
@@ -94,11 +91,11 @@ def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Cal
 
 
 def _nothing(*args: Any, **options: Any) -> None:
-    """The fake of an op that writes to tensors of the caller."""
+    """Stand for an op that writes to tensors of the caller."""
 
 
 def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of decode, for a caller who gives none."""
+    """Allocate out and lse of decode."""
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
     batch, s_q, h_q, _ = q.shape
@@ -107,19 +104,19 @@ def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
 
 
 def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """New results of sparse prefill."""
+    """Allocate out, max_logits and lse of sparse prefill."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
 
 
 def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of dense prefill."""
+    """Allocate out and lse of dense prefill."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, D_V_PREFILL)), q.new_empty(rows, dtype=torch.float32)
 
 
 def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of merge_states."""
+    """Allocate out and lse of merge_states."""
     shape = outs[0].shape[1:] if stacked else outs[0].shape
     return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
 
@@ -137,7 +134,7 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
 
 
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
-    """A new result of gather_kv_cache."""
+    """Allocate the result of gather_kv_cache."""
     own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
     columns = FP8_584.d_qk if k_cache.shape[-1] == FP8_584.page_bytes(1) else D_QK
     return k_cache.new_empty((rows, columns), dtype=options.get("dtype") or own)
@@ -161,37 +158,37 @@ _define(f"gather_kv_cache_out({_GATHER}, Tensor(a!) out) -> ()", _gather_out, _n
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """api.get_mla_metadata with arguments, traced."""
+    """Trace api.get_mla_metadata with arguments."""
     plan: tuple[Tensor, Tensor] = torch.ops.cute_mla.get_mla_metadata(cache_seqlens, *args)
     return plan
 
 
 def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """api.flash_mla_with_kvcache, traced. planned: a plan's two tensors, or a schedule object and None. given: results, and workspace."""
+    """Trace api.flash_mla_with_kvcache. planned: a plan's two tensors, or a schedule object and None. given: results and workspace."""
     metadata, num_splits = planned
     if isinstance(metadata, MlaSchedule) and num_splits is None:
         metadata, num_splits = _planned_by(metadata, **arguments)
     elif not isinstance(metadata, Tensor) or num_splits is None:
-        split_plan.plan_specs(metadata, num_splits)  # which says what is wrong
+        split_plan.plan_specs(metadata, num_splits)  # raises ValueError
     arguments = {**arguments, "tile_scheduler_metadata": metadata, "num_splits": num_splits}
     out, lse = _call("flash_mla_with_kvcache", _decode_results, given, arguments)
     return out, lse
 
 
 def flash_mla_sparse_fwd(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """api.flash_mla_sparse_fwd, traced."""
+    """Trace api.flash_mla_sparse_fwd."""
     out, max_logits, lse = _call("flash_mla_sparse_fwd", _prefill_results, given, arguments)
     return out, max_logits, lse
 
 
 def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """varlen.flash_attn_varlen_func, traced."""
+    """Trace api.flash_attn_varlen_func."""
     out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
     return out, lse
 
 
 def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:
-    """api.states, traced."""
+    """Trace api.merge_states."""
     if merge.is_stacked(outs, lses):
         arguments = {"outs": [outs], "lses": [lses], "stacked": True, "empty_lse": empty_lse}
     else:
@@ -201,12 +198,12 @@ def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor
 
 
 def write_kv_cache(*args: Tensor, **options: Any) -> None:
-    """cache.write_kv_cache, traced."""
+    """Trace cache.write_kv_cache."""
     torch.ops.cute_mla.write_kv_cache(*args, **options)
 
 
 def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
-    """cache.gather_kv_cache, traced."""
+    """Trace cache.gather_kv_cache."""
     if out is None:
         new: Tensor = torch.ops.cute_mla.gather_kv_cache(*args, **options)
         return new
@@ -215,7 +212,7 @@ def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
 
 
 def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:
-    """Calls the op that makes its results or, if any of them (or a workspace) is given, the one that writes to them."""
+    """Call the op that allocates its results or, if a result or workspace is given, the op that writes to given tensors."""
     if all(tensor is None for tensor in given.values()):
         return getattr(torch.ops.cute_mla, name)(**arguments)
     made = make(**arguments)
@@ -226,7 +223,7 @@ def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, T
 
 
 def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The plan of a schedule object, made if this is its first use. What it was made for is compared when the op runs."""
+    """Return the plan of a schedule object; make it at its first use. The op compares shapes with it when it runs."""
     if schedule.plan is not None:
         return schedule.plan
     q, k_cache, indices, extra = (arguments[name] for name in ("q", "k_cache", "indices", "extra_indices_in_kvcache"))

@@ -41,30 +41,29 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
-    """Plans how decode work is shared out among SMs. Two forms:
+    """Plan how decode work is divided among SMs. Two forms:
 
-    get_mla_metadata() returns (schedule, None): an empty schedule object, planned by its first flash_mla_with_kvcache.
-    Use one for all layers of a decode step. It may only be used again with the same shapes.
+    get_mla_metadata() returns (schedule, None): an empty schedule object, which its first flash_mla_with_kvcache plans.
+    Use one schedule for all layers of a decode step. Later calls must have the same shapes.
 
     get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...) plans at once, on the device, and returns
-    (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]), which may be copied into buffers of
+    (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]). Both may be copied into buffers of
     the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k and num_heads_k alone.
 
         cache_seqlens            int32 [batch], contiguous: keys of each request. Never read by the host.
         num_q_tokens_per_head_k  s_q * h_q / h_kv
         num_heads_k, num_heads_q h_kv, h_q (checked when given)
-        topk                     for sparse decode: indices of a token, of both caches together. Then num_heads_k must be 1,
-                                 num_heads_q given, and of cache_seqlens only the batch counts: every request is taken to have
-                                 topk keys. (A schedule object plans by topk_length as well.)
+        topk                     for sparse decode: indices of a token, of both caches together. num_heads_k must be 1 and
+                                 num_heads_q given. Every request counts as having topk keys, and only the length of cache_seqlens
+                                 matters. (A schedule object plans by topk_length as well.)
         is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
 
-    One plan serves calls with and without batch_invariant, and block tables of any width. It stays correct when lengths
-    change afterwards; it is then less balanced. A plan whose first use was outside a CUDA graph is not made again by
-    replaying the graph. The host never looks into the two tensors: if they hold something else than a plan for as many
-    requests, a call gives wrong numbers, but it ends and keeps to its operands. (The simulated device notices that it reads what
-    nothing wrote.)
+    One plan serves calls with and without batch_invariant, and block tables of any width. A plan stays correct when lengths
+    change afterwards, but is then less balanced. Replaying a CUDA graph does not make a plan again whose first use was outside
+    the graph. The host never reads the two tensors. If they do not hold a plan for this number of requests, the results of a call
+    are wrong, but the call ends and accesses no other memory. (The simulated device reports reads of uninitialized plans.)
 
-    Raises ValueError on bad arguments, ArtifactError and DeviceError as flash_mla_with_kvcache.
+    Raises ValueError on bad arguments, and ArtifactError and DeviceError like flash_mla_with_kvcache.
     """
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if cache_seqlens is None:
@@ -108,7 +107,7 @@ def flash_mla_with_kvcache(
     batch_invariant: bool = False,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new query tokens over a paged latent cache: out = softmax(softmax_scale * q k^T) v.
+    """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
     Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :512].
 
@@ -121,33 +120,33 @@ def flash_mla_with_kvcache(
     descale_q, descale_k
                      fp32, one element each, on the device, positive; never read by the host. None: 1
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
-                     cache_seqlens needs are never read; KV beyond it may be anything, NaN too
+                     cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
-                     device takes a negative one for 0, and one that the table has no room for as what it has room for
-    causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). Means nothing for s_q 1
+                     device clips each length to 0 .. pages per request * page size
+    causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
 
-    Sparse (with indices): each query token attends to the slots that its indices name; causal must be False, block_table
-    and cache_seqlens are not looked at and may be None.
+    Sparse (with indices): each query token attends to the slots that its indices name. causal must be False. block_table
+    and cache_seqlens are ignored and may be None.
 
-    indices          int32 [batch, s_q, topk], last dimension contiguous: page * page size + row. Anything outside
-                     [0, pages * page size) is skipped, and what no valid index names may be anything, NaN too
+    indices          int32 [batch, s_q, topk], last dimension contiguous: page * page size + row. An index outside
+                     [0, pages * page size) is skipped. Slots that no valid index names may hold anything, NaN too
     q, k_cache       one of three formats (spec.cache_format), h_kv 1, any page size, pages and base 16-byte aligned:
                      q [..., 576] bf16, k_cache [pages, page size, 1, 656] of uint8, int8 or float8_e4m3fn, is_fp8_kvcache True:
                      512 e4m3, 4 fp32 scales, 64 bf16 RoPE columns a token; v = k[..., :512]
                      q [..., 512] bf16, k_cache [pages, page size, 1, 584], likewise: a page has 576 bytes a token, 448 e4m3 and
                      64 bf16 RoPE columns, then 8 bytes a token of which 7 are e8m0 scales; v = k. Pages may be padded
                      q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
-    topk_length      int32 [batch], contiguous: only so many of the first indices count; None: all
+    topk_length      int32 [batch], contiguous: number of leading indices that count; None: all
     attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length
-                     a second cache of the same format (its page size its own), its indices [batch, s_q, extra topk], and
-                     their lengths: attended to besides
+                     a second cache of the same format, with a page size of its own; its indices [batch, s_q, extra topk];
+                     and their lengths. Attended to together with the first cache
 
     Both:
 
     head_dim_v       512
     tile_scheduler_metadata, num_splits
-                     what get_mla_metadata returned: (schedule, None) or the two tensors
+                     the result of get_mla_metadata: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5
     out              [batch, s_q, h_q, 512] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
     lse              fp32 [batch, h_q, s_q], any strides
@@ -156,8 +155,8 @@ def flash_mla_with_kvcache(
     batch_invariant  True: the bits of a request depend neither on its batchmates nor on the number of SMs
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
-    out, lse and workspace share memory neither with each other nor with operands; that is looked at when a call is the first with its
-    shapes and options, and not again. No tensor may require gradients, unless gradients are switched off.
+    out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
+    checks that. No tensor may require gradients, unless gradients are switched off.
 
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA
@@ -212,20 +211,20 @@ def flash_mla_sparse_fwd(
     max_logits: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of each query token over the rows of an unpaged latent that its indices name: sparse prefill.
+    """Attend each query token to the rows of an unpaged latent that its indices name: sparse prefill.
 
     out = softmax(sm_scale * q k^T) v, where k are a token's rows and v = k[:, :512].
 
     q                bf16 or fp16 [s_q, h_q, d_qk], d_qk 576 or 512, h_q 1 to 128; last dimension contiguous, other strides free
     kv               same dtype [s_kv, 1, d_qk]; address and strides multiples of 16 bytes, last dimension contiguous
-    indices          int32 [s_q, 1, topk], last dimension contiguous, any topk: rows of kv. Anything outside [0, s_kv) is
-                     skipped, and what no valid index names may be anything, NaN too
+    indices          int32 [s_q, 1, topk], last dimension contiguous, any topk: rows of kv. An index outside [0, s_kv) is
+                     skipped. Rows that no valid index names may hold anything, NaN too
     sm_scale         positive and finite
     d_v              512
     attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse and max_logits are
                      not. -inf: no sink
-    topk_length      int32 [s_q], contiguous: only so many of a token's first indices count (a negative one counts as 0, one
-                     above topk as topk); what is behind them is never read. None: all. Never read by the host
+    topk_length      int32 [s_q], contiguous: number of a token's leading indices that count, clipped to 0 .. topk on the
+                     device; later indices are never read. None: all. Never read by the host
 
     A batch of requests, each with its own rows: q [batch, s_q, h_q, d_qk], indices [batch, s_q, 1, topk], topk_length
     [batch, s_q], the results with the batch in front as well, and kv one of

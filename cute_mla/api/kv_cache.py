@@ -18,7 +18,7 @@ def write_kv_cache(
     descale_k: torch.Tensor | None = None,
     power_of_two: bool = False,
 ) -> None:
-    """Writes the keys of new tokens to their slots in a paged cache, quantised where the cache is.
+    """Write the keys of new tokens to their slots in a paged cache, quantised where the cache is.
 
     kv_c             latent columns, bf16 or fp16 [tokens, 512], for a cache of 584 bytes a token [tokens, 448]
     k_pe             rotary columns [tokens, 64], of the same dtype. Of both the last dimension is contiguous, the other stride free
@@ -57,20 +57,20 @@ def gather_kv_cache(
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Keys of several requests out of a paged cache, one behind the other, dequantised where the cache is quantised.
+    """Gather keys of several requests out of a paged cache, one request behind the other; dequantise where the cache is quantised.
 
-    k_cache          as write_kv_cache takes it
-    block_table      int32 [batch, pages per request]; last dimension contiguous. An entry that no key asks for is not read
+    k_cache          a cache that write_kv_cache takes
+    block_table      int32 [batch, pages per request]; last dimension contiguous. An entry that no key needs is not read
     cu_seqlens       int32 [batch + 1], on the device, contiguous, not falling: row of the result at which each request's keys begin, and
                      the end of the last one's
-    rows             rows of the result; those from cu_seqlens[-1] on are left as they are
-    starts           int32 [batch], on the device, contiguous: position in its request of the first key that is wanted; default 0
+    rows             rows of the result; rows from cu_seqlens[-1] on stay as they are
+    starts           int32 [batch], on the device, contiguous: position in its request of the first key to gather; default 0
     descale_k        as in write_kv_cache
-    dtype            of the result, bf16 or fp16; default and only choice for a cache of 16-bit columns: its own; else bf16
-    out              for the result; last dimension contiguous, other stride free
+    dtype            dtype of the result, bf16 or fp16; a cache of 16-bit columns allows only its own; default bf16 for other caches
+    out              tensor for the result; last dimension contiguous, other stride free
 
     Returns out: [rows, 576], for a cache of 584 bytes a token [rows, 512]. A column times its scale is rounded once. A key that lies in no
-    page (a page number outside the cache, a position beyond the block table) is a row of zeros.
+    page (a page number outside the cache, a position beyond the block table) gives a row of zeros.
 
     With out given, nothing is allocated. Runs on the current stream, does not synchronise or read lengths on the host, and can be captured
     in a CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate(). Where there are no kernels (other CPU tensors,

@@ -20,7 +20,7 @@ def merge_states(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges attention of the same queries over disjoint sets of keys, such as chunks of a long context.
+    """Merge attention of the same queries over disjoint sets of keys, such as chunks of a long context.
 
     out = sum_s w_s outs[s] / sum_s w_s and lse = ln sum_s exp(lses[s]), with w_s = exp(lses[s]).
 
@@ -28,8 +28,8 @@ def merge_states(
                      [tokens, heads, 512 or 128], with or without a batch in front, all with the same strides; last dimension
                      contiguous, other strides free
     lses             as many, likewise: fp32 [tokens, heads], natural log, any strides (decode gives [batch, heads, tokens]:
-                     transpose it). An infinite one, of either sign, weighs nothing, and its row of outs may be anything, NaN too
-    out, lse         for the results, shaped as a state; each may be one of the states, and shares memory with nothing else
+                     transpose it). A state with an infinite lse, of either sign, has weight 0, and its row of outs may be anything, NaN too
+    out, lse         tensors for the results, shaped as a state; each may be one of the states, and shares memory with nothing else
     empty_lse        lse of a row that is empty in all states, inf or -inf; its out is 0
 
     Returns (out, lse). With both given, nothing is allocated. Sums are in fp32, over the states in their order. Runs on the

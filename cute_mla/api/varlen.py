@@ -33,20 +33,20 @@ def flash_attn_varlen_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of each of a batch of packed sequences over its own keys: dense prefill, forward only.
+    """Attend each packed sequence of a batch to its own keys: dense prefill, forward only.
 
     out = softmax(softmax_scale * q k^T) v for each sequence and query head.
 
     q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192 or 128; last dimension contiguous, other strides free
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
-    v                same dtype [total_k, h_kv, 128]. Of k and v, address and strides are multiples of 16 bytes, the last
-                     dimension contiguous; both may be slices of one tensor
+    v                same dtype [total_k, h_kv, 128]. Address and strides of k and v are multiples of 16 bytes, and their last
+                     dimension is contiguous; both may be slices of one tensor
     cu_seqlens_q     int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_q[r] to cu_seqlens_q[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
-    cu_seqlens_k     likewise, the keys of each sequence, which may be more or fewer than its query tokens. What belongs to no
-                     sequence may be anything, NaN too
-    max_seqlen_q     query tokens of the longest sequence, or more; those that a sequence has beyond it may be left out
-    max_seqlen_k     keys of the longest sequence; taken as other libraries take it, and not needed
+    cu_seqlens_k     likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
+                     no sequence may hold anything, NaN too
+    max_seqlen_q     query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out
+    max_seqlen_k     keys of the longest sequence; accepted because other libraries need it
     dropout_p        0
     softmax_scale    positive, default d_qk ** -0.5
     causal           True: query token i of s_q sees key j of s_k iff j <= i + s_k - s_q
@@ -56,7 +56,7 @@ def flash_attn_varlen_func(
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. No tensor may require gradients, unless
-    gradients are switched off: the result would not have any. out and lse share memory neither with each other nor with operands.
+    gradients are switched off, because there is no backward pass. out and lse share memory neither with each other nor with operands.
 
     With out and lse given, nothing is allocated; no workspace is needed, and no plan. No queries, no keys, no sequences and
     offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a CUDA
@@ -113,12 +113,12 @@ def flash_attn_varlen_kvpacked_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_varlen_func with keys and values in one tensor, of which it takes slices and no copies.
+    """Call flash_attn_varlen_func with keys and values in one tensor: slices, no copies.
 
     kv               [total_k, h_kv, head_dim_qk + 128]: k is kv[..., :head_dim_qk], v the rest
     head_dim_qk      192 or 128
 
-    Everything else, and what is returned and raised, is as there.
+    Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
     return flash_attn_varlen_func(
@@ -151,14 +151,14 @@ def flash_attn_varlen_qkvpacked_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_varlen_func with queries, keys and values of the same tokens and heads in one tensor: slices, no copies.
+    """Call flash_attn_varlen_func with queries, keys and values of the same tokens and heads in one tensor: slices, no copies.
 
     qkv              [total, h, 2 * head_dim_qk + 128]: q is qkv[..., :head_dim_qk], k the next head_dim_qk columns, v the rest
     cu_seqlens, max_seqlen
-                     of queries and keys
+                     those of both queries and keys
     head_dim_qk      192 or 128
 
-    Everything else, and what is returned and raised, is as there.
+    Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
     return flash_attn_varlen_func(
@@ -179,7 +179,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> None:
-    """ValueError unless the last dimension has room for the values, behind 1 (keys) or 2 (queries and keys) operands."""
+    """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
     if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
     check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")

@@ -1,9 +1,8 @@
-"""The reference quantiser and dequantiser of the caches in spec.cache_format: plain torch, on any device, exact.
+"""Cache codec: the reference quantiser and dequantiser of the formats in spec.cache_format. Plain torch, on any device, exact.
 
 A cache is a tensor [pages, page size, 1, bytes of a token]: 656 or 584 bytes as uint8, int8 or float8_e4m3fn, or 576 columns
-of bf16 or fp16 ("latent"). Its pages may lie apart: strides are free where the format has tokens of their own. In fp8_584 a
-token's bytes are not in one place, only the page is: there the tokens of a page have to follow each other without a gap, and
-the last two dimensions are no more than a count of bytes.
+of bf16 or fp16 ("latent"). Pages may lie apart, with any stride. In fp8_584 the bytes of a token are in two places of its page.
+There the tokens of a page follow each other without a gap, and the last two dimensions only count bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from .tensor_spec import (
     spec_of,
 )
 
-_MOST_BYTES = 1 << 40  # of a cache
+_MAX_BYTES = 1 << 40  # of a cache
 _E8M0_NAN = 255
-_E4M3_NAN = 0x7F  # of the two codes, the one that GPUs make
+_E4M3_NAN = 0x7F  # the NaN that GPUs make, of the two codes
 
 
 class Parts(NamedTuple):
-    """A cache's bytes, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
+    """The bytes of a cache, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -42,10 +41,10 @@ class Parts(NamedTuple):
 
 
 def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: int | None = None, fill: int = 0) -> torch.Tensor:
-    """An FP8 cache uint8 [pages, page_size, 1, bytes of a token], every byte `fill`, on the CPU.
+    """Return an FP8 cache uint8 [pages, page_size, 1, bytes of a token] on the CPU, every byte `fill`.
 
-    page_stride: bytes from page to page, default those of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
-    ValueError for another format, a stride that is too small, or what is no byte.
+    page_stride: bytes from page to page, default the bytes of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
+    ValueError for another format, a stride that is too small, or a fill outside 0 .. 255.
     """
     layout = _quantised_format(cache_format)
     check_integer("pages", pages, 0)
@@ -57,21 +56,21 @@ def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: i
         raise ValueError(
             f"page_stride is {short_repr(page_stride)}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}"
         )
-    if pages * stride >= _MOST_BYTES:
-        raise ValueError(f"pages is {pages}, {stride} bytes apart; supported: less than {_MOST_BYTES} bytes in all")
+    if pages * stride >= _MAX_BYTES:
+        raise ValueError(f"pages is {pages}, {stride} bytes apart; supported: less than {_MAX_BYTES} bytes in all")
     storage = torch.full((pages * stride,), fill, dtype=torch.uint8)
     return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1))
 
 
 def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantises keys: kv [pages, page size, 1, d_qk] of any float type to a cache uint8 [pages, page size, 1, bytes of a token].
+    """Quantise keys: kv [pages, page size, 1, d_qk] of any float dtype to a cache uint8 [pages, page size, 1, bytes of a token].
 
     cache_format: "fp8_656" (d_qk 576) or "fp8_584" (d_qk 512). A group of columns is divided by its scale, rounded to the
     nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale is amax / 448 in fp32;
     with power_of_two, and always in fp8_584, whose scales are e8m0, it is the least power of two not below
     max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN.
-    out: a cache to write to, of any strides that the format allows (empty_cache makes one); default a new one, contiguous.
-    Bytes of padding are left as they are in out.
+    out: the cache to write to, of any strides that the format allows, such as one of empty_cache; default a new contiguous one.
+    Bytes of padding in out stay as they are.
 
     Returns the cache. ValueError on another format, shape, dtype or device, and for keys that require gradients.
     """
@@ -102,10 +101,10 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
 
 
 def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Parts:
-    """The bytes of keys [.., d_qk], without padding behind their scales."""
+    """Return the bytes of keys [.., d_qk], without padding behind the scales."""
     groups = keys[..., : layout.quantised].float().unflatten(-1, (layout.groups, layout.group))
     scales = _scales(groups, power_of_two or not layout.scales_inside)
-    divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # all values are 0 where the scale is, or as good as 0
+    divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # where the scale is 0, all values are 0 or underflow
     divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
     return Parts(
         codes=to_e4m3(groups / divisor).flatten(-2),
@@ -115,15 +114,15 @@ def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Pa
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """uint8: codes of floats, rounded to nearest even and limited to +-448."""
+    """Return the e4m3 codes of floats as uint8: rounded to nearest even and limited to +-448."""
     codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(values.isnan(), _E4M3_NAN, codes)
 
 
 def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
-    """The keys of a cache: fp32 [pages, page size, 1, d_qk]; value times scale in fp32, without any further rounding.
+    """Return the keys of a cache: fp32 [pages, page size, 1, d_qk], value times scale in fp32, without further rounding.
 
-    cache: as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
+    cache: a tensor as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
     ValueError on another format, shape, dtype or stride.
     """
     if not isinstance(cache_format, str) or cache_format not in FORMATS:
@@ -140,7 +139,7 @@ def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
 
 
 def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
-    """fp32 [.., d_qk]: the keys whose bytes these are."""
+    """Return the keys of these bytes: fp32 [.., d_qk]."""
     groups = _contiguous_bytes(parts.codes).view(torch.float8_e4m3fn).float().unflatten(-1, (layout.groups, layout.group))
     scale_bytes = _contiguous_bytes(parts.scales)
     scales = scale_bytes.view(torch.float32) if layout.scales_inside else _from_e8m0(scale_bytes[..., : layout.groups])
@@ -149,7 +148,7 @@ def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
 
 
 def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
-    """A copy that begins where its storage does: a view as wider elements needs an aligned beginning."""
+    """Return a copy at the beginning of its storage, as a view with wider elements requires."""
     return view.clone(memory_format=torch.contiguous_format)
 
 
@@ -162,13 +161,13 @@ def _quantised_format(cache_format: Any) -> CacheFormat:
 
 
 def _check_memory(name: str, spec: TensorSpec) -> None:
-    """ValueError for a tensor without memory."""
+    """Raise ValueError for a tensor without memory."""
     if spec.device.type == "meta":
         raise ValueError(f"{name} is on meta; supported: the CPU and CUDA devices")
 
 
 def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
-    """Where a cache keeps what. ValueError unless it is one of the format."""
+    """Return views of a cache's codes, scales and 16-bit columns. ValueError unless the cache has this format."""
     spec = spec_of(name, cache)
     token = layout.page_bytes(1)
     check_shape(name, spec, ("pages", "page size", 1, token))
@@ -190,7 +189,7 @@ def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
 
 
 def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
-    """fp32 [..., groups] for fp32 [..., groups, columns]; NaN where a group has a value that is not finite."""
+    """Return the scales of groups: fp32 [..., groups] for fp32 [..., groups, columns]. NaN for a group with a value that is not finite."""
     amax = groups.abs().amax(dim=-1)
     scales = amax / E4M3_MAX
     if power_of_two:
@@ -202,13 +201,13 @@ def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
 
 
 def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
-    """uint8: the exponents of powers of two, 255 for NaN."""
+    """Return the biased exponents of powers of two as uint8, 255 for NaN."""
     exponent = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
     return torch.where(scales.isnan(), _E8M0_NAN, exponent).to(torch.uint8)
 
 
 def _from_e8m0(codes: torch.Tensor) -> torch.Tensor:
-    """fp32: 2^(code - 127), NaN for 255."""
+    """Return 2^(code - 127) in fp32, NaN for code 255."""
     exponent = codes.to(torch.int32)
     bits = torch.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
     return torch.where(exponent == _E8M0_NAN, float("nan"), bits.view(torch.float32))

@@ -1,4 +1,4 @@
-"""The artefacts on disk: where they are, and that they are what the manifest says."""
+"""Artefacts on disk: their folder, and checks that they match the manifest."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _ABI_SM_IN_BYTE_1 = 8
 
 
 def artifacts_folder() -> Path:
-    """Where the artefacts are looked for: $CUTE_MLA_ARTIFACTS, else cute_mla/artifacts."""
+    """Return the folder of the artefacts: $CUTE_MLA_ARTIFACTS, else cute_mla/artifacts."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "artifacts"
 
 
 @dataclass(frozen=True)
 class Artifacts:
-    """A folder of built kernels and its manifest. provenance: where a wheel's come from; None in a tree."""
+    """A folder of built kernels and its manifest. provenance: that of a wheel's kernels; None in a source tree."""
 
     folder: Path
     manifest: Manifest
     provenance: Provenance | None = None
 
     def check(self) -> None:
-        """Reads every file. ArtifactError names those that are missing, damaged, or of another architecture or manifest."""
+        """Read every file. ArtifactError names the files that are missing, damaged, or of another architecture or manifest."""
         damages = self.damages()
         if damages:
             raise ArtifactError("\n".join(damages))
 
     def damages(self) -> list[str]:
-        """What check() would raise, file by file."""
+        """Return the errors that check() raises, one per file."""
         found = []
         if self.provenance is not None and manifest_sha256(self.folder) != self.provenance.manifest_sha256:
             found.append(f"{self.folder / MANIFEST_NAME} is not the one of {self.folder / PROVENANCE_NAME}, which names another sha256")
@@ -57,14 +57,14 @@ class Artifacts:
         return found
 
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """The manifest entry of a variant. ArtifactError if it was not built."""
+        """Return the manifest entry of a variant. ArtifactError if it was not built."""
         try:
             return self.manifest.find(op, arch, config_name)
         except ManifestError as error:
             raise ArtifactError(f"{self.folder}: {error}; {_REBUILD}") from error
 
     def cubin(self, entry: KernelEntry) -> bytes:
-        """The kernel's machine code. ArtifactError if it is damaged or for another architecture."""
+        """Return the kernel's machine code. ArtifactError if it is damaged or for another architecture."""
         cubin = self._read(entry.cubin, entry.cubin_sha256)
         built_for = cubin_sm(cubin)
         major, minor = ARCHS[entry.arch].compute_capabilities[0]  # the first of the family is in the file
@@ -76,7 +76,7 @@ class Artifacts:
         return cubin
 
     def ptx(self, entry: KernelEntry) -> str:
-        """The PTX that the cubin was made from. ArtifactError if it is damaged."""
+        """Return the PTX that the cubin was made from. ArtifactError if it is damaged."""
         return self._read(entry.ptx, entry.ptx_sha256).decode()
 
     def _read(self, name: str, sha256: str) -> bytes:
@@ -92,7 +92,7 @@ class Artifacts:
 
 
 def cubin_sm(cubin: bytes) -> int | None:
-    """The SM number (90 for sm_90a) in a cubin's ELF header, or None if these bytes are not a cubin."""
+    """Return the SM number (90 for sm_90a) in a cubin's ELF header, or None if these bytes are not a cubin."""
     if len(cubin) < 64 or not cubin.startswith(_ELF_MAGIC) or int.from_bytes(cubin[18:20], "little") != _ELF_MACHINE_CUDA:
         return None
     flags = cubin[48:52]
@@ -100,7 +100,7 @@ def cubin_sm(cubin: bytes) -> int | None:
 
 
 def cubin_toolkit(cubin: bytes) -> tuple[int, int] | None:
-    """The CUDA version whose ptxas made a cubin, or None if it does not say (CUDA 12 for sm_90)."""
+    """Return the CUDA version whose ptxas made a cubin, or None if the cubin does not say (CUDA 12 for sm_90)."""
     found = re.search(rb"Cuda compilation tools, release (\d+)\.(\d+)", cubin)
     return (int(found[1]), int(found[2])) if found else None
 
@@ -110,7 +110,7 @@ _lock = threading.Lock()
 
 
 def load_artifacts(folder: Path | None = None) -> Artifacts:
-    """The artefacts of a folder (default: artifacts_folder()), read again when the manifest has been rewritten since."""
+    """Return the artefacts of a folder (default: artifacts_folder()). Read them again when the manifest was rewritten."""
     folder = artifacts_folder() if folder is None else folder
     try:
         stamp = (folder / MANIFEST_NAME).stat().st_mtime_ns

@@ -20,11 +20,11 @@ from .cuda_launches import CudaLaunches
 from .errors import DeviceError
 from .launch import CallSteps
 
-_DRIVERS = {12: "525", 13: "580"}  # the first driver for a CUDA major, which is the oldest that loads what its tools compile
+_DRIVERS = {12: "525", 13: "580"}  # by CUDA major: the oldest driver that loads what its tools compile
 
 
-class _Slot:
-    """What one launch in flight needs and changes: its argument block and launch configurations."""
+class _LaunchBuffers:
+    """State of one launch in flight: argument block and launch configurations."""
 
     def __init__(self, entry: KernelEntry) -> None:
         self.arguments = ArgumentBlock(entry.params)
@@ -32,13 +32,13 @@ class _Slot:
 
 
 class _LoadedKernel:
-    """A kernel ready to launch. Slots are lent one to a launch, so that threads do not share them."""
+    """A kernel ready to launch. Each launch borrows one of the buffers, so that threads do not share them."""
 
     def __init__(self, entry: KernelEntry, library: Any, handle: Any) -> None:
         self.entry = entry
         self.library = library  # unloaded with the process
         self.handle = handle
-        self.slots = [_Slot(entry)]
+        self.buffers = [_LaunchBuffers(entry)]
 
 
 class CudaDevice:
@@ -62,7 +62,7 @@ class CudaDevice:
         self._lock = threading.Lock()
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
-        """The manifest entry of a variant for this device. ArtifactError if it was not built."""
+        """Return the manifest entry of a variant for this device. ArtifactError if it was not built."""
         entry = self._entries.get((op, config_name))
         if entry is None:
             entry = self._entries[op, config_name] = self._artifacts.entry(op, self.arch.name, config_name)
@@ -77,43 +77,43 @@ class CudaDevice:
         stream: int | None = None,
         pdl: bool = False,
     ) -> None:
-        """Launches a kernel with its parameters in order. Allocates nothing on the device, and does not wait.
+        """Launch a kernel, with its arguments in the order of its parameters. Allocate nothing on the device; do not wait.
 
         grid: CTAs along x, y, z. stream: a raw handle; default torch's current stream of this device.
-        pdl: the kernel may start before the one ahead of it ends, and waits for it itself.
+        pdl: the kernel may start before the kernel ahead of it ends, and waits for that kernel itself.
         """
         loaded = self.loaded(kernel)
         handle = self.stream(cuda_launches.current_stream(self.index) if stream is None else stream)
         try:
-            slot = loaded.slots.pop()
+            buffers = loaded.buffers.pop()
         except IndexError:
-            slot = _Slot(kernel)
+            buffers = _LaunchBuffers(kernel)
         try:
-            slot.arguments.fill(args)
-            config = slot.configs[pdl]
+            buffers.arguments.fill(args)
+            config = buffers.configs[pdl]
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.hStream = handle
             if driver.is_current(self.index):
-                driver.launch(config, loaded.handle, slot.arguments.table_address)
+                driver.launch(config, loaded.handle, buffers.arguments.table_address)
             else:  # a thread that has not used CUDA yet, or whose current device is another one
                 with driver.current(self.context):
-                    driver.launch(config, loaded.handle, slot.arguments.table_address)
+                    driver.launch(config, loaded.handle, buffers.arguments.table_address)
         finally:
-            loaded.slots.append(slot)
+            loaded.buffers.append(buffers)
 
     def prepare(self, call: CallSteps) -> CudaLaunches:
-        """Makes the launches of a call ready but for their memory. Loads what is not loaded."""
+        """Prepare the launches of a call, all but their memory. Load kernels that are not loaded."""
         return CudaLaunches(self.index, self.context, call, [self.loaded(step.kernel).handle for step in call.steps])
 
     def mark_uninitialized(self, *tensors: torch.Tensor) -> None:
-        """Says that the contents of these tensors do not matter. Nothing to do here."""
+        """Do nothing: a CUDA device does not track contents."""
 
     def stream(self, raw: int) -> Any:
-        """The driver's object for a raw stream handle."""
+        """Return the driver's object for a raw stream handle."""
         return self._streams.get(raw) or self._streams.setdefault(raw, driver.stream(raw))
 
     def loaded(self, kernel: KernelEntry) -> _LoadedKernel:
-        """The kernel on this device, loaded if need be."""
+        """Return the kernel on this device. Load it at its first use."""
         return self._kernels.get(kernel.name) or self._load(kernel)
 
     def _load(self, entry: KernelEntry) -> _LoadedKernel:
@@ -135,7 +135,7 @@ class CudaDevice:
 
 @cache
 def cuda_device(index: int) -> CudaDevice:
-    """The device with this index, as torch counts."""
+    """Return the device with this index, as torch counts."""
     return CudaDevice(index)
 
 
@@ -151,7 +151,7 @@ def _arch_of(index: int) -> Arch:
 
 
 def _check_driver(entry: KernelEntry, cubin: bytes) -> None:
-    """Refuses a cubin that is newer than the driver, with both versions, before the driver does so with neither."""
+    """Raise DeviceError if a cubin is newer than the driver. The message has both versions; the driver's own has neither."""
     toolkit = cubin_toolkit(cubin)
     if toolkit is None or driver.version() >= toolkit[0] * 1000:
         return

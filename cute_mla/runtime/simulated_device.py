@@ -1,4 +1,4 @@
-"""The simulated device: launches run the PTX of the same artefacts, on the memory of CPU tensors."""
+"""Simulated device: runs the PTX of the same artefacts on the memory of CPU tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f
 
 MAX_CACHED_MODULES = 24  # parsed kernels, some 100 MB each
 
-_modules: dict[str, Module] = {}  # the one last used is the last
+_modules: dict[str, Module] = {}  # in the order of use
 _modules_lock = threading.Lock()
 
 
 class SimulatedDevice:
     """A device of `sm_count` SMs that executes PTX one launch after the other.
 
-    findings: what launches did wrong, in order. instructions: warp instructions executed. seconds: time spent on them.
+    findings: errors of the launches, in order. instructions: warp instructions executed. seconds: time spent on them.
     launches: kernels run. counts: warp instructions by kernel, role and class, once count_by_role() has been called.
     """
 
@@ -69,7 +69,7 @@ class SimulatedDevice:
         self._artifacts: Artifacts = load_artifacts()
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
-        """The manifest entry of a variant for this device. ArtifactError if it was not built."""
+        """Return the manifest entry of a variant for this device. ArtifactError if it was not built."""
         return self._artifacts.entry(op, self.arch.name, config_name)
 
     def launch(
@@ -81,10 +81,10 @@ class SimulatedDevice:
         stream: int | None = None,
         pdl: bool = False,
     ) -> None:
-        """Runs a kernel to its end. SimulationError on a finding when on_finding is "raise".
+        """Run a kernel to its end. SimulationError on a finding when on_finding is "raise".
 
-        stream changes nothing: launches run in the order they are made. pdl: the kernel must not touch global memory before it has waited
-        for the one ahead.
+        stream has no effect: launches run in the order of the calls. pdl: the kernel must wait for the kernel ahead of it before it touches
+        global memory.
         """
         del stream
         memory = simulator.GlobalMemory()
@@ -106,11 +106,11 @@ class SimulatedDevice:
             raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
 
     def prepare(self, call: CallSteps) -> SingleLaunches:
-        """Keeps what to launch."""
+        """Return the launches of a call. There is nothing to prepare."""
         return SingleLaunches(self, call)
 
     def count_by_role(self) -> None:
-        """Counts what launches from here on execute."""
+        """Count the warp instructions of all later launches, by kernel, role and class."""
         self.counts = {}
 
     def _add_counts(self, kernel: str, counts: Counts) -> None:
@@ -120,7 +120,7 @@ class SimulatedDevice:
             roles.setdefault(role, Counter()).update(classes)
 
     def mark_uninitialized(self, *tensors: torch.Tensor) -> None:
-        """Forgets what was written to the tensors: whoever uses their contents before a kernel wrote them is found out."""
+        """Mark the contents of the tensors as uninitialized. Using them before a kernel writes them is a finding."""
         for tensor in tensors:
             self._uninitialized.declare(tensor)
 
@@ -142,7 +142,7 @@ class SimulatedDevice:
                 names=names,
                 dependent=pdl,
             )
-        except ValueError as error:  # the PTX does not have what the manifest says of it
+        except ValueError as error:  # the PTX differs from its manifest entry
             raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error
 
     def _module(self, kernel: KernelEntry) -> Module:
@@ -155,15 +155,17 @@ class SimulatedDevice:
 
 
 def _raw(param: Param, arg: Any) -> bytes | TensorMap:
-    """An argument as the simulator takes it: its little-endian bytes, or the tensor map as it is."""
+    """Return an argument as the simulator takes it: little-endian bytes, or the TensorMap."""
     if param.kind is ParamKind.TENSOR_MAP:
         return arg
     return struct.pack(_SCALARS[param.kind], address_of(arg) if param.kind is ParamKind.POINTER else arg)
 
 
 def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
-    """Name, first address and end of all memory that the arguments refer to, without overlaps: tensors that interleave
-    (slices of one storage) become one region."""
+    """Yield name, first address and end of each memory region that the arguments refer to.
+
+    Regions do not overlap: tensors that interleave, such as slices of one storage, become one region.
+    """
     ranges = []
     for param, arg in zip(params, args, strict=True):
         start, stop = _range(param, arg)

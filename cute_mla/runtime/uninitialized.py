@@ -1,4 +1,4 @@
-"""Which bytes of memory nobody has written yet, remembered from one simulated launch to the next."""
+"""Uninitialized memory: the bytes that no launch has written yet, tracked across simulated launches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Shadow:
-    """written: 1 for each byte of a tensor that a launch has written. version: torch's count of its own writes."""
+    """Shadow of a tensor. written: 1 for each byte that a launch has written. version: torch's count of its own writes."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -28,23 +28,23 @@ class _Shadow:
 
     @property
     def is_current(self) -> bool:
-        """False once the memory may belong to something else, or torch has written to it."""
+        """Return False once the memory may belong to another tensor, or torch has written to it."""
         tensor = self.tensor()
         return tensor is not None and tensor._version == self.version
 
 
 class UninitializedMemory:
-    """The tensors whose contents were declared undefined, and what launches have written to them since.
+    """The tensors whose contents were declared uninitialized, and the bytes that launches have written to them since.
 
-    Only contiguous tensors are followed, because between the rows of others lies memory that is not theirs, and no inference
-    tensors, because torch does not count its writes to them.
+    Only contiguous tensors are tracked: between the rows of other tensors lies memory that does not belong to them. Inference tensors are
+    not tracked, because torch does not count its writes to them.
     """
 
     def __init__(self) -> None:
         self._shadows: list[_Shadow] = []
 
     def declare(self, tensor: torch.Tensor) -> None:
-        """Forgets what was written to a tensor. Fills it with NaN (or -1), in case somebody looks at it outside a launch."""
+        """Declare a tensor uninitialized. Fill it with NaN (or -1), in case it is read outside a launch."""
         tensor.fill_(float("nan") if tensor.is_floating_point() else 255 if tensor.dtype is torch.uint8 else -1)
         start = tensor.data_ptr()
         self._shadows = [shadow for shadow in self._shadows if shadow.is_current and shadow.start != start]
@@ -52,7 +52,7 @@ class UninitializedMemory:
             self._shadows.append(_Shadow(weakref.ref(tensor), tensor._version, start, np.zeros(tensor.nbytes, np.uint8)))
 
     def register(self, memory: GlobalMemory, name: str, start: int, stop: int) -> None:
-        """Adds memory for a launch, with what is known of it."""
+        """Add memory for a launch. Bytes of declared tensors that no launch has written are invalid."""
         shadows = self._overlapping(start, stop)
         memory.add(name, start, stop - start, initialised=not shadows)
         if shadows:
@@ -62,7 +62,7 @@ class UninitializedMemory:
                 known[low - start : high - start] = shadow.written[low - shadow.start : high - shadow.start]
 
     def update(self, memory: GlobalMemory, start: int, stop: int) -> None:
-        """Takes over what a launch has written to memory that was registered so."""
+        """Record the bytes that a launch has written to registered memory."""
         for shadow, low, high in self._overlapping(start, stop):
             known = _written(memory, start, stop)
             shadow.written[low - shadow.start : high - shadow.start] = known[low - start : high - start]

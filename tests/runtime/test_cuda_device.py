@@ -316,7 +316,7 @@ def test_threads_do_not_share_argument_blocks(fake: FakeDriver, monkeypatch: pyt
     first.join()
     device.launch(kernel, (1, 1, 1), plan_args())
     assert tables[1] != tables[0], "a block in use was used again"
-    assert len(device._kernels[kernel.name].slots) == 2, "blocks were not given back"
+    assert len(device._kernels[kernel.name].buffers) == 2, "blocks were not given back"
 
 
 def test_driver_error_names_function_and_code(fake: FakeDriver) -> None:

@@ -137,7 +137,7 @@ def test_one_memory_as_two_caches(fake: FakeDriver) -> None:
 
 
 def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_map, "_KEPT_MAPS", 2)
+    monkeypatch.setattr(tensor_map, "_MAX_MAPS", 2)
     arguments, device = made(dense), CudaDevice(0)
     caches = [elsewhere(arguments["k_cache"]) for _ in range(3)]
     for cache in (*caches, *caches):
