@@ -23,7 +23,7 @@ from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.wheel import git, make_wheel, stage, stale_kernels
 from cute_mla.manifest import Manifest, Provenance, manifest_sha256
-from cute_mla.runtime.library import artifacts_folder
+from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
 from tests.support.tree import ROOT
 

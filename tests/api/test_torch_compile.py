@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import cute_mla
-from cute_mla.schedule import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase

@@ -15,7 +15,7 @@ from cute_mla.cli import commands
 from cute_mla.cli.profile import succeeded
 from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
-from cute_mla.runtime.library import FOLDER_VARIABLE
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 

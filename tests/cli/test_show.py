@@ -17,8 +17,8 @@ from cute_mla.cli import commands
 from cute_mla.manifest import Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
 from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, DynamicCounts
 from cute_mla.runtime import driver
+from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.runtime.library import Artifacts
 from cute_mla.spec.abi import int32s, tensor_maps
 from cute_mla.spec.arch import SM90, SM100
 

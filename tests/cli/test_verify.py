@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands, verify
 from cute_mla.manifest import KernelEntry, Manifest, Provenance
+from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.runtime.library import Artifacts
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_mla.schedule import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 
 WIDE = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)

@@ -13,8 +13,8 @@ from torch import Tensor
 import cute_mla
 from cute_mla import reference
 from cute_mla.cache import dequantise_cache
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.reference import IndexedCache
-from cute_mla.schedule import MlaSchedule
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import num_parts
 from cute_mla.testing.cases.base import BaseCase

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.cache.torch_path import to_e4m3
+from cute_mla.ops.cache_codec import to_e4m3
 from cute_mla.spec.arch import Arch
 from tests.layer.mla_models import V2_LITE, V3
 from tests.layer.mla_steps import TOLERANCE, Sequences

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation.campaign import coverage, explanations, judge_batch, read, unexplained, wanted
 from tests.mutation.sites import KINDS
 

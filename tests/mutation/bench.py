@@ -16,9 +16,9 @@ import torch
 
 from cute_mla import simulator
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime import simulated
-from cute_mla.runtime.device import simulate
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime import simulated_device
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.current import simulate
 from cute_mla.simulator.engine import recorder
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import ANY_16_BITS
@@ -72,14 +72,14 @@ def _parsed(ptx: str) -> simulator.Module:
 def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
     """Launch a PTX text wherever the runtime would launch a kernel."""
     key = kernel.ptx_sha256
-    before = simulated._modules.pop(key, None)
-    simulated._modules[key] = _parsed(ptx)
+    before = simulated_device._modules.pop(key, None)
+    simulated_device._modules[key] = _parsed(ptx)
     try:
         yield
     finally:
-        simulated._modules.pop(key, None)
+        simulated_device._modules.pop(key, None)
         if before is not None:
-            simulated._modules[key] = before
+            simulated_device._modules[key] = before
 
 
 @contextmanager
@@ -183,10 +183,10 @@ class Subject:
     def _try(self, case: BaseCase) -> None:
         """Take a case in if it launches the kernel; it must be without findings."""
         tensors = operation_of(case).make_tensors(case, "cpu")
-        simulated._modules.clear()
+        simulated_device._modules.clear()
         with self.places.watch():
             results, findings = _call(self.kernel.arch, case, tensors, Schedule("round_robin", 0))
-        if self.kernel.ptx_sha256 in simulated._modules:
+        if self.kernel.ptx_sha256 in simulated_device._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")
             self.trials.append(ShippedBits(self.kernel, case, tensors, results))

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
-from cute_mla.runtime.library import Artifacts, load_artifacts
+from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from tests.mutation.bench import Outcome, Subject, orders, prepare
 from tests.mutation.places import structure
 from tests.mutation.sites import Mutation, find

@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation.bench import Subject
 from tests.mutation.campaign import explanations, judge_batch, sampled, unexplained
 from tests.mutation.sites import KINDS, find

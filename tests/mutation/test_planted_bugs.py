@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.runner import schedules

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla import decode_call
+from cute_mla.ops import decode
 from cute_mla.spec.arch import Arch
 from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse, sparse_extra
 from tests.support.recording_device import RecordingDevice
@@ -25,13 +25,13 @@ def device(arch: Arch) -> Iterator[RecordingDevice]:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return one entry for every call that was checked."""
     seen: list[Any] = []
-    original = decode_call.prepare
+    original = decode.prepare
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return original(*args)
 
-    monkeypatch.setattr(decode_call, "prepare", counted)
+    monkeypatch.setattr(decode, "prepare", counted)
     return seen
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cute_mla.parallel import ContextParallel, ContextShard
-from cute_mla.runtime.device import simulate
+from cute_mla.runtime.current import simulate
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, SPARSE_DECODE_OUT, compare, same_bits
 from tests.parallel.dealing import DealtCall, Result, expected, rank_main, run, undealt
 

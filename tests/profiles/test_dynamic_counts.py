@@ -10,7 +10,7 @@ from cute_mla.aot_build.variants import closed_variants
 from cute_mla.manifest import KernelEntry
 from cute_mla.profiles.kernel_stats import dynamic_counts as module
 from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, dynamic_counts
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 
 WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")

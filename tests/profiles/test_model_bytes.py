@@ -11,7 +11,7 @@ from cute_mla import simulator
 from cute_mla.profiles.kernel_stats import dynamic_counts as module
 from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY
 from cute_mla.profiles.model.tile_costs import block_of
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import Observer
 
 

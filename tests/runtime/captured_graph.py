@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.runtime.arguments import Span
-from cute_mla.runtime.library import load_artifacts
-from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.runtime.fake_driver import STREAM, FakeDriver, RecordedLaunch, RecordedMap

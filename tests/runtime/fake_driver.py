@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as real
 
-from cute_mla.runtime import cuda, cuda_launches, device, driver, tensor_map
+from cute_mla.runtime import cuda_device, cuda_launches, current, driver, tensor_map
 from cute_mla.spec.abi import Param
 
 ENCODE_ARGUMENTS = 12
@@ -180,11 +180,11 @@ def scalar(value: bytes, kind: str) -> Any:
 @contextmanager
 def installed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put a fake in the driver's place; torch's current stream is STREAM."""
-    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
+    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda_device.cuda_device)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(driver, "_bindings", lambda: fake)
-    monkeypatch.setattr(device, "_cuda", {})
+    monkeypatch.setattr(current, "_cuda", {})
     monkeypatch.setattr(cuda_launches, "current_stream", lambda index: STREAM)
     yield
     for cache in caches:

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from cute_mla.runtime import cuda_launches, driver
 from cute_mla.runtime.arguments import ArgumentBlock, Span
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import CallSteps, Place, Step, cpu_tensors_on
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
+from cute_mla.runtime.launch import BufferRef, CallSteps, Step
 from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
@@ -279,7 +280,7 @@ def test_threads_do_not_share_prepared_launches(fake: FakeDriver) -> None:
 
     fake._cuLaunchKernelEx = launch  # type: ignore[method-assign]
     device = CudaDevice(0)
-    pointers = (Place(0), None, Place(1), Place(2))
+    pointers = (BufferRef(0), None, BufferRef(1), BufferRef(2))
     step = Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), pointers, (3, 132, NO_LIMIT, 0), pdl=False)
     launches = device.prepare(CallSteps((step,), 3, ()))
     tensors = [torch.zeros(1)] * 3
@@ -315,7 +316,7 @@ def test_threads_do_not_share_argument_blocks(fake: FakeDriver, monkeypatch: pyt
     first.join()
     device.launch(kernel, (1, 1, 1), plan_args())
     assert tables[1] != tables[0], "a block in use was used again"
-    assert len(device._kernels[kernel.name].slots) == 2, "blocks were not given back"
+    assert len(device._kernels[kernel.name].buffers) == 2, "blocks were not given back"
 
 
 def test_driver_error_names_function_and_code(fake: FakeDriver) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import cpu_tensors_on
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors

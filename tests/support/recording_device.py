@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
-from cute_mla.runtime.kept_calls import KeptCalls
+from cute_mla.runtime.call_cache import CallCache
+from cute_mla.runtime.current import cpu_tensors_on
+from cute_mla.runtime.device import SingleLaunches
+from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec import (
     cache_gather,
     cache_write,
@@ -57,7 +59,7 @@ class RecordingDevice:
     sm_count: int = 132
     launches: list[Launch] = field(default_factory=list)
     poisoned: list[int] = field(default_factory=list)
-    kept_calls: KeptCalls = field(default_factory=KeptCalls)
+    call_cache: CallCache = field(default_factory=CallCache)
 
     @contextmanager
     def active(self) -> Iterator[RecordingDevice]:
@@ -97,7 +99,7 @@ class RecordingDevice:
         """Keep what to launch."""
         return SingleLaunches(self, call)
 
-    def undefined(self, *tensors: torch.Tensor) -> None:
+    def mark_uninitialized(self, *tensors: torch.Tensor) -> None:
         """Record the addresses."""
         self.poisoned += [tensor.data_ptr() for tensor in tensors]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.api import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.dense_prefill_op import plan_call
+from cute_mla.ops import dense_prefill
 from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
@@ -193,7 +193,7 @@ def test_queries_that_share_memory(device: RecordingDevice) -> None:
 def test_operands_far_apart(arch: Arch) -> None:
     """More than 2^31 elements, and bytes, between neighbours of every dimension."""
     far = 1 << 36
-    plan = plan_call(far_call(far), arch, 132)
+    plan = dense_prefill.plan(far_call(far), arch, 132)
     assert plan.kernel == "bf16_d192"
     assert plan.int64s == (far, 2 * far, *(3 * far, far) * 2)
     assert plan.int32s == (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
@@ -203,7 +203,7 @@ def test_operands_far_apart(arch: Arch) -> None:
 def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
     call = far_call(1 << 36)
     q = call.q._replace(stride=(1 << 39, 192, 1))
-    plan = plan_call(call._replace(q=q), arch, 132)
+    plan = dense_prefill.plan(call._replace(q=q), arch, 132)
     assert (plan.kernel, plan.layouts[0]) == ("bf16_d192_elements", None)
     assert plan.int64s[:2] == (1 << 39, 192)
 
@@ -315,7 +315,7 @@ def test_tensors_that_require_grad_where_there_is_none(device: RecordingDevice) 
 
 
 def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingDevice) -> None:
-    plan_call.cache_clear()
+    dense_prefill.plan.cache_clear()
     for _ in range(3):
         VarlenCall().run()
-    assert (plan_call.cache_info().misses, plan_call.cache_info().hits) == (1, 2)
+    assert (dense_prefill.plan.cache_info().misses, dense_prefill.plan.cache_info().hits) == (1, 2)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.cache.gathered import gathered_cache
+from cute_mla.ops.paged_cache import gathered_cache
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.sparse_decode import SparseDecodeProblem
-from cute_mla.tensors import TensorSpec
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
