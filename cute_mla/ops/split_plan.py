@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """rows and columns of the CallSpec. ValueError unless the options are supported."""
+        """Rows and columns of the CallSpec. ValueError unless the options are supported."""
         _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
         if self.topk is None:
             return self.num_q_tokens_per_head_k, self.num_heads_k
