@@ -69,7 +69,7 @@ ENGINE_API = {"supports_combination"}
 DEVICE_DECORATORS = {"kernel", "jit"}
 
 # Rooms and files that may tell one architecture from another: simulate() has a default, and every GPU of the table has one.
-KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/device.py", "profiles/roofline.py"}
+KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/device.py", "profiles/roofline.py", "profiles/tile_costs.py"}
 
 READS_ENVIRONMENT = ("runtime/library.py", "cli/")
 

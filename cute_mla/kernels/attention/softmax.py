@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.mla import LOG2E
 from ..primitives.fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
-from .split_kv_scheduler import Piece
+from .split_kv_scheduler import WorkTile
 
 RESCALE_LOG2 = 8.0
 LARGEST_LOG2 = 8.0  # of e4m3 probabilities: the greatest power of two below 448
@@ -56,14 +56,14 @@ def shift_of(reference: Float32) -> Float32:
 
 
 @cute.jit
-def with_sink(operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-    """What a row is divided by: its sum, and the weight of the row's sink where this piece writes the output. A split does
+def with_sink(operands: Any, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+    """What a row is divided by: its sum, and the weight of the row's sink where this work_tile writes the output. A split does
     without, since combine adds it.
 
     operands: attn_sink, fp32 [rows] or null, and rows(). reference: log2 units, what the sum is relative to.
     """
     divisor = total
-    if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
+    if work_tile.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
         sink = (operands.attn_sink + row).load()
         divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
     return divisor
@@ -73,14 +73,14 @@ def with_sink(operands: Any, piece: Piece, row: Int32, total: Float32, reference
 class OnlineSoftmax:
     """Running state of the thread's two rows.
 
-    rMax: the reference, log2 units. rSum: this thread's share of the row sum. rTop: the maximum itself, log2 units, where it
+    row_ref: the reference, log2 units. rSum: this thread's share of the row sum. row_max: the maximum itself, log2 units, where it
     is asked for.
     """
 
     scale_log2: Float32
-    rMax: cute.Tensor
+    row_ref: cute.Tensor
     rSum: cute.Tensor
-    rTop: cute.Tensor | None = None
+    row_max: cute.Tensor | None = None
 
     @classmethod
     def create(cls, scale_log2: Float32, keeps_maximum: bool = False) -> Self:
@@ -93,10 +93,10 @@ class OnlineSoftmax:
     def reset(self) -> None:
         """Forgets all keys."""
         for row in range(ROWS_PER_THREAD):
-            self.rMax[row] = -Float32.inf
+            self.row_ref[row] = -Float32.inf
             self.rSum[row] = Float32(0)
-            if self.rTop is not None:
-                self.rTop[row] = -Float32.inf
+            if self.row_max is not None:
+                self.row_max[row] = -Float32.inf
 
     def add_tile(self, scores: cute.Tensor) -> list[Float32]:
         """Replaces a 64x64 score fragment by unnormalised probabilities and brings the state up to date.
@@ -110,27 +110,27 @@ class OnlineSoftmax:
             for i in registers[1:]:
                 row_max = cute.arch.fmax(row_max, rS[i])
             top = quad_max(row_max) * self.scale_log2
-            if self.rTop is not None:
-                self.rTop[row] = cute.arch.fmax(self.rTop[row], top)
+            if self.row_max is not None:
+                self.row_max[row] = cute.arch.fmax(self.row_max[row], top)
             new, alpha = self.follow(row, top)
             shift = -shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
                 rS[i] = cute.math.exp2(rS[i] * self.scale_log2 + shift, fastmath=True)
                 total = total + rS[i]
-            self.rMax[row] = new
+            self.row_ref[row] = new
             self.rSum[row] = total
             factors.append(alpha)
         return factors
 
     def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
         """(a row's new reference, the factor for what was accumulated), from the scaled maximum of a tile."""
-        return follow_maximum(self.rMax[row], top)
+        return follow_maximum(self.row_ref[row], top)
 
     def maximum(self, row: int) -> Float32:
         """The greatest score seen, log2 units."""
-        assert self.rTop is not None, "only where it is asked for"
-        return self.rTop[row]
+        assert self.row_max is not None, "only where it is asked for"
+        return self.row_max[row]
 
     def row_sum(self, row: int) -> Float32:
         """Sum over all keys seen: 0 iff the row attends to nothing."""
@@ -142,7 +142,7 @@ class TileSoftmax(OnlineSoftmax):
 
     def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
         """As follow_tile."""
-        return follow_tile(self.rMax[row], top, self.maximum(row))
+        return follow_tile(self.row_ref[row], top, self.maximum(row))
 
 
 def mask_keys(scores: cute.Tensor, thread: Int32, limits: list[Int32]) -> None:

@@ -1,7 +1,7 @@
-"""Walks the pieces of work that a plan gives to one part: request by request, split by split.
+"""Walks the work_tiles of work that a plan gives to one part: request by request, split by split.
 
-Every role of a decode kernel walks the same pieces in the same order, so the roles need no messages about what to do next.
-What a role knows of its part and piece is read again where it is needed, a few loads from L2 per piece, so that only a
+Every role of a decode kernel walks the same work_tiles in the same order, so the roles need no messages about what to do next.
+What a role knows of its part and work_tile is read again where it is needed, a few loads from L2 per work_tile, so that only a
 cursor lives in registers through the main loop.
 
 Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
@@ -28,8 +28,9 @@ from ...spec.split_plan import (
     PLAN_COLUMNS,
     TILE_KEYS,
 )
-from ..primitives.registers import kept
-from .lengths import Lengths, clip, larger, smaller
+from ..primitives.integers import clip, larger, smaller
+from ..primitives.registers import pin_register
+from .lengths import Lengths
 
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
@@ -37,9 +38,9 @@ assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
 
 
 @dataclass(frozen=True)
-class Extent:
-    """What the main loop needs of a piece: tiles to do, and the keys in the cache from its first tile on. more: whether the same
-    part has another piece of the request, the next one."""
+class TileRange:
+    """What the main loop needs of a work_tile: tiles to do, and the keys in the cache from its first tile on. more: whether the same
+    part has another work_tile of the request, the next one."""
 
     tiles: Int32
     keys: Int32
@@ -47,11 +48,11 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where the results of a piece go, and what follows it.
+class WorkTile:
+    """Where the results of a work_tile go, and what follows it.
 
-    length: keys in the request's cache. direct: nobody else works on the request, so the piece writes the output; otherwise
-    it writes row `accum_row` of the split accumulators. next_req, next_tile: where the following piece begins.
+    length: keys in the request's cache. direct: nobody else works on the request, so the work_tile writes the output; otherwise
+    it writes row `accum_row` of the split accumulators. next_req, next_tile: where the following work_tile begins.
     """
 
     length: Int32
@@ -62,7 +63,7 @@ class Piece:
 
     @property
     def always_direct(self) -> bool:
-        """Whether nothing is ever split, known when compiling: `if piece.direct` is a branch at run time all the same."""
+        """Whether nothing is ever split, known when compiling: `if work_tile.direct` is a branch at run time all the same."""
         return self.direct is True
 
 
@@ -73,7 +74,7 @@ def tiles_of(keys: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What decides the pieces: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
+    """What decides the work_tiles: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
 
     plan: cute.Pointer  # int32 [num_parts, 8]
     num_splits: cute.Pointer  # int32 [batch + 1]
@@ -90,7 +91,7 @@ class Schedule:
     def _plan_row(self) -> cute.Pointer:
         """This CTA's part: the row of the plan at its z index. Worked out at every call, lest the address lives in registers
         through the main loop."""
-        return self.plan + kept(cute.arch.block_idx()[2]) * PLAN_COLUMNS
+        return self.plan + pin_register(cute.arch.block_idx()[2]) * PLAN_COLUMNS
 
     def _cut_tile(self, row: cute.Pointer, column: int) -> Int32:
         """A tile at which this CTA's part begins or ends: where the plan says, or the last place before it where a
@@ -99,17 +100,17 @@ class Schedule:
         return tile & cutlass.select_(self.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
 
     @cute.jit
-    def first_piece(self) -> tuple[Int32, Int32]:
+    def first_work_tile(self) -> tuple[Int32, Int32]:
         """(request, tile) at which this CTA's part begins; a request past the last one if it has no work.
 
         Of a request whose last tiles were this part's, there may be nothing left: by the length as it is now, or by rounding.
-        That takes an empty piece where all splits that were planned are merged; a batch-invariant call merges only those of
+        That takes an empty work_tile where all splits that were planned are merged; a batch-invariant call merges only those of
         the length, and the row of an empty one may be another part's."""
         row = self._plan_row()
         req = clip((row + PART_BEGIN_REQ).load(), self.batch)
         tile = self._cut_tile(row, PART_BEGIN_TILE)
         if self.invariant:
-            _, part_end, _ = self._piece_bounds(smaller(req, self.batch - 1), tile)
+            _, part_end, _ = self._work_tile_bounds(smaller(req, self.batch - 1), tile)
             if (tile > 0) & (part_end <= tile):
                 req, tile = req + 1, Int32(0)
         return req, tile
@@ -126,8 +127,8 @@ class Schedule:
         last = (row + PART_END_REQ).load() - cutlass.select_(rounded_away, Int32(1), Int32(0))
         return smaller(last, self.batch - 1)
 
-    def _piece_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
+    def _work_tile_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """(keys in the cache, end tile of the part within the request, end tile of the work_tile), by the lengths as they are now."""
         length = self.lengths.keys(req)
         tiles = tiles_of(length)
         row = self._plan_row()
@@ -136,18 +137,18 @@ class Schedule:
         next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
         return length, part_end, cutlass.select_(self.invariant, smaller(part_end, next_multiple), part_end)
 
-    def extent(self, req: Int32, begin_tile: Int32) -> Extent:
-        """The main loop's view of the piece that begins at (req, begin_tile)."""
-        length, part_end, end = self._piece_bounds(req, begin_tile)
-        return Extent(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
+    def tile_range(self, req: Int32, begin_tile: Int32) -> TileRange:
+        """The main loop's view of the work_tile that begins at (req, begin_tile)."""
+        length, part_end, end = self._work_tile_bounds(req, begin_tile)
+        return TileRange(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
 
-    def piece(self, req: Int32, begin_tile: Int32) -> Piece:
-        """The epilogue's view of the piece that begins at (req, begin_tile)."""
-        return self.piece_of(self.extent(req, begin_tile), req, begin_tile)
+    def work_tile(self, req: Int32, begin_tile: Int32) -> WorkTile:
+        """The epilogue's view of the work_tile that begins at (req, begin_tile)."""
+        return self.work_tile_of(self.tile_range(req, begin_tile), req, begin_tile)
 
-    def piece_of(self, extent: Extent, req: Int32, begin_tile: Int32) -> Piece:
-        """The same where its extent is at hand."""
-        length = extent.keys + begin_tile * TILE_KEYS
+    def work_tile_of(self, tile_range: TileRange, req: Int32, begin_tile: Int32) -> WorkTile:
+        """The same where its tile_range is at hand."""
+        length = tile_range.keys + begin_tile * TILE_KEYS
         first_row = (self.num_splits + req).load()
         is_whole = cutlass.select_(
             self.invariant,
@@ -157,10 +158,10 @@ class Schedule:
         row = self._plan_row()
         begin_split = cutlass.select_(req == (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_SPLIT).load(), Int32(0))
         invariant_row = req * self.max_splits + (begin_tile >> (INVARIANT_SPLIT_TILES.bit_length() - 1))
-        return Piece(
+        return WorkTile(
             length=length,
             direct=is_whole | (self.accum_rows == 0),
             accum_row=clip(cutlass.select_(self.invariant, invariant_row, first_row + begin_split), self.accum_rows - 1),
-            next_req=cutlass.select_(extent.more, req, req + 1),
-            next_tile=cutlass.select_(extent.more, begin_tile + extent.tiles, Int32(0)),
+            next_req=cutlass.select_(tile_range.more, req, req + 1),
+            next_tile=cutlass.select_(tile_range.more, begin_tile + tile_range.tiles, Int32(0)),
         )

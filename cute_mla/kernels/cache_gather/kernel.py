@@ -30,8 +30,6 @@ from ..primitives.key_rows import (
     SPAN,
     WORDS,
     Key,
-    as_float,
-    cache_scale,
     element_at,
     exact,
     is_whole,
@@ -39,6 +37,8 @@ from ..primitives.key_rows import (
     registers,
     store_elements,
 )
+from ..primitives.nullable import load_or_one
+from ..primitives.registers import as_float
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
@@ -185,7 +185,7 @@ class CacheGather:
         if not self.cache.quantised:
             return Float32(1.0)
         if not self.cache.groups:
-            return cache_scale(descale_k)
+            return load_or_one(descale_k)
         wanted, group = found & (column < self.latent), column // self.cache.group
         if self.cache.scales_inside:
             return as_float(load_scale(Int32, scales + group * 4, wanted))

@@ -1,4 +1,4 @@
-"""cache_write: writes keys to their slots in a paged cache, quantised where the cache is. Every architecture.
+"""cache_write: writes keys to their stages in a paged cache, quantised where the cache is. Every architecture.
 
     grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
     a key     as in primitives/key_rows.py: all of it is loaded before anything is worked out
@@ -6,7 +6,7 @@
               largest magnitude, as bits, so that what is not finite comes out on top; each works out the scale, one of them writes it
     division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
 
-The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
+The trick is what is not done: a stage outside the cache ends its warp before a column is read. Operands and their meaning:
 cute_mla/spec/cache_write.py.
 """
 
@@ -41,9 +41,6 @@ from ..primitives.key_rows import (
     SPAN,
     WORDS,
     Key,
-    as_bits,
-    as_float,
-    cache_scale,
     element_at,
     exact,
     is_whole,
@@ -51,6 +48,8 @@ from ..primitives.key_rows import (
     registers,
     store_words,
 )
+from ..primitives.nullable import load_or_one
+from ..primitives.registers import as_bits, as_float
 
 THREADS = 32 * KEYS_PER_BLOCK
 MAGNITUDE = 0x7FFFFFFF
@@ -59,13 +58,13 @@ EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal
 
 @cute.jit
 def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
-    """A token's slot, of either type."""
-    slot = Int64(0)
+    """A token's stage, of either type."""
+    stage = Int64(0)
     if wide != 0:
-        slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
+        stage = element_at(Int64, slot_mapping.toint() + place * 8).load()
     else:
-        slot = Int64((slot_mapping + place).load())
-    return slot
+        stage = Int64((slot_mapping + place).load())
+    return stage
 
 
 def largest(values: list[Float32], lanes: int) -> Int32:
@@ -124,14 +123,14 @@ class CacheWrite:
         self,
         kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
         kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
+        tokens: Int32, stages: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
     ):  # fmt: skip
         """Compiled for its types, never run: the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
         self.kernel(
             kv_c, k_pe, slot_mapping, descale_k, k_cache,
             kv_c_stride_token, k_pe_stride_token, slot_stride_token, cache_stride_page, cache_stride_row,
-            tokens, slots, page_size, wide_slots, power_of_two,
+            tokens, stages, page_size, wide_slots, power_of_two,
         ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
 
     @cute.kernel
@@ -139,7 +138,7 @@ class CacheWrite:
         self,
         kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
         kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
+        tokens: Int32, stages: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
     ):  # fmt: skip
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -149,11 +148,11 @@ class CacheWrite:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-        slot = Int64(-1)
+        stage = Int64(-1)
         if token < tokens:
-            slot = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
-        if slot >= 0 and slot < slots:
-            page, row = Int32(slot) // page_size, Int32(slot) % page_size
+            stage = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
+        if stage >= 0 and stage < stages:
+            page, row = Int32(stage) // page_size, Int32(stage) % page_size
             key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, row, cache_stride_row, page_size)
 
             latent = kv_c.toint() + token * kv_c_stride_token * ELEMENT_BYTES
@@ -165,7 +164,7 @@ class CacheWrite:
                 load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
             load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
-            scale = cache_scale(descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
+            scale = load_or_one(descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
             for i in cutlass.range_constexpr(2):
                 self.write_vector(key, vectors[i], i, lane, scale, power_of_two)
             self.write_pair(key, pair, lane, scale)

@@ -26,11 +26,12 @@ from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths, clip
+from ..attention.lengths import Lengths
 from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
+from ..primitives.integers import clip
 
 THREADS = 32 * ROWS_PER_BLOCK
 assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns or all of them"

@@ -10,9 +10,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import larger, smaller
-from ..attention.split_kv_scheduler import Piece, Schedule
+from ..attention.split_kv_scheduler import Schedule, WorkTile
 from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..primitives.integers import larger, smaller
+from ..primitives.nullable import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
@@ -64,16 +65,16 @@ class Operands:
         which may come from the kernel before."""
         if kind == LATENT:
             return self
-        scale_log2 = self.scale_log2 * scalar_or_one(self.descales[1])
+        scale_log2 = self.scale_log2 * load_or_one(self.descales[1])
         if kind == FP8:
-            scale_log2 = scale_log2 * scalar_or_one(self.descales[0])
+            scale_log2 = scale_log2 * load_or_one(self.descales[0])
         return replace(self, scale_log2=scale_log2)
 
     def row_weight(self, kind: str, total: Float32) -> Float32:
         """What makes the output of a row, from the sum of its probabilities: values have the cache's scale. Reads it again,
-        once a piece, so that no register holds it meanwhile."""
+        once a work_tile, so that no register holds it meanwhile."""
         weight = 1.0 / total
-        return weight if kind == LATENT else weight * scalar_or_one(self.descales[1])
+        return weight if kind == LATENT else weight * load_or_one(self.descales[1])
 
     def rows(self) -> Int32:
         """Query rows of one KV head."""
@@ -129,10 +130,10 @@ class Operands:
         token, head = self.token_and_head(row)
         return Int64(req) * strides[0] + Int64(token) * strides[1] + Int64(head) * strides[2]
 
-    def accum_row(self, piece: Piece, row: Int32) -> Int64:
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Row number of a query row in the contiguous split accumulators."""
         token, head = self.token_and_head(row)
-        return (Int64(piece.accum_row) * self.s_q + token) * self.h_q + head
+        return (Int64(work_tile.accum_row) * self.s_q + token) * self.h_q + head
 
     def least_limit(self, left: Int32) -> Int32:
         """The least key_limit of all rows."""
@@ -143,15 +144,6 @@ class Operands:
         the end, or bottom-right causal. Rows past the last one see no key behind the end either."""
         token, _ = self.token_and_head(row)
         return left - cutlass.select_(self.causal != 0, larger(self.s_q - 1 - token, Int32(0)), Int32(0))
-
-
-@cute.jit
-def scalar_or_one(pointer: cute.Pointer) -> Float32:
-    """The fp32 number there, or 1 for a null pointer."""
-    value = Float32(1)
-    if pointer.toint() != 0:
-        value = pointer.load()
-    return value
 
 
 @dataclass(frozen=True)

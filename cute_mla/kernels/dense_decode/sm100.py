@@ -4,7 +4,7 @@ For every request and every query row r = (query token i, head) of one KV head, 
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A pair of CTAs holds 128 query rows, 64 each, and walks the pieces of one part of the plan, 64 keys (one tile) at a time.
+A pair of CTAs holds 128 query rows, 64 each, and walks the work_tiles of one part of the plan, 64 keys (one tile) at a time.
 Each CTA holds all keys of the tile but half of their columns: latent columns 256 c .. + 255 and RoPE columns 32 c .. + 31
 of CTA c, which are also the value columns that it multiplies.
 
@@ -15,22 +15,22 @@ Roles of a CTA (384 threads):
   mma     warp 9, of the even CTA: S = Q K^T and O += P V for both
 
 Tensor memory: O in 256 columns, Q in 144, S in 64. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
-Shared memory: a ring of 5 slots of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
+Shared memory: a ring of 5 stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
 
 Pipelines (producer -> consumer; arrivals per phase). Barriers that the mma role waits for count in the even CTA; what it
 commits arrives in both:
   kv_ready[5]      load -> mma             1 and the bytes of five boxes from each CTA
   kv_free[5]       mma -> load, output     1: P V of the tile is done, so O is complete up to it
-  query_ready      score -> mma            8: Q of a piece is in tensor memory
+  query_ready      score -> mma            8: Q of a work_tile is in tensor memory
   scores_ready     mma -> score            1
   scores_free      score -> mma            8: S is in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
   probs_ready[2]   score -> mma            8: P is written, keys past the end are cleared
   output_ready[2]  output -> mma           8: O is scaled, or read out
-  stats_ready      score -> output         4: 1 / row sum, once per piece
+  stats_ready      score -> output         4: 1 / row sum, once per work_tile
   stats_free       output -> score         4
 
-With e4m3 operands all is the same but for what the half of the bytes brings about: 7 slots of two latent boxes, Q in 72
+With e4m3 operands all is the same but for what the half of the bytes brings about: 7 stages of two latent boxes, Q in 72
 columns of tensor memory, two groups of score warps that take tiles in turn (512 threads, S of two tiles, S two tiles ahead of
 P V; sm100/alternating.py), rings of 3 where the table says 2 and of 2 for the scores. P is e4m3, too: its reference
 follows every tile, and what O is divided by is the sum of P as it was rounded, which the tensor cores add up as P times ones.
@@ -76,7 +76,7 @@ from ..sm100.gemm import PairGemm
 from ..sm100.roles import EVEN_CTA
 from ..sm100.score_rows import ScoreRows
 from .operands import LaneBox, Operands
-from .page_walk import load_pieces
+from .page_walk import for_each_tile_of_pages
 from .sm100_convert import ConvertingSm100
 from .sm100_rows import DenseRowsSm100
 
@@ -107,7 +107,7 @@ class DenseDecodeSm100(DenseRowsSm100):
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
+        tiles, pipes = self.allocate_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         geometry = self.geometry
         if warp == geometry.load_warp:
@@ -138,24 +138,24 @@ class DenseDecodeSm100(DenseRowsSm100):
     @cute.jit
     def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Waits kv_free. Signals kv_ready."""
-        tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
+        tiles_done = for_each_tile_of_pages(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
-        for i in cutlass.range(self.geometry.kv_slots, unroll=1):
-            pipes.kv_free.wait_free(tiles_done + i)
+        for i in cutlass.range(self.geometry.kv_stages, unroll=1):
+            pipes.kv_free.producer_acquire(tiles_done + i)
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
         """Loads this CTA's columns of the tile-th tile."""
         rank = cute.arch.block_idx_in_cluster()
         ready = pipes.kv_ready.barrier(tile)
-        pipes.kv_free.wait_free(tile)
+        pipes.kv_free.producer_acquire(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.slot_boxes * box.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.stage_boxes * box.tile_bytes)
         cute.arch.sync_warp()
         if box.active:
             where = (operands.kv_head(), box.row, box.page)
-            target = tiles.slot(pipes.kv_ready.slot(tile)) + box.offset * ROW_BYTES
+            target = tiles.stage(pipes.kv_ready.stage(tile)) + box.offset * ROW_BYTES
             columns = self.geometry.box_columns
             for i in cutlass.range_constexpr(self.geometry.latent_boxes):
                 pair_box(target + i * BOX_BYTES, operands.kv_map, (rank * CTA_COLUMNS + i * columns, *where), ready)
@@ -166,10 +166,10 @@ class DenseDecodeSm100(DenseRowsSm100):
     # ---- what no row sees -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32):
+    def clear_values(self, rows: ScoreRows, stage: Int32, left: Int32):
         """P is 0 past the end, but 0 times a NaN of an unused row is NaN."""
         if left < TILE_KEYS:
-            clear_rows(rows.tiles.slot(slot), self.geometry.latent_boxes, left, rows.half * TILE_ROWS + rows.row)
+            clear_rows(rows.tiles.stage(stage), self.geometry.latent_boxes, left, rows.half * TILE_ROWS + rows.row)
 
     def variant(self) -> KernelDefinition:
         """Ready to compile."""

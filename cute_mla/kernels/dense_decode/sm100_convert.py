@@ -23,12 +23,12 @@ from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen_in_pairs
 from ..sm100.config import CTA_ROPE, SIXTEEN_BIT, VECTOR, Tiles
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
-from ..sm100.row_copy import PIECE, LaneKeys, make_pieces
-from ..sm100.row_producer import FilledPair, filled_source
+from ..sm100.row_copy import CHUNK, LaneKeys, make_chunks
+from ..sm100.row_producer import RowProducer, filled_source
 from .operands import NO_PAGE, Operands
 from .sm100_rows import DenseRowsSm100
 
-ROPE_LANES = CTA_ROPE // PIECE  # that fetch the RoPE columns of one key: all keys of a warp at once
+ROPE_LANES = CTA_ROPE // CHUNK  # that fetch the RoPE columns of one key: all keys of a warp at once
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class WidenedColumns:
         self.columns.fetch(step, keys)
 
     def store(self, step: int, rows: cute.Pointer) -> None:
-        """Converts one pass and writes it to the warp's rows of a slot."""
-        words = widen_in_pairs(self.columns.rPieces[step], self.dtype)
+        """Converts one pass and writes it to the warp's rows of a stage."""
+        words = widen_in_pairs(self.columns.rChunks[step], self.dtype)
         for half in range(ELEMENT_BYTES):
             part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
             self.columns.store_half(step, half, rows, part)
@@ -59,10 +59,10 @@ def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
     """A CTA's half of the RoPE columns, in the box behind the values. A key's columns fill half of its row there, so the eight
     lanes that store together have keys that differ in the bits 0 and 2 of their numbers."""
     lane = cute.arch.lane_idx()
-    key, piece = lane // ROPE_LANES, lane % ROPE_LANES
+    key, chunk = lane // ROPE_LANES, lane % ROPE_LANES
     shuffled = key % 2 | key // 2 % 2 << 2 | key // 4 % 2 << 1 | key // 8 << 3
-    source = D_LATENT + rank * CTA_ROPE + piece * PIECE
-    return E4m3Columns(source, None, make_pieces(1), shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), piece)
+    source = D_LATENT + rank * CTA_ROPE + chunk * CHUNK
+    return E4m3Columns(source, None, make_chunks(1), shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), chunk)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def page_and_row(keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
     return page, row
 
 
-class ConvertingSm100(DenseRowsSm100, FilledPair):
+class ConvertingSm100(DenseRowsSm100, RowProducer):
     """One variant of the kernel."""
 
     has_rope = True

@@ -9,13 +9,13 @@ from cutlass import Float32, Int32, cute
 from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import first_query_row
 from ..definition import KernelDefinition
-from ..sm100.roles import PairDecode
+from ..sm100.roles import TwoCtaRoles
 from ..sm100.score_rows import ScoreRows
 from .entry import DenseDecode
 from .operands import Operands
 
 
-class DenseRowsSm100(PairDecode, DenseDecode):
+class DenseRowsSm100(TwoCtaRoles, DenseDecode):
     """Those parts of the score role."""
 
     @cute.jit

@@ -12,13 +12,13 @@ Roles (512 threads):
   output     warpgroups 2, 3: O[:, 0:256] and O[:, 256:512] += P V in registers, rescale, epilogue
 
 Shared memory: three key tiles, each four boxes of 64 keys x 128 columns and one of 64 RoPE columns and zeros; two tiles of V^T,
-four slots of 128 columns and 8 rows of ones x 64 keys each; two tiles of P. All of Q is in the registers of the score warpgroup.
+four stages of 128 columns and 8 rows of ones x 64 keys each; two tiles of P. All of Q is in the registers of the score warpgroup.
 
 Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   kv_ready[12]     load -> score, transpose   1 and the bytes of one box
   rope_ready[3]    load -> score              1 and the bytes of one box
   keys_free[3]     score, transpose -> load   8 c: four warps have multiplied a tile, each of four boxes is transposed
-  values_ready[8]  transpose -> output        1: 128 columns of V^T (and the warp that writes that slot next)
+  values_ready[8]  transpose -> output        1: 128 columns of V^T (and the warp that writes that stage next)
   values_free[8]   output -> transpose        4: the warps of the side that reads them
   probs_ready[2]   score -> output            4: P and alpha are written
   probs_free[2]    output -> score            8
@@ -45,34 +45,34 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import TileSoftmax
 from ..definition import KernelDefinition
 from ..primitives.fragments import ROWS_PER_THREAD, load_word
-from ..primitives.pipeline import arrive, arrive_cluster, barrier_at, barrier_table
+from ..primitives.pipeline import arrive, barrier_at, barrier_table
 from ..primitives.tma import load_box, multicast_box, prefetch_map
-from ..sm90.config import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP, TilePlace
+from ..sm90.config import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP, TileState
 from ..sm90.matrix_store import ONES, smem_pointer, transpose_box
-from ..sm90.roles import NOTHING, group_of, query_row, set_registers
+from ..sm90.roles import NO_BARRIER, group_of, query_row, set_registers
 from .operands import LaneBox, Operands
-from .page_walk import load_pieces
+from .page_walk import for_each_tile_of_pages
 from .sm90_fp8_gemm import OutputGemmFp8, ScoreGemmFp8
 from .sm90_fp8_tiles import (
     BARRIER_OFFSET,
     BARRIERS,
+    BOX_BYTES,
+    BOX_COLUMNS,
     CHUNKS,
-    LATENT_SLOTS,
+    LATENT_BOXES,
     LOAD_REGISTERS,
     ONES_ROWS,
     OUTPUT_REGISTERS,
     Q_STEPS,
     QGMMA_PER_TILE,
     SCORE_REGISTERS,
-    SLOT_BYTES,
-    SLOT_COLUMNS,
     SMEM_BYTES,
     STAGES,
     VALUE_BYTES,
     VALUE_STAGES,
     Pipes,
     Tiles,
-    carve,
+    allocate,
 )
 from .sm90_rows import DenseRowsSm90
 
@@ -95,7 +95,7 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = carve(cutlass.memory.SmemAllocator())
+        tiles, pipes = allocate(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -123,11 +123,11 @@ class NativeSm90(DenseRowsSm90):
 
     def initialise(self, pipes: Pipes) -> None:
         """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a stage."""
-        pipes.kv_ready.initialise(LATENT_SLOTS, 1)
+        pipes.kv_ready.initialise(LATENT_BOXES, 1)
         pipes.rope_ready.initialise(1)
-        pipes.keys_free.initialise((WARPS_PER_GROUP + LATENT_SLOTS) * self.config.cluster)
-        pipes.values_ready.initialise(LATENT_SLOTS, 1)
-        pipes.values_free.initialise(LATENT_SLOTS, WARPS_PER_GROUP)
+        pipes.keys_free.initialise((WARPS_PER_GROUP + LATENT_BOXES) * self.config.cluster)
+        pipes.values_ready.initialise(LATENT_BOXES, 1)
+        pipes.values_free.initialise(LATENT_BOXES, WARPS_PER_GROUP)
         pipes.probs_ready.initialise(WARPS_PER_GROUP)
         pipes.probs_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
         cute.arch.mbarrier_init_fence()
@@ -137,29 +137,29 @@ class NativeSm90(DenseRowsSm90):
     @cute.jit
     def load(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Waits keys_free. Signals kv_ready, rope_ready."""
-        tiles_done = load_pieces(operands, partial(self.load_tile, operands, tiles, pipes))
+        tiles_done = for_each_tile_of_pages(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1):
             for i in cutlass.range(STAGES, unroll=1):
-                pipes.keys_free.wait_free(tiles_done + i)
+                pipes.keys_free.producer_acquire(tiles_done + i)
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
         """Loads the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         where = (operands.kv_head(), box.row, box.page)
-        offset = box.offset * SLOT_COLUMNS
-        pipes.keys_free.wait_free(tile)
-        for i in cutlass.range_constexpr(LATENT_SLOTS):
-            target = tiles.sKv.iterator + (pipes.kv_ready.place(i, tile) * SLOT_BYTES + offset)
-            self.load_slot(operands.kv_map, target, (i * SLOT_COLUMNS, *where), pipes.kv_ready.of(i).barrier(tile), box, i % 2)
-        target = tiles.sRope.iterator + (pipes.rope_ready.slot(tile) * SLOT_BYTES + offset)
-        self.load_slot(operands.kv_map, target, (D_LATENT, *where), pipes.rope_ready.barrier(tile), box, tile % 2)
+        offset = box.offset * BOX_COLUMNS
+        pipes.keys_free.producer_acquire(tile)
+        for i in cutlass.range_constexpr(LATENT_BOXES):
+            target = tiles.sKv.iterator + (pipes.kv_ready.stage(i, tile) * BOX_BYTES + offset)
+            self.load_boxes(operands.kv_map, target, (i * BOX_COLUMNS, *where), pipes.kv_ready.of(i).barrier(tile), box, i % 2)
+        target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * BOX_BYTES + offset)
+        self.load_boxes(operands.kv_map, target, (D_LATENT, *where), pipes.rope_ready.barrier(tile), box, tile % 2)
 
     @cute.jit
-    def load_slot(self, kv_map: Any, target: cute.Pointer, where: tuple[Any, ...], ready: cute.Pointer, box: LaneBox, rank: int | Int32):
+    def load_boxes(self, kv_map: Any, target: cute.Pointer, where: tuple[Any, ...], ready: cute.Pointer, box: LaneBox, rank: int | Int32):
         """A box of columns; of a pair, the CTA of this rank fetches it for both."""
         if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, SLOT_BYTES)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
         if box.offset < TILE_KEYS:
             if cutlass.const_expr(self.config.cluster == 1):
@@ -173,39 +173,39 @@ class NativeSm90(DenseRowsSm90):
     def transpose(self, operands: Operands, tiles: Tiles, pipes: Pipes, rank: Int32):
         """Waits kv_ready, values_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         tile = Int32(0)
         while req <= last:
-            extent = schedule.extent(req, begin_tile)
-            for t in cutlass.range(extent.tiles, unroll=1):
+            tile_range = schedule.tile_range(req, begin_tile)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
                 # chunks are counted through all tiles; a tile's first one is number 4 tile, which is tile modulo 3
                 first = (rank + (TRANSPOSERS - 1) * (tile + t)) % TRANSPOSERS
-                for chunk in cutlass.range(first, LATENT_SLOTS, TRANSPOSERS, unroll=1):
-                    self.transpose_chunk(tiles, pipes, tile + t, chunk, extent.keys - t * TILE_KEYS)
-            tile = tile + extent.tiles
-            piece = schedule.piece_of(extent, req, begin_tile)
-            req, begin_tile = piece.next_req, piece.next_tile
+                for chunk in cutlass.range(first, LATENT_BOXES, TRANSPOSERS, unroll=1):
+                    self.transpose_chunk(tiles, pipes, tile + t, chunk, tile_range.keys - t * TILE_KEYS)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
     def transpose_chunk(self, tiles: Tiles, pipes: Pipes, tile: Int32, chunk: Int32, left: Int32):
         """128 columns of V of a tile. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
-        pipes.kv_ready.of(chunk).wait_ready(tile)
-        # another warp wrote the slot's last tile: until it has, the slot may look as free as it was for that one
-        pipes.values_ready.of(chunk).wait_free(tile)
-        pipes.values_free.of(chunk).wait_free(tile)
-        source = tiles.sKv.iterator.toint() + pipes.kv_ready.place(chunk, tile) * SLOT_BYTES
-        target = tiles.sVt.iterator.toint() + pipes.values_ready.place(chunk, tile) * VALUE_BYTES
+        pipes.kv_ready.of(chunk).consumer_wait(tile)
+        # another warp wrote the stage's last tile: until it has, the stage may look as free as it was for that one
+        pipes.values_ready.of(chunk).producer_acquire(tile)
+        pipes.values_free.of(chunk).producer_acquire(tile)
+        source = tiles.sKv.iterator.toint() + pipes.kv_ready.stage(chunk, tile) * BOX_BYTES
+        target = tiles.sVt.iterator.toint() + pipes.values_ready.stage(chunk, tile) * VALUE_BYTES
         if left < TILE_KEYS:
             transpose_box(source, target, left, True)
         else:
             transpose_box(source, target, left, False)
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive(pipes.values_ready.of(chunk).barrier(tile))
+        pipes.values_ready.of(chunk).producer_commit(tile)
         if cutlass.const_expr(self.config.cluster > 1):
             # a box of the peer's: its load role has found the stage free, so this arrival cannot count for the tile before
-            pipes.kv_ready.of(chunk ^ 1).wait_ready(tile)
-        arrive_cluster(pipes.keys_free.barrier(tile), self.config.cluster)
+            pipes.kv_ready.of(chunk ^ 1).consumer_wait(tile)
+        pipes.keys_free.consumer_release_in_cluster(tile, self.config.cluster)
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def load_queries(self, operands: Operands, gemm: ScoreGemmFp8, req: Int32, thread: Int32):
-        """Q of one piece to registers, from any strides. Rows past the last one repeat it; their results go nowhere."""
+        """Q of one work_tile to registers, from any strides. Rows past the last one repeat it; their results go nowhere."""
         words = gemm.query_words()
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(thread, row_half)
@@ -233,34 +233,34 @@ class NativeSm90(DenseRowsSm90):
                 words[2 * sixteen + row_half] = word
 
     @cute.jit
-    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemmFp8, place: TilePlace, withheld: Int32):
-        """S of one tile. Hands over P of the tile before, if it was withheld."""
+    def multiply_tile(self, pipes: Pipes, gemm: ScoreGemmFp8, place: TileState, deferred_barrier: Int32):
+        """S of one tile. Hands over P of the tile before, if it was deferred_barrier."""
         gemm.multiply(pipes, place)
-        if withheld != NOTHING:
-            arrive(barrier_at(withheld))
-        arrive_cluster(pipes.keys_free.at(place.kv), self.config.cluster)
+        if deferred_barrier != NO_BARRIER:
+            arrive(barrier_at(deferred_barrier))
+        pipes.keys_free.consumer_release_in_cluster(place.kv, self.config.cluster)
 
-    def probs_barrier(self, pipes: Pipes, place: TilePlace) -> Int32:
+    def probs_barrier(self, pipes: Pipes, place: TileState) -> Int32:
         """The address of the barrier that hands over P of a tile."""
         return pipes.probs_ready.barrier(place.number).toint()
 
     @cute.jit
-    def weigh_tile(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: TileSoftmax, place: TilePlace, left: Int32
+    def softmax_step(
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: ScoreGemmFp8, softmax: TileSoftmax, place: TileState, left: Int32
     ):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
         self.mask(operands, tiles, gemm, place, left)
         alpha = softmax.add_tile(gemm.scores)
-        slot = pipes.probs_ready.slot(place.number)
-        pipes.probs_free.wait_free(place.number)
-        gemm.store_probs(slot)
+        stage = pipes.probs_ready.stage(place.number)
+        pipes.probs_free.producer_acquire(place.number)
+        gemm.store_probs(stage)
         if gemm.thread % 4 == 0:
-            gemm.factors.store(slot, alpha)
+            gemm.factors.store(stage, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # ---- output -----------------------------------------------------------------------------------------------------
 
-    def first_output(self, pipes: Pipes, side: Int32) -> TilePlace:
+    def first_output(self, pipes: Pipes, side: Int32) -> TileState:
         """The place of the first tile, for a side."""
         return pipes.first_tile()
 
@@ -270,20 +270,20 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def write_ones(self, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
-        """The rows of ones of a side's slots of V^T, once."""
-        slots = CHUNKS * VALUE_STAGES
+        """The rows of ones of a side's stages of V^T, once."""
+        stages = CHUNKS * VALUE_STAGES
         words = ONES_ROWS * TILE_KEYS // 4
-        ones = cute.make_rmem_tensor(cute.make_layout(slots * words // WARPGROUP), Int32)
+        ones = cute.make_rmem_tensor(cute.make_layout(stages * words // WARPGROUP), Int32)
         ones.fill(ONES)
-        threads = WARPGROUP // slots
-        slot = pipes.values_ready.place(side * CHUNKS, Int32(0)) + thread // threads
-        target = tiles.sVt.iterator.toint() + slot * VALUE_BYTES + (SLOT_BYTES + thread % threads * (4 * cute.size(ones)))
+        threads = WARPGROUP // stages
+        stage = pipes.values_ready.stage(side * CHUNKS, Int32(0)) + thread // threads
+        target = tiles.sVt.iterator.toint() + stage * VALUE_BYTES + (BOX_BYTES + thread % threads * (4 * cute.size(ones)))
         cute.autovec_copy(ones, cute.make_tensor(cute.recast_ptr(smem_pointer(target), dtype=Int32), ones.layout))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
     def row_weights(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, pieces: Int32, begun: Boolean
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, work_tiles: Int32, begun: Boolean
     ) -> list[Float32]:
         """descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
         weights = []
@@ -294,24 +294,24 @@ class NativeSm90(DenseRowsSm90):
 
     @cute.jit
     def output_tile(
-        self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, place: TilePlace, begun: Boolean, left: Int32, side: Int32
+        self, tiles: Tiles, pipes: Pipes, gemm: OutputGemmFp8, place: TileState, begun: Boolean, left: Int32, side: Int32
     ) -> Boolean:
         """O += P V of one tile, or O = P V unless O has begun, which it has then."""
         first, tile = side * CHUNKS, place.number
         for chunk in cutlass.range_constexpr(CHUNKS):
-            pipes.values_ready.of(first + chunk).wait_ready(tile)
-        pipes.probs_ready.wait_ready(tile)
-        slot = pipes.probs_ready.slot(tile)
-        alpha = gemm.factors.load(slot)
+            pipes.values_ready.of(first + chunk).consumer_wait(tile)
+        pipes.probs_ready.consumer_wait(tile)
+        stage = pipes.probs_ready.stage(tile)
+        alpha = gemm.factors.load(stage)
         if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
             gemm.scale(alpha)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(CHUNKS):
-            gemm.multiply(chunk, slot, pipes.values_ready.place(first + chunk, tile), begun)
+            gemm.multiply(chunk, stage, pipes.values_ready.stage(first + chunk, tile), begun)
         for chunk in cutlass.range_constexpr(CHUNKS):
             warpgroup.wait_group(CHUNKS - 1 - chunk)
-            arrive(pipes.values_free.of(first + chunk).barrier(tile))
-        arrive(pipes.probs_free.barrier(tile))
+            pipes.values_free.of(first + chunk).producer_commit(tile)
+        pipes.probs_free.consumer_release(tile)
         return Boolean(True)
 
     def variant(self) -> KernelDefinition:

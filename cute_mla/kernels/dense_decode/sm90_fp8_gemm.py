@@ -12,20 +12,20 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import DITHER
 from ..primitives.fragments import ROWS_PER_THREAD, RowPair, flat, pack_word
-from ..primitives.registers import kept
-from ..sm90.config import TilePlace
+from ..primitives.registers import pin_register
+from ..sm90.config import TileState
 from ..sm90.gemm import WARP_ROWS, OutputGemm
 from ..sm90.matrix_store import CHUNK, KEY_GROUPS, store_groups, writer_address
 from .sm90_fp8_tiles import (
+    BOX_COLUMNS,
     CHUNKS,
     K_STEP,
-    LATENT_SLOTS,
+    LATENT_BOXES,
     PROBS_BYTES,
     PROBS_STEPS,
     Q_STEPS,
-    SLOT_COLUMNS,
     STAGES,
-    STEPS_PER_SLOT,
+    STEPS_PER_BOX,
     VALUE_ROWS,
     Pipes,
     Tiles,
@@ -64,7 +64,7 @@ class ScoreGemmFp8:
     tRope: cute.Tensor
     scores: cute.Tensor
     dither: tuple[Float32, Float32]  # what the even and the odd one of this thread's pairs of probabilities are multiplied with
-    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first slot of P
+    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first stage of P
     factors: RowPair  # rescale factors, beside P
 
     @staticmethod
@@ -81,7 +81,7 @@ class ScoreGemmFp8:
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=cute.make_rmem_tensor(slice_.partition_shape_C((TILE_ROWS, TILE_KEYS)), Float32),
             dither=(lane_dither(thread, 0), lane_dither(thread, 1)),
-            probs=kept(writer_address(rows, thread % 32)),
+            probs=pin_register(writer_address(rows, thread % 32)),
             factors=RowPair.of(tiles.sAlpha, thread),
         )
 
@@ -89,28 +89,28 @@ class ScoreGemmFp8:
         """Q as 32-bit registers: of columns 16 n + 4 (t % 4) and the next three of row half h, register 2 n + h."""
         return cute.recast_tensor(flat(self.rQ), Int32)
 
-    def multiply(self, pipes: Pipes, place: TilePlace) -> None:
-        """S of one key tile, complete on return. Waits for each slot just before its first use."""
+    def multiply(self, pipes: Pipes, place: TileState) -> None:
+        """S of one key tile, complete on return. Waits for each stage just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
-        for i in range(LATENT_SLOTS):
-            pipes.kv_ready.of(i).wait_ready_at(place.kv)
-            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, i * STAGES + place.kv.slot])
-        pipes.rope_ready.wait_ready_at(place.rope)
-        self._multiply_slot(LATENT_SLOTS * STEPS_PER_SLOT, self.tRope[None, None, None, place.rope.slot])
+        for i in range(LATENT_BOXES):
+            pipes.kv_ready.of(i).consumer_wait(place.kv)
+            self._multiply_box(i * STEPS_PER_BOX, self.tK[None, None, None, i * STAGES + place.kv.stage])
+        pipes.rope_ready.consumer_wait(place.rope)
+        self._multiply_box(LATENT_BOXES * STEPS_PER_BOX, self.tRope[None, None, None, place.rope.stage])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
-    def _multiply_slot(self, first: int, tK: cute.Tensor) -> None:
-        """S += the columns of a slot that are a key's, from step `first` of Q on."""
+    def _multiply_box(self, first: int, tK: cute.Tensor) -> None:
+        """S += the columns of a stage that are a key's, from step `first` of Q on."""
         warpgroup.fence()
-        for step in range(first, min(first + STEPS_PER_SLOT, Q_STEPS)):
+        for step in range(first, min(first + STEPS_PER_BOX, Q_STEPS)):
             cute.gemm(self.mma, self.scores, self.rQ[None, None, step], tK[None, None, step - first], self.scores)
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    def store_probs(self, slot: Int32) -> None:
-        """The scores, by now probabilities, dithered and rounded to e4m3, to a slot of P. A thread's words are groups of 16 keys."""
+    def store_probs(self, stage: Int32) -> None:
+        """The scores, by now probabilities, dithered and rounded to e4m3, to a stage of P. A thread's words are groups of 16 keys."""
         rP = flat(self.scores)
-        place = self.probs + slot * PROBS_BYTES
+        place = self.probs + stage * PROBS_BYTES
         for pair in range(KEY_GROUPS // 2):
             words = []
             for group in (2 * pair, 2 * pair + 1):
@@ -123,7 +123,7 @@ class ScoreGemmFp8:
 
 @dataclass(frozen=True)
 class OutputGemmFp8(OutputGemm):
-    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one slot of V^T each. The rows of ones behind the
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one stage of V^T each. The rows of ones behind the
     columns of the second chunk make the row sums of P as it is multiplied."""
 
     summing: cute.TiledMma
@@ -131,10 +131,10 @@ class OutputGemmFp8(OutputGemm):
     @staticmethod
     def of(tiles: Tiles, thread: Int32) -> OutputGemmFp8:
         """Partitions the tiles for one thread of an output warpgroup."""
-        mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (SLOT_COLUMNS, VALUE_ROWS))
+        mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (BOX_COLUMNS, VALUE_ROWS))
         slice_ = summing.get_slice(thread)
-        columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else SLOT_COLUMNS for chunk in range(CHUNKS)]
-        shapes = [slice_.partition_shape_C((TILE_ROWS, VALUE_ROWS)), mma.get_slice(thread).partition_shape_C((TILE_ROWS, SLOT_COLUMNS))]
+        columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else BOX_COLUMNS for chunk in range(CHUNKS)]
+        shapes = [slice_.partition_shape_C((TILE_ROWS, VALUE_ROWS)), mma.get_slice(thread).partition_shape_C((TILE_ROWS, BOX_COLUMNS))]
         return OutputGemmFp8(
             thread=thread,
             mma=mma,
@@ -145,14 +145,14 @@ class OutputGemmFp8(OutputGemm):
             accumulators=tuple(cute.make_rmem_tensor(shapes[0 if n == VALUE_ROWS else 1], Float32) for n in columns),
         )
 
-    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+    def multiply(self, chunk: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
         """Issues one chunk as its own group, which adds to O or else overwrites it."""
         mma = self.summing if chunk == SUMMING_CHUNK else self.mma
-        self.multiply_steps(mma, chunk, PROBS_STEPS, probs_slot, kv_slot, adds)
+        self.multiply_steps(mma, chunk, PROBS_STEPS, probs_stage, kv_stage, adds)
 
     def row_sum(self, row_half: int) -> Float32:
         """Of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
-        return flat(self.accumulators[SUMMING_CHUNK])[SLOT_COLUMNS // 2 + 2 * row_half]
+        return flat(self.accumulators[SUMMING_CHUNK])[BOX_COLUMNS // 2 + 2 * row_half]
 
     def lane_column(self) -> Int32:
         """Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it."""

@@ -11,21 +11,21 @@ from cutlass.cute.nvgpu import warpgroup
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.pipeline import Place, Ring
-from ..sm90.config import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT, TilePlace
+from ..primitives.pipeline import PipelineState, StageBarriers
+from ..sm90.config import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT, TileState
 
-SLOT_COLUMNS = 128  # of a box
-SLOT_BYTES = TILE_KEYS * SLOT_COLUMNS
-ONES_ROWS = 8  # behind the 128 columns of V^T in a slot: P times them is its row sum
-VALUE_ROWS = SLOT_COLUMNS + ONES_ROWS
+BOX_COLUMNS = 128  # of a box
+BOX_BYTES = TILE_KEYS * BOX_COLUMNS
+ONES_ROWS = 8  # behind the 128 columns of V^T in a stage: P times them is its row sum
+VALUE_ROWS = BOX_COLUMNS + ONES_ROWS
 VALUE_BYTES = VALUE_ROWS * TILE_KEYS
-LATENT_SLOTS = D_LATENT // SLOT_COLUMNS  # of a tile
+LATENT_BOXES = D_LATENT // BOX_COLUMNS  # of a tile
 K_STEP = 32  # contraction depth of one WGMMA
-STEPS_PER_SLOT = SLOT_COLUMNS // K_STEP
+STEPS_PER_BOX = BOX_COLUMNS // K_STEP
 Q_STEPS = D_QK // K_STEP
 PROBS_STEPS = TILE_KEYS // K_STEP
 PROBS_BYTES = TILE_ROWS * TILE_KEYS
-CHUNKS = OUTPUT_COLUMNS // SLOT_COLUMNS  # of V^T of one output warpgroup
+CHUNKS = OUTPUT_COLUMNS // BOX_COLUMNS  # of V^T of one output warpgroup
 
 STAGES = 3  # key tiles
 VALUE_STAGES = 2  # transposed ones
@@ -39,85 +39,85 @@ assert LOAD_REGISTERS + SCORE_REGISTERS + OUTPUT_GROUPS * OUTPUT_REGISTERS <= AL
 QGMMA_PER_TILE = Q_STEPS + CHUNKS * PROBS_STEPS  # S in steps of 64 x 64 x 32, O in chunks of 64 x 136 x 32
 
 BARRIERS = (
-    ("kv_ready", STAGES * LATENT_SLOTS),
+    ("kv_ready", STAGES * LATENT_BOXES),
     ("rope_ready", STAGES),
     ("keys_free", STAGES),
-    ("values_ready", VALUE_STAGES * LATENT_SLOTS),
-    ("values_free", VALUE_STAGES * LATENT_SLOTS),
+    ("values_ready", VALUE_STAGES * LATENT_BOXES),
+    ("values_free", VALUE_STAGES * LATENT_BOXES),
     ("probs_ready", PROBS_STAGES),
     ("probs_free", PROBS_STAGES),
 )
-TILE_BYTES = STAGES * (LATENT_SLOTS + 1) * SLOT_BYTES + VALUE_STAGES * LATENT_SLOTS * VALUE_BYTES + PROBS_STAGES * PROBS_BYTES
+TILE_BYTES = STAGES * (LATENT_BOXES + 1) * BOX_BYTES + VALUE_STAGES * LATENT_BOXES * VALUE_BYTES + PROBS_STAGES * PROBS_BYTES
 BARRIER_OFFSET = TILE_BYTES + PROBS_STAGES * TILE_ROWS * 4
-SMEM_BYTES = BARRIER_OFFSET + 8 * sum(slots for _, slots in BARRIERS)
+SMEM_BYTES = BARRIER_OFFSET + 8 * sum(stages for _, stages in BARRIERS)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shared memory as tensors: rows x columns x slots."""
+    """Shared memory as tensors: rows x columns x stages."""
 
-    sKv: cute.Tensor  # e4m3 (64 keys, 128 columns, 4 slots a stage)
+    sKv: cute.Tensor  # e4m3 (64 keys, 128 columns, 4 stages a stage)
     sRope: cute.Tensor  # e4m3 (64 keys, 128 columns, stages): 64 RoPE columns, then zeros that nobody reads
-    sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 slots a stage), in the orders of sm90_bytes
+    sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 stages a stage), in the orders of sm90_bytes
     sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, stages), the same order of keys
     sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
 
 
 @dataclass(frozen=True)
-class Rings:
-    """One ring of `slots` for each part of a tile, one behind the other: the number of a tile is that of a use of all of them.
+class PartBarriers:
+    """One ring of `stages` for each part of a tile, one behind the other: the number of a tile is that of a use of all of them.
     The same order for what they guard."""
 
     base: cute.Pointer
-    slots: int
+    stages: int
 
-    def of(self, part: int | Int32) -> Ring:
+    def of(self, part: int | Int32) -> StageBarriers:
         """The ring of a part."""
-        return Ring(self.base + part * self.slots, self.slots)
+        return StageBarriers(self.base + part * self.stages, self.stages)
 
-    def place(self, part: int | Int32, tile: Int32) -> Int32:
-        """Where a part of a tile lies, in slots."""
-        return part * self.slots + Ring(self.base, self.slots).slot(tile)
+    def stage(self, part: int | Int32, tile: Int32) -> Int32:
+        """Where a part of a tile lies, in stages."""
+        return part * self.stages + StageBarriers(self.base, self.stages).stage(tile)
 
     def initialise(self, parts: int, arrivals: int) -> None:
         """Sets the arrivals that complete a phase. One thread, before any use."""
-        Ring(self.base, parts * self.slots).initialise(arrivals)
+        StageBarriers(self.base, parts * self.stages).initialise(arrivals)
 
 
 @dataclass(frozen=True)
 class Pipes:
     """The barriers of the table above."""
 
-    kv_ready: Rings  # by box of columns
-    rope_ready: Ring
-    keys_free: Ring
-    values_ready: Rings  # by chunk of V^T
-    values_free: Rings
-    probs_ready: Ring
-    probs_free: Ring
+    kv_ready: PartBarriers  # by box of columns
+    rope_ready: StageBarriers
+    keys_free: StageBarriers
+    values_ready: PartBarriers  # by chunk of V^T
+    values_free: PartBarriers
+    probs_ready: StageBarriers
+    probs_free: StageBarriers
 
-    def tile(self, number: Int32) -> TilePlace:
+    def tile(self, number: Int32) -> TileState:
         """Of a tile by its number."""
-        return self._tile(number, self.rope_ready.place(number))
+        return self._tile(number, self.rope_ready.state(number))
 
-    def first_tile(self) -> TilePlace:
+    def first_tile(self) -> TileState:
         """Of the first tile: all of it lies in one stage."""
-        return self._tile(Int32(0), Place(Int32(0), Int32(0)))
+        return self._tile(Int32(0), PipelineState(Int32(0), Int32(0)))
 
-    def next_tile(self, place: TilePlace) -> TilePlace:
+    def next_tile(self, place: TileState) -> TileState:
         """Of the tile behind one."""
-        return self._tile(place.number + 1, self.rope_ready.after(place.rope))
+        return self._tile(place.number + 1, self.rope_ready.advance(place.rope))
 
-    def _tile(self, number: Int32, stage: Place) -> TilePlace:
-        return TilePlace(number, stage, stage)
+    def _tile(self, number: Int32, stage: PipelineState) -> TileState:
+        return TileState(number, stage, stage)
 
 
-def carve(smem: Any) -> tuple[Tiles, Pipes]:
+def allocate(smem: Any) -> tuple[Tiles, Pipes]:
     """Places tiles and barriers, in the order of BARRIER_OFFSET."""
     kinds = warpgroup.SmemLayoutAtomKind
-    keys = _layout(kinds.K_SW128, TILE_KEYS, SLOT_COLUMNS, STAGES * LATENT_SLOTS)
-    rope = _layout(kinds.K_SW128, TILE_KEYS, SLOT_COLUMNS, STAGES)
-    values = _layout(kinds.K_SW64, VALUE_ROWS, TILE_KEYS, VALUE_STAGES * LATENT_SLOTS)
+    keys = _layout(kinds.K_SW128, TILE_KEYS, BOX_COLUMNS, STAGES * LATENT_BOXES)
+    rope = _layout(kinds.K_SW128, TILE_KEYS, BOX_COLUMNS, STAGES)
+    values = _layout(kinds.K_SW64, VALUE_ROWS, TILE_KEYS, VALUE_STAGES * LATENT_BOXES)
     probs = _layout(kinds.K_SW64, TILE_ROWS, TILE_KEYS, PROBS_STAGES)
     tiles = Tiles(
         sKv=_allocate(smem, keys),
@@ -126,15 +126,15 @@ def carve(smem: Any) -> tuple[Tiles, Pipes]:
         sProbs=_allocate(smem, probs),
         sAlpha=smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, PROBS_STAGES)), 16),
     )
-    arrays = {name: (smem.allocate_array(Int64, slots), slots) for name, slots in BARRIERS}
+    arrays = {name: (smem.allocate_array(Int64, stages), stages) for name, stages in BARRIERS}
     pipes = Pipes(
-        kv_ready=Rings(arrays["kv_ready"][0], STAGES),
-        rope_ready=Ring(*arrays["rope_ready"]),
-        keys_free=Ring(*arrays["keys_free"]),
-        values_ready=Rings(arrays["values_ready"][0], VALUE_STAGES),
-        values_free=Rings(arrays["values_free"][0], VALUE_STAGES),
-        probs_ready=Ring(*arrays["probs_ready"]),
-        probs_free=Ring(*arrays["probs_free"]),
+        kv_ready=PartBarriers(arrays["kv_ready"][0], STAGES),
+        rope_ready=StageBarriers(*arrays["rope_ready"]),
+        keys_free=StageBarriers(*arrays["keys_free"]),
+        values_ready=PartBarriers(arrays["values_ready"][0], VALUE_STAGES),
+        values_free=PartBarriers(arrays["values_free"][0], VALUE_STAGES),
+        probs_ready=StageBarriers(*arrays["probs_ready"]),
+        probs_free=StageBarriers(*arrays["probs_free"]),
     )
     return tiles, pipes
 
@@ -143,6 +143,6 @@ def _allocate(smem: Any, layout: cute.ComposedLayout) -> cute.Tensor:
     return smem.allocate_tensor(Float8E4M3FN, layout.outer, TILE_ALIGNMENT, layout.inner)
 
 
-def _layout(kind: warpgroup.SmemLayoutAtomKind, rows: int, columns: int, slots: int) -> cute.ComposedLayout:
+def _layout(kind: warpgroup.SmemLayoutAtomKind, rows: int, columns: int, stages: int) -> cute.ComposedLayout:
     atom = warpgroup.make_smem_layout_atom(kind, Float8E4M3FN)
-    return cute.tile_to_shape(atom, (rows, columns, slots), (0, 1, 2))
+    return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))

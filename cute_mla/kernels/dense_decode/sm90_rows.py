@@ -6,10 +6,10 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import OnlineSoftmax, mask_keys
-from ..attention.split_kv_scheduler import Piece
+from ..attention.split_kv_scheduler import WorkTile
 from ..definition import KernelDefinition
 from ..primitives.pipeline import barrier_table
-from ..sm90.config import TilePlace, Tiles
+from ..sm90.config import Tiles, TileState
 from ..sm90.gemm import ScoreGemm
 from ..sm90.roles import RolesSm90, named_barriers, query_row, role_table
 from .entry import DenseDecode
@@ -27,13 +27,13 @@ class DenseRowsSm90(RolesSm90, DenseDecode):
         return super().softmax(operands.with_descales(self.config.operands))
 
     @cute.jit
-    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, place: TilePlace, left: Int32):
+    def mask(self, operands: Operands, tiles: Tiles, gemm: ScoreGemm, place: TileState, left: Int32):
         """Keys past the end, and causally hidden ones."""
         if operands.least_limit(left) < TILE_KEYS:
             limits = [operands.key_limit(left, query_row(gemm.thread, row_half)) for row_half in (0, 1)]
             mask_keys(gemm.scores, gemm.thread, limits)
 
-    def weigh_row(self, operands: Operands, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+    def weigh_row(self, operands: Operands, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
         """1 / row sum, and the scale of the values."""
         return operands.row_weight(self.config.operands, total)
 

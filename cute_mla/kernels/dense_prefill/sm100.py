@@ -15,7 +15,7 @@ Roles (512 threads):
   query    warps 14, 15: Q element by element, in variants without TMA for it
 
 Tensor memory: S of the Q tiles in 2 x 128 columns, O in 2 x 128. P, 16-bit, overwrites the first half of its S.
-Shared memory: Q (2 tiles), and a ring of 16 KB slots for keys (64 columns of 128) and values (64 of them, all columns).
+Shared memory: Q (2 tiles), and a ring of 16 KB stages for keys (64 columns of 128) and values (64 of them, all columns).
 
 Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for each Q tile:
   item_ready[4]     load -> all others            1: what the item of a round is
@@ -50,13 +50,13 @@ from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
-from ..primitives.pipeline import Ring, barrier_table
+from ..primitives.pipeline import StageBarriers, barrier_table
 from ..primitives.tma import prefetch_map
 from .entry import DensePrefill
 from .operands import Operands
 from .sm100_config import (
     GROUP_WARPS,
-    ITEM_SLOTS,
+    ITEM_STAGES,
     ITEM_WORDS,
     LOAD_WARP,
     MMA_WARP,
@@ -66,8 +66,8 @@ from .sm100_config import (
     QUERY_TILES,
     QUERY_WARP,
     QUERY_WARPS,
-    SLOT_BYTES,
     SOFTMAX_REGISTERS,
+    STAGE_BYTES,
     THREADS,
     TILE_ALIGNMENT,
     TILE_ROWS,
@@ -100,7 +100,7 @@ class DensePrefillSm100(DensePrefill):
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
+        tiles, pipes = self.allocate_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
@@ -136,14 +136,14 @@ class DensePrefillSm100(DensePrefill):
             tcgen05.fence_after_wait()
             tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
-    def carve_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of the geometry."""
-        sizes = (QUERY_TILES * self.geometry.query_bytes, self.geometry.slots * SLOT_BYTES)
+        sizes = (QUERY_TILES * self.geometry.query_bytes, self.geometry.stages * STAGE_BYTES)
         sQ, sKv = (smem.allocate_array(Uint8, size, byte_alignment=TILE_ALIGNMENT) for size in sizes)
         sAlpha, sInverse = (smem.allocate_array(Float32, QUERY_TILES * TILE_ROWS) for _ in range(2))
-        sItems = smem.allocate_array(Int32, ITEM_SLOTS * ITEM_WORDS, byte_alignment=16)
+        sItems = smem.allocate_array(Int32, ITEM_STAGES * ITEM_WORDS, byte_alignment=16)
         tiles = Tiles(sQ, sKv, sAlpha, sInverse, sItems, tmem_cell=None)
-        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in self.geometry.barriers})
+        pipes = Pipes(**{name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in self.geometry.barriers})
         return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
 
     def initialise(self, pipes: Pipes) -> None:

@@ -10,8 +10,8 @@ from cutlass import Int32, cute
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
-from ..attention.lengths import larger, smaller
-from ..primitives.pipeline import Ring
+from ..primitives.integers import larger, smaller
+from ..primitives.pipeline import StageBarriers
 from ..sm100.boxes import ROW_BYTES
 from .operands import Item
 
@@ -21,15 +21,15 @@ TILE_KEYS = 128
 HALF_KEYS = TILE_KEYS // 2
 
 BOX_BYTES = BOX_ROWS * ROW_BYTES
-# a slot of the ring: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
-SLOT_BYTES = TILE_KEYS * ROW_BYTES
-BOXES_PER_SLOT = SLOT_BYTES // BOX_BYTES
-VALUE_SLOTS = TILE_KEYS // HALF_KEYS  # of a key tile
-assert D_V == BOXES_PER_SLOT * BOX_COLUMNS
+# a stage of the ring: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
+STAGE_BYTES = TILE_KEYS * ROW_BYTES
+BOXES_PER_STAGE = STAGE_BYTES // BOX_BYTES
+VALUE_STAGES = TILE_KEYS // HALF_KEYS  # of a key tile
+assert D_V == BOXES_PER_STAGE * BOX_COLUMNS
 
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-STEPS_PER_SLOT = HALF_KEYS // K_STEP
+STEPS_PER_STAGE = HALF_KEYS // K_STEP
 FIRST_KEYS = 96  # of a tile, whose P is handed over while that of the others is computed
 
 # tensor memory, in 32-bit columns of 128 lanes, of Q tile i: S of 128 keys from TILE_KEYS i on, and over its first half P, two
@@ -51,7 +51,7 @@ SOFTMAX_REGISTERS = 184
 OUTPUT_REGISTERS = 96
 OTHER_REGISTERS = 48
 
-ITEM_SLOTS = 4  # rounds whose items the load role may post ahead
+ITEM_STAGES = 4  # rounds whose items the load role may post ahead
 ITEM_WORDS = 8
 
 TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
@@ -65,69 +65,50 @@ class Geometry:
     d_qk: int
 
     @property
-    def key_slots(self) -> int:
+    def key_stages(self) -> int:
         """Slots of the keys of a tile; 64 columns each."""
         return self.d_qk // BOX_COLUMNS
 
     @property
-    def tile_slots(self) -> int:
+    def tile_stages(self) -> int:
         """Slots of a key tile."""
-        return self.key_slots + VALUE_SLOTS
+        return self.key_stages + VALUE_STAGES
 
     @property
     def query_bytes(self) -> int:
         """Bytes of a Q tile."""
-        return self.key_slots * SLOT_BYTES
+        return self.key_stages * STAGE_BYTES
 
     @property
-    def slots(self) -> int:
+    def stages(self) -> int:
         """Slots of the ring: what Q and the small things leave room for."""
         left = SM100.smem_per_block - QUERY_TILES * self.query_bytes - SMALL_BYTES
-        return left // SLOT_BYTES
+        return left // STAGE_BYTES
 
     @property
     def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, slots): one array of mbarriers, in this order, behind the tiles. Two slots: one for each Q tile."""
+        """(name, stages): one array of mbarriers, in this order, behind the tiles. Two stages: one for each Q tile."""
         of_tiles = (
             "query_ready", "query_free", "scores_ready", "alpha_ready", "probs_ready", "rest_ready", "output_ready", "sums_ready",
             "sums_free",
         )  # fmt: skip
-        rings = (("item_ready", ITEM_SLOTS), ("item_free", ITEM_SLOTS), ("kv_ready", self.slots), ("kv_free", self.slots))
+        rings = (("item_ready", ITEM_STAGES), ("item_free", ITEM_STAGES), ("kv_ready", self.stages), ("kv_free", self.stages))
         return (*rings, *((name, QUERY_TILES) for name in of_tiles))
 
     @property
     def barrier_offset(self) -> int:
         """First byte of the barriers."""
-        return QUERY_TILES * self.query_bytes + self.slots * SLOT_BYTES + 4 * (2 * QUERY_TILES * TILE_ROWS + ITEM_SLOTS * ITEM_WORDS)
+        return QUERY_TILES * self.query_bytes + self.stages * STAGE_BYTES + 4 * (2 * QUERY_TILES * TILE_ROWS + ITEM_STAGES * ITEM_WORDS)
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory, with the cell that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
+        return self.barrier_offset + 8 * sum(stages for _, stages in self.barriers) + 4
 
     @property
     def products(self) -> int:
         """Matrix products of one key tile with both Q tiles."""
-        return QUERY_TILES * (self.key_slots * STEPS_PER_BOX + TILE_KEYS // K_STEP)
-
-
-@dataclass(frozen=True)
-class Use:
-    """A use of the ring: its slot, and the parity that completes with it. To be carried along: dividing the number of a use by the
-    slots, again for each of them, takes the mma role half as many instructions as all that it does."""
-
-    slot: Int32
-    parity: Int32
-
-    def following(self, count: int, slots: int) -> list[Use]:
-        """This use and those after it, of a ring of so many slots."""
-        uses = []
-        for i in range(count):
-            slot = self.slot + i
-            wraps = slot >= slots
-            parity = cutlass.select_(wraps, self.parity ^ 1, self.parity)
-            uses.append(Use(cutlass.select_(wraps, slot - slots, slot), parity))
-        return uses
+        return QUERY_TILES * (self.key_stages * STEPS_PER_BOX + TILE_KEYS // K_STEP)
 
 
 SMALL_BYTES = 2560  # factors and sums, items, barriers, a cell: no more than that
@@ -149,24 +130,24 @@ class Tiles:
 class Pipes:
     """The barriers of the table above."""
 
-    item_ready: Ring
-    item_free: Ring
-    kv_ready: Ring
-    kv_free: Ring
-    query_ready: Ring
-    query_free: Ring
-    scores_ready: Ring
-    alpha_ready: Ring
-    probs_ready: Ring
-    rest_ready: Ring
-    output_ready: Ring
-    sums_ready: Ring
-    sums_free: Ring
+    item_ready: StageBarriers
+    item_free: StageBarriers
+    kv_ready: StageBarriers
+    kv_free: StageBarriers
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    scores_ready: StageBarriers
+    alpha_ready: StageBarriers
+    probs_ready: StageBarriers
+    rest_ready: StageBarriers
+    output_ready: StageBarriers
+    sums_ready: StageBarriers
+    sums_free: StageBarriers
 
     def of_tile(self, tile: int | Int32) -> Pipes:
         """Those of one Q tile, as rings of their own, and what both share."""
         rings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pipes(**{name: Ring(ring.base + tile, 1) if ring.slots == QUERY_TILES else ring for name, ring in rings.items()})
+        return Pipes(**{name: StageBarriers(ring.base + tile, 1) if ring.stages == QUERY_TILES else ring for name, ring in rings.items()})
 
 
 @dataclass(frozen=True)

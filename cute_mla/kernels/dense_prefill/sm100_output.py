@@ -10,7 +10,6 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.fragments import store_row
-from ..primitives.pipeline import arrive
 from .operands import Operands
 from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
 from .sm100_work_items import Board
@@ -87,7 +86,7 @@ class OutputRole:
         # of each Q tile: key tiles, items that have some, items
         done, outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(0), Int32(0)]
         for tile in cutlass.range_constexpr(QUERY_TILES):
-            arrive(own[tile].probs_ready.barrier(0))  # O is free for the first item
+            own[tile].probs_ready.producer_commit(0)  # O is free for the first item
         while more:
             more, item = board.take(turn)
             parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
@@ -101,19 +100,19 @@ class OutputRole:
                 part = parts[tile]
                 if part.rows > 0:
                     if part.tiles > 0:
-                        own[tile].output_ready.wait_ready(outputs[tile])
+                        own[tile].output_ready.consumer_wait(outputs[tile])
                         tcgen05.fence_after_wait()
                         outputs[tile] = outputs[tile] + 1
-                    own[tile].sums_ready.wait_ready(sums[tile])
+                    own[tile].sums_ready.consumer_wait(sums[tile])
                     inverse = rows[tile].inverse()
-                    arrive(own[tile].sums_free.barrier(sums[tile]))
+                    own[tile].sums_free.consumer_release(sums[tile])
                     sums[tile] = sums[tile] + 1
                     target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
                     rows[tile].store(target, part.rows, inverse, part.tiles > 0)
                     if part.tiles > 0:
                         done[tile] = done[tile] + part.tiles
                         tcgen05.fence_before_signal()
-                        arrive(own[tile].probs_ready.barrier(done[tile]))  # O is free for the next item
+                        own[tile].probs_ready.producer_commit(done[tile])  # O is free for the next item
             turn = turn + 1
 
     @cute.jit
@@ -121,10 +120,10 @@ class OutputRole:
         """O *= alpha where the maximum has moved, then lets P V of a Q tile's next key tile begin.
 
         The factor is there when S of that key tile is, and S comes after P V of the key tile before."""
-        own.alpha_ready.wait_ready(alpha_use)
+        own.alpha_ready.consumer_wait(alpha_use)
         alpha = rows.factor()
         if cute.arch.vote_any_sync(alpha != 1.0):
             tcgen05.fence_after_wait()
             rows.scale(alpha)
             tcgen05.fence_before_signal()
-        arrive(own.probs_ready.barrier(use))
+        own.probs_ready.producer_commit(use)

@@ -14,22 +14,21 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from ..attention.lengths import larger
 from ..attention.softmax import LN2, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.fragments import pack_pair
-from ..primitives.pipeline import arrive
+from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
 from .operands import Item, Operands
 from .sm100_config import (
-    BOXES_PER_SLOT,
+    BOXES_PER_STAGE,
     FIRST_KEYS,
     GROUP,
     HALF_KEYS,
-    SLOT_BYTES,
+    STAGE_BYTES,
     TILE_KEYS,
     TILE_ROWS,
-    VALUE_SLOTS,
+    VALUE_STAGES,
     Geometry,
     Part,
     Pipes,
@@ -80,7 +79,7 @@ class RowSoftmax:
     """A thread's scores of one key tile and the running state of its row.
 
     tile, row: the Q tile, and the row of it. scores: address of S in tensor memory, at the first lane of the warp. rS: fp32 (128
-    keys): scores, then probabilities. rMax: the reference, log2 units. rSums: two shares of the row sum.
+    keys): scores, then probabilities. row_ref: the reference, log2 units. rSums: two shares of the row sum.
     """
 
     dtype: type[cutlass.Numeric]
@@ -90,19 +89,19 @@ class RowSoftmax:
     scores: Int32
     scale_log2: Float32
     rS: cute.Tensor
-    rMax: cute.Tensor
+    row_ref: cute.Tensor
     rSums: cute.Tensor
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
         """State of a row that has seen nothing. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
-        rS, rMax, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))
-        return RowSoftmax(dtype, tiles, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, rMax, rSums)
+        rS, row_ref, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))
+        return RowSoftmax(dtype, tiles, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, row_ref, rSums)
 
     def reset(self) -> None:
         """Forgets all keys."""
-        self.rMax[0] = -Float32.inf
+        self.row_ref[0] = -Float32.inf
         self.rSums[0], self.rSums[1] = Float32(0), Float32(0)
 
     def start_load(self, first: int) -> list[Any]:
@@ -132,13 +131,13 @@ class RowSoftmax:
         chains = [self.rS[i] for i in range(MAX_CHAINS)]
         for i in range(MAX_CHAINS, TILE_KEYS):
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
-        self.rMax[0], alpha = follow_maximum(self.rMax[0], reduce(cute.arch.fmax, chains) * self.scale_log2)
+        self.row_ref[0], alpha = follow_maximum(self.row_ref[0], reduce(cute.arch.fmax, chains) * self.scale_log2)
         self.rSums[0], self.rSums[1] = cute.arch.mul_packed_f32x2((self.rSums[0], self.rSums[1]), (alpha, alpha))
         return alpha
 
     def exponentiate(self, first: int, end: int) -> None:
         """Replaces the scores of keys first .. end - 1 by unnormalised probabilities and adds them to the row sum."""
-        scale, shift = (self.scale_log2,) * 2, (-shift_of(self.rMax[0]),) * 2
+        scale, shift = (self.scale_log2,) * 2, (-shift_of(self.row_ref[0]),) * 2
         chains = [(self.rSums[0], self.rSums[1]), _both(0.0)]
         for i in range(first, end, 2):
             exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
@@ -171,7 +170,7 @@ class RowSoftmax:
 
     def lse(self, total: Float32) -> Float32:
         """The natural logarithm of the sum of all exponentials."""
-        return (self.rMax[0] + cute.math.log2(total, fastmath=True)) * LN2
+        return (self.row_ref[0] + cute.math.log2(total, fastmath=True)) * LN2
 
 
 def on_fma(pair: int) -> bool:
@@ -199,21 +198,21 @@ class SoftmaxRole:
             if part.rows > 0:
                 rows.reset()
                 for t in cutlass.range(part.tiles, unroll=1):
-                    own.scores_ready.wait_ready(done + t)
+                    own.scores_ready.consumer_wait(done + t)
                     tcgen05.fence_after_wait()
                     if t == 0 and self.clears_values(item, part, tile):
-                        self.clear_values(tiles, pipes, uses + self.geometry.key_slots, item.keys, rows.row)
+                        self.clear_values(tiles, pipes, uses + self.geometry.key_stages, item.keys, rows.row)
                     self.softmax_tile(own, rows, part, t, done + t, alphas + t - 1)
                 done = done + part.tiles
                 alphas = alphas + larger(part.tiles - 1, Int32(0))
-                own.sums_free.wait_free(sums)
+                own.sums_free.producer_acquire(sums)
                 total = rows.publish_sum()
-                arrive(own.sums_ready.barrier(sums))
+                own.sums_ready.producer_commit(sums)
                 sums = sums + 1
                 if rows.row < part.rows:
                     lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
                     operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
-            uses = uses + key_tiles(item.keys) * self.geometry.tile_slots
+            uses = uses + key_tiles(item.keys) * self.geometry.tile_stages
             turn = turn + 1
 
     @cute.jit
@@ -231,19 +230,19 @@ class SoftmaxRole:
         alpha = rows.advance()
         if t > 0:
             rows.publish_factor(alpha)
-            arrive(own.alpha_ready.barrier(alpha_use))
+            own.alpha_ready.producer_commit(alpha_use)
         rows.exponentiate(0, FIRST_KEYS)
         again = rows.start_load(FIRST_KEYS)
         rows.store(0, FIRST_KEYS)
         tcgen05.fence_before_signal()
-        arrive(own.probs_ready.barrier(use))
+        own.probs_ready.producer_commit(use)
         rows.finish_load(again)
         if masked:
             rows.mask(limit, FIRST_KEYS)
         rows.exponentiate(FIRST_KEYS, TILE_KEYS)
         rows.store(FIRST_KEYS, TILE_KEYS)
         tcgen05.fence_before_signal()
-        arrive(own.rest_ready.barrier(use))
+        own.rest_ready.producer_commit(use)
 
     def clears_values(self, item: Item, part: Part, tile: Int32) -> Boolean:
         """Whether there are values of no key in the item's last key tile, and this Q tile is the first to be multiplied with
@@ -255,9 +254,9 @@ class SoftmaxRole:
     def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
         """P is 0 past the end, but 0 times a NaN of an unused row is NaN. The arrival with P hands over the zeros.
 
-        S of the key tile is complete, so the slots are at this use or the one before: no other parity can be mistaken for it."""
-        for half in cutlass.range_constexpr(VALUE_SLOTS):
-            pipes.kv_ready.wait_ready(use + half)
-            slot = tiles.sKv + pipes.kv_ready.slot(use + half) * SLOT_BYTES
-            clear_rows(slot, BOXES_PER_SLOT, keys % TILE_KEYS - half * HALF_KEYS, thread)
+        S of the key tile is complete, so the stages are at this use or the one before: no other parity can be mistaken for it."""
+        for half in cutlass.range_constexpr(VALUE_STAGES):
+            pipes.kv_ready.consumer_wait(use + half)
+            stage = tiles.sKv + pipes.kv_ready.stage(use + half) * STAGE_BYTES
+            clear_rows(stage, BOXES_PER_STAGE, keys % TILE_KEYS - half * HALF_KEYS, thread)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from cutlass import Boolean, Int32, cute
 
 from ..primitives.fragments import aligned, store_words
-from ..primitives.pipeline import arrive
 from .operands import Item
 from .sm100_config import ITEM_WORDS, Pipes
 
@@ -24,7 +23,7 @@ class Board:
 
     def post(self, turn: Int32, there: Boolean, item: Item) -> None:
         """Signals item_ready when the item may be read. One warp."""
-        self.pipes.item_free.wait_free(turn)
+        self.pipes.item_free.producer_acquire(turn)
         numbers = (item.head, item.kv_head, item.first_row, item.rows, item.first_key, item.keys, item.diagonal)
         words = [Int32(there), *numbers]
         with cute.arch.elect_one():
@@ -35,12 +34,12 @@ class Board:
     def take(self, turn: Int32) -> tuple[Boolean, Item]:
         """Whether the CTA has an item in a round, and the item, without rows and keys if not. Waits item_ready, signals item_free.
         One warp."""
-        self.pipes.item_ready.wait_ready(turn)
+        self.pipes.item_ready.consumer_wait(turn)
         rWords = cute.make_rmem_tensor(cute.make_layout(ITEM_WORDS), Int32)
         cute.autovec_copy(cute.make_tensor(aligned(self._cell(turn), 16), rWords.layout), rWords)
-        arrive(self.pipes.item_free.barrier(turn))
+        self.pipes.item_free.consumer_release(turn)
         there, *numbers = (cute.arch.make_warp_uniform(rWords[i]) for i in range(ITEM_WORDS))
         return there != 0, Item(*numbers)
 
     def _cell(self, turn: Int32) -> cute.Pointer:
-        return self.sItems + self.pipes.item_ready.slot(turn) * ITEM_WORDS
+        return self.sItems + self.pipes.item_ready.stage(turn) * ITEM_WORDS

@@ -41,11 +41,11 @@ from ...manifest import NamedBarrier, Role
 from ...spec.arch import SM90, Arch
 from ...spec.dense_prefill import BOX_COLUMNS, D_V, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
-from ..attention.lengths import larger, smaller
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..definition import KernelDefinition
 from ..primitives.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
-from ..primitives.pipeline import Ring, arrive, barrier_table
+from ..primitives.integers import larger, smaller
+from ..primitives.pipeline import StageBarriers, barrier_table
 from ..primitives.tma import prefetch_map
 from ..sm90.roles import set_registers
 from .entry import DensePrefill
@@ -88,7 +88,7 @@ class DensePrefillSm90(DensePrefill):
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem()
+        tiles, pipes = self.allocate_smem()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -112,23 +112,23 @@ class DensePrefillSm90(DensePrefill):
             set_registers(COMPUTE_REGISTERS)
             self.attend(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
-    def tile_layout(self, rows: int, columns: int, slots: int) -> cute.ComposedLayout:
-        """rows x columns x slots in boxes of 64 columns, each `rows` rows of 128 bytes, 128-byte swizzle."""
+    def tile_layout(self, rows: int, columns: int, stages: int) -> cute.ComposedLayout:
+        """rows x columns x stages in boxes of 64 columns, each `rows` rows of 128 bytes, 128-byte swizzle."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (rows, columns, slots), (0, 1, 2))
+        return cute.tile_to_shape(atom, (rows, columns, stages), (0, 1, 2))
 
-    def carve_smem(self) -> tuple[Tiles, Pipes]:
+    def allocate_smem(self) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm90_config."""
         geometry = self.geometry
         smem = cutlass.memory.SmemAllocator()
         shapes = (
             (GROUP_ROWS, geometry.d_qk, GROUPS),
-            (TILE_KEYS, geometry.d_qk, geometry.slots),
-            (TILE_KEYS, D_V, geometry.slots),
+            (TILE_KEYS, geometry.d_qk, geometry.stages),
+            (TILE_KEYS, D_V, geometry.stages),
         )
         layouts = [self.tile_layout(*shape) for shape in shapes]
         tensors = [smem.allocate_tensor(self.dtype, layout.outer, TILE_ALIGNMENT, layout.inner) for layout in layouts]
-        rings = {name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers}
+        rings = {name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in geometry.barriers}
         return Tiles(*tensors), Pipes(**rings)
 
     def initialise(self, pipes: Pipes) -> None:
@@ -162,11 +162,11 @@ class DensePrefillSm90(DensePrefill):
                     self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
                     self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
                     start_anew(softmax, ended)
-                    factors = self.weigh_tile(item, products, softmax, key_tiles(item.keys) - 1)
+                    factors = self.softmax_step(item, products, softmax, key_tiles(item.keys) - 1)
                     # in both branches: in front of them, ptxas would move it in front of the softmax
                     if done > 0:
                         warpgroup.wait_group(0)
-                        arrive(pipes.value_free.barrier(use - 1))
+                        pipes.value_free.consumer_release(use - 1)
                         self.finish_rows(operands, before, products, ended)
                     else:
                         warpgroup.wait_group(0)
@@ -180,9 +180,9 @@ class DensePrefillSm90(DensePrefill):
                     self.write_empty_rows(operands, item, products)
         if done > 0:
             self.settle_output(pipes, products, factors, use - 2, pending)
-            pipes.value_ready.wait_ready(use - 1)
+            pipes.value_ready.consumer_wait(use - 1)
             warpgroup.fence()
-            products.start_output(pipes.value_ready.slot(use - 1))
+            products.start_output(pipes.value_ready.stage(use - 1))
             warpgroup.wait_group(0)
             self.finish_rows(operands, before, products, softmax)
         if group == 0:
@@ -193,7 +193,7 @@ class DensePrefillSm90(DensePrefill):
         """Returns when the warpgroup's rows of Q are in shared memory. Rows behind the sequence's repeat its last one, or are
         whatever lies there; their results go nowhere."""
         if cutlass.const_expr(self.by_tma):
-            pipes.query_ready.wait_ready(done * GROUPS + products.group)
+            pipes.query_ready.consumer_wait(done * GROUPS + products.group)
         else:
             stage = QueryStage.create(self.dtype, tiles, products.thread)
             rows = []
@@ -227,10 +227,10 @@ class DensePrefillSm90(DensePrefill):
             self.settle_output(pipes, products, factors, use + i - 2, i > 1)
             self.start_products(pipes, products, use + i, use + i - 1)
             self.free_operands(pipes, products.group, use + i, done, i == count - 1)
-            factors = self.weigh_tile(item, products, softmax, count - 1 - i)
+            factors = self.softmax_step(item, products, softmax, count - 1 - i)
         return factors
 
-    def weigh_tile(self, item: Item, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
+    def softmax_step(self, item: Item, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
         """The scores of a tile become probabilities. Returns the factors that this asks of O."""
         self.mask(item, products, tile)
         return softmax.add_tile(products.scores)
@@ -238,12 +238,12 @@ class DensePrefillSm90(DensePrefill):
     @cute.jit
     def start_products(self, pipes: Pipes, products: Products, key_use: Int32, value_use: Int32):
         """Issues S of one tile, and P V of the one before, in this warpgroup's turn. S is there on return."""
-        pipes.key_ready.wait_ready(key_use)
+        pipes.key_ready.consumer_wait(key_use)
         take_turn(products.group)
         warpgroup.fence()
-        products.start_scores(pipes.key_ready.slot(key_use))
-        pipes.value_ready.wait_ready(value_use)
-        products.start_output(pipes.value_ready.slot(value_use))
+        products.start_scores(pipes.key_ready.stage(key_use))
+        pipes.value_ready.consumer_wait(value_use)
+        products.start_output(pipes.value_ready.stage(value_use))
         give_turn(products.group)
         warpgroup.wait_group(1)
 
@@ -256,7 +256,7 @@ class DensePrefillSm90(DensePrefill):
         the softmax, ptxas would move it in front."""
         warpgroup.wait_group(0)
         if pending:
-            arrive(pipes.value_free.barrier(use))
+            pipes.value_free.consumer_release(use)
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             products.scale_output(factors)
         products.round_probs()
@@ -286,7 +286,7 @@ class DensePrefillSm90(DensePrefill):
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
-            lse = (softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)) * LN2
+            lse = (softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)) * LN2
             words = products.row_words(row_half, inverse)
             if cutlass.const_expr(self.by_tma):
                 words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
@@ -321,7 +321,7 @@ class DensePrefillSm90(DensePrefill):
 def start_anew(softmax: OnlineSoftmax, ended: OnlineSoftmax) -> None:
     """Forgets all keys, but for a copy."""
     for row_half in range(ROWS_PER_THREAD):
-        ended.rMax[row_half], ended.rSum[row_half] = softmax.rMax[row_half], softmax.rSum[row_half]
+        ended.row_ref[row_half], ended.rSum[row_half] = softmax.row_ref[row_half], softmax.rSum[row_half]
     softmax.reset()
 
 

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from ...spec.arch import SM90
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS
 from ..attention.tiles import ELEMENT_BYTES
-from ..primitives.pipeline import Ring
+from ..primitives.pipeline import StageBarriers
 
 TILE_KEYS = 128
 GROUPS = 2  # of warps that compute, each with its own query rows
@@ -53,7 +53,7 @@ class Geometry:
         return TILE_KEYS * D_V * ELEMENT_BYTES
 
     @property
-    def slots(self) -> int:
+    def stages(self) -> int:
         """Tiles of K, and as many of V, that shared memory has room for beside Q and the barriers."""
         return (SM90.smem_per_block - TILE_ALIGNMENT - GROUPS * self.query_bytes) // (self.key_bytes + self.value_bytes)
 
@@ -64,12 +64,12 @@ class Geometry:
 
     @property
     def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, slots): one array of mbarriers, in this order, behind the tiles."""
+        """(name, stages): one array of mbarriers, in this order, behind the tiles."""
         return (
-            ("key_ready", self.slots),
-            ("key_free", self.slots),
-            ("value_ready", self.slots),
-            ("value_free", self.slots),
+            ("key_ready", self.stages),
+            ("key_free", self.stages),
+            ("value_ready", self.stages),
+            ("value_free", self.stages),
             ("value_landed", 1),
             ("query_ready", GROUPS),
             ("query_free", GROUPS),
@@ -78,34 +78,34 @@ class Geometry:
     @property
     def barrier_offset(self) -> int:
         """Bytes of shared memory in front of the barriers."""
-        return GROUPS * self.query_bytes + self.slots * (self.key_bytes + self.value_bytes)
+        return GROUPS * self.query_bytes + self.stages * (self.key_bytes + self.value_bytes)
 
     @property
     def smem_bytes(self) -> int:
         """All shared memory."""
-        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers)
+        return self.barrier_offset + 8 * sum(stages for _, stages in self.barriers)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shared memory as tensors: rows x columns x slots."""
+    """Shared memory as tensors: rows x columns x stages."""
 
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
-    sK: cute.Tensor  # (128 keys, d_qk, slots)
-    sV: cute.Tensor  # (128 keys, 128 columns, slots)
+    sK: cute.Tensor  # (128 keys, d_qk, stages)
+    sV: cute.Tensor  # (128 keys, 128 columns, stages)
 
 
 @dataclass(frozen=True)
 class Pipes:
     """The barriers of the table above."""
 
-    key_ready: Ring
-    key_free: Ring
-    value_ready: Ring
-    value_free: Ring
-    value_landed: Ring
-    query_ready: Ring
-    query_free: Ring
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    value_ready: StageBarriers
+    value_free: StageBarriers
+    value_landed: StageBarriers
+    query_ready: StageBarriers
+    query_free: StageBarriers
 
 
 def key_tiles(keys: Int32) -> Int32:

@@ -44,8 +44,8 @@ class Products:
         add_scores.set(warpgroup.Field.ACCUMULATE, True)
         output_mma.set(warpgroup.Field.ACCUMULATE, True)
         of_scores, of_output = add_scores.get_slice(thread), output_mma.get_slice(thread)
-        slots = cute.size(tiles.sV, mode=[2])
-        transposed = cute.make_layout((D_V, TILE_KEYS, slots), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
+        stages = cute.size(tiles.sV, mode=[2])
+        transposed = cute.make_layout((D_V, TILE_KEYS, stages), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
         scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, TILE_KEYS)), Float32)
         probs = cute.make_rmem_tensor_like(scores, dtype)
         steps = cute.make_layout((A_VALUES, 1, TILE_KEYS // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
@@ -65,17 +65,17 @@ class Products:
             output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, D_V)), Float32),
         )
 
-    def start_scores(self, slot: Int32) -> None:
+    def start_scores(self, stage: Int32) -> None:
         """S = Q K^T as a group of WGMMAs."""
         for step in range(cute.size(self.tQ, mode=[2])):
             mma = self.add_scores if step else self.overwrite_scores
-            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, slot], self.scores)
+            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, stage], self.scores)
         warpgroup.commit_group()
 
-    def start_output(self, slot: Int32) -> None:
+    def start_output(self, stage: Int32) -> None:
         """O += P V as a group of WGMMAs."""
         for step in range(cute.size(self.tP, mode=[2])):
-            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, slot], self.output)
+            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output)
         warpgroup.commit_group()
 
     def round_probs(self) -> None:

@@ -30,10 +30,10 @@ class LoadRoles:
             item = operands.items.take(turn)
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.key_ready.slot(use + i), pipes.key_ready.barrier(use + i)
-                pipes.key_free.wait_free(use + i)
+                stage, ready = pipes.key_ready.stage(use + i), pipes.key_ready.barrier(use + i)
+                pipes.key_free.producer_acquire(use + i)
                 where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
-                load_tile(tiles.sK, slot, operands.k_map, where, ready, self.geometry.key_bytes)
+                load_tile(tiles.sK, stage, operands.k_map, where, ready, self.geometry.key_bytes)
             use = use + count
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
@@ -48,16 +48,16 @@ class LoadRoles:
             item = operands.items.take(turn)
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.value_ready.slot(use + i), pipes.value_ready.barrier(use + i)
-                pipes.value_free.wait_free(use + i)
+                stage, ready = pipes.value_ready.stage(use + i), pipes.value_ready.barrier(use + i)
+                pipes.value_free.producer_acquire(use + i)
                 first = (count - 1 - i) * TILE_KEYS
                 where = (item.kv_head, item.first_key + first)
                 whole = first + TILE_KEYS <= item.keys
                 landed = cutlass.select_(whole, ready, pipes.value_landed.barrier(cleared))
-                load_tile(tiles.sV, slot, operands.v_map, where, landed, self.geometry.value_bytes)
+                load_tile(tiles.sV, stage, operands.v_map, where, landed, self.geometry.value_bytes)
                 if not whole:
-                    pipes.value_landed.wait_ready(cleared)
-                    clear_rows(tiles.sV, slot, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+                    pipes.value_landed.consumer_wait(cleared)
+                    clear_rows(tiles.sV, stage, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive(ready)
                     cleared = cleared + 1
@@ -73,20 +73,20 @@ class LoadRoles:
                 if item.keys > 0:
                     for group in cutlass.range_constexpr(GROUPS):
                         use = done * GROUPS + group
-                        pipes.query_free.wait_free(use)
+                        pipes.query_free.producer_acquire(use)
                         where = (item.head, item.first_row + group * GROUP_ROWS)
                         load_tile(tiles.sQ, group, operands.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
                     done = done + 1
 
 
 @cute.jit
-def load_tile(target: cute.Tensor, slot: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
-    """One warp starts the copy of a slot of (rows, columns, slots), from (head, first row) on; its bytes count on `ready`."""
+def load_tile(target: cute.Tensor, stage: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
+    """One warp starts the copy of a stage of (rows, columns, stages), from (head, first row) on; its bytes count on `ready`."""
     rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
     head, first = where
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, nbytes)
         for column in cutlass.range_constexpr(0, columns, BOX_COLUMNS):
             for row in cutlass.range_constexpr(0, rows, BOX_ROWS):
-                box = target.iterator + (slot * (rows * columns) + column * rows + row * BOX_COLUMNS)
+                box = target.iterator + (stage * (rows * columns) + column * rows + row * BOX_COLUMNS)
                 load_box(box, tensor_map, (column, head, first + row), ready)

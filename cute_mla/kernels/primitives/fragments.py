@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
 from cutlass.cute.nvgpu import warp
 
 from ...spec.dense_decode import TILE_ROWS
-from .registers import kept
+from .registers import pin_register
 
 ROWS_PER_THREAD = 2
 ROWS_APART = 8  # a thread's two rows
@@ -39,27 +39,27 @@ def fragment_column(thread: Int32, register: int) -> Int32:
 
 @dataclass(frozen=True)
 class RowPair:
-    """A thread's two rows in a table of fp32 numbers in shared memory, 64 rows a slot. first: the address of its first row's in
-    slot 0."""
+    """A thread's two rows in a table of fp32 numbers in shared memory, 64 rows a stage. first: the address of its first row's in
+    stage 0."""
 
     first: Int32
 
     @staticmethod
     def of(table: cute.Tensor, thread: Int32) -> RowPair:
         """Of a thread of the warpgroup."""
-        return RowPair(kept(table.iterator.toint() + FP32_BYTES * fragment_row(thread, 0)))
+        return RowPair(pin_register(table.iterator.toint() + FP32_BYTES * fragment_row(thread, 0)))
 
-    def _at(self, slot: Int32) -> cute.Pointer:
-        return cute.make_ptr(Float32, self.first + slot * (TILE_ROWS * FP32_BYTES), cute.AddressSpace.smem, assumed_align=FP32_BYTES)
+    def _at(self, stage: Int32) -> cute.Pointer:
+        return cute.make_ptr(Float32, self.first + stage * (TILE_ROWS * FP32_BYTES), cute.AddressSpace.smem, assumed_align=FP32_BYTES)
 
-    def load(self, slot: Int32) -> list[Float32]:
+    def load(self, stage: Int32) -> list[Float32]:
         """Of both rows."""
-        return [(self._at(slot) + ROWS_APART * row_half).load() for row_half in range(ROWS_PER_THREAD)]
+        return [(self._at(stage) + ROWS_APART * row_half).load() for row_half in range(ROWS_PER_THREAD)]
 
-    def store(self, slot: Int32, values: list[Float32]) -> None:
+    def store(self, stage: Int32, values: list[Float32]) -> None:
         """Of both rows. One lane of a quad."""
         for row_half, value in enumerate(values):
-            (self._at(slot) + ROWS_APART * row_half).store(value)
+            (self._at(stage) + ROWS_APART * row_half).store(value)
 
 
 def flat(fragment: cute.Tensor) -> cute.Tensor:

@@ -49,20 +49,6 @@ def registers(words: int) -> cute.Tensor:
     return cute.make_rmem_tensor(cute.make_layout(words), Int32)
 
 
-def as_float(bits: Int32) -> Float32:
-    """The fp32 number of these bits."""
-    held = registers(1)
-    held[0] = bits
-    return cute.recast_tensor(held, Float32)[0]
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of an fp32 number."""
-    held = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-    held[0] = value
-    return cute.recast_tensor(held, Int32)[0]
-
-
 def exact(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> list[Float32]:
     """Narrow floats in fp32."""
     count, per_word = cute.size(words), 32 // dtype.width
@@ -129,11 +115,3 @@ def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: B
                 element_at(Uint16, address + 4 * i).store(Uint16(words[i] & 0xFFFF))
                 element_at(Uint16, address + 4 * i + 2).store(Uint16((words[i] >> 16) & 0xFFFF))
 
-
-@cute.jit
-def cache_scale(descale_k: cute.Pointer) -> Float32:
-    """The scale of a whole cache."""
-    scale = Float32(1.0)
-    if descale_k.toint() != 0:
-        scale = descale_k.load()
-    return scale

@@ -6,7 +6,7 @@ time, half a period apart, and S is computed two tiles ahead. What passes from o
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
 The reference follows every tile's maximum, up and down (softmax.follow_tile), since P is rounded to e4m3, with a dither. A
-thread keeps its share of the row sum relative to the last reference of its own group; a piece's four shares meet at its end.
+thread keeps its share of the row sum relative to the last reference of its own group; a work_tile's four shares meet at its end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import DITHER, follow_tile
-from ..attention.split_kv_scheduler import Extent
+from ..attention.split_kv_scheduler import TileRange
 from ..primitives import tcgen05
 from ..primitives.fragments import pack_word, store_words
-from ..primitives.pipeline import Ring, arrive
+from ..primitives.pipeline import StageBarriers
 from .config import (
     EXCHANGE_WORDS,
     GROUP,
@@ -36,7 +36,7 @@ from .config import (
     Pipes,
     Tiles,
 )
-from .roles import PairDecode
+from .roles import TwoCtaRoles
 from .score_rows import ScoreRows
 
 GROUPS = 2
@@ -51,7 +51,7 @@ ROWS_THREADS = 32 * 2 * GROUPS
 class AlternatingPipes(Pipes):
     """The shared ones, and how one group hands a row to the other."""
 
-    reference_ready: Ring
+    reference_ready: StageBarriers
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AlternatingRows(ScoreRows):
     """A row as a thread of one of two groups has it.
 
     group: which tiles are this thread's, 0 or 1. shared: shared memory of both groups; `tiles` begins with this group's.
-    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the piece's first tile.
+    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the work_tile's first tile.
     """
 
     group: Int32
@@ -115,7 +115,7 @@ class AlternatingRows(ScoreRows):
         for the O accumulated before."""
         old, greatest = -Float32.inf, candidate
         if tile != self.rFirst[0]:
-            pipes.reference_ready.wait_ready(tile - 1)
+            pipes.reference_ready.consumer_wait(tile - 1)
             before = self._reference(pipes, tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
@@ -125,24 +125,24 @@ class AlternatingRows(ScoreRows):
             own.store(new)
             (own + TILE_ROWS).store(greatest)
         # all four warps: when the other group has these arrivals, it may write over what they have read
-        arrive(pipes.reference_ready.barrier(tile))
-        self.rFactor[0] = factor_between(self.rMax[0], new)
-        self.rMax[0] = new
+        pipes.reference_ready.producer_commit(tile)
+        self.rFactor[0] = factor_between(self.row_ref[0], new)
+        self.row_ref[0] = new
         return alpha
 
     def _reference(self, pipes: AlternatingPipes, tile: Int32) -> cute.Pointer:
-        return self.shared.sReference + (pipes.reference_ready.slot(tile) * REFERENCE_WORDS + self.row)
+        return self.shared.sReference + (pipes.reference_ready.stage(tile) * REFERENCE_WORDS + self.row)
 
     def conclude(self, pipes: AlternatingPipes, last: Int32) -> None:
-        """Brings this thread's share of the row sum to the reference of a piece's last tile."""
-        pipes.reference_ready.wait_ready(last)
+        """Brings this thread's share of the row sum to the reference of a work_tile's last tile."""
+        pipes.reference_ready.consumer_wait(last)
         reference = self._reference(pipes, last).load()
-        self.rSum[0] = self.rSum[0] * factor_between(self.rMax[0], reference)
-        self.rMax[0] = reference
+        self.rSum[0] = self.rSum[0] * factor_between(self.row_ref[0], reference)
+        self.row_ref[0] = reference
 
     def row_sum(self) -> Float32:
         """Sum over all keys seen, 0 iff the row attends to nothing: of four threads, in an order that their groups do not
-        change. Not before stats_free: then all of them have read the shares of the piece before."""
+        change. Not before stats_free: then all of them have read the shares of the work_tile before."""
         shares = self.shared.sShares + self.row
         (shares + (self.group * GROUPS + self.half) * TILE_ROWS).store(self.rSum[0])
         cute.arch.barrier(barrier_id=ROWS_BARRIER + self._rows_pair(), number_of_threads=ROWS_THREADS)
@@ -152,7 +152,7 @@ class AlternatingRows(ScoreRows):
         return even + odd
 
 
-class AlternatingDecode(PairDecode):
+class AlternatingDecode(TwoCtaRoles):
     """The roles score, output and mma, with two groups of score warps."""
 
     pipes_type = AlternatingPipes
@@ -169,21 +169,21 @@ class AlternatingDecode(PairDecode):
         return AlternatingRows.of_group(super().create_rows(operands, tiles, lanes, thread), group)
 
     @cute.jit
-    def begin_piece(
+    def begin_work_tile(
         self, operands: Any, pipes: AlternatingPipes, rows: AlternatingRows, req: Int32, thread: Int32, lanes: Int32
     ):  # fmt: skip
-        """Loads Q of a piece that has keys, in one of the groups: both have had every score of the piece before."""
+        """Loads Q of a work_tile that has keys, in one of the groups: both have had every score of the work_tile before."""
         if rows.group == 0:
             tcgen05.fence_after_wait()
-            PairDecode.begin_piece(self, operands, pipes, rows, req, thread, lanes)
+            TwoCtaRoles.begin_work_tile(self, operands, pipes, rows, req, thread, lanes)
 
     @cute.jit
-    def score_tiles(self, operands: Any, pipes: AlternatingPipes, rows: AlternatingRows, extent: Extent, tile: Int32):
-        """The softmax of every other tile of a piece."""
+    def score_tiles(self, operands: Any, pipes: AlternatingPipes, rows: AlternatingRows, tile_range: TileRange, tile: Int32):
+        """The softmax of every other tile of a work_tile."""
         rows.rFirst[0] = tile
-        for t in cutlass.range((rows.group - tile) & 1, extent.tiles, GROUPS, unroll=1):
-            self.score_tile(operands, pipes, rows, extent.keys - t * TILE_KEYS, tile + t)
-        rows.conclude(pipes, tile + extent.tiles - 1)
+        for t in cutlass.range((rows.group - tile) & 1, tile_range.tiles, GROUPS, unroll=1):
+            self.score_tile(operands, pipes, rows, tile_range.keys - t * TILE_KEYS, tile + t)
+        rows.conclude(pipes, tile + tile_range.tiles - 1)
 
     def advance(self, pipes: AlternatingPipes, rows: AlternatingRows, tile: Int32) -> Float32:  # type: ignore[override]
         """Moves the reference to a tile if need be. Returns the factor for the O accumulated before."""

@@ -13,7 +13,7 @@ from cutlass import Int32, cute
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.pipeline import Ring
+from ..primitives.pipeline import StageBarriers
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
@@ -58,12 +58,12 @@ TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 class Geometry:
     """What depends on the size of an element of Q, K, V and P.
 
-    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_slots: of the ring of key tiles. score_groups: groups of score warps, which take
+    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: of the ring of key tiles. score_groups: groups of score warps, which take
     tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V.
     """
 
     element_bytes: int
-    kv_slots: int
+    kv_stages: int
     score_groups: int
 
     @staticmethod
@@ -108,18 +108,18 @@ class Geometry:
         return CTA_COLUMNS // self.box_columns
 
     @property
-    def slot_boxes(self) -> int:
-        """Boxes of a slot: one more, of RoPE columns, overwritten by P."""
+    def stage_boxes(self) -> int:
+        """Boxes of a stage: one more, of RoPE columns, overwritten by P."""
         return self.latent_boxes + 1
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return self.slot_boxes * BOX_BYTES
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        return self.stage_boxes * BOX_BYTES
 
     @property
     def probs_offset(self) -> int:
-        """First byte of the last box of a slot."""
+        """First byte of the last box of a stage."""
         return self.latent_boxes * BOX_BYTES
 
     @property
@@ -155,7 +155,7 @@ class Geometry:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the ring."""
-        return self.kv_slots * self.slot_bytes
+        return self.kv_stages * self.stage_bytes
 
     @property
     def shared_words(self) -> int:
@@ -169,10 +169,10 @@ class Geometry:
 
     @property
     def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, slots): one array of mbarriers, in this order, behind the tiles."""
+        """(name, stages): one array of mbarriers, in this order, behind the tiles."""
         return (
-            ("kv_ready", self.kv_slots),
-            ("kv_free", self.kv_slots),
+            ("kv_ready", self.kv_stages),
+            ("kv_free", self.kv_stages),
             ("query_ready", 1),
             ("scores_ready", self.score_groups),
             ("scores_free", self.score_groups),
@@ -193,11 +193,11 @@ class Geometry:
     @property
     def smem_used(self) -> int:
         """Bytes of shared memory, with the cell behind the mbarriers that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
+        return self.barrier_offset + 8 * sum(stages for _, stages in self.barriers) + 4
 
 
-SIXTEEN_BIT = Geometry(element_bytes=2, kv_slots=5, score_groups=1)
-EIGHT_BIT = Geometry(element_bytes=1, kv_slots=7, score_groups=2)
+SIXTEEN_BIT = Geometry(element_bytes=2, kv_stages=5, score_groups=1)
+EIGHT_BIT = Geometry(element_bytes=1, kv_stages=7, score_groups=2)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Tiles:
     """Shared memory."""
 
     geometry: Geometry
-    sKv: cute.Pointer  # bytes of slots of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
+    sKv: cute.Pointer  # bytes of stages of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
     sOnes: cute.Pointer | None  # e4m3 (16 rows, 128): ones, where P is summed up
     sExchange: cute.Pointer  # fp32 (groups, 2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
     sRowValue: cute.Pointer  # fp32 (groups, 2 halves, 64 rows): row maxima and sums for the other half of the threads
@@ -215,22 +215,22 @@ class Tiles:
     sShares: cute.Pointer | None  # fp32 (groups, 2 halves, 64 rows): shares of the row sum
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
-    def slot(self, index: Int32) -> cute.Pointer:
-        """First byte of a slot."""
-        return self.sKv + index * self.geometry.slot_bytes
+    def stage(self, index: Int32) -> cute.Pointer:
+        """First byte of a stage."""
+        return self.sKv + index * self.geometry.stage_bytes
 
 
 @dataclass(frozen=True)
 class Pipes:
     """The barriers of the table above."""
 
-    kv_ready: Ring
-    kv_free: Ring
-    query_ready: Ring
-    scores_ready: Ring
-    scores_free: Ring
-    alpha_ready: Ring
-    probs_ready: Ring
-    output_ready: Ring
-    stats_ready: Ring
-    stats_free: Ring
+    kv_ready: StageBarriers
+    kv_free: StageBarriers
+    query_ready: StageBarriers
+    scores_ready: StageBarriers
+    scores_free: StageBarriers
+    alpha_ready: StageBarriers
+    probs_ready: StageBarriers
+    output_ready: StageBarriers
+    stats_ready: StageBarriers
+    stats_free: StageBarriers

@@ -48,13 +48,13 @@ class PairGemm:
         """That of the elements."""
         return self.tiles.geometry
 
-    def keys(self, slot: Int32) -> Any:
+    def keys(self, stage: Int32) -> Any:
         """K of a tile as operand."""
-        return tcgen05.k_major(self.tiles.slot(slot))
+        return tcgen05.k_major(self.tiles.stage(stage))
 
-    def probs_and_values(self, slot: Int32) -> tuple[Any, Any]:
+    def probs_and_values(self, stage: Int32) -> tuple[Any, Any]:
         """P and V of a tile as operands."""
-        base = self.tiles.slot(slot)
+        base = self.tiles.stage(stage)
         return tcgen05.k_major(base + self.geometry.probs_offset), tcgen05.mn_major(base, BOX_BYTES)
 
     def scores(self, keys: Any, buffer: int | Int32 = 0) -> None:

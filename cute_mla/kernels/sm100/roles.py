@@ -1,12 +1,12 @@
 """What the decode kernels on Blackwell share: everything but how keys and values reach shared memory.
 
-A pair of CTAs holds 128 query rows, 64 each, and walks the pieces of one part of the plan, 64 keys (one tile) at a time.
+A pair of CTAs holds 128 query rows, 64 each, and walks the work_tiles of one part of the plan, 64 keys (one tile) at a time.
 Each CTA holds all keys of the tile but half of their columns: latent columns 256 c .. + 255 and RoPE columns 32 c .. + 31
 of CTA c, which are also the value columns that it multiplies. (Where all columns of a key are values too, there are no
 others.)
 
 Tensor memory: O in 256 columns, Q in 144, S in 64. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
-Shared memory: a ring of slots of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns, later P.
+Shared memory: a ring of stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns, later P.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
@@ -16,14 +16,14 @@ bytes, read transposed, are the half of V that it has to provide. The score role
 Pipelines of the roles here (producer -> consumer; arrivals per phase). Barriers that the mma role waits for count in the even
 CTA; what it commits arrives in both:
   kv_ready[5]      of the kernel -> mma
-  kv_free[5]       mma -> output, and who fills slots     1: P V of the tile is done, so O is complete up to it
-  query_ready      score -> mma            8: Q of a piece is in tensor memory
+  kv_free[5]       mma -> output, and who fills stages     1: P V of the tile is done, so O is complete up to it
+  query_ready      score -> mma            8: Q of a work_tile is in tensor memory
   scores_ready     mma -> score            1
   scores_free      score -> mma            8: S is in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
   probs_ready[2]   score -> mma            8: P is written, values of keys that do not count are zero
   output_ready[2]  output -> mma           8: O is scaled, or read out
-  stats_ready      score -> output         4: 1 / row sum, once per piece
+  stats_ready      score -> output         4: 1 / row sum, once per work_tile
   stats_free       output -> score         4
 """
 
@@ -39,13 +39,13 @@ from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import smaller
 from ..attention.softmax import LN2
-from ..attention.split_kv_scheduler import Extent, Piece, Schedule
+from ..attention.split_kv_scheduler import Schedule, TileRange, WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.fragments import aligned, load_word, store_row
-from ..primitives.pipeline import Ring, arrive, arrive_at
+from ..primitives.integers import smaller
+from ..primitives.pipeline import StageBarriers
 from .config import (
     CTA_COLUMNS,
     CTA_ROPE,
@@ -76,7 +76,7 @@ EVEN_CTA = 0
 
 
 class QueryOperands(Protocol):
-    """What the roles here need of a kernel's operands. Accumulators and their rows: only where a piece may be a part of a request."""
+    """What the roles here need of a kernel's operands. Accumulators and their rows: only where a work_tile may be a part of a request."""
 
     scale_log2: Float32
     empty_lse: Float32
@@ -96,18 +96,18 @@ class QueryOperands(Protocol):
     def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
         """The lse of a query row."""
 
-    def accum_row(self, piece: Piece, row: Int32) -> Int64:
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Row number of a query row in the contiguous split accumulators."""
 
 
-class PairDecode:
-    """The roles score, output and mma. A kernel is a subclass that has `run`, a role that fills slots, and says which keys
+class TwoCtaRoles:
+    """The roles score, output and mma. A kernel is a subclass that has `run`, a role that fills stages, and says which keys
     count.
 
     dtype: 16-bit element type of out. config: the variant; it has access_bytes. has_rope: whether keys have columns that are no values.
-    mma_warp: warp of that role. kv_arrivals: arrivals that fill a slot.
-    loads_queries_ahead: the output role loads Q of the following piece before it stores the results of one; otherwise the score
-    role loads it when its piece begins. keeps_maximum: the greatest logit of every row is a result, too.
+    mma_warp: warp of that role. kv_arrivals: arrivals that fill a stage.
+    loads_queries_ahead: the output role loads Q of the following work_tile before it stores the results of one; otherwise the score
+    role loads it when its work_tile begins. keeps_maximum: the greatest logit of every row is a result, too.
     """
 
     dtype: type[cutlass.Numeric]
@@ -136,14 +136,14 @@ class PairDecode:
         return bool(self.config.access_bytes == 4 * VECTOR)
 
     def kv_free_arrivals(self) -> int | Int32:
-        """Arrivals that empty a slot, in this CTA: what is committed."""
+        """Arrivals that empty a stage, in this CTA: what is committed."""
         return 1
 
     def mask(self, operands: Any, pipes: Any, rows: ScoreRows, left: Int32, tile: Int32) -> None:
         """Sets scores of keys that do not count to -inf, in a tile `left` keys before the end."""
         raise NotImplementedError
 
-    def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32) -> None:
+    def clear_values(self, rows: ScoreRows, stage: Int32, left: Int32) -> None:
         """Sees to it that values of keys that do not count are zeros: 0 times NaN is NaN."""
         raise NotImplementedError
 
@@ -153,7 +153,7 @@ class PairDecode:
 
     # ---- beginning and end ------------------------------------------------------------------------------------------
 
-    def carve_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm100_geometry."""
         geometry = self.geometry
         tiles = Tiles(
@@ -168,7 +168,7 @@ class PairDecode:
             sShares=smem.allocate_array(Float32, geometry.score_groups * GROUP) if geometry.shared_words else None,
             tmem_cell=None,
         )
-        pipes = self.pipes_type(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers})
+        pipes = self.pipes_type(**{name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in geometry.barriers})
         return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
 
     def initialise(self, pipes: Pipes) -> None:
@@ -221,23 +221,23 @@ class PairDecode:
         """Waits kv_ready, query_ready, scores_free, probs_ready, output_ready. Signals scores_ready, kv_free.
 
         S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax."""
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         tile, queries = Int32(0), Int32(0)
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
-            if extent.tiles > 0:
-                pipes.query_ready.wait_ready(queries)
+            tile_range = schedule.tile_range(req, begin_tile)
+            if tile_range.tiles > 0:
+                pipes.query_ready.consumer_wait(queries)
                 queries = queries + 1
-                self.multiply_tiles(pipes, gemm, extent.tiles, tile)
-            tile = tile + extent.tiles
-            piece = schedule.piece(req, begin_tile)
-            req, begin_tile = piece.next_req, piece.next_tile
+                self.multiply_tiles(pipes, gemm, tile_range.tiles, tile)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile(req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
         for i in cutlass.range_constexpr(self.geometry.score_groups):
-            pipes.scores_free.wait_free(tile + i)  # the peer's last arrival must not reach a CTA that is gone
+            pipes.scores_free.producer_acquire(tile + i)  # the peer's last arrival must not reach a CTA that is gone
 
     @cute.jit
     def multiply_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
-        """The products of a piece that begins with the tile-th tile."""
+        """The products of a work_tile that begins with the tile-th tile."""
         ahead = self.geometry.score_groups
         for t in cutlass.range(tiles + ahead, unroll=1):
             if t < tiles:
@@ -247,19 +247,19 @@ class PairDecode:
 
     def multiply_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32) -> None:
         """S of one tile."""
-        keys = gemm.keys(pipes.kv_ready.slot(tile))
-        pipes.kv_ready.wait_ready(tile)
-        pipes.scores_free.wait_free(tile)
+        keys = gemm.keys(pipes.kv_ready.stage(tile))
+        pipes.kv_ready.consumer_wait(tile)
+        pipes.scores_free.producer_acquire(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
-            gemm.scores(keys, pipes.scores_ready.slot(tile) if self.geometry.score_groups > 1 else 0)
+            gemm.scores(keys, pipes.scores_ready.stage(tile) if self.geometry.score_groups > 1 else 0)
             tcgen05.commit(pipes.scores_ready.barrier(tile))
 
     def multiply_output(self, pipes: Pipes, gemm: PairGemm, tile: Int32, accumulate: Boolean) -> None:
         """P V of one tile."""
-        probs, values = gemm.probs_and_values(pipes.kv_ready.slot(tile))
-        pipes.probs_ready.wait_ready(tile)
-        pipes.output_ready.wait_ready(tile)
+        probs, values = gemm.probs_and_values(pipes.kv_ready.stage(tile))
+        pipes.probs_ready.consumer_wait(tile)
+        pipes.output_ready.consumer_wait(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             gemm.output(probs, values, accumulate)
@@ -275,41 +275,41 @@ class PairDecode:
         thread, lanes = thread_and_lanes(tmem)
         rows = self.create_rows(operands, tiles, lanes, thread)
         rows.store_ones()
-        req, begin_tile = schedule.first_piece()
-        tile, pieces = Int32(0), Int32(0)
+        req, begin_tile = schedule.first_work_tile()
+        tile, work_tiles = Int32(0), Int32(0)
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             rows.reset()
-            if extent.tiles > 0:
+            if tile_range.tiles > 0:
                 if cutlass.const_expr(not self.loads_queries_ahead):
-                    # every score of the piece before has been computed, so its Q is free
-                    self.begin_piece(operands, pipes, rows, req, thread, lanes)
-                self.score_tiles(operands, pipes, rows, extent, tile)
-            tile = tile + extent.tiles
-            pipes.stats_free.wait_free(pieces)
+                    # every score of the work_tile before has been computed, so its Q is free
+                    self.begin_work_tile(operands, pipes, rows, req, thread, lanes)
+                self.score_tiles(operands, pipes, rows, tile_range, tile)
+            tile = tile + tile_range.tiles
+            pipes.stats_free.producer_acquire(work_tiles)
             total = self.publish_sums(operands, rows, req, begin_tile)
-            arrive(pipes.stats_ready.barrier(pieces))
-            pieces = pieces + 1
-            piece = schedule.piece(req, begin_tile)
-            self.store_lse(operands, rows, req, piece, total)
+            pipes.stats_ready.producer_commit(work_tiles)
+            work_tiles = work_tiles + 1
+            work_tile = schedule.work_tile(req, begin_tile)
+            self.store_lse(operands, rows, req, work_tile, total)
             if cutlass.const_expr(self.keeps_maximum):
                 self.store_maximum(operands, rows, req, total)
-            req, begin_tile = piece.next_req, piece.next_tile
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     def create_rows(self, operands: QueryOperands, tiles: Tiles, lanes: Int32, thread: Int32) -> ScoreRows:
         """The state of this thread's row."""
         return ScoreRows.create(self.operand_dtype, tiles, lanes, thread, operands.scale_log2)
 
-    def begin_piece(
+    def begin_work_tile(
         self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, req: Int32, thread: Int32, lanes: Int32
     ) -> None:  # fmt: skip
-        """Loads Q of a piece that has keys."""
+        """Loads Q of a work_tile that has keys."""
         self.load_queries(operands, req, thread, lanes)
-        arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
+        pipes.query_ready.producer_commit(0, cta=EVEN_CTA)
 
     @cute.jit
     def load_queries(self, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
-        """Q of one piece to tensor memory, from any strides: the thread's row, the columns that its lane multiplies.
+        """Q of one work_tile to tensor memory, from any strides: the thread's row, the columns that its lane multiplies.
 
         Rows past the last one repeat it; their results go nowhere."""
         row = first_query_row() + thread % TILE_ROWS
@@ -341,30 +341,30 @@ class PairDecode:
         return words
 
     @cute.jit
-    def score_tiles(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, extent: Extent, tile: Int32):
-        """The softmax of a piece, tile by tile."""
-        for t in cutlass.range(extent.tiles, unroll=1):
-            self.score_tile(operands, pipes, rows, extent.keys - t * TILE_KEYS, tile + t)
+    def score_tiles(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, tile_range: TileRange, tile: Int32):
+        """The softmax of a work_tile, tile by tile."""
+        for t in cutlass.range(tile_range.tiles, unroll=1):
+            self.score_tile(operands, pipes, rows, tile_range.keys - t * TILE_KEYS, tile + t)
 
     @cute.jit
     def score_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, left: Int32, use: Int32):
         """The softmax of one tile."""
-        pipes.scores_ready.wait_ready(use)
+        pipes.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         others = rows.take_partial_sums()
-        arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
+        pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
         rows.add_partial_sums(others)
         self.mask(operands, pipes, rows, left, use)
         alpha = self.advance(pipes, rows, use)
         if rows.half == 0:
             (rows.tiles.sAlpha + ((use % self.geometry.parities) * TILE_ROWS + rows.row)).store(alpha)
-            arrive(pipes.alpha_ready.barrier(use))
+            pipes.alpha_ready.producer_commit(use)
         rows.exponentiate(alpha)
-        slot = pipes.kv_ready.slot(use)
-        rows.store_probs(slot)
-        self.clear_values(rows, slot, left)
+        stage = pipes.kv_ready.stage(use)
+        rows.store_probs(stage)
+        self.clear_values(rows, stage, left)
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
+        pipes.probs_ready.producer_commit(use, cta=EVEN_CTA)
 
     def advance(self, pipes: Pipes, rows: ScoreRows, tile: Int32) -> Float32:
         """Moves the reference to a tile if need be. Returns the factor for the O accumulated before."""
@@ -383,26 +383,26 @@ class PairDecode:
         return total
 
     @cute.jit
-    def store_lse(self, operands: QueryOperands, rows: ScoreRows, req: Int32, piece: Piece, total: Float32):
-        """The natural logarithm if the piece is the whole request, else base 2."""
+    def store_lse(self, operands: QueryOperands, rows: ScoreRows, req: Int32, work_tile: WorkTile, total: Float32):
+        """The natural logarithm if the work_tile is the whole request, else base 2."""
         empty = total == 0.0
         row = first_query_row() + rows.row
-        lse = rows.rMax[0] + cute.math.log2(total, fastmath=True)
+        lse = rows.row_ref[0] + cute.math.log2(total, fastmath=True)
         if rows.publishes and row < operands.rows():
-            if cutlass.const_expr(piece.always_direct):
+            if cutlass.const_expr(work_tile.always_direct):
                 operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
             else:
-                if piece.direct:
+                if work_tile.direct:
                     operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                 else:
-                    target = operands.lse_accum + operands.accum_row(piece, row)
+                    target = operands.lse_accum + operands.accum_row(work_tile, row)
                     target.store(cutlass.select_(empty, -Float32.inf, lse))
 
     @cute.jit
     def store_maximum(self, operands: Any, rows: ScoreRows, req: Int32, total: Float32):
         """The greatest logit of every row, natural units."""
         row = first_query_row() + rows.row
-        logit = cutlass.select_(total == 0.0, -Float32.inf, rows.rBest[0] * (operands.scale_log2 * LN2))
+        logit = cutlass.select_(total == 0.0, -Float32.inf, rows.row_max[0] * (operands.scale_log2 * LN2))
         if rows.publishes and row < operands.rows():
             operands.max_logit_of(req, row).store(logit)
 
@@ -413,56 +413,56 @@ class PairDecode:
         """Waits alpha_ready, kv_free, stats_ready. Signals output_ready, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        req, begin_tile = schedule.first_piece()
-        tile, pieces = Int32(0), Int32(0)
+        req, begin_tile = schedule.first_work_tile()
+        tile, work_tiles = Int32(0), Int32(0)
         if cutlass.const_expr(self.loads_queries_ahead):
             self.load_ahead(operands, pipes, req, begin_tile, thread, lanes)
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
-            self.scale_tiles(tiles, pipes, extent.tiles, tile, thread, lanes)
-            tile = tile + extent.tiles
-            piece = schedule.piece(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
+            self.scale_tiles(tiles, pipes, tile_range.tiles, tile, thread, lanes)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile(req, begin_tile)
             if cutlass.const_expr(self.loads_queries_ahead):
-                # the score role has had every score of this piece
-                self.load_ahead(operands, pipes, piece.next_req, piece.next_tile, thread, lanes)
-            if extent.tiles > 0:
-                pipes.kv_free.wait_ready(tile - 1)
+                # the score role has had every score of this work_tile
+                self.load_ahead(operands, pipes, work_tile.next_req, work_tile.next_tile, thread, lanes)
+            if tile_range.tiles > 0:
+                pipes.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
-            pipes.stats_ready.wait_ready(pieces)
+            pipes.stats_ready.consumer_wait(work_tiles)
             inverse = (tiles.sInverse + thread % TILE_ROWS).load()
             if cutlass.const_expr(self.geometry.sums_probs):
                 inverse = divided_by_sum(inverse, lanes)
-            arrive(pipes.stats_free.barrier(pieces))
-            self.store_rows(operands, req, piece, thread, lanes, inverse)
-            pieces = pieces + 1
-            req, begin_tile = piece.next_req, piece.next_tile
+            pipes.stats_free.consumer_release(work_tiles)
+            self.store_rows(operands, req, work_tile, thread, lanes, inverse)
+            work_tiles = work_tiles + 1
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
     def load_ahead(
         self, operands: QueryOperands, pipes: Pipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32
     ):  # fmt: skip
-        """Q of a piece that is still to come, if there is one and it has keys."""
+        """Q of a work_tile that is still to come, if there is one and it has keys."""
         schedule = operands.schedule
         last = schedule.last_request()
-        if req <= last and schedule.extent(smaller(req, last), begin_tile).tiles > 0:
+        if req <= last and schedule.tile_range(smaller(req, last), begin_tile).tiles > 0:
             tcgen05.fence_after_wait()
             self.load_queries(operands, req, thread, lanes)
-            arrive_at(pipes.query_ready.barrier(0), EVEN_CTA)
+            pipes.query_ready.producer_commit(0, cta=EVEN_CTA)
 
     @cute.jit
     def scale_tiles(self, tiles: Tiles, pipes: Pipes, count: Int32, tile: Int32, thread: Int32, lanes: Int32):
-        """Rescales of a piece that begins with the tile-th tile."""
+        """Rescales of a work_tile that begins with the tile-th tile."""
         for t in cutlass.range(count, unroll=1):
             self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
 
     @cute.jit
     def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
-        """O *= alpha where the maximum has moved, then lets P V of this tile begin. O of the piece's first tile is
-        overwritten, so there is nothing to scale, but O of the piece before must have been read."""
-        pipes.alpha_ready.wait_ready(tile)
+        """O *= alpha where the maximum has moved, then lets P V of this tile begin. O of the work_tile's first tile is
+        overwritten, so there is nothing to scale, but O of the work_tile before must have been read."""
+        pipes.alpha_ready.consumer_wait(tile)
         alpha = (tiles.sAlpha + ((tile % self.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
-            pipes.kv_free.wait_ready(tile - 1)
+            pipes.kv_free.consumer_wait(tile - 1)
             tcgen05.fence_after_wait()
             for copy in cutlass.range_constexpr(CTA_COLUMNS // SCALED_AT_ONCE):
                 place = lanes + (OUTPUT_COLUMN + copy * SCALED_AT_ONCE)
@@ -474,18 +474,18 @@ class PairDecode:
                 tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
             tcgen05.await_stores()
         tcgen05.fence_before_signal()
-        arrive_at(pipes.output_ready.barrier(tile), EVEN_CTA)
+        pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
 
     @cute.jit
-    def store_rows(self, operands: QueryOperands, req: Int32, piece: Piece, thread: Int32, lanes: Int32, inverse: Float32):
+    def store_rows(self, operands: QueryOperands, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, inverse: Float32):
         """256 contiguous columns of the thread's row, from tensor memory to out or out_accum."""
         row = first_query_row() + thread % TILE_ROWS
         stored = row < operands.rows()
         column = (thread // TILE_ROWS) * CTA_COLUMNS
         out = operands.out_row(req, row) + column
         out_accum = None
-        if cutlass.const_expr(not piece.always_direct):
-            out_accum = operands.out_accum + (operands.accum_row(piece, row) * D_LATENT + column)
+        if cutlass.const_expr(not work_tile.always_direct):
+            out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * D_LATENT + column)
         for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
@@ -493,10 +493,10 @@ class PairDecode:
             # a row that attends to nothing is 0 whatever tensor memory holds
             normal = [cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse) for i in range(STORED_AT_ONCE)]
             if stored:
-                if cutlass.const_expr(piece.always_direct):
+                if cutlass.const_expr(work_tile.always_direct):
                     store_row(out + first, normal, self.dtype, self.vectors)
                 else:
-                    if piece.direct:
+                    if work_tile.direct:
                         store_row(out + first, normal, self.dtype, self.vectors)
                     else:
                         store_floats(out_accum + first, normal)

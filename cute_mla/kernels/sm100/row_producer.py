@@ -10,7 +10,7 @@ Roles of a CTA (512 threads):
   mma     warp 12, of the even CTA: S = Q K^T and O += P V for both
 
 Pipelines beside those of the shared roles (producer -> consumer; arrivals per phase):
-  kv_ready[5]      gather -> mma           8: the columns of both CTAs are in the slot
+  kv_ready[5]      gather -> mma           8: the columns of both CTAs are in the stage
   kv_free[5]       mma -> gather, output   1
 
 Of keys that do not count nothing is read: they are zeros in shared memory.
@@ -25,13 +25,13 @@ from cutlass import Int32, cute
 
 from ...manifest import Barrier, Role
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import smaller
-from ..attention.split_kv_scheduler import Extent
+from ..attention.split_kv_scheduler import TileRange
 from ..definition import KernelDefinition
-from ..primitives.pipeline import arrive_at, barrier_table
+from ..primitives.integers import smaller
+from ..primitives.pipeline import barrier_table
 from .config import GROUP_WARPS, PAIR, SCORE_WARP, SIXTEEN_BIT, TMEM_COLUMNS, Pipes, Tiles
 from .gemm import PairGemm
-from .roles import EVEN_CTA, PairDecode
+from .roles import EVEN_CTA, TwoCtaRoles
 from .row_copy import ROW_BYTES, WARP_KEYS
 from .score_rows import ScoreRows
 
@@ -41,11 +41,11 @@ THREADS = 32 * (MMA_WARP + GROUP_WARPS)  # the last three warps idle: registers 
 SCORE_REGISTERS, OUTPUT_REGISTERS, FILL_REGISTERS, MMA_REGISTERS = 152, 160, 136, 64
 assert SCORE_REGISTERS + OUTPUT_REGISTERS + FILL_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
 
-KV_SLOTS = SIXTEEN_BIT.kv_slots
+KV_STAGES = SIXTEEN_BIT.kv_stages
 NO_POSITION = (1 << 31) - 1  # behind every list of keys
 
 
-class FilledPair(PairDecode):
+class RowProducer(TwoCtaRoles):
     """All roles. A kernel is a subclass that says where the keys lie, how their columns are moved, and which of them count.
 
     filling_role: what the warps that bring the keys are called.
@@ -65,7 +65,7 @@ class FilledPair(PairDecode):
         raise NotImplementedError
 
     def first_key(self, begin_tile: Int32, warp: Int32) -> Int32:
-        """The place of the lane's key in that list, of a piece's first tile."""
+        """The place of the lane's key in that list, of a work_tile's first tile."""
         return begin_tile * TILE_KEYS + warp * WARP_KEYS + cute.arch.lane_idx() % WARP_KEYS
 
     def look_up(self, indices: Any, position: Int32) -> Any:
@@ -77,7 +77,7 @@ class FilledPair(PairDecode):
         raise NotImplementedError
 
     def put(self, columns: Any, rows: cute.Pointer, keys: Any, following: Any) -> None:
-        """Fills the warp's rows of a slot."""
+        """Fills the warp's rows of a stage."""
         columns.put(rows, keys, following)
 
     # ---- beginning ------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class FilledPair(PairDecode):
     @cute.jit
     def run(self, operands: Any):
         """The body of the kernel."""
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
+        tiles, pipes = self.allocate_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == FILL_WARP:
             with cute.arch.elect_one():
@@ -113,59 +113,59 @@ class FilledPair(PairDecode):
         """Waits kv_free. Signals kv_ready."""
         schedule = operands.schedule
         columns = self.columns_of(cute.arch.block_idx_in_cluster())
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         tile = Int32(0)
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             first_key = self.first_key(begin_tile, warp)
-            self.gather_piece(operands, tiles, pipes, columns, extent, req, first_key, tile, warp)
-            tile = tile + extent.tiles
-            piece = schedule.piece(req, begin_tile)
-            req, begin_tile = piece.next_req, piece.next_tile
+            self.gather_work_tile(operands, tiles, pipes, columns, tile_range, req, first_key, tile, warp)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile(req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(columns.lag > 0):
             cute.arch.cp_async_wait_group(0)
             for late in cutlass.range(smaller(tile, Int32(columns.lag)), unroll=1):
                 self.publish(pipes, tile - smaller(tile, Int32(columns.lag)) + late)
         # no signal may reach a CTA that is gone
-        for i in cutlass.range(KV_SLOTS, unroll=1):
-            pipes.kv_free.wait_free(tile + i)
+        for i in cutlass.range(KV_STAGES, unroll=1):
+            pipes.kv_free.producer_acquire(tile + i)
 
     @cute.jit
-    def gather_piece(
-        self, operands: Any, tiles: Tiles, pipes: Pipes, columns: Any, extent: Extent, req: Int32, first_key: Int32,
+    def gather_work_tile(
+        self, operands: Any, tiles: Tiles, pipes: Pipes, columns: Any, tile_range: TileRange, req: Int32, first_key: Int32,
         first_tile: Int32, warp: Int32,
     ):  # fmt: skip
-        """The tiles of one piece. Of this lane's key, the list is asked two tiles ahead and the row one tile ahead.
+        """The tiles of one work_tile. Of this lane's key, the list is asked two tiles ahead and the row one tile ahead.
         first_key: the place of the lane's key in the list."""
         indices = self.index_list(operands, req)
         keys = self.locate(operands, indices, self.look_up(indices, first_key), first_key)
         columns.prepare(keys)
         position = first_key + TILE_KEYS
-        found = self.look_up(indices, cutlass.select_(extent.tiles > 1, position, Int32(NO_POSITION)))
-        for t in cutlass.range(extent.tiles, unroll=1):
+        found = self.look_up(indices, cutlass.select_(tile_range.tiles > 1, position, Int32(NO_POSITION)))
+        for t in cutlass.range(tile_range.tiles, unroll=1):
             following = self.locate(operands, indices, found, position)
             position = position + TILE_KEYS
-            # nothing is fetched for the piece that follows: its tiles may be another part's
-            found = self.look_up(indices, cutlass.select_(t + 2 < extent.tiles, position, Int32(NO_POSITION)))
+            # nothing is fetched for the work_tile that follows: its tiles may be another part's
+            found = self.look_up(indices, cutlass.select_(t + 2 < tile_range.tiles, position, Int32(NO_POSITION)))
             use = first_tile + t
-            slot = pipes.kv_ready.slot(use)
-            pipes.kv_free.wait_free(use)
-            self.put(columns, tiles.slot(slot) + warp * (WARP_KEYS * ROW_BYTES), keys, following)
-            self.tell(pipes, slot, warp, keys)
+            stage = pipes.kv_ready.stage(use)
+            pipes.kv_free.producer_acquire(use)
+            self.put(columns, tiles.stage(stage) + warp * (WARP_KEYS * ROW_BYTES), keys, following)
+            self.tell(pipes, stage, warp, keys)
             if use >= columns.lag:
                 self.publish(pipes, use - columns.lag)
             keys = following
 
     def publish(self, pipes: Any, tile: Int32) -> None:
-        """Says that the warp's share of a tile is in its slot."""
+        """Says that the warp's share of a tile is in its stage."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive_at(pipes.kv_ready.barrier(tile), EVEN_CTA)
+        pipes.kv_ready.producer_commit(tile, cta=EVEN_CTA)
 
-    def tell(self, pipes: Any, slot: Int32, warp: Int32, keys: Any) -> None:
-        """Tells the score role which of the warp's keys in a slot count, where nothing else does."""
+    def tell(self, pipes: Any, stage: Int32, warp: Int32, keys: Any) -> None:
+        """Tells the score role which of the warp's keys in a stage count, where nothing else does."""
 
-    def clear_values(self, rows: ScoreRows, slot: Int32, left: Int32) -> None:
+    def clear_values(self, rows: ScoreRows, stage: Int32, left: Int32) -> None:
         """Nothing: keys that do not count are zeros."""
 
     # ---- for the build --------------------------------------------------------------------------------------------------

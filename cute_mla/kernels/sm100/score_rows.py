@@ -37,7 +37,7 @@ class ScoreRows:
     """One thread's scores and running softmax state.
 
     tmem: address of the warp's first lane. half: which keys of a tile are this thread's. rS: scores, then
-    probabilities. rMax: the reference, log2 units. rSum: this thread's share of the row sum. rBest: the greatest score of the
+    probabilities. row_ref: the reference, log2 units. rSum: this thread's share of the row sum. row_max: the greatest score of the
     row, unscaled, which the reference only follows. Where nobody reads it, the compiler drops it. dtype: of P.
     """
 
@@ -48,16 +48,16 @@ class ScoreRows:
     row: Int32
     scale_log2: Float32
     rS: cute.Tensor
-    rMax: cute.Tensor
+    row_ref: cute.Tensor
     rSum: cute.Tensor
-    rBest: cute.Tensor
+    row_max: cute.Tensor
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> ScoreRows:
         """State of a row that has seen nothing."""
         rS = cute.make_rmem_tensor(cute.make_layout(HALF_KEYS), Float32)
-        rMax, rSum, rBest = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(3))
-        return ScoreRows(dtype, tiles, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, rMax, rSum, rBest)
+        row_ref, rSum, row_max = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(3))
+        return ScoreRows(dtype, tiles, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, row_ref, rSum, row_max)
 
     @property
     def publishes(self) -> Boolean:
@@ -66,9 +66,9 @@ class ScoreRows:
 
     def reset(self) -> None:
         """Forgets all keys."""
-        self.rMax[0] = -Float32.inf
+        self.row_ref[0] = -Float32.inf
         self.rSum[0] = Float32(0)
-        self.rBest[0] = -Float32.inf
+        self.row_max[0] = -Float32.inf
 
     def store_ones(self) -> None:
         """Writes what P is multiplied with for its sum, where that is asked for."""
@@ -128,7 +128,7 @@ class ScoreRows:
     def advance(self) -> Float32:
         """Moves the reference to this tile if need be. Returns the factor for everything accumulated before: 1 if the
         reference stays."""
-        self.rMax[0], alpha = follow_maximum(self.rMax[0], self.tile_maximum())
+        self.row_ref[0], alpha = follow_maximum(self.row_ref[0], self.tile_maximum())
         return alpha
 
     def tile_maximum(self) -> Float32:
@@ -138,13 +138,13 @@ class ScoreRows:
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
         best = reduce(cute.arch.fmax, chains)
         best = cute.arch.fmax(best, self.swap(best))
-        self.rBest[0] = cute.arch.fmax(self.rBest[0], best)
+        self.row_max[0] = cute.arch.fmax(self.row_max[0], best)
         return best * self.scale_log2
 
     def exponentiate(self, alpha: Float32) -> None:
         """Replaces the scores by unnormalised probabilities and adds them to the row sum."""
         sums = (self.rSum[0] * alpha, Float32(0))
-        scale, shift = (self.scale_log2, self.scale_log2), (-shift_of(self.rMax[0]),) * 2
+        scale, shift = (self.scale_log2, self.scale_log2), (-shift_of(self.row_ref[0]),) * 2
         for i in range(0, HALF_KEYS, 2):
             exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
             self.rS[i], self.rS[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
@@ -155,10 +155,10 @@ class ScoreRows:
         """As many probabilities as make a word, rounded."""
         return pack_word([self.rS[first + i] for i in range(self.tiles.geometry.word_elements)], self.dtype)
 
-    def store_probs(self, slot: Int32) -> None:
+    def store_probs(self, stage: Int32) -> None:
         """The probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
         geometry = self.tiles.geometry
-        line = self.tiles.slot(slot) + (geometry.probs_offset + self.row * ROW_BYTES)
+        line = self.tiles.stage(stage) + (geometry.probs_offset + self.row * ROW_BYTES)
         chunk_keys = VECTOR * geometry.word_elements  # of 16 bytes
         for chunk in range(HALF_KEYS // chunk_keys):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)

@@ -1,7 +1,7 @@
 """How the keys of a gathered tile are shared out on SM90: to the four warps that gather, and to the two CTAs of a pair.
 
 A tile has two halves. Of each a warp has eight neighbouring keys, which are neighbours in a box of shared memory, too. Of a
-pair of CTAs each brings the slots' columns of one half, and copies them to the peer. The RoPE columns both
+pair of CTAs each brings the stages' columns of one half, and copies them to the peer. The RoPE columns both
 bring: P soon overwrites them, while the peer's copy may not have been read yet.
 """
 
@@ -27,7 +27,7 @@ Half = Any  # of a tile: 0 or 1, an int or an Int32
 
 
 def halves_of_cta(cluster: int) -> tuple[Half, Half]:
-    """The halves of a tile, the one first whose slots' columns this CTA brings if another CTA brings the other's."""
+    """The halves of a tile, the one first whose stages' columns this CTA brings if another CTA brings the other's."""
     if cluster == 1:
         return 0, 1
     rank = cute.arch.block_idx_in_cluster()
@@ -45,10 +45,10 @@ def peer_shift(anchor: cute.Pointer) -> Int32:
 
 
 def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
-    """Signals that half a slot, which begins at a shared memory address, is stored and fenced by all who store to it, and copies it
+    """Signals that half a stage, which begins at a shared memory address, is stored and fenced by all who store to it, and copies it
     to the peer. One warp.
 
-    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that slot has been free there too,
+    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that stage has been free there too,
     since kv_free counts the consumers of both."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)

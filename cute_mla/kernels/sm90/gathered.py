@@ -17,13 +17,13 @@ class GatheredRolesSm90(RolesSm90):
     threads = THREADS
 
     def gather(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32) -> None:
-        """Brings the keys of every tile to its slots. Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        """Brings the keys of every tile to its stages. Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         raise NotImplementedError
 
     @cute.jit
     def run(self, operands: Any):
         """The body of the kernel."""
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
+        tiles, pipes = self.allocate_smem(cutlass.memory.SmemAllocator())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():

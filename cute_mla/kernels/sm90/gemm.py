@@ -11,25 +11,25 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.fragments import RowPair, aligned, flat, half, packed
-from ..primitives.registers import kept
+from ..primitives.registers import pin_register
 from .config import (
     BOX_BYTES,
     K_STEP,
     OUTPUT_COLUMNS,
-    SLOT_COLUMNS,
-    SLOTS_PER_TILE,
+    STAGE_COLUMNS,
+    STAGES_PER_TILE,
     STEPS_PER_BOX,
     WARPGROUP,
     Geometry,
     Pipes,
-    TilePlace,
     Tiles,
+    TileState,
 )
 from .matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 
 WARP_ROWS = 16
-STEPS_PER_SLOT = SLOT_COLUMNS // K_STEP
-OUTPUT_CHUNKS = OUTPUT_COLUMNS // SLOT_COLUMNS
+STEPS_PER_STAGE = STAGE_COLUMNS // K_STEP
+OUTPUT_CHUNKS = OUTPUT_COLUMNS // STAGE_COLUMNS
 
 # A operand of m64k16 in registers: (row half, column pair) of a thread are neighbouring accumulator registers
 A_VALUES = (2, 2, 2)
@@ -58,7 +58,7 @@ class ScoreGemm:
     tK: cute.Tensor
     tRope: cute.Tensor
     scores: cute.Tensor
-    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first RoPE slot, which P goes to
+    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first RoPE stage, which P goes to
     staged: Int32  # and in the first smem tile of Q
     factors: RowPair  # rescale factors, beside P
 
@@ -83,7 +83,7 @@ class ScoreGemm:
             tK=slice_.make_fragment_B(slice_.partition_B(tiles.sKv)),
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=scores,
-            probs=kept(tiles.sRope.iterator.toint() + writer),
+            probs=pin_register(tiles.sRope.iterator.toint() + writer),
             staged=tiles.sQ.iterator.toint() + writer,
             factors=RowPair.of(tiles.sAlpha, thread),
         )
@@ -97,30 +97,30 @@ class ScoreGemm:
         registers = cute.recast_tensor(flat(self.rQ), Int32)
         return cute.make_tensor(registers.iterator + tile * words, cute.make_layout(words))
 
-    def store_query_tile(self, slot: int) -> None:
+    def store_query_tile(self, stage: int) -> None:
         """The staged column tile to smem, for the async proxy after a fence."""
-        store_box(self.staged + slot * BOX_BYTES, self.rStaged)
+        store_box(self.staged + stage * BOX_BYTES, self.rStaged)
 
-    def multiply(self, pipes: Pipes, place: TilePlace) -> None:
-        """S of one key tile, complete on return. Waits for each slot just before its first use."""
+    def multiply(self, pipes: Pipes, place: TileState) -> None:
+        """S of one key tile, complete on return. Waits for each stage just before its first use."""
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
         kv = place.kv
-        for i in range(SLOTS_PER_TILE):
-            pipes.kv_ready.wait_ready_at(kv)
+        for i in range(STAGES_PER_TILE):
+            pipes.kv_ready.consumer_wait(kv)
             warpgroup.fence()
-            for step in range(STEPS_PER_SLOT):
-                self.multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.slot])
-            kv = pipes.kv_ready.further(kv, i)
+            for step in range(STEPS_PER_STAGE):
+                self.multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.stage])
+            kv = pipes.kv_ready.advance_in_tile(kv, i)
         if self.geometry.has_rope:
-            pipes.rope_ready.wait_ready_at(place.rope)
+            pipes.rope_ready.consumer_wait(place.rope)
             warpgroup.fence()
             for step in range(STEPS_PER_BOX):
-                self.multiply_step(SLOTS_PER_TILE * STEPS_PER_SLOT + step, self.tRope[None, None, step, place.rope.slot])
+                self.multiply_step(STAGES_PER_TILE * STEPS_PER_STAGE + step, self.tRope[None, None, step, place.rope.stage])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
         if not self.geometry.has_rope:
-            pipes.rope_ready.wait_ready_at(place.rope)
+            pipes.rope_ready.consumer_wait(place.rope)
 
     def multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
@@ -132,11 +132,11 @@ class ScoreGemm:
             tQ = self.tQ[None, None, step_in_tile, tile - self.geometry.q_tiles_in_registers]
             cute.gemm(self.from_smem, self.scores, tQ, tK, self.scores)
 
-    def store_probs(self, slot: Int32) -> None:
+    def store_probs(self, stage: Int32) -> None:
         """The scores, by now probabilities, packed to 16 bits and written over the RoPE columns of their tile."""
         rP = cute.make_rmem_tensor_like(self.scores, self.dtype)
         rP.store(self.scores.load().to(self.dtype))
-        store_box(self.probs + slot * BOX_BYTES, rP)
+        store_box(self.probs + stage * BOX_BYTES, rP)
 
 
 def store_box(place: Int32, fragment: cute.Tensor) -> None:
@@ -148,7 +148,7 @@ def store_box(place: Int32, fragment: cute.Tensor) -> None:
 
 @dataclass(frozen=True)
 class OutputGemm:
-    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one key slot each.
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one key stage each.
 
     The accumulators are two 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the 128 registers that 512
     threads start with, although the role raises them."""
@@ -165,12 +165,12 @@ class OutputGemm:
     @staticmethod
     def create(geometry: Geometry, dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> OutputGemm:
         """Partitions the tiles for one thread of an output warpgroup."""
-        mma = tiled_mma(dtype, SLOT_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
+        mma = tiled_mma(dtype, STAGE_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
         slice_ = mma.get_slice(thread)
-        shape = (SLOT_COLUMNS, TILE_KEYS, geometry.kv_slots)
-        transposed = cute.make_layout(shape, stride=(TILE_KEYS, 1, TILE_KEYS * SLOT_COLUMNS))
+        shape = (STAGE_COLUMNS, TILE_KEYS, geometry.kv_stages)
+        transposed = cute.make_layout(shape, stride=(TILE_KEYS, 1, TILE_KEYS * STAGE_COLUMNS))
         sV = cute.composition(tiles.sKv, transposed)
-        shape = slice_.partition_shape_C((64, SLOT_COLUMNS))
+        shape = slice_.partition_shape_C((64, STAGE_COLUMNS))
         return OutputGemm(
             thread=thread,
             mma=mma,
@@ -187,16 +187,16 @@ class OutputGemm:
             for i in range(cute.size(rO)):
                 rO[i] = rO[i] * factors[half(i)]
 
-    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+    def multiply(self, chunk: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
         """Issues one chunk as its own group, which adds to O or else overwrites it."""
-        self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, probs_slot, kv_slot, adds)
+        self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, probs_stage, kv_stage, adds)
 
-    def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
+    def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
         """The same with any WGMMA. steps: to go over the keys of a tile."""
         accumulator = self.accumulators[chunk]
         for step in range(steps):
             mma.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
-            tP, tV = self.tProbs[None, None, step, probs_slot], self.tV[None, None, step, kv_slot]
+            tP, tV = self.tProbs[None, None, step, probs_stage], self.tV[None, None, step, kv_stage]
             cute.gemm(mma, accumulator, tP, tV, accumulator)
         warpgroup.commit_group()
 
@@ -226,14 +226,14 @@ class OutputGemm:
         """A pair of neighbouring columns of one of the thread's rows, normalised."""
         values = []
         for register in self.pair_registers(pair, row_half):
-            chunk, i = divmod(register, SLOT_COLUMNS // 2)
+            chunk, i = divmod(register, STAGE_COLUMNS // 2)
             values.append(flat(self.accumulators[chunk])[i] * weight)
         return values[0], values[1]
 
 
 @cute.jit
-def clear_rows(tiles: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32, threads: int = WARPGROUP):
-    """Zeroes the rows from first_row on of a slot of (rows, columns, slots). Whole 128-byte rows, so the swizzle does not
+def clear_rows(tiles: cute.Tensor, stage: Int32, first_row: Int32, thread: Int32, threads: int = WARPGROUP):
+    """Zeroes the rows from first_row on of a stage of (rows, columns, stages). Whole 128-byte rows, so the swizzle does not
     matter. `thread` is one of `threads`, a multiple of 8."""
     rows, columns = cute.size(tiles, mode=[0]), cute.size(tiles, mode=[1])
     chunk_elements = 8  # 16 bytes
@@ -241,7 +241,7 @@ def clear_rows(tiles: cute.Tensor, slot: Int32, first_row: Int32, thread: Int32,
     rows_per_pass = threads // chunks_per_row
     zeros = cute.make_rmem_tensor(cute.make_layout(chunk_elements), tiles.element_type)
     zeros.fill(0.0)
-    base = tiles.iterator + slot * (rows * columns)
+    base = tiles.iterator + stage * (rows * columns)
     for box in cutlass.range_constexpr(columns // BOX_COLUMNS):
         for step in cutlass.range_constexpr(rows // rows_per_pass):
             row = step * rows_per_pass + thread // chunks_per_row

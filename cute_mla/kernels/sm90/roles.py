@@ -1,6 +1,6 @@
 """The roles of the SM90 kernels over a latent that do not depend on where the keys come from: score and output.
 
-A kernel is a subclass that brings the keys to the slots (its first warpgroup), and says which of them a row does not see.
+A kernel is a subclass that brings the keys to the stages (its first warpgroup), and says which of them a row does not see.
 dense_decode/sm90.py describes the tiles, the pipelines and the trick.
 """
 
@@ -17,30 +17,30 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import LN2, OnlineSoftmax
-from ..attention.split_kv_scheduler import Extent, Piece
+from ..attention.split_kv_scheduler import TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES, first_query_row
 from ..primitives.fragments import ROWS_PER_THREAD, aligned, fragment_row, load_pair, pack_pair, store_pair
-from ..primitives.pipeline import Place, Ring, arrive, arrive_cluster, barrier_at
+from ..primitives.pipeline import PipelineState, StageBarriers, arrive, barrier_at
 from .config import (
     LAUNCH_REGISTERS,
     OUTPUT_BARRIER,
     OUTPUT_COLUMNS,
     OUTPUT_GROUPS,
     SCORE_BARRIER,
-    SLOT_COLUMNS,
-    SLOTS_PER_TILE,
+    STAGE_COLUMNS,
+    STAGES_PER_TILE,
     TILE_ALIGNMENT,
     VALID_BYTES,
     WARPGROUP,
     WARPS_PER_GROUP,
     Geometry,
     Pipes,
-    TilePlace,
     Tiles,
+    TileState,
 )
 from .gemm import OUTPUT_CHUNKS, OutputGemm, ScoreGemm
 
-NOTHING = 0  # no barrier lies there
+NO_BARRIER = 0  # no barrier lies there
 
 
 class RolesSm90:
@@ -53,18 +53,18 @@ class RolesSm90:
     shares_sums = True  # whether the score role tells what makes the output of a row; else the output role knows
     skips_tiles = False  # whether it is known ahead which keys are there, so that a tile that has none is passed by
 
-    def mask(self, operands: Any, tiles: Any, gemm: Any, place: TilePlace, left: Int32) -> None:
+    def mask(self, operands: Any, tiles: Any, gemm: Any, place: TileState, left: Int32) -> None:
         """Sets the scores of keys that a row does not see to -inf. `left` keys of the request remain from the tile on."""
         raise NotImplementedError
 
-    def await_validity(self, pipes: Any, place: TilePlace) -> None:
+    def await_validity(self, pipes: Any, place: TileState) -> None:
         """Blocks until it is known which keys of a tile are there, where tiles are skipped."""
         raise NotImplementedError
 
-    def clear_unused(self, tiles: Tiles, gemm: OutputGemm, slots: list[Place], left: Int32, side: Int32) -> None:
-        """Zeroes the rows of V that no row sees, in a side's slots of a tile, where the keys come with whatever lies there."""
+    def clear_unused(self, tiles: Tiles, gemm: OutputGemm, stages: list[PipelineState], left: Int32, side: Int32) -> None:
+        """Zeroes the rows of V that no row sees, in a side's stages of a tile, where the keys come with whatever lies there."""
 
-    def weigh_row(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
+    def weigh_row(self, operands: Any, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
         """What a row of O is multiplied with, from its row sum and the reference in log2 units that the sum is relative to."""
         return 1.0 / total
 
@@ -73,31 +73,31 @@ class RolesSm90:
         """Whether rows may be accessed two elements at a time."""
         return self.config.access_bytes == 2 * ELEMENT_BYTES
 
-    def tile_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
-        """64 rows x columns x slots in boxes of 64 columns, each 64 rows of 128 bytes, 128-byte swizzle."""
+    def tile_layout(self, columns: int, stages: int) -> cute.ComposedLayout:
+        """64 rows x columns x stages in boxes of 64 columns, each 64 rows of 128 bytes, 128-byte swizzle."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        return cute.tile_to_shape(atom, (TILE_KEYS, columns, slots), (0, 1, 2))
+        return cute.tile_to_shape(atom, (TILE_KEYS, columns, stages), (0, 1, 2))
 
-    def carve_smem(self, smem: Any) -> tuple[Tiles, Pipes]:
+    def allocate_smem(self, smem: Any) -> tuple[Tiles, Pipes]:
         """Places tiles and barriers, in the order of sm90_geometry."""
         geometry = self.geometry
-        kv = self.tile_layout(SLOT_COLUMNS, geometry.kv_slots)
-        rope = self.tile_layout(BOX_COLUMNS, geometry.rope_slots)
+        kv = self.tile_layout(STAGE_COLUMNS, geometry.kv_stages)
+        rope = self.tile_layout(BOX_COLUMNS, geometry.rope_stages)
         queries = self.tile_layout(BOX_COLUMNS, geometry.q_tiles_in_smem)
         tiles = Tiles(
             sKv=smem.allocate_tensor(self.dtype, kv.outer, TILE_ALIGNMENT, kv.inner),
             sRope=smem.allocate_tensor(self.dtype, rope.outer, TILE_ALIGNMENT, rope.inner),
             sQ=smem.allocate_tensor(self.dtype, queries.outer, TILE_ALIGNMENT, queries.inner),
-            sAlpha=smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, geometry.rope_slots)), 16),
+            sAlpha=smem.allocate_tensor(Float32, cute.make_layout((TILE_ROWS, geometry.rope_stages)), 16),
             sInverse=smem.allocate_tensor(Float32, cute.make_layout(TILE_ROWS), 16),
-            sValid=smem.allocate_array(Uint8, geometry.valid_slots * VALID_BYTES, byte_alignment=8) if geometry.valid_slots else None,
+            sValid=smem.allocate_array(Uint8, geometry.valid_stages * VALID_BYTES, byte_alignment=8) if geometry.valid_stages else None,
         )
-        rings = {name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in geometry.barriers}
-        rings.setdefault("rope_free", Ring(rings["kv_free"].base, 0))
+        rings = {name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in geometry.barriers}
+        rings.setdefault("rope_free", StageBarriers(rings["kv_free"].base, 0))
         return tiles, Pipes(**rings)
 
     def initialise(self, pipes: Any) -> None:
-        """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a slot."""
+        """Sets the arrivals of every barrier: warps of the arriving role, times the CTAs that share a stage."""
         cluster = self.config.cluster
         pipes.kv_ready.initialise(self.geometry.ready_arrivals)
         pipes.kv_free.initialise(WARPS_PER_GROUP * cluster)
@@ -118,17 +118,17 @@ class RolesSm90:
 
     @cute.jit
     def await_peer(self, pipes: Pipes, tiles_done: Int32):
-        """Waits until every slot is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
+        """Waits until every stage is free: the peer's last arrivals must not reach a CTA that is gone. No cluster barrier,
         which would make every warp wait for its stores. One warp is enough: the CTA stays as long as any."""
-        kv = pipes.kv_free.place(tiles_done * SLOTS_PER_TILE)
-        for _ in cutlass.range(self.geometry.kv_slots, unroll=1):
-            pipes.kv_free.await_free_at(kv)
-            kv = pipes.kv_free.after(kv)
+        kv = pipes.kv_free.state(tiles_done * STAGES_PER_TILE)
+        for _ in cutlass.range(self.geometry.kv_stages, unroll=1):
+            pipes.kv_free.producer_acquire(kv)
+            kv = pipes.kv_free.advance(kv)
         if cutlass.const_expr(self.geometry.frees_rope):
-            rope = pipes.rope_free.place(tiles_done)
-            for _ in cutlass.range(self.geometry.rope_slots, unroll=1):
-                pipes.rope_free.await_free_at(rope)
-                rope = pipes.rope_free.after(rope)
+            rope = pipes.rope_free.state(tiles_done)
+            for _ in cutlass.range(self.geometry.rope_stages, unroll=1):
+                pipes.rope_free.producer_acquire(rope)
+                rope = pipes.rope_free.advance(rope)
 
     # ---- score ------------------------------------------------------------------------------------------------------
 
@@ -144,30 +144,30 @@ class RolesSm90:
     def score(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_ready, rope_ready, stats_free. Signals probs_ready, stats_ready. Writes lse."""
         schedule = operands.schedule
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
-        tile, pieces = Int32(0), Int32(0)
+        tile, work_tiles = Int32(0), Int32(0)
         gemm = self.score_gemm(tiles, thread)
         softmax = self.softmax(operands)
         while req <= last:
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             softmax.reset()
-            if extent.tiles > 0:
+            if tile_range.tiles > 0:
                 self.load_queries(operands, gemm, req, thread)
-                self.score_tiles(operands, tiles, pipes, gemm, softmax, extent, tile)
-            tile = tile + extent.tiles
-            piece = schedule.piece_of(extent, req, begin_tile)
+                self.score_tiles(operands, tiles, pipes, gemm, softmax, tile_range, tile)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             if cutlass.const_expr(self.shares_sums):
-                pipes.stats_free.wait_free(pieces)
-            self.finish_rows(operands, tiles, req, piece, softmax, thread)
+                pipes.stats_free.producer_acquire(work_tiles)
+            self.finish_rows(operands, tiles, req, work_tile, softmax, thread)
             if cutlass.const_expr(self.shares_sums):
-                arrive(pipes.stats_ready.barrier(pieces))
-            pieces = pieces + 1
-            req, begin_tile = piece.next_req, piece.next_tile
+                pipes.stats_ready.producer_commit(work_tiles)
+            work_tiles = work_tiles + 1
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
     def load_queries(self, operands: Any, gemm: ScoreGemm, req: Int32, thread: Int32):
-        """Q of one piece, from any strides: the first column tiles to registers, the others through registers to smem.
+        """Q of one work_tile, from any strides: the first column tiles to registers, the others through registers to smem.
 
         Rows past the last one repeat it; their results go nowhere."""
         rows = []
@@ -189,102 +189,102 @@ class RolesSm90:
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def score_tiles(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, extent: Extent, tile: Int32):
-        """The tiles of a piece, the first of which is the tile-th of this CTA. Places are divided out: no registers are left to
+    def score_tiles(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, tile_range: TileRange, tile: Int32):
+        """The tiles of a work_tile, the first of which is the tile-th of this CTA. Places are divided out: no registers are left to
         carry them.
 
         P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the next
-        softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once. withheld: the address of the
-        barrier that hands over a P that is written, or NOTHING."""
-        withheld = Int32(NOTHING)
-        for t in cutlass.range(extent.tiles, unroll=1):
+        softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once. deferred_barrier: the address of the
+        barrier that hands over a P that is written, or NO_BARRIER."""
+        deferred_barrier = Int32(NO_BARRIER)
+        for t in cutlass.range(tile_range.tiles, unroll=1):
             place = pipes.tile(tile + t)
-            if withheld != NOTHING:
-                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.at(place.rope), place.rope.parity)
+            if deferred_barrier != NO_BARRIER:
+                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(place.rope), place.rope.phase)
                 if not cute.arch.vote_all_sync(here):
-                    arrive(barrier_at(withheld))
-                    withheld = Int32(NOTHING)
+                    arrive(barrier_at(deferred_barrier))
+                    deferred_barrier = Int32(NO_BARRIER)
             if cutlass.const_expr(self.skips_tiles):
                 self.await_validity(pipes, place)
-                if self.has_keys(tiles, place.rope.slot):
-                    self.multiply_tile(pipes, gemm, place, withheld)
-                    self.weigh_tile(operands, tiles, pipes, gemm, softmax, place, extent.keys - t * TILE_KEYS)
-                    withheld = self.probs_barrier(pipes, place)
+                if self.has_keys(tiles, place.rope.stage):
+                    self.multiply_tile(pipes, gemm, place, deferred_barrier)
+                    self.softmax_step(operands, tiles, pipes, gemm, softmax, place, tile_range.keys - t * TILE_KEYS)
+                    deferred_barrier = self.probs_barrier(pipes, place)
                 else:
-                    self.pass_tile(pipes, place, withheld)
-                    withheld = Int32(NOTHING)
+                    self.skip_tile(pipes, place, deferred_barrier)
+                    deferred_barrier = Int32(NO_BARRIER)
             else:
-                self.multiply_tile(pipes, gemm, place, withheld)
-                self.weigh_tile(operands, tiles, pipes, gemm, softmax, place, extent.keys - t * TILE_KEYS)
-                withheld = self.probs_barrier(pipes, place)
-        if withheld != NOTHING:
-            arrive(barrier_at(withheld))
+                self.multiply_tile(pipes, gemm, place, deferred_barrier)
+                self.softmax_step(operands, tiles, pipes, gemm, softmax, place, tile_range.keys - t * TILE_KEYS)
+                deferred_barrier = self.probs_barrier(pipes, place)
+        if deferred_barrier != NO_BARRIER:
+            arrive(barrier_at(deferred_barrier))
 
-    def probs_barrier(self, pipes: Any, place: TilePlace) -> Int32:
+    def probs_barrier(self, pipes: Any, place: TileState) -> Int32:
         """The address of the barrier that hands over P of a tile."""
-        return pipes.probs_ready.at(place.rope).toint()
+        return pipes.probs_ready.barrier(place.rope).toint()
 
     @cute.jit
-    def multiply_tile(self, pipes: Any, gemm: Any, place: TilePlace, withheld: Int32):
-        """S of one tile. Hands over P of the tile before, if it was withheld."""
+    def multiply_tile(self, pipes: Any, gemm: Any, place: TileState, deferred_barrier: Int32):
+        """S of one tile. Hands over P of the tile before, if it was deferred_barrier."""
         gemm.multiply(pipes, place)
-        if withheld != NOTHING:
-            arrive(barrier_at(withheld))
+        if deferred_barrier != NO_BARRIER:
+            arrive(barrier_at(deferred_barrier))
         # P goes over the RoPE columns that every warp's WGMMA has read by now
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def weigh_tile(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, place: TilePlace, left: Int32):
+    def softmax_step(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, softmax: OnlineSoftmax, place: TileState, left: Int32):
         """P of one tile, with its rescale factors, to shared memory. Not handed over yet."""
         self.mask(operands, tiles, gemm, place, left)
         alpha = softmax.add_tile(gemm.scores)
-        gemm.store_probs(place.rope.slot)
+        gemm.store_probs(place.rope.stage)
         if gemm.thread % 4 == 0:
-            gemm.factors.store(place.rope.slot, alpha)
+            gemm.factors.store(place.rope.stage, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def pass_tile(self, pipes: Pipes, place: TilePlace, withheld: Int32):
-        """A tile without keys: nothing but handshakes. Its slots are handed over before its RoPE columns, so that those tell
+    def skip_tile(self, pipes: Pipes, place: TileState, deferred_barrier: Int32):
+        """A tile without keys: nothing but handshakes. Its stages are handed over before its RoPE columns, so that those tell
         of all, and no barrier is two phases ahead of what this role has seen."""
-        if withheld != NOTHING:
-            arrive(barrier_at(withheld))
-        pipes.rope_ready.wait_ready_at(place.rope)
-        arrive(pipes.probs_ready.at(place.rope))
+        if deferred_barrier != NO_BARRIER:
+            arrive(barrier_at(deferred_barrier))
+        pipes.rope_ready.consumer_wait(place.rope)
+        pipes.probs_ready.producer_commit(place.rope)
 
-    def has_keys(self, tiles: Tiles, slot: Int32) -> Boolean:
-        """Whether any key is there of the tile in a slot of the ring of bits, which goes round with the RoPE columns. The same for
+    def has_keys(self, tiles: Tiles, stage: Int32) -> Boolean:
+        """Whether any key is there of the tile in a stage of the ring of bits, which goes round with the RoPE columns. The same for
         all lanes."""
-        low, high = self.valid_words(tiles, slot)
+        low, high = self.valid_words(tiles, stage)
         return cute.arch.make_warp_uniform(low | high) != 0
 
-    def valid_words(self, tiles: Tiles, slot: Int32) -> tuple[Int32, Int32]:
+    def valid_words(self, tiles: Tiles, stage: Int32) -> tuple[Int32, Int32]:
         """Which of the keys 0..31 and 32..63 are there."""
-        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * (VALID_BYTES // 4)
+        words = cute.recast_ptr(tiles.sValid, dtype=Int32) + stage * (VALID_BYTES // 4)
         return words.load(), (words + 1).load()
 
     @cute.jit
-    def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, piece: Piece, softmax: OnlineSoftmax, thread: Int32):
-        """Publishes 1 / row sum and writes lse: natural log if the piece is the whole request, else base 2."""
+    def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
+        """Publishes 1 / row sum and writes lse: natural log if the work_tile is the whole request, else base 2."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             row = query_row(thread, row_half)
-            lse = softmax.rMax[row_half] + cute.math.log2(total, fastmath=True)
+            lse = softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
                 if cutlass.const_expr(self.shares_sums):
-                    weight = self.weigh_row(operands, piece, row, total, softmax.rMax[row_half])
+                    weight = self.weigh_row(operands, work_tile, row, total, softmax.row_ref[row_half])
                     inverse = cutlass.select_(empty, Float32(0), weight)
                     tiles.sInverse[fragment_row(thread, row_half)] = inverse
                 if row < operands.rows():
-                    if cutlass.const_expr(piece.always_direct):
+                    if cutlass.const_expr(work_tile.always_direct):
                         operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                     else:
-                        if piece.direct:
+                        if work_tile.direct:
                             target = operands.lse_of(req, row)
                             target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                         else:
-                            target = operands.lse_accum + operands.accum_row(piece, row)
+                            target = operands.lse_accum + operands.accum_row(work_tile, row)
                             target.store(cutlass.select_(empty, -Float32.inf, lse))
                     if cutlass.const_expr(self.keeps_maximum):
                         operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
@@ -299,82 +299,82 @@ class RolesSm90:
     def output(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
         """Waits probs_ready, stats_ready. Signals kv_free, rope_free, stats_free. Writes out or out_accum."""
         schedule = operands.schedule
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
-        place, pieces = self.first_output(pipes, side), Int32(0)
+        place, work_tiles = self.first_output(pipes, side), Int32(0)
         gemm = self.output_gemm(tiles, thread)
         while req <= last:
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             begun = Boolean(False)
-            for t in cutlass.range(extent.tiles, unroll=1):
-                begun = self.output_tile(tiles, pipes, gemm, place, begun, extent.keys - t * TILE_KEYS, side)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                begun = self.output_tile(tiles, pipes, gemm, place, begun, tile_range.keys - t * TILE_KEYS, side)
                 place = pipes.next_tile(place)
-            weights = self.row_weights(operands, tiles, pipes, gemm, pieces, begun)
+            weights = self.row_weights(operands, tiles, pipes, gemm, work_tiles, begun)
             gemm.clear_weightless(weights)
-            piece = schedule.piece_of(extent, req, begin_tile)
-            if cutlass.const_expr(piece.always_direct):
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            if cutlass.const_expr(work_tile.always_direct):
                 self.store_out(operands, gemm, weights, req, side)
             else:
-                if piece.direct:
+                if work_tile.direct:
                     self.store_out(operands, gemm, weights, req, side)
                 else:
-                    self.store_accum(operands, gemm, weights, piece, side)
-            pieces = pieces + 1
-            req, begin_tile = piece.next_req, piece.next_tile
+                    self.store_accum(operands, gemm, weights, work_tile, side)
+            work_tiles = work_tiles + 1
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
 
-    def row_weights(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, pieces: Int32, begun: Boolean) -> list[Float32]:
+    def row_weights(self, operands: Any, tiles: Any, pipes: Any, gemm: Any, work_tiles: Int32, begun: Boolean) -> list[Float32]:
         """What makes the output of either of the thread's rows; 0 for a row that attends to nothing. begun: whether O holds
         anything."""
-        pipes.stats_ready.wait_ready(pieces)
+        pipes.stats_ready.consumer_wait(work_tiles)
         weights = [tiles.sInverse[fragment_row(gemm.thread, row_half)] for row_half in (0, 1)]
-        arrive(pipes.stats_free.barrier(pieces))
+        pipes.stats_free.consumer_release(work_tiles)
         return weights
 
     @cute.jit
-    def output_tile(self, tiles: Any, pipes: Any, gemm: Any, place: TilePlace, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+    def output_tile(self, tiles: Any, pipes: Any, gemm: Any, place: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
         """O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Returns whether it
         has now."""
         # the score role has waited for the keys before it made P
-        pipes.probs_ready.wait_ready_at(place.rope)
+        pipes.probs_ready.consumer_wait(place.rope)
         if cutlass.const_expr(self.skips_tiles):
-            if self.has_keys(tiles, place.rope.slot):
+            if self.has_keys(tiles, place.rope.stage):
                 self.add_values(tiles, pipes, gemm, place, begun, left, side)
                 begun = Boolean(True)
             else:
-                for slot in self.output_slots(pipes, place):
-                    arrive_cluster(pipes.kv_free.at(slot), self.config.cluster)
+                for stage in self.output_stages(pipes, place):
+                    pipes.kv_free.consumer_release_in_cluster(stage, self.config.cluster)
         else:
             self.add_values(tiles, pipes, gemm, place, begun, left, side)
             begun = Boolean(True)
         if cutlass.const_expr(self.geometry.frees_rope):
-            arrive_cluster(pipes.rope_free.at(place.rope), self.config.cluster)
+            pipes.rope_free.consumer_release_in_cluster(place.rope, self.config.cluster)
         return begun
 
-    def first_output(self, pipes: Any, side: Int32) -> TilePlace:
+    def first_output(self, pipes: Any, side: Int32) -> TileState:
         """The place of the first tile, for a side."""
-        to_other, _ = self.geometry.slot_strides
+        to_other, _ = self.geometry.stage_strides
         return pipes.first_tile(side * to_other)
 
-    def output_slots(self, pipes: Pipes, place: TilePlace) -> list[Place]:
+    def output_stages(self, pipes: Pipes, place: TileState) -> list[PipelineState]:
         """Where the chunks of a side lie, of a tile in its place."""
-        _, to_next = self.geometry.slot_strides
+        _, to_next = self.geometry.stage_strides
         ring = pipes.kv_ready
-        return [place.kv, ring.further(place.kv, 0) if to_next == 1 else ring.ahead(place.kv, to_next)]
+        return [place.kv, ring.advance_in_tile(place.kv, 0) if to_next == 1 else ring.advance_by(place.kv, to_next)]
 
     @cute.jit
-    def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, place: TilePlace, begun: Boolean, left: Int32, side: Int32):
+    def add_values(self, tiles: Tiles, pipes: Pipes, gemm: OutputGemm, place: TileState, begun: Boolean, left: Int32, side: Int32):
         """O += P V, or O = P V, of a tile whose keys and probabilities have come. Signals kv_free."""
-        slots = self.output_slots(pipes, place)
-        alpha = gemm.factors.load(place.rope.slot)
+        stages = self.output_stages(pipes, place)
+        alpha = gemm.factors.load(place.rope.stage)
         if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
             gemm.scale(alpha)
-        self.clear_unused(tiles, gemm, slots, left, side)
+        self.clear_unused(tiles, gemm, stages, left, side)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
-            gemm.multiply(chunk, place.rope.slot, slots[chunk].slot, begun)
+            gemm.multiply(chunk, place.rope.stage, stages[chunk].stage, begun)
         for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
             warpgroup.wait_group(OUTPUT_CHUNKS - 1 - chunk)
-            arrive_cluster(pipes.kv_free.at(slots[chunk]), self.config.cluster)
+            pipes.kv_free.consumer_release_in_cluster(stages[chunk], self.config.cluster)
 
     @cute.jit
     def store_out(self, operands: Any, gemm: OutputGemm, weights: list[Float32], req: Int32, side: Int32):
@@ -388,12 +388,12 @@ class RolesSm90:
                     store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
-    def store_accum(self, operands: Any, gemm: OutputGemm, weights: list[Float32], piece: Piece, side: Int32):
+    def store_accum(self, operands: Any, gemm: OutputGemm, weights: list[Float32], work_tile: WorkTile, side: Int32):
         """fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
-                target = operands.out_accum + operands.accum_row(piece, row) * D_LATENT
+                target = operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT
                 target = aligned(target + (side * OUTPUT_COLUMNS + gemm.lane_column()), 8)
                 for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)

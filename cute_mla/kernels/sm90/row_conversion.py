@@ -1,4 +1,4 @@
-"""Rows of e4m3 columns on their way to the slots through registers on SM90, where they become 16-bit columns.
+"""Rows of e4m3 columns on their way to the stages through registers on SM90, where they become 16-bit columns.
 
 A warpgroup has a tile. A thread has two keys of it, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth
 16 bytes: a warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64, cute
 
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.registers import kept
-from .config import BOX_BYTES, SLOTS_PER_TILE
+from ..primitives.registers import pin_register
+from .config import BOX_BYTES, STAGES_PER_TILE
 from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES
 
 CHUNK_WORDS = CHUNK // 4
 LANES_PER_KEY = 4
-ROPE_SLOT = SLOTS_PER_TILE  # the "slot" of a tile that is in the RoPE ring
+ROPE_STAGE = STAGES_PER_TILE  # the "stage" of a tile that is in the RoPE ring
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
 
 
@@ -27,7 +27,7 @@ IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spil
 class Run:
     """64 columns of a key.
 
-    box: of the slot they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
+    box: of the stage they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
     128 bytes. scale: which scale applies, counted from the step's first one.
     """
 
@@ -46,11 +46,11 @@ class Run:
 class Step:
     """What is loaded together: some columns of one of a thread's keys.
 
-    slot: of the tile, ROPE_SLOT for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
+    stage: of the tile, ROPE_STAGE for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
     among the scales.
     """
 
-    slot: int
+    stage: int
     key: int
     runs: tuple[Run, ...]
     scale_source: int = 0
@@ -107,10 +107,10 @@ class Lane:
         )
 
 
-def kept_lane(thread: Int32) -> Lane:
+def pinned_lane(thread: Int32) -> Lane:
     """Lane.of, in registers."""
     lane = Lane.of(thread)
-    return Lane(kept(lane.narrow), kept(lane.wide), kept(lane.source), lane.swapped)
+    return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
 def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
@@ -148,7 +148,7 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 def store_runs(
     step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane, offset: int = 0
 ) -> None:
-    """Stores the bytes of a step in the half of a slot that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
+    """Stores the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
     values of a run in 4 words to 8 words of 16-bit columns."""
     first = 0
     for run in step.runs:
@@ -158,7 +158,7 @@ def store_runs(
         else:
             chunks = part_of(words, first, run.words)
             place, to_other = target + lane.wide, LANES_PER_KEY * CHUNK
-        places = place, place ^ to_other  # slots begin at multiples of a row
+        places = place, place ^ to_other  # stages begin at multiples of a row
         for i in range(2):
             store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + (offset + run.box * BOX_BYTES))
         first += run.words

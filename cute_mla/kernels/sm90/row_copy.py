@@ -1,12 +1,12 @@
-"""Rows of 16-bit columns on their way to the slots by cp.async on SM90: no byte passes a register, and many are in flight.
+"""Rows of 16-bit columns on their way to the stages by cp.async on SM90: no byte passes a register, and many are in flight.
 
 The warpgroup that gathers shares its work out:
 
     scout     one warp   which rows: indices, checks, which keys are there
-    copy      two warps  cp.async of rows to the slots
+    copy      two warps  cp.async of rows to the stages
     courier   one warp   waits for copies that have landed, fences them for the tensor cores, hands them over
 
-The courier has no loads of its own, so that its fence cannot wait for any that are in flight, and nothing holds back a slot that
+The courier has no loads of its own, so that its fence cannot wait for any that are in flight, and nothing holds back a stage that
 has landed. Eight lanes have a key, 16 bytes each, and write the eight places of its swizzled row in a box: a warp's copy is 128
 bytes of each of four keys. A key that is not there is zeros in shared memory, and nothing is read for it.
 """
@@ -22,7 +22,7 @@ from cutlass.experimental import primitives
 
 from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.pipeline import Ring
+from ..primitives.pipeline import StageBarriers
 from .config import BOX_BYTES, Geometry, Pipes
 from .gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, ROW_BYTES, Half
 
@@ -46,31 +46,31 @@ class CopyPipes(Pipes):
 
     kv_landed, rope_landed: copy -> courier, an arrival per copying thread. valid_ready: scout -> copy, courier, score, 1; for
     every tile its validity bits, and:
-    sRows: int32 (slots, 64): numbers of rows, negative for keys that are not there. sBases: int64 (slots): address of row 0.
+    sRows: int32 (stages, 64): numbers of rows, negative for keys that are not there. sBases: int64 (stages): address of row 0.
     """
 
-    kv_landed: Ring
-    rope_landed: Ring
-    valid_ready: Ring
+    kv_landed: StageBarriers
+    rope_landed: StageBarriers
+    valid_ready: StageBarriers
     sRows: cute.Pointer
     sBases: cute.Pointer
 
     @staticmethod
     def rings(geometry: Geometry) -> tuple[tuple[str, int], ...]:
-        """(name, slots) of the barriers behind those of the shared roles."""
-        return ("kv_landed", geometry.kv_slots), ("rope_landed", geometry.rope_slots), ("valid_ready", geometry.valid_slots)
+        """(name, stages) of the barriers behind those of the shared roles."""
+        return ("kv_landed", geometry.kv_stages), ("rope_landed", geometry.rope_stages), ("valid_ready", geometry.valid_stages)
 
     @staticmethod
     def smem_bytes(geometry: Geometry) -> int:
         """Shared memory of what the shared roles do not have."""
-        return 8 * sum(slots for _, slots in CopyPipes.rings(geometry)) + geometry.valid_slots * (8 + 4 * TILE_KEYS)
+        return 8 * sum(stages for _, stages in CopyPipes.rings(geometry)) + geometry.valid_stages * (8 + 4 * TILE_KEYS)
 
     @staticmethod
-    def carve(smem: Any, geometry: Geometry, shared: Pipes) -> CopyPipes:
+    def allocate(smem: Any, geometry: Geometry, shared: Pipes) -> CopyPipes:
         """Places all that behind the shared roles' barriers."""
-        rings = {name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in CopyPipes.rings(geometry)}
-        bases = smem.allocate_array(Int64, geometry.valid_slots)
-        return CopyPipes(**vars(shared), **rings, sBases=bases, sRows=smem.allocate_array(Int32, geometry.valid_slots * TILE_KEYS))
+        rings = {name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in CopyPipes.rings(geometry)}
+        bases = smem.allocate_array(Int64, geometry.valid_stages)
+        return CopyPipes(**vars(shared), **rings, sBases=bases, sRows=smem.allocate_array(Int32, geometry.valid_stages * TILE_KEYS))
 
     def initialise_rings(self) -> None:
         """Sets the arrivals of the added barriers."""
@@ -118,8 +118,8 @@ class TileRows:
     @staticmethod
     def of(pipes: CopyPipes, tile: Int32, row_stride: Int64) -> TileRows:
         """Of a tile that has been told of."""
-        slot = pipes.valid_ready.slot(tile)
-        return TileRows(pipes.sRows + slot * TILE_KEYS, (pipes.sBases + slot).load(), row_stride)
+        stage = pipes.valid_ready.stage(tile)
+        return TileRows(pipes.sRows + stage * TILE_KEYS, (pipes.sBases + stage).load(), row_stride)
 
     def row(self, key: Int32) -> tuple[Int64, Boolean]:
         """(the address of a key's row, whether the key is there); if not, the address is none."""

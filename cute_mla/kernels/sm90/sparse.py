@@ -10,9 +10,9 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import with_sink
-from ..attention.split_kv_scheduler import Piece
+from ..attention.split_kv_scheduler import WorkTile
 from ..primitives.fragments import flat, fragment_column
-from .config import TilePlace, Tiles
+from .config import Tiles, TileState
 from .gathered import GatheredRolesSm90
 from .gemm import ScoreGemm
 
@@ -23,15 +23,15 @@ class SparseRolesSm90(GatheredRolesSm90):
     """All roles but gather. Every row of a CTA sees the same keys; operands have attn_sink, fp32 [rows] or null."""
 
     @cute.jit
-    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, place: TilePlace, left: Int32):
+    def mask(self, operands: Any, tiles: Tiles, gemm: ScoreGemm, place: TileState, left: Int32):
         """Keys that are not there."""
-        low, high = self.valid_words(tiles, place.rope.slot)
+        low, high = self.valid_words(tiles, place.rope.stage)
         if (low & high) != ALL_VALID:
             mask_absent(gemm.scores, gemm.thread, low, high)
 
-    def weigh_row(self, operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """1 / (row sum + weight of the sink), which is added where this piece writes the output."""
-        return 1.0 / with_sink(operands, piece, row, total, reference)
+    def weigh_row(self, operands: Any, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """1 / (row sum + weight of the sink), which is added where this work_tile writes the output."""
+        return 1.0 / with_sink(operands, work_tile, row, total, reference)
 
 
 def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ..attention.split_kv_scheduler import Piece, Schedule
+from ..attention.split_kv_scheduler import Schedule, WorkTile
 
 NO_SLOT = -1
 
@@ -70,9 +70,9 @@ class Operands:
     def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
         return Int64(req) * strides[0] + Int64(query_token()) * strides[1] + Int64(row) * strides[2]
 
-    def accum_row(self, piece: Piece, row: Int32) -> Int64:
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Row number of a query row in the contiguous split accumulators."""
-        return (Int64(piece.accum_row) * self.s_q + query_token()) * self.h_q + row
+        return (Int64(work_tile.accum_row) * self.s_q + query_token()) * self.h_q + row
 
 
 def query_token() -> Int32:
@@ -92,7 +92,7 @@ class IndexList:
     @staticmethod
     def of(operands: Operands, req: Int32) -> IndexList:
         """Those that count of a request."""
-        main, extra = operands.schedule.lengths.parts(req)
+        main, extra = operands.schedule.lengths.keys_by_cache(req)
         return IndexList(main, extra, operands.cache.index_pointer(req), operands.extra.index_pointer(req))
 
     def in_extra(self, position: Int32) -> Boolean:

@@ -4,7 +4,7 @@ For every query token and head r, over the slots j that the token's indices name
 
     s_rj = <q_r, k_j>     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the pieces of one part of the plan, 64
+A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the work_tiles of one part of the plan, 64
 indices (one tile) at a time. Each CTA gathers its half of the columns of every key, converts what is e4m3, and puts it where
 the TMA of the dense kernel would. Roles and pipelines: sm100/row_producer.py, sm100/indexed_producer.py, sm100/roles.py.
 """
@@ -17,7 +17,7 @@ from ...spec.arch import Arch
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..definition import KernelDefinition
-from ..sm100.indexed_producer import GatheredPair
+from ..sm100.indexed_producer import IndexedProducer
 from ..sm100.row_copy import CopiedTile
 from ..sm100.row_producer import filled_source
 from .entry import SparseDecode
@@ -25,7 +25,7 @@ from .operands import IndexList, Operands, look_up, slot_address
 from .sm100_gather import ScaledKeys, ScaledTile, columns_of_cta
 
 
-class SparseDecodeSm100(GatheredPair, SparseDecode):
+class SparseDecodeSm100(IndexedProducer, SparseDecode):
     """One variant of the kernel."""
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:

@@ -18,7 +18,7 @@ from ..primitives.fragments import pack_pair
 from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (
-    PIECE,
+    CHUNK,
     WARP_KEYS,
     CopiedColumns,
     CopiedTile,
@@ -77,7 +77,7 @@ class ScaledColumns(E4m3Columns):
 
     def store(self, step: int, rows: cute.Pointer) -> None:
         """Converts one pass and writes it to the warp's rows of a slot."""
-        values = cute.recast_tensor(self.rPieces[step], Float8E4M3FN).load().to(Float32)
+        values = cute.recast_tensor(self.rChunks[step], Float8E4M3FN).load().to(Float32)
         scale = self._scale(step)
         for half in range(ELEMENT_BYTES):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
@@ -124,7 +124,7 @@ def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank
     if cache_format.d_qk > D_LATENT:
         rope = rope_columns(wide, rank)
     else:  # they are the last values, which the odd CTA holds
-        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // PIECE, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
+        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
     return ScaledTile((ScaledColumns.create(cache_format, dtype, rank), rope))
 
 

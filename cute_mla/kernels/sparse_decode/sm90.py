@@ -28,16 +28,16 @@ from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.pipeline import Place, arrive, barrier_table
-from ..primitives.registers import kept
+from ..primitives.pipeline import PipelineState, arrive, barrier_table
+from ..primitives.registers import pin_register
 from ..sm90.config import (
     ALL_REGISTERS,
     BOX_BYTES,
     OUTPUT_BARRIER,
     OUTPUT_GROUPS,
-    SLOT_BYTES,
-    SLOT_COLUMNS,
-    SLOTS_PER_TILE,
+    STAGE_BYTES,
+    STAGE_COLUMNS,
+    STAGES_PER_TILE,
     VALID_BYTES,
     WARPGROUP,
     WARPS_PER_GROUP,
@@ -47,7 +47,7 @@ from ..sm90.config import (
 )
 from ..sm90.gather_split import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over, peer_shift
 from ..sm90.roles import named_barriers, role_table
-from ..sm90.row_conversion import Lane, kept_lane, steps_ahead
+from ..sm90.row_conversion import Lane, pinned_lane, steps_ahead
 from ..sm90.sparse import SparseRolesSm90
 from .entry import SparseDecode
 from .operands import Operands
@@ -60,24 +60,24 @@ SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
     """Few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the others leave
     room for nine slots."""
-    q_tiles_in_smem, rope_slots = 7, 3
+    q_tiles_in_smem, rope_stages = 7, 3
     in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
     first_registers = {1: 96, 2: 88}[in_registers]
     return Geometry(
         d_qk=cache_format.d_qk,
         q_tiles_in_registers=in_registers,
-        kv_slots=9,
-        rope_slots=rope_slots,
+        kv_stages=9,
+        rope_stages=rope_stages,
         first_registers=first_registers,
         score_registers=SHARED_REGISTERS - first_registers,
         ready_arrivals=1,
-        valid_slots=rope_slots,
+        valid_stages=rope_stages,
     )
 
 
 @dataclass(frozen=True)
 class Span:
-    """The tiles of a piece."""
+    """The tiles of a work_tile."""
 
     req: Int32
     begin_tile: Int32
@@ -99,36 +99,36 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
     def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         schedule = operands.schedule
-        req, begin_tile = schedule.first_piece()
-        tile, kv, rope = Int32(0), pipes.kv_free.place(Int32(0)), pipes.rope_free.place(Int32(0))
+        req, begin_tile = schedule.first_work_tile()
+        tile, kv, rope = Int32(0), pipes.kv_free.state(Int32(0)), pipes.rope_free.state(Int32(0))
         shift = peer_shift(pipes.kv_ready.base) if self.config.cluster > 1 else Int32(0)
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             # asked here, so that nothing but the answer is kept through the tiles
-            piece = schedule.piece(req, begin_tile)
-            if extent.tiles > 0:
-                kv, rope = self.gather_tiles(operands, tiles, pipes, Span(req, begin_tile, extent.tiles), kv, rope, shift)
-            tile = tile + extent.tiles
-            req, begin_tile = piece.next_req, piece.next_tile
+            work_tile = schedule.work_tile(req, begin_tile)
+            if tile_range.tiles > 0:
+                kv, rope = self.gather_tiles(operands, tiles, pipes, Span(req, begin_tile, tile_range.tiles), kv, rope, shift)
+            tile = tile + tile_range.tiles
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.config.cluster > 1) and thread < 32:
             self.await_peer(pipes, tile)
 
     @cute.jit
     def gather_tiles(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: Place, rope: Place, shift: Int32
-    ) -> tuple[Place, Place]:
-        """The tiles of one piece. Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
+    ) -> tuple[PipelineState, PipelineState]:
+        """The tiles of one work_tile. Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
         Returns the places of the rings behind them."""
-        steps, ahead, per_slot = self.steps, self.ahead, len(self.steps) // SLOTS_PER_TILE
+        steps, ahead, per_stage = self.steps, self.ahead, len(self.steps) // STAGES_PER_TILE
         # What is not converted would all be asked for before any is stored: a slot's loads wait for its last store.
-        together = 1 if self.format.group else per_slot
+        together = 1 if self.format.group else per_stage
         thread = cute.arch.thread_idx()[0]  # of the first warpgroup
-        lane, halves = kept_lane(thread), halves_of_cta(self.config.cluster)
+        lane, halves = pinned_lane(thread), halves_of_cta(self.config.cluster)
         # of a pair a thread has one key of the slots, and registers for the address of its first byte
         bytes_before, reader = (0, lane) if self.config.cluster == 1 else (lane.source, replace(lane, source=Int32(0)))
         # of a pair, the half of it that this CTA converts
-        first_slot = kept(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
+        first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
         indices = Indices.of(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
@@ -145,16 +145,16 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
             position = position + TILE_KEYS
             self.begin_rope(tiles, pipes, rope, present, lane, thread)
             for s in cutlass.range_constexpr(len(steps)):
-                if cutlass.const_expr(s % per_slot == 0):
-                    pipes.kv_free.await_free_at(kv)
+                if cutlass.const_expr(s % per_stage == 0):
+                    pipes.kv_free.producer_acquire(kv)
                 else:
                     cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                target = first_slot + kv.slot * SLOT_BYTES
+                target = first_stage + kv.stage * STAGE_BYTES
                 scales = step_scales(self.format, steps[s], buffers[s % ahead], present, halves[steps[s].key], thread)
                 store_step(steps[s], buffers[s % ahead], scales, target, lane, steps[s].key * HALF_BYTES, self.dtype)
-                if cutlass.const_expr((s + 1) % per_slot == 0):
-                    self.finish_slot(pipes, kv, steps[s].slot, target, shift)
-                    kv = pipes.kv_free.after(kv)
+                if cutlass.const_expr((s + 1) % per_stage == 0):
+                    self.finish_stage(pipes, kv, steps[s].stage, target, shift)
+                    kv = pipes.kv_free.advance(kv)
                 if cutlass.const_expr(s + ahead == len(steps) - 1 + together):
                     # whatever is loaded from here on belongs to the next tile
                     keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, thread)
@@ -166,41 +166,41 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
                         step = steps[(done + ahead) % len(steps)]
                         load_step(self.format, step, buffers[done % ahead], (row0, row1)[step.key], (near, row1)[step.key], reader)
             self.finish_rope(pipes, rope)
-            rope = pipes.rope_free.after(rope)
+            rope = pipes.rope_free.advance(rope)
         return kv, rope
 
     @cute.jit
-    def begin_rope(self, tiles: Tiles, pipes: Pipes, place: Place, keys: Keys, lane: Lane, thread: Int32):
+    def begin_rope(self, tiles: Tiles, pipes: Pipes, place: PipelineState, keys: Keys, lane: Lane, thread: Int32):
         """Waits for the RoPE slot, starts the copies of its columns, and writes beside it which keys are there: two bytes a warp."""
-        pipes.rope_free.await_free_at(place)
+        pipes.rope_free.producer_acquire(place)
         if cutlass.const_expr(self.geometry.has_rope):
-            own = tiles.sRope.iterator.toint() + place.slot * BOX_BYTES + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
+            own = tiles.sRope.iterator.toint() + place.stage * BOX_BYTES + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
             copy_rope(self.format, keys.rows, (own, own ^ HALF_BYTES), lane)
             cute.arch.cp_async_commit_group()
         if thread % 32 == 0:
-            target = tiles.sValid + (place.slot * VALID_BYTES + thread // 32)
+            target = tiles.sValid + (place.stage * VALID_BYTES + thread // 32)
             target.store(Uint8(keys.valid & 0xFF))
             (target + WARPS_PER_GROUP).store(Uint8((keys.valid >> KEYS_PER_WARP) & 0xFF))
 
     @cute.jit
-    def finish_rope(self, pipes: Pipes, place: Place):
+    def finish_rope(self, pipes: Pipes, place: PipelineState):
         """Hands over the RoPE columns, which have had all the tile to land."""
         if cutlass.const_expr(self.geometry.has_rope):
             cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if self.is_last(SLOTS_PER_TILE):
-            arrive(pipes.rope_ready.base + place.slot)
+        if self.is_last(STAGES_PER_TILE):
+            arrive(pipes.rope_ready.base + place.stage)
 
     @cute.jit
-    def finish_slot(self, pipes: Pipes, place: Place, slot: cutlass.Constexpr[int], target: Int32, shift: Int32):
+    def finish_stage(self, pipes: Pipes, place: PipelineState, slot: cutlass.Constexpr[int], target: Int32, shift: Int32):
         """Hands over a slot of a tile, of a pair its half, which begins at `target`."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        ready = pipes.kv_ready.base + place.slot
+        ready = pipes.kv_ready.base + place.stage
         if self.is_last(slot):
             if cutlass.const_expr(self.config.cluster == 1):
                 arrive(ready)
             else:
-                hand_over(ready, target, SLOT_COLUMNS // BOX_COLUMNS, shift)
+                hand_over(ready, target, STAGE_COLUMNS // BOX_COLUMNS, shift)
 
     @cute.jit
     def is_last(self, slot: cutlass.Constexpr[int]) -> Boolean:
@@ -219,7 +219,7 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
 
 def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
     """Those of the gather role: one for each slot of a tile, and one for its RoPE columns."""
-    names = [f"slot_{slot}" for slot in range(SLOTS_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
+    names = [f"slot_{slot}" for slot in range(STAGES_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
     return tuple(NamedBarrier(name, GATHER_BARRIER + i) for i, name in enumerate(names))
 
 

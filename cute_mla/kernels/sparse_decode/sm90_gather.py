@@ -18,9 +18,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT
-from ..attention.lengths import smaller
 from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..sm90.config import SLOT_COLUMNS
+from ..primitives.integers import smaller
+from ..primitives.registers import as_float
+from ..sm90.config import STAGE_COLUMNS
 from ..sm90.gather_split import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
 from ..sm90.row_conversion import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
 from ..sm90.row_copy import copy_chunk
@@ -34,13 +35,13 @@ E8M0_ONE = 1 << 23
 def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
     """All steps of a tile, in order: slot by slot. The RoPE columns go another way."""
     steps: list[Step] = []
-    for first in range(0, D_LATENT, SLOT_COLUMNS):
-        runs = [_run(cache_format, first, column) for column in range(first, first + SLOT_COLUMNS, BOX_COLUMNS)]
+    for first in range(0, D_LATENT, STAGE_COLUMNS):
+        runs = [_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS)]
         scale_bytes = cache_format.scale_bytes // (cache_format.groups or 1)
         scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
-        slot = first // SLOT_COLUMNS
+        slot = first // STAGE_COLUMNS
         steps += [Step(slot, key, part, scale_source) for part in together for key in range(HALVES // cluster)]
     return tuple(steps)
 
@@ -54,7 +55,7 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of a piece. main: those before it are of the first cache. end: the list's or the piece's, whichever comes first.
+    """The indices of a work_tile. main: those before it are of the first cache. end: the list's or the work_tile's, whichever comes first.
     first, second: where the indices of either cache would begin if they stood in one list."""
 
     main: Int32
@@ -204,13 +205,6 @@ def power_of_two(word: Int32, byte: int) -> Float32:
     # 2^-127 is subnormal: it and NaN, which differ from their neighbours by more than the exponent, have this bit too
     special = ((bits + E8M0_ONE) & (E8M0_BITS - E8M0_ONE)) == 0
     return as_float(bits | cutlass.select_(special, Int32(E8M0_ONE >> 1), Int32(0)))
-
-
-def as_float(bits: Int32) -> Float32:
-    """The fp32 number of these bits."""
-    word = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-    word[0] = bits
-    return cute.recast_tensor(word, Float32)[0]
 
 
 def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric]) -> cute.Tensor:

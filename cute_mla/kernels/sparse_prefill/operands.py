@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..attention.lengths import clip, entry_or, larger
 from ..attention.token_scheduler import TokenSchedule
+from ..primitives.integers import clip, larger
+from ..primitives.nullable import load_or
 
 NO_ROW = -1
 
@@ -25,8 +26,8 @@ class Latent:
 
     def rows_of(self, req: Int32) -> tuple[Int32, Int32]:
         """(first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
-        first = clip(entry_or(self.offsets, req, Int32(0)), self.s_kv)
-        end = clip(entry_or(self.offsets, req + 1, self.s_kv), self.s_kv)
+        first = clip(load_or(self.offsets, req, Int32(0)), self.s_kv)
+        end = clip(load_or(self.offsets, req + 1, self.s_kv), self.s_kv)
         return first, larger(end - first, Int32(0))
 
 

@@ -10,7 +10,7 @@ and pipelines: sm100/row_producer.py, sm100/indexed_producer.py, sm100/roles.py;
 
   kv_free[5]       mma -> gather, output   1, and in the even CTA one more, when the bits have been read
   query_ready      output -> mma           8: Q of a token is in tensor memory, before the token before it is stored
-  seen_ready[5]    gather -> score, output, and by way of kv_ready mma: a bit per key of the slot
+  seen_ready[5]    gather -> score, output, and by way of kv_ready mma: a bit per key of the stage
 
 A tile of which no index names a row is passed on by all roles: no copies, no products, no softmax, no rescale. Its barriers
 complete as ever, so that use number n of every ring remains tile n.
@@ -32,10 +32,9 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import ELEMENT_BYTES, first_query_row
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
-from ..primitives.pipeline import arrive, arrive_at
 from ..sm100.config import CTA_COLUMNS, CTA_ROPE, HALF_KEYS, Tiles
 from ..sm100.gemm import PairGemm
-from ..sm100.indexed_producer import SEEN_WORDS, GatheredPair, SeenPipes
+from ..sm100.indexed_producer import SEEN_WORDS, IndexedProducer, SeenPipes
 from ..sm100.roles import EVEN_CTA
 from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
 from ..sm100.row_producer import filled_source
@@ -58,7 +57,7 @@ class TileKeys(LaneKeys):
         return (cute.arch.vote_ballot_sync(self.row != 0) | cute.arch.vote_ballot_sync(self.other)) != 0
 
 
-class SparsePrefillSm100(GatheredPair, SparsePrefill):
+class SparsePrefillSm100(IndexedProducer, SparsePrefill):
     """One variant of the kernel."""
 
     loads_queries_ahead = True
@@ -103,8 +102,8 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
     @cute.jit
     def load_ahead(self, operands: Operands, pipes: SeenPipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32):
         """Q of a token that is still to come, if there is one, and a hint for the one after it."""
-        GatheredPair.load_ahead(self, operands, pipes, req, begin_tile, thread, lanes)
-        following = operands.schedule.piece(req, begin_tile).next_req
+        IndexedProducer.load_ahead(self, operands, pipes, req, begin_tile, thread, lanes)
+        following = operands.schedule.work_tile(req, begin_tile).next_req
         row = first_query_row() + thread % TILE_ROWS
         if following <= operands.schedule.last_request() and row < operands.rows():
             half = thread // TILE_ROWS
@@ -122,7 +121,7 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
 
     def has_keys(self, pipes: SeenPipes, tile: Int32) -> Boolean:
         """Whether a key of a tile counts. Until the tile's kv_free is signalled."""
-        words = pipes.sSeen + pipes.seen_ready.slot(tile) * SEEN_WORDS
+        words = pipes.sSeen + pipes.seen_ready.stage(tile) * SEEN_WORDS
         return cute.arch.make_warp_uniform(words.load() | (words + 1).load()) != 0
 
     @cute.jit
@@ -141,11 +140,11 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
     @cute.jit
     def multiply_scores_of(self, pipes: SeenPipes, gemm: PairGemm, tile: Int32):
         """S of one tile. Returns whether it has keys."""
-        keys = gemm.keys(pipes.kv_ready.slot(tile))
-        pipes.kv_ready.wait_ready(tile)
+        keys = gemm.keys(pipes.kv_ready.stage(tile))
+        pipes.kv_ready.consumer_wait(tile)
         filled = self.has_keys(pipes, tile)
-        arrive(pipes.kv_free.barrier(tile))
-        pipes.scores_free.wait_free(tile)
+        pipes.kv_free.consumer_release(tile)
+        pipes.scores_free.producer_acquire(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             if filled:
@@ -156,9 +155,9 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
     @cute.jit
     def multiply_output_of(self, pipes: SeenPipes, gemm: PairGemm, tile: Int32, begun: Boolean, filled: Boolean):
         """P V of one tile."""
-        probs, values = gemm.probs_and_values(pipes.kv_ready.slot(tile))
-        pipes.probs_ready.wait_ready(tile)
-        pipes.output_ready.wait_ready(tile)
+        probs, values = gemm.probs_and_values(pipes.kv_ready.stage(tile))
+        pipes.probs_ready.consumer_wait(tile)
+        pipes.output_ready.consumer_wait(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             if filled:
@@ -168,15 +167,15 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
     @cute.jit
     def score_tile(self, operands: Operands, pipes: SeenPipes, rows: ScoreRows, left: Int32, use: Int32):
         """The softmax of one tile."""
-        pipes.seen_ready.wait_ready(use)
+        pipes.seen_ready.consumer_wait(use)
         if self.has_keys(pipes, use):
-            GatheredPair.score_tile(self, operands, pipes, rows, left, use)
+            IndexedProducer.score_tile(self, operands, pipes, rows, left, use)
         else:
-            pipes.scores_ready.wait_ready(use)
-            arrive_at(pipes.scores_free.barrier(use), EVEN_CTA)
+            pipes.scores_ready.consumer_wait(use)
+            pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
             if rows.half == 0:
-                arrive(pipes.alpha_ready.barrier(use))
-            arrive_at(pipes.probs_ready.barrier(use), EVEN_CTA)
+                pipes.alpha_ready.producer_commit(use)
+            pipes.probs_ready.producer_commit(use, cta=EVEN_CTA)
 
     def mask(self, operands: Operands, pipes: SeenPipes, rows: ScoreRows, left: Int32, tile: Int32) -> None:
         """Sets scores of keys that do not count to -inf; score_tile has waited for the bits."""
@@ -188,13 +187,13 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
         begun = Boolean(False)
         for t in cutlass.range(count, unroll=1):
             use = tile + t
-            pipes.seen_ready.wait_ready(use)
+            pipes.seen_ready.consumer_wait(use)
             if self.has_keys(pipes, use):
                 self.scale_output(tiles, pipes, use, thread, lanes, begun)
                 begun = Boolean(True)
             else:
-                pipes.alpha_ready.wait_ready(use)
-                arrive_at(pipes.output_ready.barrier(use), EVEN_CTA)
+                pipes.alpha_ready.consumer_wait(use)
+                pipes.output_ready.producer_commit(use, cta=EVEN_CTA)
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:

@@ -13,9 +13,9 @@ from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import smaller
 from ..attention.tiles import ELEMENT_BYTES, first_query_row
 from ..attention.token_scheduler import TokenSchedule
+from ..primitives.integers import smaller
 from ..sm90.gather_split import HALF_KEYS
 from .operands import IndexList, Operands
 
@@ -52,7 +52,7 @@ def token_with_keys(schedule: TokenSchedule, token: Int32) -> Int32:
     """The first of this CTA's tokens that has keys, from one on; past the last one if none has."""
     keys = keys_of(schedule, token)
     while token <= schedule.last_request() and keys == 0:
-        token = schedule.piece(token, Int32(0)).next_req
+        token = schedule.work_tile(token, Int32(0)).next_req
         keys = keys_of(schedule, token)
     return token
 
@@ -66,7 +66,7 @@ def indices_of(operands: Operands, token: Int32) -> IndexList:
 
 def first_tile(operands: Operands) -> Cursor:
     """This CTA's first tile."""
-    token = token_with_keys(operands.schedule, operands.schedule.first_piece()[0])
+    token = token_with_keys(operands.schedule, operands.schedule.first_work_tile()[0])
     return Cursor(token, Int32(0), indices_of(operands, token))
 
 
@@ -75,7 +75,7 @@ def next_tile(operands: Operands, cursor: Cursor, d_qk: cutlass.Constexpr[int]) 
     """The tile after one that there is. Asks L2 for the next token's rows of Q, which the score role will need."""
     token, position, indices = cursor.token, cursor.position + TILE_KEYS, cursor.indices
     if position >= indices.count:
-        token = token_with_keys(operands.schedule, operands.schedule.piece(token, Int32(0)).next_req)
+        token = token_with_keys(operands.schedule, operands.schedule.work_tile(token, Int32(0)).next_req)
         position = Int32(0)
         indices = indices_of(operands, token)
         prefetch_queries(operands, token, d_qk)
@@ -96,12 +96,12 @@ def prefetch_queries(operands: Operands, token: Int32, d_qk: cutlass.Constexpr[i
 @cute.jit
 def for_each_tile(schedule: TokenSchedule, body: cutlass.Constexpr[Callable[[Int32], None]]) -> Int32:
     """Calls body(number of the tile) for every tile of every token of this CTA. Returns how many there were."""
-    token, first = schedule.first_piece()
+    token, first = schedule.first_work_tile()
     tile = Int32(0)
     while token <= schedule.last_request():
-        tiles = schedule.extent(token, first).tiles
+        tiles = schedule.tile_range(token, first).tiles
         for t in cutlass.range(tiles, unroll=1):
             body(tile + t)
         tile = tile + tiles
-        token = schedule.piece(token, first).next_req
+        token = schedule.work_tile(token, first).next_req
     return tile
