@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
-from cute_mla.kernels.primitives import integers
 from cute_mla.kernels.dense_prefill import operands
+from cute_mla.kernels.primitives import integers
 from cute_mla.profiles.partition import item_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
@@ -28,9 +28,7 @@ def handed_out(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, cta
     here = {"cta": 0}
     arch = SimpleNamespace(block_idx=lambda: (here["cta"], 0, 0), grid_dim=lambda: (ctas, 1, 1))
     monkeypatch.setattr(operands, "cute", SimpleNamespace(arch=arch))
-    items = object.__new__(operands.Items)
-    for name, value in {"batch": 1, "h_q": heads, "row_blocks": row_blocks}.items():
-        object.__setattr__(items, name, value)
+    items = operands.WorkItems(SimpleNamespace(batch=1, h_q=heads, row_blocks=row_blocks), causal=False, item_rows=1)
     walks = []
     for cta in range(ctas):
         here["cta"] = cta

@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_ptr
 
 from cute_mla.kernels.attention.lengths import Lengths
-from cute_mla.kernels.attention.split_kv_scheduler import Schedule
+from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.abi import int32s, pointers
 
@@ -42,7 +42,7 @@ def walk(
     accum_rows: Int32,
     capacity: Int32,
 ):
-    schedule = Schedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
+    schedule = SplitKvSchedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
     part = cute.arch.block_idx()[2]
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:

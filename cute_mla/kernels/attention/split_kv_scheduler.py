@@ -73,7 +73,7 @@ def tiles_of(keys: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SplitKvSchedule:
     """What decides the work_tiles: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
 
     plan: cute.Pointer  # int32 [num_parts, 8]

@@ -15,13 +15,13 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.cache_gather import PARAMS
+from ...spec.cache_gather import PARAMS, CacheGatherArguments
 from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.fragments import pack_word
+from ..primitives.elements import pack_word
 from ..primitives.key_rows import (
     E8M0_NAN,
     MANTISSA_BITS,
@@ -103,27 +103,13 @@ class CacheGather:
         self.latent = latent_columns(config.format)
 
     @cute.jit
-    def host(
-        self,
-        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
-        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
-        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+    def host(self, args: CacheGatherArguments):
+        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            k_cache, block_table, cu_seqlens, starts, descale_k, out,
-            cache_stride_page, cache_stride_row, table_stride_batch, out_stride_row,
-            rows, batch, pages, page_size, table_pages,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
-    def kernel(
-        self,
-        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
-        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
-        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
-    ):  # fmt: skip
+    def kernel(self, args: CacheGatherArguments):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         row, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
@@ -132,15 +118,16 @@ class CacheGather:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-        request = batch
-        if row < rows:
-            request = requests_before(cu_seqlens, batch, row)
-        if request < batch:
-            position = position_of(cu_seqlens, starts, request, row)
-            page = page_of(block_table, request * table_stride_batch, position // page_size, table_pages, position >= 0)
-            found = (page >= 0) & (page < pages)
-            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, position % page_size, cache_stride_row, page_size)
-            self.gather(key, out.toint() + row * out_stride_row * ELEMENT_BYTES, lane, found, descale_k)
+        request = args.batch
+        if row < args.rows:
+            request = requests_before(args.cu_seqlens, args.batch, row)
+        if request < args.batch:
+            position = position_of(args.cu_seqlens, args.starts, request, row)
+            page = page_of(args.block_table, request * args.table_stride_batch, position // args.page_size, args.table_pages, position >= 0)
+            found = (page >= 0) & (page < args.pages)
+            address = args.k_cache.toint() + page * args.cache_stride_page
+            key = Key.of(self.cache, address, position % args.page_size, args.cache_stride_row, args.page_size)
+            self.gather(key, args.out.toint() + row * args.out_stride_row * ELEMENT_BYTES, lane, found, args.descale_k)
 
     def gather(self, key: Key, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
         """One key to one row of out."""
@@ -201,7 +188,7 @@ def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
         op="cache_gather",
         config=config,
         host=kernel.host,
-        args=example_arguments(PARAMS, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),
+        args=(example_arguments(CacheGatherArguments, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

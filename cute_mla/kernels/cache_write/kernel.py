@@ -1,4 +1,4 @@
-"""cache_write: writes keys to their stages in a paged cache, quantised where the cache is. Every architecture.
+"""cache_write: writes keys to their slots in a paged cache, quantised where the cache is. Every architecture.
 
     grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
     a key     as in primitives/key_rows.py: all of it is loaded before anything is worked out
@@ -6,7 +6,7 @@
               largest magnitude, as bits, so that what is not finite comes out on top; each works out the scale, one of them writes it
     division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
 
-The trick is what is not done: a stage outside the cache ends its warp before a column is read. Operands and their meaning:
+The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
 cute_mla/spec/cache_write.py.
 """
 
@@ -26,12 +26,12 @@ from ...spec.cache_rows import (
     CacheRowsConfig,
     latent_columns,
 )
-from ...spec.cache_write import PARAMS
+from ...spec.cache_write import PARAMS, CacheWriteArguments
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.fragments import pack_word
+from ..primitives.elements import pack_word
 from ..primitives.key_rows import (
     E8M0_NAN,
     INFINITE,
@@ -58,13 +58,13 @@ EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal
 
 @cute.jit
 def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
-    """A token's stage, of either type."""
-    stage = Int64(0)
+    """A token's slot, of either type."""
+    slot = Int64(0)
     if wide != 0:
-        stage = element_at(Int64, slot_mapping.toint() + place * 8).load()
+        slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
     else:
-        stage = Int64((slot_mapping + place).load())
-    return stage
+        slot = Int64((slot_mapping + place).load())
+    return slot
 
 
 def largest(values: list[Float32], lanes: int) -> Int32:
@@ -119,27 +119,13 @@ class CacheWrite:
         self.latent = latent_columns(config.format)
 
     @cute.jit
-    def host(
-        self,
-        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
-        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, stages: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+    def host(self, args: CacheWriteArguments):
+        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            kv_c, k_pe, slot_mapping, descale_k, k_cache,
-            kv_c_stride_token, k_pe_stride_token, slot_stride_token, cache_stride_page, cache_stride_row,
-            tokens, stages, page_size, wide_slots, power_of_two,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
-    def kernel(
-        self,
-        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
-        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, stages: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
-    ):  # fmt: skip
+    def kernel(self, args: CacheWriteArguments):
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         token, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
@@ -148,15 +134,15 @@ class CacheWrite:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-        stage = Int64(-1)
-        if token < tokens:
-            stage = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
-        if stage >= 0 and stage < stages:
-            page, row = Int32(stage) // page_size, Int32(stage) % page_size
-            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, row, cache_stride_row, page_size)
+        slot = Int64(-1)
+        if token < args.tokens:
+            slot = slot_of(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
+        if slot >= 0 and slot < args.slots:
+            page, row = Int32(slot) // args.page_size, Int32(slot) % args.page_size
+            key = Key.of(self.cache, args.k_cache.toint() + page * args.cache_stride_page, row, args.cache_stride_row, args.page_size)
 
-            latent = kv_c.toint() + token * kv_c_stride_token * ELEMENT_BYTES
-            rotary = k_pe.toint() + token * k_pe_stride_token * ELEMENT_BYTES
+            latent = args.kv_c.toint() + token * args.kv_c_stride_token * ELEMENT_BYTES
+            rotary = args.k_pe.toint() + token * args.k_pe_stride_token * ELEMENT_BYTES
             vectors = [registers(WORDS) for _ in range(2)]
             pair = registers(1)
             for i in cutlass.range_constexpr(2):
@@ -164,9 +150,9 @@ class CacheWrite:
                 load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
             load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
-            scale = load_or_one(descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
+            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
             for i in cutlass.range_constexpr(2):
-                self.write_vector(key, vectors[i], i, lane, scale, power_of_two)
+                self.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
             self.write_pair(key, pair, lane, scale)
 
     def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
@@ -229,7 +215,7 @@ def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
         op="cache_write",
         config=config,
         host=kernel.host,
-        args=example_arguments(PARAMS, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),
+        args=(example_arguments(CacheWriteArguments, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

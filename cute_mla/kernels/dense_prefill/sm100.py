@@ -48,11 +48,12 @@ from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
 from ..primitives.pipeline import StageBarriers, barrier_table
 from ..primitives.tma import prefetch_map
-from .entry import DensePrefill
+from .abi import DensePrefillAbi
 from .operands import Operands
 from .sm100_config import (
     GROUP_WARPS,
@@ -83,14 +84,14 @@ from .sm100_softmax import SoftmaxRole
 from .sm100_work_items import Board
 
 
-class DensePrefillSm100(DensePrefill):
+class DensePrefillSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
-    rows_each = QUERY_TILES * TILE_ROWS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(DensePrefillAbi(config, QUERY_TILES * TILE_ROWS), arch)
+        self.config = config
         self.geometry = Geometry(config.d_qk)
 
     @property
@@ -105,7 +106,7 @@ class DensePrefillSm100(DensePrefill):
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                for tensor_map in (operands.k_map, operands.v_map, *([operands.q_map] if self.wide else [])):
+                for tensor_map in (operands.args.k_map, operands.args.v_map, *([operands.args.q_map] if self.wide else [])):
                     prefetch_map(tensor_map)
         if warp == MMA_WARP:
             tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
@@ -164,7 +165,7 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))
     query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
-    return kernel.source(
+    return kernel.definition(
         smem_bytes=geometry.smem_bytes,
         barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
         named_barriers=(),

@@ -13,7 +13,7 @@ from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
 from ..sm100.boxes import ROW_BYTES
-from .operands import Item
+from .operands import WorkItem
 
 QUERY_TILES = 2  # of an item
 TILE_ROWS = ITEM_ROWS[SM100.name] // QUERY_TILES  # query rows of one product, one a lane of tensor memory
@@ -166,7 +166,7 @@ class Part:
     keys: Int32
 
     @staticmethod
-    def of(item: Item, tile: int | Int32) -> Part:
+    def of(item: WorkItem, tile: int | Int32) -> Part:
         """The part of a Q tile."""
         first = tile * TILE_ROWS
         rows = item.rows - first

@@ -6,12 +6,12 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
-from ..primitives.fragments import load_pair, store_words
+from ..primitives.elements import load_pair, store_words
 from ..primitives.integers import smaller
 from ..primitives.pipeline import PipelineState
 from ..primitives.tma import load_box
 from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
-from .operands import Item, Operands
+from .operands import Operands, WorkItem
 from .sm100_config import (
     BOX_BYTES,
     BOXES_PER_STAGE,
@@ -70,7 +70,7 @@ class LoadRole:
             cute.arch.mbarrier_wait(free, cutlass.select_(wraps, phase, phase ^ 1))
 
     @cute.jit
-    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, uses: list[PipelineState]):
+    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, row: Int32, uses: list[PipelineState]):
         """Keys from a row on, 64 columns a stage."""
         for i in cutlass.range_constexpr(self.geometry.key_stages):
             ready, target = self.next_stage(tiles, pipes, uses[i])
@@ -78,10 +78,10 @@ class LoadRole:
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
                 for box in cutlass.range_constexpr(BOXES_PER_STAGE):
                     where = (i * BOX_COLUMNS, item.kv_head, row + box * BOX_ROWS)
-                    load_box(target + box * BOX_BYTES, operands.k_map, where, ready)
+                    load_box(target + box * BOX_BYTES, operands.args.k_map, where, ready)
 
     @cute.jit
-    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, row: Int32, uses: list[PipelineState]):
+    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, row: Int32, uses: list[PipelineState]):
         """Values from a row on, 64 rows a stage."""
         for i in cutlass.range_constexpr(VALUE_STAGES):
             ready, target = self.next_stage(tiles, pipes, uses[i])
@@ -89,7 +89,7 @@ class LoadRole:
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
                 for box in cutlass.range_constexpr(BOXES_PER_STAGE):
                     where = (box * BOX_COLUMNS, item.kv_head, row + i * HALF_KEYS)
-                    load_box(target + box * BOX_BYTES, operands.v_map, where, ready)
+                    load_box(target + box * BOX_BYTES, operands.args.v_map, where, ready)
 
     def next_stage(self, tiles: Tiles, pipes: Pipes, use: PipelineState) -> tuple[cute.Pointer, cute.Pointer]:
         """(barrier, first byte) of a stage, when it is free."""
@@ -97,7 +97,7 @@ class LoadRole:
         return pipes.kv_ready.base + use.stage, tiles.sKv + use.stage * STAGE_BYTES
 
     @cute.jit
-    def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, loads: list[Int32]):
+    def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, loads: list[Int32]):
         """Q of an item, of the tiles that have keys. Rows past the sequence's end are another's, or zeros: their results go
         nowhere. Returns the loads of each tile so far."""
         done = list(loads)
@@ -111,7 +111,7 @@ class LoadRole:
                         columns, rows = divmod(i, BOXES_PER_STAGE)
                         where = (columns * BOX_COLUMNS, item.head, item.first_row + (tile * TILE_ROWS + rows * BOX_ROWS))
                         target = tiles.sQ + (tile * self.geometry.query_bytes + i * BOX_BYTES)
-                        load_box(target, operands.q_map, where, ready)
+                        load_box(target, operands.args.q_map, where, ready)
                 done[tile] = done[tile] + 1
         return done
 
@@ -141,7 +141,7 @@ class QueryRole:
             turn = turn + 1
 
     @cute.jit
-    def load_tile(self, operands: Operands, item: Item, first: int, target: cute.Pointer, thread: Int32):
+    def load_tile(self, operands: Operands, item: WorkItem, first: int, target: cute.Pointer, thread: Int32):
         """Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
 
         Rows past the sequence's end repeat the last one: their results go nowhere."""

@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
-from ..primitives.fragments import store_row
+from ..primitives.elements import store_row
 from .operands import Operands
 from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
 from .sm100_work_items import Board

@@ -16,10 +16,10 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ..attention.softmax import LN2, follow_maximum, shift_of
 from ..primitives import tcgen05
-from ..primitives.fragments import pack_pair
+from ..primitives.elements import pack_pair
 from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
-from .operands import Item, Operands
+from .operands import Operands, WorkItem
 from .sm100_config import (
     BOXES_PER_STAGE,
     FIRST_KEYS,
@@ -244,7 +244,7 @@ class SoftmaxRole:
         tcgen05.fence_before_signal()
         own.rest_ready.producer_commit(use)
 
-    def clears_values(self, item: Item, part: Part, tile: Int32) -> Boolean:
+    def clears_values(self, item: WorkItem, part: Part, tile: Int32) -> Boolean:
         """Whether there are values of no key in the item's last key tile, and this Q tile is the first to be multiplied with
         them."""
         first = (tile == 0) | (Part.of(item, 0).skipped > 0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cutlass import Boolean, Int32, cute
 
-from ..primitives.fragments import aligned, store_words
-from .operands import Item
+from ..primitives.elements import aligned, store_words
+from .operands import WorkItem
 from .sm100_config import ITEM_WORDS, Pipes
 
 
@@ -21,7 +21,7 @@ class Board:
     sItems: cute.Pointer
     pipes: Pipes
 
-    def post(self, turn: Int32, there: Boolean, item: Item) -> None:
+    def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
         """Signals item_ready when the item may be read. One warp."""
         self.pipes.item_free.producer_acquire(turn)
         numbers = (item.head, item.kv_head, item.first_row, item.rows, item.first_key, item.keys, item.diagonal)
@@ -31,7 +31,7 @@ class Board:
                 store_words(self._cell(turn) + half, words[half : half + 4])
             cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
 
-    def take(self, turn: Int32) -> tuple[Boolean, Item]:
+    def take(self, turn: Int32) -> tuple[Boolean, WorkItem]:
         """Whether the CTA has an item in a round, and the item, without rows and keys if not. Waits item_ready, signals item_free.
         One warp."""
         self.pipes.item_ready.consumer_wait(turn)
@@ -39,7 +39,7 @@ class Board:
         cute.autovec_copy(cute.make_tensor(aligned(self._cell(turn), 16), rWords.layout), rWords)
         self.pipes.item_free.consumer_release(turn)
         there, *numbers = (cute.arch.make_warp_uniform(rWords[i]) for i in range(ITEM_WORDS))
-        return there != 0, Item(*numbers)
+        return there != 0, WorkItem(*numbers)
 
     def _cell(self, turn: Int32) -> cute.Pointer:
         return self.sItems + self.pipes.item_ready.stage(turn) * ITEM_WORDS

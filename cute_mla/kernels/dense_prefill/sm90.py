@@ -38,18 +38,20 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import NamedBarrier, Role
-from ...spec.arch import SM90, Arch
+from ...spec.arch import Arch
 from ...spec.dense_prefill import BOX_COLUMNS, D_V, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..definition import KernelDefinition
-from ..primitives.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
+from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers, barrier_table
 from ..primitives.tma import prefetch_map
-from ..sm90.roles import set_registers
-from .entry import DensePrefill
-from .operands import Item, Operands
+from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
+from ..sm90.warpgroups import set_registers
+from .abi import DensePrefillAbi
+from .operands import Operands, WorkItem
 from .sm90_config import (
     COMPUTE_REGISTERS,
     GROUP_ROWS,
@@ -74,14 +76,14 @@ from .sm90_gemm import Products, QueryStage
 from .sm90_load import LoadRoles
 
 
-class DensePrefillSm90(DensePrefill):
+class DensePrefillSm90(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
-    rows_each = TILE_ROWS[SM90.name]
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(DensePrefillAbi(config, TILE_ROWS[arch.name]), arch)
+        self.config = config
         self.geometry = Geometry(config.d_qk)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
         self.loads = LoadRoles(self.geometry, self.by_tma)
@@ -93,7 +95,7 @@ class DensePrefillSm90(DensePrefill):
         if warp == 0:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                for tensor_map in (operands.q_map, operands.k_map, operands.v_map):
+                for tensor_map in (operands.args.q_map, operands.args.k_map, operands.args.v_map):
                     prefetch_map(tensor_map)
         cute.arch.sync_threads()
         # Q, K, V and the lengths may come from the kernel before
@@ -189,7 +191,7 @@ class DensePrefillSm90(DensePrefill):
             take_turn(group)  # the one that the other warpgroup has given last
 
     @cute.jit
-    def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: Item, products: Products, done: Int32):
+    def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
         """Returns when the warpgroup's rows of Q are in shared memory. Rows behind the sequence's repeat its last one, or are
         whatever lies there; their results go nowhere."""
         if cutlass.const_expr(self.by_tma):
@@ -213,7 +215,7 @@ class DensePrefillSm90(DensePrefill):
     def attend_tiles(
         self,
         pipes: Pipes,
-        item: Item,
+        item: WorkItem,
         products: Products,
         softmax: OnlineSoftmax,
         factors: list[Float32],
@@ -230,7 +232,7 @@ class DensePrefillSm90(DensePrefill):
             factors = self.softmax_step(item, products, softmax, count - 1 - i)
         return factors
 
-    def softmax_step(self, item: Item, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
+    def softmax_step(self, item: WorkItem, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
         """The scores of a tile become probabilities. Returns the factors that this asks of O."""
         self.mask(item, products, tile)
         return softmax.add_tile(products.scores)
@@ -271,7 +273,7 @@ class DensePrefillSm90(DensePrefill):
                 cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
 
     @cute.jit
-    def mask(self, item: Item, products: Products, tile: Int32):
+    def mask(self, item: WorkItem, products: Products, tile: Int32):
         """Keys past the end, and causally hidden ones."""
         left = item.keys - tile * TILE_KEYS
         seen = item.diagonal + 1 - tile * TILE_KEYS  # by row 0 of the block
@@ -280,7 +282,7 @@ class DensePrefillSm90(DensePrefill):
             mask_keys(products.scores, products.thread, limits)
 
     @cute.jit
-    def finish_rows(self, operands: Operands, item: Item, products: Products, softmax: OnlineSoftmax):
+    def finish_rows(self, operands: Operands, item: WorkItem, products: Products, softmax: OnlineSoftmax):
         """Normalises, and writes the rows that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
@@ -293,14 +295,14 @@ class DensePrefillSm90(DensePrefill):
             self.write_row(operands, item, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
 
     @cute.jit
-    def write_empty_rows(self, operands: Operands, item: Item, products: Products):
+    def write_empty_rows(self, operands: Operands, item: WorkItem, products: Products):
         """The rows of a block that no key belongs to."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             words = [Int32(0)] * (D_V // 8)
             self.write_row(operands, item, products, row_half, words, operands.empty_lse)
 
     @cute.jit
-    def write_row(self, operands: Operands, item: Item, products: Products, row_half: int, words: list[Int32], lse: Float32):
+    def write_row(self, operands: Operands, item: WorkItem, products: Products, row_half: int, words: list[Int32], lse: Float32):
         """One of the thread's rows, if the sequence has it."""
         row, thread = block_row(products, row_half), products.thread
         if row < item.rows:
@@ -347,7 +349,7 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     scores, output = geometry.wgmma_per_tile
     named = [(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)]
     staged = [] if kernel.by_tma else [(f"stage_{group}", STAGE_BARRIER + group) for group in range(GROUPS)]
-    return kernel.source(
+    return kernel.definition(
         smem_bytes=geometry.smem_bytes,
         barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
         named_barriers=tuple(NamedBarrier(name, number) for name, number in named + staged),

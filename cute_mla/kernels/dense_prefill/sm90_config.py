@@ -8,7 +8,7 @@ from cutlass import Int32, cute
 
 from ...spec.arch import SM90
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS
-from ..attention.tiles import ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES
 from ..primitives.pipeline import StageBarriers
 
 TILE_KEYS = 128

@@ -10,7 +10,7 @@ from cutlass import Int32, cute
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.pipeline import arrive
 from ..primitives.tma import load_box
-from ..sm90.gemm import clear_rows
+from ..sm90.clear_rows import clear_rows
 from .operands import Operands
 from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
 
@@ -33,7 +33,7 @@ class LoadRoles:
                 stage, ready = pipes.key_ready.stage(use + i), pipes.key_ready.barrier(use + i)
                 pipes.key_free.producer_acquire(use + i)
                 where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
-                load_tile(tiles.sK, stage, operands.k_map, where, ready, self.geometry.key_bytes)
+                load_tile(tiles.sK, stage, operands.args.k_map, where, ready, self.geometry.key_bytes)
             use = use + count
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
@@ -54,7 +54,7 @@ class LoadRoles:
                 where = (item.kv_head, item.first_key + first)
                 whole = first + TILE_KEYS <= item.keys
                 landed = cutlass.select_(whole, ready, pipes.value_landed.barrier(cleared))
-                load_tile(tiles.sV, stage, operands.v_map, where, landed, self.geometry.value_bytes)
+                load_tile(tiles.sV, stage, operands.args.v_map, where, landed, self.geometry.value_bytes)
                 if not whole:
                     pipes.value_landed.consumer_wait(cleared)
                     clear_rows(tiles.sV, stage, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
@@ -75,7 +75,7 @@ class LoadRoles:
                         use = done * GROUPS + group
                         pipes.query_free.producer_acquire(use)
                         where = (item.head, item.first_row + group * GROUP_ROWS)
-                        load_tile(tiles.sQ, group, operands.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
+                        load_tile(tiles.sQ, group, operands.args.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
                     done = done + 1
 
 

@@ -16,7 +16,7 @@ from cutlass.cute.typing import AddressSpace
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_rows import VECTOR
 from ...spec.mla import ELEMENT_BYTES
-from .fragments import load_pair
+from .elements import load_pair
 
 WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
 SPAN = 32 * VECTOR  # columns that a warp takes at a time

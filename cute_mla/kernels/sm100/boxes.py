@@ -5,8 +5,9 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..primitives.fragments import store_words
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.elements import store_words
 
 BOX_ROWS = 64
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES

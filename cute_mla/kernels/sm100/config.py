@@ -6,14 +6,16 @@ A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the element
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
@@ -40,6 +42,7 @@ SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
 SCORE_WARP = 0
+EVEN_CTA = 0  # of a pair: it issues the products of both
 SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of a group of score warps; 0 is the CTA's
 
 SUM_COLUMNS = 16  # of each CTA, equal: the least that a product of a pair has
@@ -51,7 +54,6 @@ HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score threa
 EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 REFERENCE_WORDS = 2 * TILE_ROWS
 
-TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 
 
 @dataclass(frozen=True)
@@ -157,43 +159,36 @@ class Geometry:
         """Bytes of the ring."""
         return self.kv_stages * self.stage_bytes
 
-    @property
-    def shared_words(self) -> int:
-        """fp32 numbers by which groups of score warps tell each other of their rows: references, and shares of the row sum."""
-        return self.score_groups * (REFERENCE_WORDS + GROUP) if self.score_groups > 1 else 0
-
-    @property
-    def ones_bytes(self) -> int:
-        """Bytes of the ones that P is multiplied with."""
-        return ONES_BYTES if self.sums_probs else 0
-
-    @property
-    def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, stages): one array of mbarriers, in this order, behind the tiles."""
-        return (
-            ("kv_ready", self.kv_stages),
-            ("kv_free", self.kv_stages),
-            ("query_ready", 1),
-            ("scores_ready", self.score_groups),
-            ("scores_free", self.score_groups),
-            ("alpha_ready", self.parities),
-            ("probs_ready", self.parities),
-            ("output_ready", self.parities),
-            ("stats_ready", 1),
-            ("stats_free", 1),
-            *((("reference_ready", self.score_groups),) if self.score_groups > 1 else ()),
-        )
-
-    @property
-    def barrier_offset(self) -> int:
-        """First byte of the mbarriers."""
-        words = self.score_groups * (EXCHANGE_WORDS + GROUP) + self.parities * TILE_ROWS + TILE_ROWS + self.shared_words
-        return self.kv_bytes + self.ones_bytes + 4 * words
-
-    @property
-    def smem_used(self) -> int:
-        """Bytes of shared memory, with the cell behind the mbarriers that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(stages for _, stages in self.barriers) + 4
+    def smem(self, *added: Field) -> SmemLayout:
+        """Return the layout of shared memory. added: fields of a kernel's own, behind the shared ones."""
+        groups = self.score_groups
+        ones = (Array("sOnes", Uint8, ONES_BYTES),) if self.sums_probs else ()
+        between_groups = (
+            Array("sReference", Float32, groups * REFERENCE_WORDS),
+            Array("sShares", Float32, groups * GROUP),
+        )  # fmt: skip
+        return SmemLayout((
+            Array("sKv", Uint8, self.kv_bytes, SWIZZLE_PERIOD),
+            *ones,
+            Array("sExchange", Float32, groups * EXCHANGE_WORDS),
+            Array("sRowValue", Float32, groups * GROUP),
+            Array("sAlpha", Float32, self.parities * TILE_ROWS),
+            Array("sInverse", Float32, TILE_ROWS),
+            *(between_groups if groups > 1 else ()),
+            Barriers("kv_ready", self.kv_stages),
+            Barriers("kv_free", self.kv_stages),
+            Barriers("query_ready", 1),
+            Barriers("scores_ready", groups),
+            Barriers("scores_free", groups),
+            Barriers("alpha_ready", self.parities),
+            Barriers("probs_ready", self.parities),
+            Barriers("output_ready", self.parities),
+            Barriers("stats_ready", 1),
+            Barriers("stats_free", 1),
+            *((Barriers("reference_ready", groups),) if groups > 1 else ()),
+            Array("tmem_cell", Int32, 1),
+            *added,
+        ))  # fmt: skip
 
 
 SIXTEEN_BIT = Geometry(element_bytes=2, kv_stages=5, score_groups=1)
@@ -215,8 +210,13 @@ class Tiles:
     sShares: cute.Pointer | None  # fp32 (groups, 2 halves, 64 rows): shares of the row sum
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
+    @classmethod
+    def create(cls, geometry: Geometry, memory: dict) -> Tiles:
+        """Return the tiles of the shared memory that Geometry.smem allocates."""
+        return cls(**fields_of(cls, {**memory, "geometry": geometry}))
+
     def stage(self, index: Int32) -> cute.Pointer:
-        """First byte of a stage."""
+        """Return the first byte of a stage."""
         return self.sKv + index * self.geometry.stage_bytes
 
 
@@ -234,3 +234,8 @@ class Pipes:
     output_ready: StageBarriers
     stats_ready: StageBarriers
     stats_free: StageBarriers
+
+    @classmethod
+    def create(cls, memory: dict) -> Self:
+        """Return the barriers of the shared memory that Geometry.smem allocates."""
+        return cls(**fields_of(cls, memory))

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from cutlass import Boolean, Int32, cute
 
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
 from .config import BOX_BYTES, CTA_COLUMNS, SIXTEEN_BIT
 from .row_copy import CHUNK, CHUNKS_PER_ROW, LANES, ROW_BYTES, WARP_KEYS, LaneKeys, both, load_chunk, make_chunks, store_chunk
 

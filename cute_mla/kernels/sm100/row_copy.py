@@ -16,8 +16,8 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
-from ..attention.tiles import ELEMENT_BYTES
-from ..primitives.fragments import aligned
+from ...spec.mla import ELEMENT_BYTES
+from ..primitives.elements import aligned
 from .config import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, SIXTEEN_BIT, VECTOR
 
 WARP_KEYS = 16  # of a tile, for one of the four gather warps

@@ -12,9 +12,11 @@ from typing import Any
 from cutlass import Int32, Uint8, cute
 from cutlass.experimental import primitives
 
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from .config import BOX_BYTES, WARPS_PER_GROUP
+from ..attention.tiles import BOX_COLUMNS
+from .config import BOX_BYTES
+from .warpgroups import WARPS_PER_GROUP
 
 CHUNK = 16  # bytes that a thread loads or stores at a time
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a key in a box

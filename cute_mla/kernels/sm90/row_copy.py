@@ -14,7 +14,6 @@ bytes of each of four keys. A key that is not there is zeros in shared memory, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
@@ -23,6 +22,7 @@ from cutlass.experimental import primitives
 from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import Array, Barriers, Field
 from .config import BOX_BYTES, Geometry, Pipes
 from .gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, ROW_BYTES, Half
 
@@ -56,24 +56,18 @@ class CopyPipes(Pipes):
     sBases: cute.Pointer
 
     @staticmethod
-    def rings(geometry: Geometry) -> tuple[tuple[str, int], ...]:
-        """(name, stages) of the barriers behind those of the shared roles."""
-        return ("kv_landed", geometry.kv_stages), ("rope_landed", geometry.rope_stages), ("valid_ready", geometry.valid_stages)
+    def fields(geometry: Geometry) -> tuple[Field, ...]:
+        """Return the fields of shared memory behind those of the shared roles."""
+        return (
+            Barriers("kv_landed", geometry.kv_stages),
+            Barriers("rope_landed", geometry.rope_stages),
+            Barriers("valid_ready", geometry.valid_stages),
+            Array("sBases", Int64, geometry.valid_stages),
+            Array("sRows", Int32, geometry.valid_stages * TILE_KEYS),
+        )
 
-    @staticmethod
-    def smem_bytes(geometry: Geometry) -> int:
-        """Shared memory of what the shared roles do not have."""
-        return 8 * sum(stages for _, stages in CopyPipes.rings(geometry)) + geometry.valid_stages * (8 + 4 * TILE_KEYS)
-
-    @staticmethod
-    def allocate(smem: Any, geometry: Geometry, shared: Pipes) -> CopyPipes:
-        """Places all that behind the shared roles' barriers."""
-        rings = {name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in CopyPipes.rings(geometry)}
-        bases = smem.allocate_array(Int64, geometry.valid_stages)
-        return CopyPipes(**vars(shared), **rings, sBases=bases, sRows=smem.allocate_array(Int32, geometry.valid_stages * TILE_KEYS))
-
-    def initialise_rings(self) -> None:
-        """Sets the arrivals of the added barriers."""
+    def initialise_copies(self) -> None:
+        """Set the arrivals of the added barriers."""
         self.kv_landed.initialise(COPY_WARPS * 32)
         self.rope_landed.initialise(COPY_WARPS * 32)
         self.valid_ready.initialise(1)
@@ -93,7 +87,7 @@ class CopyLane:
     halves: tuple[Half, Half]
 
     @staticmethod
-    def of(thread: Int32, halves: tuple[Half, Half]) -> CopyLane:
+    def create(thread: Int32, halves: tuple[Half, Half]) -> CopyLane:
         """Of a thread of the copying warps."""
         chunk, key = thread % LANES_PER_KEY, thread % 32 // LANES_PER_KEY
         first = thread // 32 * WARP_KEYS + key
@@ -116,7 +110,7 @@ class TileRows:
     row_stride: Int64
 
     @staticmethod
-    def of(pipes: CopyPipes, tile: Int32, row_stride: Int64) -> TileRows:
+    def create(pipes: CopyPipes, tile: Int32, row_stride: Int64) -> TileRows:
         """Of a tile that has been told of."""
         stage = pipes.valid_ready.stage(tile)
         return TileRows(pipes.sRows + stage * TILE_KEYS, (pipes.sBases + stage).load(), row_stride)

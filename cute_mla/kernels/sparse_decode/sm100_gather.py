@@ -12,9 +12,9 @@ import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT, D_ROPE
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..primitives.fragments import pack_pair
+from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.elements import pack_pair
 from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (

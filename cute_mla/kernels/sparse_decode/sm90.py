@@ -17,6 +17,7 @@ go by cp.async. In fp8_584 a key has no columns but its values: the RoPE ring th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 from cutlass import Boolean, Int32, Uint8, cute
@@ -24,37 +25,51 @@ from cutlass import Boolean, Int32, Uint8, cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
+from ..attention.kernel import AttentionKernel
+from ..attention.softmax import SinkScale
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.pipeline import PipelineState, arrive, barrier_table
+from ..primitives.pipeline import PipelineState, arrive
 from ..primitives.registers import pin_register
+from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import (
     ALL_REGISTERS,
     BOX_BYTES,
-    OUTPUT_BARRIER,
-    OUTPUT_GROUPS,
+    OUTPUT_REGISTERS,
     STAGE_BYTES,
     STAGE_COLUMNS,
     STAGES_PER_TILE,
     VALID_BYTES,
-    WARPGROUP,
-    WARPS_PER_GROUP,
     Geometry,
     Pipes,
     Tiles,
 )
 from ..sm90.gather_split import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over, peer_shift
-from ..sm90.roles import named_barriers, role_table
+from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_conversion import Lane, pinned_lane, steps_ahead
-from ..sm90.sparse import SparseRolesSm90
-from .entry import SparseDecode
+from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.valid_keys import AbsentKeyMask
+from ..sm90.warpgroups import (
+    OUTPUT_BARRIER,
+    OUTPUT_GROUPS,
+    THREADS,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+    group_of,
+    named_barriers,
+    role_table,
+    set_registers,
+    sync_start,
+)
+from .abi import SparseDecodeAbi
 from .operands import Operands
 from .sm90_gather import Buffer, Indices, Keys, copy_rope, find_keys, load_step, position_in_tile, step_scales, store_step, tile_steps
 
-GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each slot of a tile and one for its RoPE columns
-SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers  # by gather and score
+GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each stage of a tile and one for its RoPE columns
+SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather and score
 
 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
@@ -62,17 +77,57 @@ def geometry_of(cache_format: CacheFormat) -> Geometry:
     room for nine slots."""
     q_tiles_in_smem, rope_stages = 7, 3
     in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
-    first_registers = {1: 96, 2: 88}[in_registers]
+    producer_registers = {1: 96, 2: 88}[in_registers]
     return Geometry(
         d_qk=cache_format.d_qk,
         q_tiles_in_registers=in_registers,
         kv_stages=9,
         rope_stages=rope_stages,
-        first_registers=first_registers,
-        score_registers=SHARED_REGISTERS - first_registers,
+        producer_registers=producer_registers,
+        score_registers=SHARED_REGISTERS - producer_registers,
         ready_arrivals=1,
         valid_stages=rope_stages,
     )
+
+
+class SparseDecodeSm90(AttentionKernel):
+    """One variant of the kernel."""
+
+    threads = THREADS
+
+    def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
+        super().__init__(SparseDecodeAbi(config), arch)
+        self.format = config.format
+        self.cluster = config.cluster
+        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
+        self.geometry = geometry_of(config.format)
+        self.smem = self.geometry.smem(self.dtype)
+
+    @cute.jit
+    def run(self, operands: Operands):
+        memory, geometry = self.smem.allocate(), self.geometry
+        tiles, pipes = Tiles.create(memory), Pipes.create(memory)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                initialise(pipes, geometry, self.cluster)
+        sync_start(self.cluster)
+        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = group_of(warp)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(geometry.producer_registers)
+            GatherRole(self.format, self.dtype, geometry, self.cluster).run(operands, tiles, pipes, thread)
+        elif group == 1:
+            set_registers(geometry.score_registers)
+            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            ScoreRole(scores, AbsentKeyMask(), SinkScale()).run(operands, tiles, pipes, thread)
+        else:
+            set_registers(OUTPUT_REGISTERS)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, False, None)
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 
 @dataclass(frozen=True)
@@ -84,24 +139,25 @@ class Span:
     tiles: Int32
 
 
-class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
-    """One variant of the kernel."""
+class GatherRole:
+    """One warpgroup: indices, addresses, loads, conversion, and which keys are present. dtype: what e4m3 becomes. cluster: CTAs that
+    share the tiles."""
 
-    def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
-        self.geometry = geometry_of(config.format)
-        self.steps = tile_steps(config.format, config.cluster)
+    def __init__(self, cache_format: CacheFormat, dtype: type[cutlass.Numeric], geometry: Geometry, cluster: int) -> None:
+        self.format = cache_format
+        self.dtype = dtype
+        self.geometry = geometry
+        self.cluster = cluster
+        self.steps = tile_steps(cache_format, cluster)
         self.ahead = steps_ahead(self.steps)
 
-    # ---- gather -----------------------------------------------------------------------------------------------------
-
     @cute.jit
-    def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
         """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         tile, kv, rope = Int32(0), pipes.kv_free.state(Int32(0)), pipes.rope_free.state(Int32(0))
-        shift = peer_shift(pipes.kv_ready.base) if self.config.cluster > 1 else Int32(0)
+        shift = peer_shift(pipes.kv_ready.base) if self.cluster > 1 else Int32(0)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
             # asked here, so that nothing but the answer is kept through the tiles
@@ -111,8 +167,8 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
             tile = tile + tile_range.tiles
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(self.config.cluster > 1) and thread < 32:
-            self.await_peer(pipes, tile)
+        if cutlass.const_expr(self.cluster > 1) and thread < 32:
+            await_peer(pipes, self.geometry, tile)
 
     @cute.jit
     def gather_tiles(
@@ -124,13 +180,13 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
         # What is not converted would all be asked for before any is stored: a slot's loads wait for its last store.
         together = 1 if self.format.group else per_stage
         thread = cute.arch.thread_idx()[0]  # of the first warpgroup
-        lane, halves = pinned_lane(thread), halves_of_cta(self.config.cluster)
+        lane, halves = pinned_lane(thread), halves_of_cta(self.cluster)
         # of a pair a thread has one key of the slots, and registers for the address of its first byte
-        bytes_before, reader = (0, lane) if self.config.cluster == 1 else (lane.source, replace(lane, source=Int32(0)))
+        bytes_before, reader = (0, lane) if self.cluster == 1 else (lane.source, replace(lane, source=Int32(0)))
         # of a pair, the half of it that this CTA converts
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
-        indices = Indices.of(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
+        indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
         keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, thread)
         row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
@@ -174,7 +230,7 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
         """Waits for the RoPE slot, starts the copies of its columns, and writes beside it which keys are there: two bytes a warp."""
         pipes.rope_free.producer_acquire(place)
         if cutlass.const_expr(self.geometry.has_rope):
-            own = tiles.sRope.iterator.toint() + place.stage * BOX_BYTES + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
+            own = tiles.sRope.iterator.toint() + place.stage * BOX_BYTES + halves_of_cta(self.cluster)[0] * HALF_BYTES
             copy_rope(self.format, keys.rows, (own, own ^ HALF_BYTES), lane)
             cute.arch.cp_async_commit_group()
         if thread % 32 == 0:
@@ -189,15 +245,15 @@ class SparseDecodeSm90(SparseRolesSm90, SparseDecode):
             cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         if self.is_last(STAGES_PER_TILE):
-            arrive(pipes.rope_ready.base + place.stage)
+            pipes.rope_ready.producer_commit(place)
 
     @cute.jit
     def finish_stage(self, pipes: Pipes, place: PipelineState, slot: cutlass.Constexpr[int], target: Int32, shift: Int32):
         """Hands over a slot of a tile, of a pair its half, which begins at `target`."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        ready = pipes.kv_ready.base + place.stage
+        ready = pipes.kv_ready.barrier(place)
         if self.is_last(slot):
-            if cutlass.const_expr(self.config.cluster == 1):
+            if cutlass.const_expr(self.cluster == 1):
                 arrive(ready)
             else:
                 hand_over(ready, target, STAGE_COLUMNS // BOX_COLUMNS, shift)
@@ -224,13 +280,12 @@ def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = SparseDecodeSm90(config, arch)
-    geometry = kernel.geometry
-    return kernel.source(
-        smem_bytes=geometry.smem_bytes,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
-        named_barriers=named_barriers() + gather_barriers(geometry),
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
+        named_barriers=named_barriers() + gather_barriers(kernel.geometry),
         roles=role_table("gather"),
-        expected={"HGMMA": geometry.wgmma_per_tile},
+        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )

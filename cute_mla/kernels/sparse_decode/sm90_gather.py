@@ -17,8 +17,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
 from ..primitives.integers import smaller
 from ..primitives.registers import as_float
 from ..sm90.config import STAGE_COLUMNS
@@ -64,9 +64,9 @@ class Indices:
     second: cute.Pointer
 
     @staticmethod
-    def of(operands: Operands, req: Int32, end: Int32) -> Indices:
+    def create(operands: Operands, req: Int32, end: Int32) -> Indices:
         """Those of a request before a position."""
-        indices = IndexList.of(operands, req)
+        indices = IndexList.create(operands, req)
         end = smaller(indices.main + indices.extra, end)
         return Indices(indices.main, end, indices.main_indices, indices.extra_indices - Int64(indices.main))
 

@@ -29,20 +29,22 @@ next on their own, and the scout looks ahead over the end of a token.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.mla import D_LATENT, D_QK
+from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
+from ..attention.softmax import OnlineSoftmax, SinkScale
+from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.pipeline import barrier_table
+from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import (
     BOX_BYTES,
+    OUTPUT_REGISTERS,
     STAGE_BYTES,
     STAGE_COLUMNS,
     STAGES_PER_TILE,
@@ -51,10 +53,12 @@ from ..sm90.config import (
     TileState,
 )
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
-from ..sm90.roles import named_barriers, role_table
+from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
-from ..sm90.sparse import SparseRolesSm90
-from .entry import SparsePrefill
+from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.valid_keys import AbsentKeyMask, has_keys
+from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
+from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
 from .sm90_walk import first_tile, for_each_tile, next_tile
 
@@ -69,7 +73,7 @@ def geometry_of(d_qk: int) -> Geometry:
         q_tiles_in_registers=5,
         kv_stages={D_QK: 10, D_LATENT: 11}[d_qk],
         rope_stages=ROPE_STAGES,
-        first_registers=40,
+        producer_registers=40,
         score_registers=152,
         ready_arrivals=1,
         valid_stages=VALID_STAGES,
@@ -77,47 +81,74 @@ def geometry_of(d_qk: int) -> Geometry:
     )
 
 
-class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
+class SparsePrefillSm90(AttentionKernel):
     """One variant of the kernel."""
 
-    keeps_maximum = True
-    skips_tiles = True
+    threads = THREADS
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(SparsePrefillAbi(config), arch)
+        self.cluster = config.cluster
+        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.d_qk)
-
-    def allocate_smem(self, smem: Any) -> tuple[Tiles, CopyPipes]:
-        """Places tiles and barriers."""
-        tiles, shared = super().allocate_smem(smem)
-        return tiles, CopyPipes.allocate(smem, self.geometry, shared)
-
-    def initialise(self, pipes: Any) -> None:
-        """Sets the arrivals of every barrier."""
-        pipes.initialise_rings()
-        super().initialise(pipes)
-
-    def await_validity(self, pipes: CopyPipes, place: TileState) -> None:
-        """Blocks until the scout has told of a tile."""
-        pipes.valid_ready.consumer_wait(place.rope)
+        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry))
 
     @cute.jit
-    def gather(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
-        """Shares the warpgroup out."""
+    def run(self, operands: Operands):
+        memory, geometry = self.smem.allocate(), self.geometry
+        tiles, pipes = Tiles.create(memory), CopyPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp < COPY_WARPS:
-            lane = CopyLane.of(thread, halves_of_cta(self.config.cluster))
-            for_each_tile(operands.schedule, partial(self.copy_tile, operands, tiles, pipes, lane))
-            cute.arch.griddepcontrol_launch_dependents()
-        elif warp == COURIER_WARP:
-            tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
-            if cutlass.const_expr(self.config.cluster > 1):
-                self.await_peer(pipes, tiles_done)
+        if warp == 0:
+            with cute.arch.elect_one():
+                pipes.initialise_copies()
+                initialise(pipes, geometry, self.cluster)
+        sync_start(self.cluster)
+        # the lengths, the indices, Q and the latent may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = group_of(warp)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(geometry.producer_registers)
+            producer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if producer < COPY_WARPS:
+                CopyRole(geometry, self.cluster).run(operands, tiles, pipes, thread)
+            elif producer == COURIER_WARP:
+                CourierRole(geometry, self.cluster).run(operands, tiles, pipes)
+            else:
+                ScoutRole(geometry.d_qk).run(operands, tiles, pipes)
+        elif group == 1:
+            set_registers(geometry.score_registers)
+            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            softmax = partial(OnlineSoftmax.create, keeps_maximum=True)
+            score = ScoreRole(scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True)
+            score.run(operands, tiles, pipes, thread)
         else:
-            self.scout(operands, tiles, pipes)
+            set_registers(OUTPUT_REGISTERS)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, False, ScoutedTiles())
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+
+
+class ScoutedTiles:
+    """Tiles of which the scout has told whether they have keys."""
+
+    def wait(self, pipes: CopyPipes, state: TileState) -> None:
+        """Block until the scout has told of a tile."""
+        pipes.valid_ready.consumer_wait(state.rope)
+
+    def has_keys(self, tiles: Tiles, stage: Int32) -> Boolean:
+        """Return whether a tile has any key."""
+        return has_keys(tiles, stage)
+
+
+class ScoutRole:
+    """One warp: indices, checks, which keys are present; Q of the next token to L2. d_qk: columns of Q."""
+
+    def __init__(self, d_qk: int) -> None:
+        self.d_qk = d_qk
 
     @cute.jit
-    def scout(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
         """Waits rope_free. Signals valid_ready. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
@@ -127,7 +158,7 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
             # phase must not end before the scout has announced the tile.
             pipes.rope_free.producer_acquire(tile)
             self.announce(tiles, pipes, cursor.indices, entries, tile)
-            cursor = next_tile(operands, cursor, self.config.d_qk)
+            cursor = next_tile(operands, cursor, self.d_qk)
             entries = cursor.entries()
             tile = tile + 1
 
@@ -147,18 +178,33 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
             (words + 1).store(bits[1])
         pipes.valid_ready.producer_commit(tile)
 
+
+class CopyRole:
+    """Two warps: cp.async of rows to the stages. cluster: CTAs that share the tiles."""
+
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
+        self.cluster = cluster
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
+        """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
+        lane = CopyLane.create(thread, halves_of_cta(self.cluster))
+        for_each_tile(operands.schedule, partial(self.copy_tile, operands, tiles, pipes, lane))
+        cute.arch.griddepcontrol_launch_dependents()
+
     @cute.jit
     def copy_tile(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, tile: Int32):
         """Waits valid_ready, kv_free, rope_free. Signals kv_landed, rope_landed."""
-        present = self.told_of_keys(tiles, pipes, tile)
-        rows = TileRows.of(pipes, tile, operands.latent.row_stride)
+        present = told_of_keys(tiles, pipes, tile)
+        rows = TileRows.create(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
             use = tile * STAGES_PER_TILE + step
             pipes.kv_free.producer_acquire(use)
             if present:
                 # of a pair, the other half comes from the peer
-                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.config.cluster
-                rows.copy(lane, self.kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
+                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.cluster
+                rows.copy(lane, kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
         pipes.rope_free.producer_acquire(tile)
         if cutlass.const_expr(self.geometry.has_rope) and present:
@@ -166,23 +212,33 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
             rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
         arrive_landed(pipes.rope_landed.barrier(tile))
 
-    def told_of_keys(self, tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
-        """Whether a tile has any key. Waits valid_ready."""
-        pipes.valid_ready.consumer_wait(tile)
-        return self.has_keys(tiles, pipes.valid_ready.stage(tile))
+
+class CourierRole:
+    """One warp: hands over stages that have landed, of a pair to the peer as well. cluster: CTAs that share the tiles."""
+
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
+        self.cluster = cluster
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
+        """Wait kv_landed, rope_landed; of a pair valid_ready too. Signal kv_ready, rope_ready."""
+        tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
+        if cutlass.const_expr(self.cluster > 1):
+            await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
         """Waits kv_landed, rope_landed. Signals kv_ready, rope_ready."""
-        present = self.told_of_keys(tiles, pipes, tile) if self.config.cluster > 1 else True
+        present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
             use = tile * STAGES_PER_TILE + step
             pipes.kv_landed.consumer_wait(use)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(self.config.cluster == 1):
+            if cutlass.const_expr(self.cluster == 1):
                 pipes.kv_ready.producer_commit(use)
             elif present:
-                own = self.kv_stage(tiles, pipes, use) + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
+                own = kv_stage(tiles, pipes, use) + halves_of_cta(self.cluster)[0] * HALF_BYTES
                 hand_over(pipes.kv_ready.barrier(use), own, STAGE_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
                 pipes.kv_ready.producer_commit(use)
@@ -190,19 +246,25 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
         cute.arch.fence_proxy("async.shared", space="cta")
         pipes.rope_ready.producer_commit(tile)
 
-    def kv_stage(self, tiles: Tiles, pipes: CopyPipes, use: Int32) -> Int32:
-        """The shared memory address of the stage of a use."""
-        return tiles.sKv.iterator.toint() + pipes.kv_ready.stage(use) * STAGE_BYTES
+
+def told_of_keys(tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
+    """Wait valid_ready of a tile. Return whether it has any key."""
+    pipes.valid_ready.consumer_wait(tile)
+    return has_keys(tiles, pipes.valid_ready.stage(tile))
+
+
+def kv_stage(tiles: Tiles, pipes: CopyPipes, use: Int32) -> Int32:
+    """Return the shared memory address of the stage of a use."""
+    return tiles.sKv.iterator.toint() + pipes.kv_ready.stage(use) * STAGE_BYTES
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = SparsePrefillSm90(config, arch)
-    geometry = kernel.geometry
-    return kernel.source(
-        smem_bytes=geometry.smem_bytes + CopyPipes.smem_bytes(geometry),
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers + CopyPipes.rings(geometry)),
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
         named_barriers=named_barriers(),
         roles=GATHER_ROLES + role_table("gather")[1:],
-        expected={"HGMMA": geometry.wgmma_per_tile},
+        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )

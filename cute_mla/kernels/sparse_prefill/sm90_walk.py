@@ -12,8 +12,9 @@ from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import ELEMENT_BYTES, first_query_row
+from ..attention.tiles import first_query_row
 from ..attention.token_scheduler import TokenSchedule
 from ..primitives.integers import smaller
 from ..sm90.gather_split import HALF_KEYS

@@ -45,6 +45,7 @@ from ...spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     PLAN_COLUMNS,
     TILE_KEYS,
+    SplitPlanArguments,
     SplitPlanConfig,
 )
 from ..attention.lengths import Lengths
@@ -192,18 +193,9 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
 
 
 @cute.kernel
-def split_plan(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    batch: Int32,
-    num_parts: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-):
+def split_plan(args: SplitPlanArguments):
     thread, _, _ = cute.arch.thread_idx()
-    keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
+    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
     whole = smem.whole.data_ptr()
@@ -213,39 +205,39 @@ def split_plan(
     cute.arch.griddepcontrol_wait()
 
     # Phase 1: cost of the runs.
-    run = (batch + (THREADS - 1)) // THREADS
-    run_begin = cutlass.min(thread * run, batch)
-    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
+    run = (args.batch + (THREADS - 1)) // THREADS
+    run_begin = cutlass.min(thread * run, args.batch)
+    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, args.batch))
     cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
     costs[thread] = cost_before
 
     # Phase 2: boundaries between whole requests.
-    step = (total + Int64(num_parts - 1)) // Int64(num_parts)
+    step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
     cap = step + PIECE_OVERHEAD_TILES
-    req, tile = batch, Int32(0)
+    req, tile = args.batch, Int32(0)
     if thread == 0:
         costs[THREADS] = total
         whole[0] = Int32(0)
     cute.arch.sync_threads()
     if run <= 1:
-        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
-        if thread == num_parts - 1 and total - costs[req] <= cap:
+        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), args.batch, cap)
+        if thread == args.num_parts - 1 and total - costs[req] <= cap:
             whole[0] = Int32(1)
         cute.arch.sync_threads()
 
     # Phase 3: cuts. Threads past num_parts only take part in the barriers.
-    if thread < num_parts:
+    if thread < args.num_parts:
         cost = Int64(thread) * step
         if whole[0] == 0:
-            req = batch
+            req = args.batch
         if whole[0] == 0 and cost < total:
-            req, offset = locate(keys, costs, cost, run, batch)
+            req, offset = locate(keys, costs, cost, run, args.batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
         reqs[thread] = req
         tiles[thread] = tile
     if thread == 0:
-        reqs[num_parts] = batch
-        tiles[num_parts] = Int32(0)
+        reqs[args.num_parts] = args.batch
+        tiles[args.num_parts] = Int32(0)
     cute.arch.sync_threads()
 
     # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
@@ -255,37 +247,28 @@ def split_plan(
         if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
             added = Int32(1)
     rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
-    if thread < num_parts:
+    if thread < args.num_parts:
         rows[thread] = rows_before
     if thread == 0:
-        rows[num_parts] = total_rows
+        rows[args.num_parts] = total_rows
     cute.arch.sync_threads()
 
     # Phase 5: the plan and num_splits.
-    if thread < num_parts:
+    if thread < args.num_parts:
         split = Int32(0)
         if tile > 0:
-            split = rows_before + added - 1 - rows[count_not_above(reqs, num_parts + 1, req - 1)]
+            split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
         end = (reqs[thread + 1], tiles[thread + 1])
-        write_part(plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, batch)
-    for request in cutlass.range(thread, batch + 1, THREADS, unroll=1):
-        num_splits[request] = rows[count_not_above(reqs, num_parts + 1, request - 1)]
+        write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
+    for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
+        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, request - 1)]
 
 
 @cute.jit
-def launch(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    batch: Int32,
-    num_parts: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    name: cutlass.Constexpr,
-):
+def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
+    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
     split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(lengths, extra_lengths, plan, num_splits, batch, num_parts, max_keys, extra_max_keys).launch(
+    split_plan(args).launch(
         grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
     )
 
@@ -297,7 +280,7 @@ def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
         op="split_plan",
         config=config,
         host=launch,
-        args=(*example_arguments(PARAMS, {}), name),
+        args=(example_arguments(SplitPlanArguments, {}), name),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

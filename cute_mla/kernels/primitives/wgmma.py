@@ -1,4 +1,4 @@
-"""The register fragments of a 64-row WGMMA, and how they move to and from memory.
+"""WGMMA of 64 rows, the register fragments that it leaves, and how they move to and from shared memory.
 
 Accumulator register i of thread t (0..127) holds row 16 (t / 32) + (t % 32) / 4 + 8 half(i) and column
 8 (i / 4) + 2 (t % 4) + i % 2: a thread owns two rows, and a row lies in the four lanes of a quad. The same registers,
@@ -11,15 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
-from cutlass.cute.nvgpu import warp
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from ...spec.dense_decode import TILE_ROWS
 from .registers import pin_register
 
+TILE_ROWS = 64  # of one WGMMA
 ROWS_PER_THREAD = 2
 ROWS_APART = 8  # a thread's two rows
 FP32_BYTES = 4
+K_STEP = 16  # contraction depth of one WGMMA of 16-bit elements
+
+# A operand of m64k16 in registers: (row half, column pair) of a thread are neighbouring accumulator registers
+A_VALUES = (2, 2, 2)
+A_STRIDES = (1, 2, 4)
+REGISTERS_PER_STEP = 8
+
+
+def tiled_mma(dtype: type[cutlass.Numeric], columns: int, source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
+    """Return the 64 x columns x 16 WGMMA with fp32 accumulators. source: of A."""
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (TILE_ROWS, columns, K_STEP), source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(op)
 
 
 def half(register: int) -> int:
@@ -72,55 +84,6 @@ def packed(fragment: cute.Tensor) -> cute.Tensor:
     return cute.recast_tensor(flat(fragment), Int32)
 
 
-def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
-    """The same address as a pointer known to be a multiple of nbytes, for vector accesses."""
-    return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=nbytes)
-
-
-def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two fp32 values rounded to a pair of 16-bit elements."""
-    return pack_word([low, high], dtype)
-
-
-def pack_word(values: list[Float32], dtype: type[cutlass.Numeric]) -> Int32:
-    """As many fp32 values as make a word, rounded to nearest even; e4m3 saturates."""
-    exact = cute.make_rmem_tensor(cute.make_layout(len(values)), Float32)
-    for i, value in enumerate(values):
-        exact[i] = value
-    rounded = cute.make_rmem_tensor(cute.make_layout(len(values)), dtype)
-    rounded.store(exact.load().to(dtype))
-    return cute.recast_tensor(rounded, Int32)[0]
-
-
-def load_pair(source: cute.Pointer, whole: bool) -> Int32:
-    """Two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
-    if whole:
-        return cute.recast_ptr(source, dtype=Int32).load()
-    halves = cute.recast_ptr(source, dtype=Uint16)
-    return Int32(Uint32(halves.load()) | (Uint32((halves + 1).load()) << 16))
-
-
-def load_word(source: cute.Pointer, element_bytes: int) -> Int32:
-    """4 bytes of gmem, element by element, at a multiple of an element."""
-    if element_bytes == 2:
-        return load_pair(source, False)
-    parts = cute.recast_ptr(source, dtype=Uint8)
-    word = Uint32(parts.load())
-    for i in range(1, 4):
-        word = word | (Uint32((parts + i).load()) << (8 * i))
-    return Int32(word)
-
-
-def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
-    """Writes two neighbouring 16-bit elements to gmem, at a multiple of 4 bytes if `whole`."""
-    if whole:
-        cute.recast_ptr(target, dtype=Int32).store(word)
-        return
-    halves = cute.recast_ptr(target, dtype=Uint16)
-    halves.store(Uint16(word & 0xFFFF))
-    (halves + 1).store(Uint16((word >> 16) & 0xFFFF))
-
-
 def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
     """Transposes 4 x 4 words in a quad. words[j]: columns 8 j + 2 (t % 4) and the next of a row, packed. Returns columns
     8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes."""
@@ -133,25 +96,6 @@ def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
             words[low] = cutlass.select_(upper, received, words[low])
             words[high] = cutlass.select_(upper, words[high], received)
     return words
-
-
-def store_words(target: cute.Pointer, words: list[Int32]) -> None:
-    """Writes 16 bytes to a multiple of 16 bytes."""
-    registers = cute.make_rmem_tensor(cute.make_layout(len(words)), Int32)
-    for i, word in enumerate(words):
-        registers[i] = word
-    cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=Int32), 16), cute.make_layout(len(words))))
-
-
-def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool) -> None:
-    """Writes contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
-    words = [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
-    for first in range(0, len(words), 4):
-        if vectors:
-            store_words(target + 2 * first, words[first : first + 4])
-        else:
-            for i in range(first, first + 4):
-                store_pair(target + 2 * i, words[i], False)
 
 
 def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
