@@ -15,7 +15,7 @@ class KernelConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """The kernel's name in the manifest, without op and arch."""
+        """Return the kernel's name in the manifest, without op and arch."""
 
 
 @dataclass(frozen=True)

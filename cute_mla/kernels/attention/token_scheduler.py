@@ -1,4 +1,4 @@
-"""Walks query tokens, each a work_tile of work of its own: what `work` is to kernels whose requests may be cut.
+"""Walks query tokens, each a work tile of work of its own: what `work` is to kernels whose requests may be cut.
 
 The CTAs that share the heads of a token are a group. Group z of n takes the tokens z, z + n, z + 2 n and so on: tokens that
 are worked on at the same time are neighbours, whose keys are often the same, and no order has to be agreed upon.
@@ -17,36 +17,37 @@ from .split_kv_scheduler import TileRange, WorkTile, tiles_of
 
 @dataclass(frozen=True)
 class TokenSchedule:
-    """The tokens of a call, in the place of requests. lengths: int32 [tokens], clipped to `limit`; null at run time: every
-    token has `limit` keys."""
+    """The tokens of a call, in place of requests.
+
+    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys."""
 
     lengths: cute.Pointer
     limit: Int32
     tokens: Int32
 
     def first_work_tile(self) -> tuple[Int32, Int32]:
-        """(token, tile) at which this CTA's work begins."""
+        """Return (token, tile) at which this CTA's work begins."""
         return cute.arch.block_idx()[2], Int32(0)
 
     def last_request(self) -> Int32:
-        """The last token of all."""
+        """Return the last token of all."""
         return self.tokens - 1
 
     def keys(self, token: Int32) -> Int32:
-        """Keys of a token."""
+        """Return the keys of a token."""
         return clip(load_or(self.lengths, token, self.limit), self.limit)
 
     def tile_range(self, token: Int32, begin_tile: Int32) -> TileRange:
-        """All of a token, whose first tile is 0."""
+        """Return all of a token, whose first tile is 0."""
         keys = self.keys(token)
         return TileRange(tiles=tiles_of(keys), keys=keys, more=False)
 
     def work_tile(self, token: Int32, begin_tile: Int32) -> WorkTile:
-        """A token is never cut."""
+        """Return the epilogue's view of a token, which is never split."""
         return self.work_tile_of(self.tile_range(token, begin_tile), token, begin_tile)
 
     def work_tile_of(self, tile_range: TileRange, token: Int32, begin_tile: Int32) -> WorkTile:
-        """The same where its tile_range is at hand."""
+        """Return work_tile(token, begin_tile), whose tile range is at hand."""
         return WorkTile(
             length=tile_range.keys,
             direct=True,

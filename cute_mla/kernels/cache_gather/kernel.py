@@ -47,7 +47,7 @@ E8M0_SMALLEST = 1 << (MANTISSA_BITS - 1)  # 2^-127, which is subnormal
 
 @cute.jit
 def requests_before(cu_seqlens: cute.Pointer, batch: Int32, row: Int32) -> Int32:
-    """How many requests end at or before a row of out."""
+    """Return the number of requests that end at or before a row of out."""
     lane, base, count = cute.arch.lane_idx(), Int32(0), Int32(0)
     while base < batch:
         end = Int32(NEVER)
@@ -61,7 +61,7 @@ def requests_before(cu_seqlens: cute.Pointer, batch: Int32, row: Int32) -> Int32
 
 @cute.jit
 def position_of(cu_seqlens: cute.Pointer, starts: cute.Pointer, request: Int32, row: Int32) -> Int32:
-    """The position in its request of a row's key; negative if there is none."""
+    """Return the position in its request of a row's key; negative if there is none."""
     first = cu_seqlens[request]
     position = row - first
     if starts.toint() != 0 and row >= first:
@@ -72,7 +72,7 @@ def position_of(cu_seqlens: cute.Pointer, starts: cute.Pointer, request: Int32, 
 
 @cute.jit
 def page_of(table: cute.Pointer, place: Int64, column: Int32, columns: Int32, wanted: Boolean) -> Int32:
-    """A request's page; -1 where its row of the block table has none."""
+    """Return a request's page; -1 where its row of the block table has none."""
     page = Int32(-1)
     if wanted and column < columns:
         page = (table + (place + column)).load()
@@ -81,7 +81,7 @@ def page_of(table: cute.Pointer, place: Int64, column: Int32, columns: Int32, wa
 
 @cute.jit
 def load_scale(element: cutlass.Constexpr, address: Int64, wanted: Boolean) -> Int32:
-    """One scale; 0 where it is not wanted."""
+    """Load one scale; 0, and no access, where it is not wanted."""
     bits = Int32(0)
     if wanted:
         bits = Int32(element_at(element, address).load())
@@ -89,7 +89,7 @@ def load_scale(element: cutlass.Constexpr, address: Int64, wanted: Boolean) -> I
 
 
 def scaled(words: cute.Tensor, scale: Float32) -> list[Float32]:
-    """e4m3 values times their scale."""
+    """Return e4m3 values times their scale."""
     return [value * scale for value in exact(words, Float8E4M3FN)]
 
 
@@ -130,7 +130,7 @@ class CacheGather:
             self.gather(key, args.out.toint() + row * args.out_stride_row * ELEMENT_BYTES, lane, found, args.descale_k)
 
     def gather(self, key: Key, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
-        """One key to one row of out."""
+        """Gather one key to one row of out."""
         element_bytes = 1 if self.cache.quantised else ELEMENT_BYTES
         vectors = [registers(VECTOR * element_bytes // 4) for _ in range(2)]
         columns = [SPAN * i + VECTOR * lane for i in range(2)]
@@ -150,7 +150,7 @@ class CacheGather:
         self.store_pair(pair, target + (self.latent + PAIR * lane) * ELEMENT_BYTES, factors[0])
 
     def load_pair(self, data: Int64, lane: Int32, found: Boolean) -> cute.Tensor:
-        """2 rotary columns of a lane, as they lie there."""
+        """Load the lane's 2 rotary columns, not converted."""
         pair = registers(1)
         if self.cache.quantised == self.cache.d_qk:
             pair[0] = load_scale(Uint16, data + self.latent + PAIR * lane, found)
@@ -160,7 +160,7 @@ class CacheGather:
         return pair
 
     def store_pair(self, pair: cute.Tensor, target: Int64, factor: Float32) -> None:
-        """Writes them."""
+        """Store the lane's 2 rotary columns in the type of out."""
         if self.cache.quantised == self.cache.d_qk:
             pair[0] = pack_word(scaled(pair, factor)[:PAIR], self.dtype)
         elif self.cache.quantised and self.dtype is not cutlass.BFloat16:
@@ -168,7 +168,7 @@ class CacheGather:
         store_elements(pair, target, is_whole(target, PAIR), Boolean(True))
 
     def scale(self, scales: Int64, column: Int32, found: Boolean, descale_k: cute.Pointer) -> Float32:
-        """Of a lane's 8 columns."""
+        """Return the scale of a lane's 8 columns."""
         if not self.cache.quantised:
             return Float32(1.0)
         if not self.cache.groups:
@@ -182,7 +182,7 @@ class CacheGather:
 
 
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = CacheGather(config, arch)
     return KernelDefinition(
         op="cache_gather",

@@ -58,7 +58,7 @@ EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal
 
 @cute.jit
 def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
-    """A token's slot, of either type."""
+    """Load a token's slot, int64 or int32."""
     slot = Int64(0)
     if wide != 0:
         slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
@@ -68,7 +68,7 @@ def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
 
 
 def largest(values: list[Float32], lanes: int) -> Int32:
-    """Bits of the largest magnitude in so many neighbouring lanes."""
+    """Return the bits of the largest magnitude in so many neighbouring lanes."""
     found = as_bits(values[0]) & MAGNITUDE
     for value in values[1:]:
         found = cutlass.max(found, as_bits(value) & MAGNITUDE)
@@ -80,13 +80,13 @@ def largest(values: list[Float32], lanes: int) -> Int32:
 
 
 def exponent_above(amax: Float32) -> Int32:
-    """Biased exponent of the least power of two that is allowed and not below amax / 448."""
+    """Return the biased exponent of the least power of two that is allowed and not below amax / 448."""
     bits = as_bits(cute.arch.fmax(amax / Float32(E4M3_MAX), Float32(LEAST_POWER_OF_TWO_AMAX)))
     return (bits + ((1 << MANTISSA_BITS) - 1)) >> MANTISSA_BITS
 
 
 def codes(values: list[Float32]) -> cute.Tensor:
-    """e4m3, four in a word."""
+    """Round values to e4m3, four in a word."""
     words = registers(len(values) // 4)
     for i in range(cute.size(words)):
         words[i] = pack_word(values[4 * i : 4 * i + 4], Float8E4M3FN)
@@ -95,14 +95,14 @@ def codes(values: list[Float32]) -> cute.Tensor:
 
 @cute.jit
 def store_scale(element: cutlass.Constexpr, value: Int32, address: Int64, wanted: Boolean):
-    """One scale."""
+    """Store one scale."""
     if wanted:
         element_at(element, address).store(element(value))
 
 
 @cute.jit
 def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
-    """Bits of the fp32 scale of fp8_656."""
+    """Return the bits of the fp32 scale of fp8_656."""
     scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
     if power_of_two != 0:
         scale = exponent_above(as_float(amax)) << MANTISSA_BITS
@@ -156,7 +156,7 @@ class CacheWrite:
             self.write_pair(key, pair, lane, scale)
 
     def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
-        """8 latent columns of a lane."""
+        """Write 8 latent columns of a lane."""
         column = SPAN * i + VECTOR * lane
         wanted = column < self.latent
         if not self.cache.quantised:
@@ -183,7 +183,7 @@ class CacheWrite:
         store_words(codes(scaled), key.data + column, wanted)
 
     def write_pair(self, key: Key, words: cute.Tensor, lane: Int32, scale: Float32) -> None:
-        """2 rotary columns of a lane."""
+        """Write 2 rotary columns of a lane."""
         if self.cache.quantised == self.cache.d_qk:
             values = [value / scale for value in exact(words, self.dtype)]
             both = pack_word([*values, Float32(0.0), Float32(0.0)], Float8E4M3FN)
@@ -196,7 +196,8 @@ class CacheWrite:
 
 
 def expected(cache: CacheFormat) -> dict[str, int]:
-    """Of a lane: its two vectors loaded at once, columns divided and rounded as the reference does. ptxas would take div.full as well."""
+    """Return the instructions of a lane: its two vectors loaded at once, columns divided and rounded as the reference does. ptxas
+    would take div.full as well."""
     if not cache.quantised:
         return {"LDG.E.128": 2, "STG.E.128": 2}
     rotary = PAIR if cache.quantised == cache.d_qk else 0
@@ -209,7 +210,7 @@ def expected(cache: CacheFormat) -> dict[str, int]:
 
 
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = CacheWrite(config, arch)
     return KernelDefinition(
         op="cache_write",

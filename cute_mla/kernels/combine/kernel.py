@@ -39,7 +39,7 @@ assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns
 
 @cute.jit
 def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_splits: Int32, accum_rows: Int32):
-    """(first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
+    """Return (first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
     first, count = request * max_splits, Int32(0)
     if max_splits > 0:
         # Rows are kept for the longest length: only those of this length were written. No length overflows here.
@@ -64,15 +64,15 @@ class Splits(Results):
     dtype = Float32
 
     def lse(self, result: Int32) -> Float32:
-        """As it lies there."""
+        """Return the lse of a split, base 2 as it is stored."""
         return (self.lse_row + Int64(result) * self.lse_stride).load()
 
     def row(self, result: Int32) -> cute.Pointer:
-        """One row of the accumulators."""
+        """Return one row of the accumulators."""
         return self.first + Int64(result) * self.row_stride
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """At once: all rows are aligned."""
+        """Load 4 columns at once: all rows are aligned."""
         cute.autovec_copy(vector_at(source, 4 * VECTOR), target)
 
 
@@ -136,7 +136,7 @@ def launch(args: CombineArguments, name: cutlass.Constexpr):
 
 
 def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source for one element type of out, ready to compile."""
+    """Return the kernel's source for one element type of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
     args = (example_arguments(CombineArguments, elements), kernel_name("combine", arch.name, config.name))
     return KernelDefinition(

@@ -48,7 +48,7 @@ class Operands:
         return cute.arch.block_idx()[1]
 
     def token_and_head(self, row: Int32) -> tuple[Int32, Int32]:
-        """Return query token and query head of a row of this CTA's KV head."""
+        """Return the query token and query head of a row of this CTA's KV head."""
         token = Int32(Uint32(row) // Uint32(self.args.heads_per_kv))
         return token, self.kv_head() * self.args.heads_per_kv + (row - token * self.args.heads_per_kv)
 

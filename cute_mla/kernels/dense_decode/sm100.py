@@ -4,7 +4,7 @@ For every request and every query row r = (query token i, head) of one KV head, 
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A pair of CTAs holds 128 query rows, 64 each, and walks the work_tiles of one part of the plan, 64 keys (one tile) at a time.
+A pair of CTAs holds 128 query rows, 64 each, and walks the work tiles of one part of the plan, 64 keys (one tile) at a time.
 Each CTA holds all keys of the tile but half of their columns: latent columns 256 c .. + 255 and RoPE columns 32 c .. + 31
 of CTA c, which are also the value columns that it multiplies.
 
@@ -21,13 +21,13 @@ Pipelines (producer -> consumer; arrivals per phase). Barriers that the mma role
 commits arrives in both:
   kv_ready[5]      load -> mma             1 and the bytes of five boxes from each CTA
   kv_free[5]       mma -> load, output     1: P V of the tile is done, so O is complete up to it
-  query_ready      score -> mma            8: Q of a work_tile is in tensor memory
+  query_ready      score -> mma            8: Q of a work tile is in tensor memory
   scores_ready     mma -> score            1
   scores_free      score -> mma            8: S is in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
   probs_ready[2]   score -> mma            8: P is written, keys past the end are cleared
   output_ready[2]  output -> mma           8: O is scaled, or read out
-  stats_ready      score -> output         4: 1 / row sum, once per work_tile
+  stats_ready      score -> output         4: 1 / row sum, once per work tile
   stats_free       output -> score         4
 
 With e4m3 operands all is the same but for what the half of the bytes brings about: 7 stages of two latent boxes, Q in 72
@@ -154,7 +154,7 @@ class LoadRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits kv_free. Signals kv_ready."""
+        """Wait kv_free. Signal kv_ready."""
         tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
@@ -163,7 +163,7 @@ class LoadRole:
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
-        """Loads this CTA's columns of the tile-th tile."""
+        """Load this CTA's columns of the tile-th tile."""
         rank = cute.arch.block_idx_in_cluster()
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.producer_acquire(tile)

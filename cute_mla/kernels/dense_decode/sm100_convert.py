@@ -60,15 +60,15 @@ class WidenedColumns:
 
     @property
     def passes(self) -> int:
-        """Loads of a lane and tile."""
+        """Return the loads of a lane and tile."""
         return self.columns.passes
 
     def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Starts the load of one pass; zeros for keys that are not there."""
+        """Start the load of one pass; zeros for keys that are not there."""
         self.columns.fetch(step, keys)
 
     def store(self, step: int, rows: cute.Pointer) -> None:
-        """Converts one pass and writes it to the warp's rows of a stage."""
+        """Convert one pass and write it to the warp's rows of a stage."""
         words = widen_in_pairs(self.columns.rChunks[step], self.dtype)
         for half in range(ELEMENT_BYTES):
             part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
@@ -76,8 +76,10 @@ class WidenedColumns:
 
 
 def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """A CTA's half of the RoPE columns, in the box behind the values. A key's columns fill half of its row there, so the eight
-    lanes that store together have keys that differ in the bits 0 and 2 of their numbers."""
+    """Return the mover of a CTA's half of the RoPE columns, in the box behind the values.
+
+    A key's columns fill half of its row there, so the eight lanes that store together have keys that differ in the bits 0 and 2 of
+    their numbers."""
     lane = cute.arch.lane_idx()
     key, chunk = lane // ROPE_LANES, lane % ROPE_LANES
     shuffled = key % 2 | key // 2 % 2 << 2 | key // 4 % 2 << 1 | key // 8 << 3
@@ -96,7 +98,7 @@ class RequestKeys:
 
 @cute.jit
 def page_and_row(keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
-    """The page of a key, and its row there; NO_PAGE for a key behind the last one, whose entry is never read."""
+    """Return the page of a key, and its row there; NO_PAGE for a key behind the last one, whose entry is never read."""
     page, row = Int32(NO_PAGE), Int32(0)
     if position < keys.count:
         entry = Int32(Uint32(position) // Uint32(keys.page_size))
@@ -162,7 +164,7 @@ class PagedKeys:
         return page_and_row(keys, position)
 
     def locate(self, operands: Operands, keys: RequestKeys, found: tuple[Int32, Int32], position: Int32) -> LaneKeys:
-        """Return where a key's row lies."""
+        """Return the where a key's row lies."""
         return LaneKeys(operands.e4m3_address(*found, Int32(0)))
 
 

@@ -1,10 +1,11 @@
-"""Dense MLA decode on Hopper. This file is the kernel of a 16-bit cache; sm90_convert.py and sm90_fp8.py are the kernels of an e4m3 one.
+"""Dense MLA decode on Hopper. This file is the kernel of a 16-bit cache; sm90_convert.py and sm90_fp8.py are the kernels of an e4m3
+one.
 
 For every request and every query row r = (query token i, head) of one KV head, over the keys j that the row sees:
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A CTA holds 64 query rows and walks the work_tiles of one part of the plan, 64 keys (one tile) at a time.
+A CTA holds 64 query rows and walks the work tiles of one part of the plan, 64 keys (one tile) at a time.
 
 Roles (512 threads):
   load     warpgroup 0, one warp: TMA of the key tiles, page by page
@@ -19,7 +20,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   kv_free[10]     output -> load          4 c: the warps of the side that reads the stage
   rope_ready[3]   load -> score           1 and the bytes of one box
   probs_ready[3]  score -> output         4: P and alpha are written
-  stats_ready     score -> output         4: 1 / row sum is written, once per work_tile
+  stats_ready     score -> output         4: 1 / row sum is written, once per work tile
   stats_free      output -> score         8
 
 A RoPE stage has no barrier of its own that tells when it is free, and the output role does not wait for keys: kv_free of a tile's

@@ -120,7 +120,7 @@ class ConvertRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
@@ -143,7 +143,7 @@ class ConvertRole:
     def gather_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, place: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
-        """The tiles of one work_tile, in this CTA those from `tile` to `end`. Pages are asked for a tile ahead of the addresses,
+        """Convert the tiles of one work tile, in this CTA from `tile` to `end`. Pages are asked for a tile ahead of the addresses,
         bytes a few steps ahead of their use."""
         lane = Lane.of(thread)
         source, lane = lane.source, replace(lane, source=Int32(0))
@@ -167,13 +167,13 @@ class ConvertRole:
                 load_step(step, buffers[s % AHEAD], rows[step.key], lane)
 
     def addresses(self, operands: Operands, place: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
-        """Of byte `source` of the thread's two keys; 0 for a key that is not there."""
+        """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = place_of_second(operands, place.row)
         return operands.e4m3_address(pages[0], place.row, source), operands.e4m3_address(pages[1], second, source)
 
     @cute.jit
     def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):
-        """Stores the bytes of a step that have come. The first step of a stage waits for it, the last one hands it over."""
+        """Store the bytes of a step that have come. The first step of a stage acquires it, the last one commits it."""
         step = STEPS[s]
         if cutlass.const_expr(step.stage == ROPE_STAGE):
             ready, free, use, stage = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
@@ -192,14 +192,14 @@ class ConvertRole:
 
 @cute.jit
 def load_step(step: cutlass.Constexpr[Step], words: cute.Tensor, row: Int64, lane: Lane):
-    """Asks for the bytes of a step; zeros, and no access, for a key that is not there."""
+    """Start the loads of a step; zeros, and no access, for an absent key."""
     words.fill(0)
     if row != 0:
         load_runs(step, words, row, lane)
 
 
 def tile_steps() -> tuple[Step, ...]:
-    """All steps of a tile, in order: stage by stage."""
+    """Return all steps of a tile, in order: stage by stage."""
     steps = []
     for first in range(0, D_QK, STAGE_COLUMNS):
         columns = range(first, min(first + STAGE_COLUMNS, D_QK), BOX_COLUMNS)
@@ -215,21 +215,21 @@ AHEAD = steps_ahead(STEPS)
 
 @dataclass(frozen=True)
 class KeyPositions:
-    """Where this thread's two keys of a tile lie. entry, row: of the first one, in the block table and in its page. left: keys
-    of the work_tile from the first one on."""
+    """The positions of this thread's two keys of a tile. entry, row: of the first one, in the block table and in its page. left: keys
+    of the work tile from the first one on."""
 
     entry: Int32
     row: Int32
     left: Int32
 
     def following(self, operands: Operands) -> KeyPositions:
-        """The same of the next tile."""
+        """Return the positions in the next tile."""
         return KeyPositions(*operands.next_tile_entry(self.entry, self.row), self.left - TILE_KEYS)
 
 
 @cute.jit
 def look_up(operands: Operands, req: Int32, place: KeyPositions) -> tuple[Int32, Int32]:
-    """The pages of the thread's two keys; NO_PAGE for a key that the work_tile does not have, whose entry is never read."""
+    """Return the pages of the thread's two keys; NO_PAGE for a key that the work tile does not have, whose entry is never read."""
     first, second = Int32(NO_PAGE), Int32(NO_PAGE)
     table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(place.entry)))
     if place.left > 0:
@@ -241,9 +241,9 @@ def look_up(operands: Operands, req: Int32, place: KeyPositions) -> tuple[Int32,
 
 
 def place_of_second(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
-    """From a thread's first key, in some row of its page, to its second: entries of the block table further, the row there.
+    """Return the distance from a thread's first key, in some row of its page, to its second: (entries of the block table, row there).
 
-    A page has a tile or more, or is a SMALL_PAGES-th of it. Compared with the row, which changes, so that no register holds
+    A page has a tile or more, or is a SMALL_PAGES-th of it. The code compares with the row, which changes, so that no register holds
     what only the size of a page decides."""
     beyond = row + HALF_KEYS - operands.args.page_size
     entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.args.page_size, Int32(1), Int32(0))

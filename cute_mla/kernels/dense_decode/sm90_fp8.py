@@ -158,7 +158,7 @@ class LoadRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits keys_free. Signals kv_ready, rope_ready."""
+        """Wait keys_free. Signal kv_ready, rope_ready."""
         tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
@@ -167,7 +167,7 @@ class LoadRole:
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
-        """Loads the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
+        """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         where = (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS
         pipes.keys_free.producer_acquire(tile)
@@ -179,7 +179,7 @@ class LoadRole:
 
     @cute.jit
     def load_boxes(self, kv_map: Any, target: cute.Pointer, where: tuple[Any, ...], ready: cute.Pointer, box: LaneBox, rank: int | Int32):
-        """A box of columns; of a pair, the CTA of this rank fetches it for both."""
+        """Load a box of columns; of a pair, the CTA of this rank fetches it for both."""
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
@@ -198,7 +198,7 @@ class TransposeRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, rank: Int32):
-        """Waits kv_ready, values_ready, values_free. Signals values_ready, keys_free. One warp; rank: which of the transposing warps."""
+        """Wait kv_ready, values_ready, values_free. Signal values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
@@ -216,7 +216,7 @@ class TransposeRole:
 
     @cute.jit
     def transpose_chunk(self, tiles: Tiles, pipes: Pipes, tile: Int32, chunk: Int32, left: Int32):
-        """128 columns of V of a tile. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
+        """Transpose 128 columns of V of a tile. Keys past the end become zeros: P is 0 there, but 0 times NaN is NaN."""
         pipes.kv_ready.box(chunk).consumer_wait(tile)
         # another warp wrote the stage's last tile: until it has, the stage may look as free as it was for that one
         pipes.values_ready.box(chunk).producer_acquire(tile)
@@ -237,7 +237,7 @@ class TransposeRole:
 
 @cute.jit
 def write_ones(tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
-    """The rows of ones of a side's stages of V^T, once."""
+    """Write the rows of ones of a side's stages of V^T, once."""
     stages = CHUNKS * VALUE_STAGES
     words = ONES_ROWS * TILE_KEYS // 4
     ones = cute.make_rmem_tensor(cute.make_layout(stages * words // WARPGROUP), Int32)

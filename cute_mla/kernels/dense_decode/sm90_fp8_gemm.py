@@ -43,14 +43,14 @@ ROW_BYTES = TILE_KEYS
 
 
 def tiled_mma(columns: int, source: warpgroup.OperandSource) -> cute.TiledMma:
-    """64 x columns x 32 WGMMA with fp32 accumulators."""
+    """Return 64 x columns x 32 WGMMA with fp32 accumulators."""
     major = OperandMajorMode.K
     op = warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, (64, columns, K_STEP), source, major, major)
     return cute.make_tiled_mma(op)
 
 
 def lane_dither(thread: Int32, odd: int) -> Float32:
-    """The factor of the keys that are 2 (t % 4) + odd modulo 8."""
+    """Return the factor of the keys that are 2 (t % 4) + odd modulo 8."""
     factor = Float32(DITHER[odd])
     for quarter in range(1, 4):
         factor = cutlass.select_(thread % 4 == quarter, Float32(DITHER[2 * quarter + odd]), factor)
@@ -77,7 +77,7 @@ class E4m3Scores:
 
     @staticmethod
     def create(words: bool, cluster: int, tiles: Tiles, thread: Int32) -> E4m3Scores:
-        """Partitions the tiles for one thread of the score warpgroup."""
+        """Partition the tiles for one thread of the score warpgroup."""
         mma = tiled_mma(TILE_KEYS, warpgroup.OperandSource.RMEM)
         slice_ = mma.get_slice(thread)
         rows = tiles.sProbs.iterator.toint() + thread // 32 * (WARP_ROWS * ROW_BYTES)
@@ -113,7 +113,7 @@ class E4m3Scores:
                 words[2 * sixteen + row_half] = word
 
     def multiply(self, pipes: Pipes, state: TileState) -> None:
-        """S of one key tile, complete on return. Waits for each stage just before its first use."""
+        """Compute S of one key tile, complete on return. Wait for each stage just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
         for i in range(LATENT_BOXES):
             pipes.kv_ready.box(i).consumer_wait(state.kv)
@@ -124,7 +124,7 @@ class E4m3Scores:
         warpgroup.wait_group(0)
 
     def _multiply_box(self, first: int, tK: cute.Tensor) -> None:
-        """S += the columns of a stage that are a key's, from step `first` of Q on."""
+        """Add to S the columns of a box that belong to keys, from step `first` of Q on."""
         warpgroup.fence()
         for step in range(first, min(first + STEPS_PER_BOX, Q_STEPS)):
             cute.gemm(self.mma, self.scores, self.rQ[None, None, step], tK[None, None, step - first], self.scores)
@@ -144,7 +144,8 @@ class E4m3Scores:
             self.factors.store(stage, alpha)
 
     def _store_rounded(self, stage: Int32) -> None:
-        """The scores, by now probabilities, dithered and rounded to e4m3, to a stage of P. A thread's words are groups of 16 keys."""
+        """Store the scores, by now probabilities, dithered and rounded to e4m3, to a stage of P. A thread's words are groups of 16
+        keys."""
         rP = flat(self.scores)
         place = self.probs + stage * PROBS_BYTES
         for pair in range(KEY_GROUPS // 2):
@@ -170,7 +171,7 @@ class E4m3Output(OutputAccumulators):
 
     @staticmethod
     def create(tiles: Tiles, thread: Int32) -> E4m3Output:
-        """Partitions the tiles for one thread of an output warpgroup."""
+        """Partition the tiles for one thread of an output warpgroup."""
         mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (BOX_COLUMNS, VALUE_ROWS))
         slice_ = summing.get_slice(thread)
         columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else BOX_COLUMNS for chunk in range(CHUNKS)]
@@ -187,7 +188,7 @@ class E4m3Output(OutputAccumulators):
 
     @cute.jit
     def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """O += P V of one tile, or O = P V unless O has begun, which it has then."""
+        """Add P V of one tile to O, or O = P V unless O has begun, which it has then."""
         first, tile = side * CHUNKS, state.number
         for chunk in cutlass.range_constexpr(CHUNKS):
             pipes.values_ready.box(first + chunk).consumer_wait(tile)
@@ -207,7 +208,7 @@ class E4m3Output(OutputAccumulators):
         return Boolean(True)
 
     def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
-        """Return descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
+        """Return the descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
         weights = []
         for row_half in range(ROWS_PER_THREAD):
             total = cutlass.select_(begun, self.row_sum(row_half), Float32(0))
@@ -215,18 +216,19 @@ class E4m3Output(OutputAccumulators):
         return weights
 
     def row_sum(self, row_half: int) -> Float32:
-        """Of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
+        """Return the row sum of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
         return flat(self.accumulators[SUMMING_CHUNK])[BOX_COLUMNS // 2 + 2 * row_half]
 
     def lane_column(self) -> Int32:
-        """Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it."""
+        """Return the first column of the thread's first pair. Rows of V^T are the even columns of a group of 16, then the odd ones: a
+        thread has four neighbouring columns of it."""
         return 4 * (self.thread % 4)
 
     def pair_column(self, pair: int) -> int:
-        """Two pairs in every group of 16 columns."""
+        """Return the distance to another pair: every group of 16 columns has two pairs."""
         return pair // 2 * CHUNK + pair % 2 * 2
 
     def pair_registers(self, pair: int, row_half: int) -> tuple[int, int]:
-        """The even column and the odd one, eight rows of V^T apart."""
+        """Return the accumulators of the even column and of the odd one, eight rows of V^T apart."""
         first = pair // 2 * (CHUNK // 2) + 2 * row_half + pair % 2
         return first, first + CHUNK // 4

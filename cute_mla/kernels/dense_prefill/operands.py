@@ -38,11 +38,11 @@ class WorkItems:
     item_rows: int
 
     def count(self) -> Int32:
-        """WorkItems, those included that a sequence does not have."""
+        """Return the number of items, with the ones that a sequence does not have."""
         return self.args.batch * self.args.h_q * self.args.row_blocks
 
     def of_round(self, turn: Int32) -> Int32:
-        """This CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
+        """Return this CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
         cta, ctas, blocks = Uint32(cute.arch.block_idx()[0]), Uint32(cute.arch.grid_dim()[0]), Uint32(self.args.row_blocks)
         first = Uint32(turn) // RANKED_ROUNDS * RANKED_ROUNDS * ctas
         size = smaller(Uint32(self.count()) - first, RANKED_ROUNDS * ctas)
@@ -52,12 +52,12 @@ class WorkItems:
         return cutlass.select_(rank < size, Int32(index), self.count())
 
     def rounds(self) -> Int32:
-        """Rounds after which every item has had its turn."""
+        """Return the rounds after which every item has been taken."""
         ctas = Uint32(cute.arch.grid_dim()[0])
         return Int32((Uint32(self.count()) + ctas - 1) // ctas)
 
     def take(self, turn: Int32) -> WorkItem:
-        """This CTA's item of a round; one without rows or keys if it has none."""
+        """Return this CTA's item of a round; one without rows or keys if it has none."""
         index, count = self.of_round(turn), self.count()
         there = Uint32(index) < Uint32(count)
         item = self.read(cutlass.select_(there, index, count - 1))
@@ -65,7 +65,7 @@ class WorkItems:
         return replace(item, rows=rows, keys=keys)
 
     def read(self, index: Int32) -> WorkItem:
-        """What an item is by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
+        """Return an item, by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
         of_head = Int32(Uint32(index) // Uint32(self.args.row_blocks))
         block = self.args.row_blocks - 1 - (index - of_head * self.args.row_blocks)
         sequence = Int32(Uint32(of_head) // Uint32(self.args.h_q))
@@ -88,7 +88,7 @@ class WorkItems:
 
 
 def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
-    """The rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
+    """Return the rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
     least = size // period  # numbers of each remainder; of some, one more
     end = phase + (size - least * period)
     wraps = end > period
@@ -110,7 +110,7 @@ def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
 
 
 def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, Int32]:
-    """(first row, rows) of a sequence, within 0 .. total whatever the offsets are."""
+    """Return (first row, rows) of a sequence, within 0 .. total whatever the offsets are."""
     first = clip((offsets + sequence).load(), total)
     end = clip((offsets + (sequence + 1)).load(), total)
     return first, larger(end - first, Int32(0))

@@ -39,10 +39,8 @@ the exponentials are polynomials on the FMA pipe. README.md has the clocks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import cute
 
 from ...manifest import Role
 from ...spec.arch import Arch
@@ -51,14 +49,12 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
-from ..primitives.pipeline import StageBarriers, barrier_table
+from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from .abi import DensePrefillAbi
 from .operands import Operands
 from .sm100_config import (
     GROUP_WARPS,
-    ITEM_STAGES,
-    ITEM_WORDS,
     LOAD_WARP,
     MMA_WARP,
     OTHER_REGISTERS,
@@ -68,9 +64,7 @@ from .sm100_config import (
     QUERY_WARP,
     QUERY_WARPS,
     SOFTMAX_REGISTERS,
-    STAGE_BYTES,
     THREADS,
-    TILE_ALIGNMENT,
     TILE_ROWS,
     TMEM_COLUMNS,
     Geometry,
@@ -93,15 +87,17 @@ class DensePrefillSm100(AttentionKernel):
         super().__init__(DensePrefillAbi(config, QUERY_TILES * TILE_ROWS), arch)
         self.config = config
         self.geometry = Geometry(config.d_qk)
+        self.smem = self.geometry.smem()
 
     @property
     def wide(self) -> bool:
-        """Whether Q comes by TMA and rows of out are written 16 bytes at a time."""
+        """Return whether Q comes by TMA and rows of out are written 16 bytes at a time."""
         return bool(self.config.access_bytes > ELEMENT_BYTES)
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.allocate_smem(cutlass.memory.SmemAllocator())
+        memory = self.smem.allocate()
+        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
@@ -137,18 +133,8 @@ class DensePrefillSm100(AttentionKernel):
             tcgen05.fence_after_wait()
             tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
-    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
-        """Places tiles and barriers, in the order of the geometry."""
-        sizes = (QUERY_TILES * self.geometry.query_bytes, self.geometry.stages * STAGE_BYTES)
-        sQ, sKv = (smem.allocate_array(Uint8, size, byte_alignment=TILE_ALIGNMENT) for size in sizes)
-        sAlpha, sInverse = (smem.allocate_array(Float32, QUERY_TILES * TILE_ROWS) for _ in range(2))
-        sItems = smem.allocate_array(Int32, ITEM_STAGES * ITEM_WORDS, byte_alignment=16)
-        tiles = Tiles(sQ, sKv, sAlpha, sInverse, sItems, tmem_cell=None)
-        pipes = Pipes(**{name: StageBarriers(smem.allocate_array(Int64, stages), stages) for name, stages in self.geometry.barriers})
-        return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
-
     def initialise(self, pipes: Pipes) -> None:
-        """Sets the arrivals of every barrier: warps of the arriving roles, or one commit."""
+        """Set the arrivals of every barrier: warps of the arriving roles, or one commit."""
         for ring in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
             ring.initialise(1)
         pipes.query_ready.initialise(1 if self.wide else QUERY_WARPS)
@@ -160,14 +146,14 @@ class DensePrefillSm100(AttentionKernel):
 
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = DensePrefillSm100(config, arch)
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))
     query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
     return kernel.definition(
-        smem_bytes=geometry.smem_bytes,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
         named_barriers=(),
         roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *query),
         expected={"UTCHMMA": geometry.products},

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from ..sm100.boxes import ROW_BYTES
 from .operands import WorkItem
 
@@ -54,60 +55,59 @@ OTHER_REGISTERS = 48
 ITEM_STAGES = 4  # rounds whose items the load role may post ahead
 ITEM_WORDS = 8
 
-TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 TMEM_LANE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from the number of columns of q and k."""
+    """Numbers that follow from the number of columns of q and k."""
 
     d_qk: int
 
     @property
     def key_stages(self) -> int:
-        """Slots of the keys of a tile; 64 columns each."""
+        """Return the stages of the keys of a tile; 64 columns each."""
         return self.d_qk // BOX_COLUMNS
 
     @property
     def tile_stages(self) -> int:
-        """Slots of a key tile."""
+        """Return the stages of a key tile."""
         return self.key_stages + VALUE_STAGES
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of a Q tile."""
+        """Return the bytes of a Q tile."""
         return self.key_stages * STAGE_BYTES
 
     @property
     def stages(self) -> int:
-        """Slots of the ring: what Q and the small things leave room for."""
+        """Return the stages of the pipeline for keys and values: what Q and the small things leave room for."""
         left = SM100.smem_per_block - QUERY_TILES * self.query_bytes - SMALL_BYTES
         return left // STAGE_BYTES
 
-    @property
-    def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, stages): one array of mbarriers, in this order, behind the tiles. Two stages: one for each Q tile."""
+    def smem(self) -> SmemLayout:
+        """Return the layout of shared memory. Barriers of two stages: one for each Q tile."""
         of_tiles = (
             "query_ready", "query_free", "scores_ready", "alpha_ready", "probs_ready", "rest_ready", "output_ready", "sums_ready",
             "sums_free",
         )  # fmt: skip
-        rings = (("item_ready", ITEM_STAGES), ("item_free", ITEM_STAGES), ("kv_ready", self.stages), ("kv_free", self.stages))
-        return (*rings, *((name, QUERY_TILES) for name in of_tiles))
-
-    @property
-    def barrier_offset(self) -> int:
-        """First byte of the barriers."""
-        return QUERY_TILES * self.query_bytes + self.stages * STAGE_BYTES + 4 * (2 * QUERY_TILES * TILE_ROWS + ITEM_STAGES * ITEM_WORDS)
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory, with the cell that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(stages for _, stages in self.barriers) + 4
+        return SmemLayout((
+            Array("sQ", Uint8, QUERY_TILES * self.query_bytes, SWIZZLE_PERIOD),
+            Array("sKv", Uint8, self.stages * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sAlpha", Float32, QUERY_TILES * TILE_ROWS),
+            Array("sInverse", Float32, QUERY_TILES * TILE_ROWS),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            Barriers("item_ready", ITEM_STAGES),
+            Barriers("item_free", ITEM_STAGES),
+            Barriers("kv_ready", self.stages),
+            Barriers("kv_free", self.stages),
+            *(Barriers(name, QUERY_TILES) for name in of_tiles),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
 
     @property
     def products(self) -> int:
-        """Matrix products of one key tile with both Q tiles."""
+        """Return the matrix products of one key tile with both Q tiles."""
         return QUERY_TILES * (self.key_stages * STEPS_PER_BOX + TILE_KEYS // K_STEP)
 
 
@@ -128,7 +128,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Pipes:
-    """The barriers of the table above."""
+    """The barriers of Geometry.smem. sm100.py says who arrives where."""
 
     item_ready: StageBarriers
     item_free: StageBarriers
@@ -145,18 +145,18 @@ class Pipes:
     sums_free: StageBarriers
 
     def of_tile(self, tile: int | Int32) -> Pipes:
-        """Those of one Q tile, as rings of their own, and what both share."""
+        """Return the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
         rings = {field.name: getattr(self, field.name) for field in fields(self)}
         return Pipes(**{name: StageBarriers(ring.base + tile, 1) if ring.stages == QUERY_TILES else ring for name, ring in rings.items()})
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one Q tile of an item has to do.
+    """The work of one Q tile of an item.
 
     rows: of the sequence, 0 or less if the tile has none. tiles: key tiles that any of its rows sees, the first ones of the
-    sequence. skipped: of the key tiles of the item, which are walked from the last to the first, those that it sits out.
-    limit: a row i of the tile sees the keys 0 .. limit + i of the sequence, among the first `keys`.
+    sequence. skipped: key tiles of the item, which are walked from the last to the first, that the Q tile sits out. limit: a row i of
+    the tile sees the keys 0 .. limit + i of the sequence, among the first `keys`.
     """
 
     rows: Int32
@@ -167,7 +167,7 @@ class Part:
 
     @staticmethod
     def of(item: WorkItem, tile: int | Int32) -> Part:
-        """The part of a Q tile."""
+        """Return the work of a Q tile."""
         first = tile * TILE_ROWS
         rows = item.rows - first
         limit = item.diagonal + first
@@ -176,16 +176,16 @@ class Part:
         return Part(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
 
     def key_limit(self, row: Int32) -> Int32:
-        """Keys that a row of the tile sees; none if negative."""
+        """Return the keys that a row of the tile sees; none if negative."""
         return smaller(self.keys, self.limit + row + 1)
 
 
 def key_tiles(keys: Int32) -> Int32:
-    """Tiles of so many keys."""
+    """Return the tiles of so many keys."""
     return (keys + (TILE_KEYS - 1)) >> 7
 
 
 def first_lane(tmem: Int32) -> Int32:
-    """Tensor memory at the first of this warp's lanes."""
+    """Return the tensor memory at the first of this warp's lanes."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
     return tmem + warp * (32 * TMEM_LANE)

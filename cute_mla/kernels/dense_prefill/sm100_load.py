@@ -44,7 +44,7 @@ class LoadRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
-        """Waits item_free, kv_free, query_free. Signals item_ready, kv_ready, query_ready."""
+        """Wait item_free, kv_free, query_free. Signal item_ready, kv_ready, query_ready."""
         items = operands.items
         stages = self.geometry.stages
         turn, more = Int32(0), Boolean(True)
@@ -71,7 +71,7 @@ class LoadRole:
 
     @cute.jit
     def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, row: Int32, uses: list[PipelineState]):
-        """Keys from a row on, 64 columns a stage."""
+        """Load keys from a row on, 64 columns a stage."""
         for i in cutlass.range_constexpr(self.geometry.key_stages):
             ready, target = self.next_stage(tiles, pipes, uses[i])
             with cute.arch.elect_one():
@@ -82,7 +82,7 @@ class LoadRole:
 
     @cute.jit
     def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, row: Int32, uses: list[PipelineState]):
-        """Values from a row on, 64 rows a stage."""
+        """Load values from a row on, 64 rows a stage."""
         for i in cutlass.range_constexpr(VALUE_STAGES):
             ready, target = self.next_stage(tiles, pipes, uses[i])
             with cute.arch.elect_one():
@@ -92,14 +92,15 @@ class LoadRole:
                     load_box(target + box * BOX_BYTES, operands.args.v_map, where, ready)
 
     def next_stage(self, tiles: Tiles, pipes: Pipes, use: PipelineState) -> tuple[cute.Pointer, cute.Pointer]:
-        """(barrier, first byte) of a stage, when it is free."""
+        """Return (barrier, first byte) of a stage, when it is free."""
         cute.arch.mbarrier_wait(pipes.kv_free.base + use.stage, use.phase ^ 1)
         return pipes.kv_ready.base + use.stage, tiles.sKv + use.stage * STAGE_BYTES
 
     @cute.jit
     def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, loads: list[Int32]):
-        """Q of an item, of the tiles that have keys. Rows past the sequence's end are another's, or zeros: their results go
-        nowhere. Returns the loads of each tile so far."""
+        """Load Q of an item, for the Q tiles that have keys. Return the loads of each Q tile so far.
+
+        Rows past the sequence's end are another sequence's, or zeros: their results go nowhere."""
         done = list(loads)
         for tile in cutlass.range_constexpr(QUERY_TILES):
             if Part.of(item, tile).tiles > 0:
@@ -124,7 +125,7 @@ class QueryRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
-        """Waits item_ready, query_free. Signals item_free, query_ready."""
+        """Wait item_ready, query_free. Signal item_free, query_ready."""
         turn, more, loads = Int32(0), Boolean(True), [Int32(0), Int32(0)]
         thread = cute.arch.thread_idx()[0] - QUERY_WARP * 32
         while more:
@@ -142,7 +143,7 @@ class QueryRole:
 
     @cute.jit
     def load_tile(self, operands: Operands, item: WorkItem, first: int, target: cute.Pointer, thread: Int32):
-        """Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
+        """Load Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
 
         Rows past the sequence's end repeat the last one: their results go nowhere."""
         rows_per_pass = QUERY_THREADS // CHUNKS_PER_ROW

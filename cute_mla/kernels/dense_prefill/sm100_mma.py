@@ -48,15 +48,15 @@ class TileGemm:
     tmem: Int32
 
     def keys(self, uses: list[PipelineState]) -> list[Any]:
-        """K of a key tile as operands, 64 columns each."""
+        """Return K of a key tile as operands, 64 columns each."""
         return [tcgen05.k_major(self.tiles.sKv + use.stage * STAGE_BYTES) for use in uses]
 
     def values(self, uses: list[PipelineState]) -> list[Any]:
-        """V of a key tile as operands, 64 keys each."""
+        """Return V of a key tile as operands, 64 keys each."""
         return [tcgen05.mn_major(self.tiles.sKv + use.stage * STAGE_BYTES, BOX_BYTES) for use in uses]
 
     def scores(self, tile: int, keys: list[Any]) -> None:
-        """S = Q K^T of a Q tile."""
+        """Issue S = Q K^T of a Q tile."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=TILE_KEYS)
         for box, operand in enumerate(keys):
             query = tcgen05.k_major(self.tiles.sQ + (tile * self.geometry.query_bytes + box * STAGE_BYTES))
@@ -71,7 +71,7 @@ class TileGemm:
                 )
 
     def output(self, tile: int, values: list[Any], first: int, end: int, accumulate: bool | Boolean) -> None:
-        """O += P V, or O = P V, for the keys first .. end - 1 of a key tile."""
+        """Issue O += P V, or O = P V, for the keys first .. end - 1 of a key tile."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=D_V, transpose_b=True)
         probs = self.tmem + tile * TILE_KEYS
         for step in range(first // K_STEP, end // K_STEP):
@@ -94,7 +94,7 @@ class MmaRole:
 
     @cute.jit
     def run(self, board: Board, pipes: Pipes, gemm: TileGemm):
-        """Waits item_ready, kv_ready, query_ready, probs_ready, rest_ready. Signals item_free, scores_ready, output_ready,
+        """Wait item_ready, kv_ready, query_ready, probs_ready, rest_ready. Signal item_free, scores_ready, output_ready,
         query_free, kv_free.
 
         Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
@@ -142,7 +142,7 @@ class MmaRole:
             turn = turn + 1
 
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[PipelineState]) -> None:
-        """S of a Q tile's count-th key tile, whose keys are there."""
+        """Issue S of a Q tile's count-th key tile, whose keys have come."""
         # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
         operands = gemm.keys(keys)
         tcgen05.fence_after_wait()
@@ -153,7 +153,7 @@ class MmaRole:
     def multiply_output(
         self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: list[PipelineState], accumulate: Boolean
     ) -> None:
-        """P V of a Q tile's count-th key tile, whose values are there."""
+        """Issue P V of a Q tile's count-th key tile, whose values have come."""
         own = pipes.of_tile(tile)
         operands = gemm.values(values)
         for ready, first, end in ((own.probs_ready, 0, FIRST_KEYS), (own.rest_ready, FIRST_KEYS, TILE_KEYS)):
@@ -163,17 +163,17 @@ class MmaRole:
                 gemm.output(tile, operands, first, end, accumulate)
 
     def await_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
-        """Waits until stages are filled."""
+        """Wait until stages are filled."""
         for use in uses:
             cute.arch.mbarrier_wait(pipes.kv_ready.base + use.stage, use.phase)
 
     def free_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
-        """Slots may be loaded again when what has been issued is done."""
+        """Release stages when everything issued so far is done."""
         with cute.arch.elect_one():
             for use in uses:
                 tcgen05.commit_alone(pipes.kv_free.base + use.stage)
 
     def commit(self, barrier: cute.Pointer) -> None:
-        """An arrival when what has been issued is done."""
+        """Arrive when everything issued so far is done."""
         with cute.arch.elect_one():
             tcgen05.commit_alone(barrier)

@@ -31,20 +31,21 @@ class OutputRows:
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], wide: bool, tiles: Tiles, lanes: Int32, tile: int) -> OutputRows:
-        """lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes."""
+        """Return O of one Q tile for this thread. lanes: tensor memory at the first lane of the warp. wide: whether rows of out are
+        multiples of 16 bytes."""
         row = cute.arch.thread_idx()[0] % GROUP
         return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * D_V))
 
     def factor(self) -> Float32:
-        """The row's rescale factor."""
+        """Return the row's rescale factor."""
         return (self.tiles.sAlpha + (self.tile * TILE_ROWS + self.row)).load()
 
     def inverse(self) -> Float32:
-        """1 / row sum, 0 for a row that attends to nothing."""
+        """Return 1 / row sum, 0 for a row that attends to nothing."""
         return (self.tiles.sInverse + (self.tile * TILE_ROWS + self.row)).load()
 
     def scale(self, alpha: Float32) -> None:
-        """O *= alpha; done when this returns."""
+        """Multiply O by alpha; done when this returns."""
         for first in range(0, D_V, SCALED_AT_ONCE):
             values = tcgen05.load_columns(self.place + first, SCALED_AT_ONCE)
             tcgen05.await_loads()
@@ -56,7 +57,7 @@ class OutputRows:
 
     @cute.jit
     def store(self, target: cute.Pointer, rows: Int32, inverse: Float32, accumulated: Boolean):
-        """O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` that there are."""
+        """Store O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` of the sequence."""
         for first in cutlass.range_constexpr(0, D_V, STORED_AT_ONCE):
             rO = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
             rO.fill(0.0)
@@ -79,7 +80,7 @@ class OutputRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
-        """Waits item_ready, alpha_ready, output_ready, sums_ready. Signals item_free, probs_ready, sums_free. Writes out."""
+        """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
         rows = [OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
         own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
         more, turn = Boolean(True), Int32(0)
@@ -117,9 +118,9 @@ class OutputRole:
 
     @cute.jit
     def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):
-        """O *= alpha where the maximum has moved, then lets P V of a Q tile's next key tile begin.
+        """Multiply O by alpha where the reference has moved, then let P V of a Q tile's next key tile begin.
 
-        The factor is there when S of that key tile is, and S comes after P V of the key tile before."""
+        The factor has come when S of that key tile has, and S comes after P V of the key tile before."""
         own.alpha_ready.consumer_wait(alpha_use)
         alpha = rows.factor()
         if cute.arch.vote_any_sync(alpha != 1.0):

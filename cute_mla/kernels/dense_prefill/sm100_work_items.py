@@ -22,7 +22,7 @@ class Board:
     pipes: Pipes
 
     def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
-        """Signals item_ready when the item may be read. One warp."""
+        """Signal item_ready when the item may be read. One warp."""
         self.pipes.item_free.producer_acquire(turn)
         numbers = (item.head, item.kv_head, item.first_row, item.rows, item.first_key, item.keys, item.diagonal)
         words = [Int32(there), *numbers]
@@ -32,7 +32,7 @@ class Board:
             cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
 
     def take(self, turn: Int32) -> tuple[Boolean, WorkItem]:
-        """Whether the CTA has an item in a round, and the item, without rows and keys if not. Waits item_ready, signals item_free.
+        """Wait item_ready, signal item_free. Return (whether the CTA has an item in a round, the item, without rows and keys if not).
         One warp."""
         self.pipes.item_ready.consumer_wait(turn)
         rWords = cute.make_rmem_tensor(cute.make_layout(ITEM_WORDS), Int32)

@@ -15,16 +15,15 @@ from .operands import Operands
 from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
 
 
-class LoadRoles:
-    """One method each. queries: whether Q comes by TMA too."""
+class KeyRole:
+    """One warp: TMA of K."""
 
-    def __init__(self, geometry: Geometry, queries: bool) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.queries = queries
 
     @cute.jit
-    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits key_free. Signals key_ready."""
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait key_free. Signal key_ready."""
         use = Int32(0)
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)
@@ -38,9 +37,16 @@ class LoadRoles:
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
 
+
+class ValueRole:
+    """One warp: TMA of V; zeroes over what lies behind the last key."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
     @cute.jit
-    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits value_free. Signals value_ready.
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait value_free. Signal value_ready.
 
         P is 0 behind the last key, but 0 times a NaN that may lie there is NaN."""
         use, cleared = Int32(0), Int32(0)
@@ -63,25 +69,31 @@ class LoadRoles:
                     cleared = cleared + 1
             use = use + count
 
+
+class QueryRole:
+    """One warp: TMA of Q, in variants whose rows of Q allow it."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
     @cute.jit
-    def load_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits query_free. Signals query_ready. Rows behind the sequence's are those of the next one, or zeros."""
-        if cutlass.const_expr(self.queries):
-            done = Int32(0)
-            for turn in cutlass.range(operands.items.rounds(), unroll=1):
-                item = operands.items.take(turn)
-                if item.keys > 0:
-                    for group in cutlass.range_constexpr(GROUPS):
-                        use = done * GROUPS + group
-                        pipes.query_free.producer_acquire(use)
-                        where = (item.head, item.first_row + group * GROUP_ROWS)
-                        load_tile(tiles.sQ, group, operands.args.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
-                    done = done + 1
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait query_free. Signal query_ready. Rows behind the sequence's are those of the next one, or zeros."""
+        done = Int32(0)
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            if item.keys > 0:
+                for group in cutlass.range_constexpr(GROUPS):
+                    use = done * GROUPS + group
+                    pipes.query_free.producer_acquire(use)
+                    where = (item.head, item.first_row + group * GROUP_ROWS)
+                    load_tile(tiles.sQ, group, operands.args.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
+                done = done + 1
 
 
 @cute.jit
 def load_tile(target: cute.Tensor, stage: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
-    """One warp starts the copy of a stage of (rows, columns, stages), from (head, first row) on; its bytes count on `ready`."""
+    """Start the copy of a stage of (rows, columns, stages), from (head, first row) on; its bytes count on `ready`."""
     rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
     head, first = where
     with cute.arch.elect_one():

@@ -32,15 +32,16 @@ WIDE_BYTES = 2 * VECTOR
 
 @dataclass(frozen=True)
 class Places:
-    """Where something of a row lies in each state: `offset` elements from the state's first. stride: elements from state to state,
-    counted from the first; 0 if each has a pointer."""
+    """Addresses of one part of a row (out or lse) in each state.
+
+    offset: elements from the state's first. stride: elements from state to state, counted from the first; 0 if each has a pointer."""
 
     firsts: tuple[cute.Pointer, ...]
     offset: Int64
     stride: Int64
 
     def of(self, state: Int32) -> cute.Pointer:
-        """In one state."""
+        """Return the address in one state."""
         first = self.firsts[0]
         address = first.toint()
         for listed, own in enumerate(self.firsts):
@@ -58,23 +59,23 @@ class States(Results):
     lses: Places
 
     def lse(self, result: Int32) -> Float32:
-        """In base 2; of a state without keys -inf, whatever its convention."""
+        """Return the lse of a state, base 2; -inf of a state without keys, whatever its convention."""
         value = self.lses.of(result).load()
         infinite = (value == Float32.inf) | (value == -Float32.inf)
         return cutlass.select_(infinite, -Float32.inf, value * LOG2E)
 
     def row(self, result: Int32) -> cute.Pointer:
-        """Of one state."""
+        """Return this lane's first column of a state."""
         return self.outs.of(result)
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """At once where the row allows it."""
+        """Load 4 columns, at once where the row allows it."""
         load_columns(target, source, (source.toint() & (WIDE_BYTES - 1)) == 0)
 
 
 @cute.jit
 def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
-    """4 columns of a row that may start at any element."""
+    """Load 4 columns of a row that may start at any element."""
     if wide:
         cute.autovec_copy(vector_at(source, WIDE_BYTES), target)
     else:
@@ -83,7 +84,7 @@ def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
 
 
 def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: Int32) -> Int64:
-    """Elements from the first row to another."""
+    """Return the elements from the first row to another."""
     return req * strides[0] + token * strides[1] + head * strides[2]
 
 
@@ -144,7 +145,7 @@ class MergeStates:
 
 
 def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = MergeStates(config, arch)
     outs, lses = ([f"state_{name}_{state}" for state in range(LISTED_STATES)] for name in ("out", "lse"))
     elements = {**dict.fromkeys((*outs, "out"), kernel.dtype), **dict.fromkeys((*lses, "lse"), Float32)}

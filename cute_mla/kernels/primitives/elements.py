@@ -7,17 +7,17 @@ from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
 
 
 def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
-    """The same address as a pointer known to be a multiple of nbytes, for vector accesses."""
+    """Return the address as a pointer known to be a multiple of nbytes, for vector accesses."""
     return cute.make_ptr(pointer.dtype, pointer.toint(), pointer.memspace, assumed_align=nbytes)
 
 
 def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
-    """Two fp32 values rounded to a pair of 16-bit elements."""
+    """Round two fp32 values to a pair of 16-bit elements."""
     return pack_word([low, high], dtype)
 
 
 def pack_word(values: list[Float32], dtype: type[cutlass.Numeric]) -> Int32:
-    """As many fp32 values as make a word, rounded to nearest even; e4m3 saturates."""
+    """Round as many fp32 values as make a word to nearest even; e4m3 saturates."""
     exact = cute.make_rmem_tensor(cute.make_layout(len(values)), Float32)
     for i, value in enumerate(values):
         exact[i] = value
@@ -27,7 +27,7 @@ def pack_word(values: list[Float32], dtype: type[cutlass.Numeric]) -> Int32:
 
 
 def load_pair(source: cute.Pointer, whole: bool) -> Int32:
-    """Two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
+    """Load two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
     if whole:
         return cute.recast_ptr(source, dtype=Int32).load()
     halves = cute.recast_ptr(source, dtype=Uint16)
@@ -35,7 +35,7 @@ def load_pair(source: cute.Pointer, whole: bool) -> Int32:
 
 
 def load_word(source: cute.Pointer, element_bytes: int) -> Int32:
-    """4 bytes of gmem, element by element, at a multiple of an element."""
+    """Load 4 bytes of gmem, element by element, at a multiple of an element."""
     if element_bytes == 2:
         return load_pair(source, False)
     parts = cute.recast_ptr(source, dtype=Uint8)
@@ -46,7 +46,7 @@ def load_word(source: cute.Pointer, element_bytes: int) -> Int32:
 
 
 def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
-    """Writes two neighbouring 16-bit elements to gmem, at a multiple of 4 bytes if `whole`."""
+    """Write two neighbouring 16-bit elements to gmem, at a multiple of 4 bytes if `whole`."""
     if whole:
         cute.recast_ptr(target, dtype=Int32).store(word)
         return
@@ -56,7 +56,7 @@ def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
 
 
 def store_words(target: cute.Pointer, words: list[Int32]) -> None:
-    """Writes 16 bytes to a multiple of 16 bytes."""
+    """Write 16 bytes to a multiple of 16 bytes."""
     registers = cute.make_rmem_tensor(cute.make_layout(len(words)), Int32)
     for i, word in enumerate(words):
         registers[i] = word
@@ -64,7 +64,7 @@ def store_words(target: cute.Pointer, words: list[Int32]) -> None:
 
 
 def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool) -> None:
-    """Writes contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
+    """Write contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
     words = [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
     for first in range(0, len(words), 4):
         if vectors:

@@ -12,8 +12,6 @@ from typing import TypeAlias
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ...manifest import Barrier
-
 
 @dataclass(frozen=True)
 class PipelineState:
@@ -53,7 +51,7 @@ class StageBarriers:
         return Int32(Uint32(use) // self.stages) & 1
 
     def state(self, use: Int32) -> PipelineState:
-        """Return stage and phase of a use."""
+        """Return the stage and phase of a use."""
         return PipelineState(self.stage(use), self.phase(use))
 
     def advance(self, state: PipelineState) -> PipelineState:
@@ -110,15 +108,6 @@ class StageBarriers:
 
     def _phase(self, use: Use) -> Int32:
         return use.phase if isinstance(use, PipelineState) else self.phase(use)
-
-
-def barrier_table(offset: int, pipelines: tuple[tuple[str, int], ...]) -> tuple[Barrier, ...]:
-    """Return the manifest's record of barriers (name, stages) that lie one behind the other from byte `offset` of smem on."""
-    barriers = []
-    for name, stages in pipelines:
-        barriers.append(Barrier(name, offset, stages))
-        offset += 8 * stages
-    return tuple(barriers)
 
 
 def barrier_at(address: Int32) -> cute.Pointer:

@@ -131,7 +131,7 @@ class SmemLayout:
         return tuple(Barrier(field.name, offset, field.stages) for field, offset in placed if isinstance(field, Barriers))
 
     def allocate(self) -> dict[str, Any]:
-        """Return pointer, tensor or barriers of every field, by name."""
+        """Return the pointer, tensor or barriers of every field, by name."""
         smem = cutlass.memory.SmemAllocator()
         return {field.name: field.allocate(smem) for field in self.fields}
 

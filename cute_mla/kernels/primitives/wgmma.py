@@ -35,17 +35,17 @@ def tiled_mma(dtype: type[cutlass.Numeric], columns: int, source: warpgroup.Oper
 
 
 def half(register: int) -> int:
-    """Which of the thread's two rows an accumulator register belongs to."""
+    """Return which of the thread's two rows an accumulator register belongs to."""
     return (register >> 1) & 1
 
 
 def fragment_row(thread: Int32, row_half: int) -> Int32:
-    """Row of the tile that the thread's row `row_half` is."""
+    """Return the row of the tile that the thread's row `row_half` is."""
     return (thread // 32) * 16 + (thread % 32) // 4 + ROWS_APART * row_half
 
 
 def fragment_column(thread: Int32, register: int) -> Int32:
-    """Column of an accumulator register."""
+    """Return column of an accumulator register."""
     return 8 * (register >> 2) + (register & 1) + 2 * (thread % 4)
 
 
@@ -58,35 +58,36 @@ class RowPair:
 
     @staticmethod
     def of(table: cute.Tensor, thread: Int32) -> RowPair:
-        """Of a thread of the warpgroup."""
+        """Return the rows of a thread of the warpgroup."""
         return RowPair(pin_register(table.iterator.toint() + FP32_BYTES * fragment_row(thread, 0)))
 
     def _at(self, stage: Int32) -> cute.Pointer:
         return cute.make_ptr(Float32, self.first + stage * (TILE_ROWS * FP32_BYTES), cute.AddressSpace.smem, assumed_align=FP32_BYTES)
 
     def load(self, stage: Int32) -> list[Float32]:
-        """Of both rows."""
+        """Load the values of both rows."""
         return [(self._at(stage) + ROWS_APART * row_half).load() for row_half in range(ROWS_PER_THREAD)]
 
     def store(self, stage: Int32, values: list[Float32]) -> None:
-        """Of both rows. One lane of a quad."""
+        """Store the values of both rows. One lane of a quad."""
         for row_half, value in enumerate(values):
             (self._at(stage) + ROWS_APART * row_half).store(value)
 
 
 def flat(fragment: cute.Tensor) -> cute.Tensor:
-    """A fragment as a vector of its registers."""
+    """Return a fragment as a vector of its registers."""
     return cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
 
 
 def packed(fragment: cute.Tensor) -> cute.Tensor:
-    """A 16-bit fragment as a vector of 32-bit registers, two neighbouring columns each."""
+    """Return a 16-bit fragment as a vector of 32-bit registers, two neighbouring columns each."""
     return cute.recast_tensor(flat(fragment), Int32)
 
 
 def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
-    """Transposes 4 x 4 words in a quad. words[j]: columns 8 j + 2 (t % 4) and the next of a row, packed. Returns columns
-    8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes."""
+    """Transpose 4 x 4 words in a quad. words[j]: columns 8 j + 2 (t % 4) and the next of a row, packed.
+
+    Return columns 8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes."""
     words = list(words)
     for step in (1, 2):
         upper = (thread & step) != 0
@@ -99,13 +100,13 @@ def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
 
 
 def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
-    """Copies a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
+    """Return the copy of a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
     return cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
 
 
 def quad_max(value: Float32) -> Float32:
-    """Maximum over the four lanes that share a row."""
+    """Return maximum over the four lanes that share a row."""
     value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 1))
     return cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, 2))
 

@@ -59,7 +59,7 @@ class AlternatingRows(ScoreRows):
     """The scores and softmax state of a thread of one of two groups.
 
     group: which tiles are this thread's, 0 or 1. shared: shared memory of both groups; `tiles` begins with this group's.
-    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the work_tile's first tile.
+    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the work tile's first tile.
     """
 
     group: Int32
@@ -170,7 +170,7 @@ class AlternatingRows(ScoreRows):
 
     def row_sum(self) -> Float32:
         """Return the sum over all keys seen, 0 iff the row attends to nothing: of four threads, in an order that their groups do not
-        change. Not before stats_free: then all of them have read the shares of the work_tile before."""
+        change. Not before stats_free: then all of them have read the shares of the work tile before."""
         shares = self.shared.sShares + self.row
         (shares + (self.group * GROUPS + self.half) * TILE_ROWS).store(self.rSum[0])
         cute.arch.barrier(barrier_id=ROWS_BARRIER + self._rows_pair(), number_of_threads=ROWS_THREADS)

@@ -18,7 +18,7 @@ THREADS = 128
 
 @cute.jit
 def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: Int32):
-    """Zeroes rows first_row .. 63 of boxes. Whole rows, so the swizzle does not matter. 128 threads."""
+    """Zero rows first_row .. 63 of boxes. Whole rows, so the swizzle does not matter. 128 threads."""
     rows_per_pass = THREADS // CHUNKS_PER_ROW
     for box in cutlass.range_constexpr(boxes):
         for step in cutlass.range_constexpr(BOX_ROWS // rows_per_pass):

@@ -58,9 +58,9 @@ REFERENCE_WORDS = 2 * TILE_ROWS
 
 @dataclass(frozen=True)
 class Geometry:
-    """What depends on the size of an element of Q, K, V and P.
+    """Numbers that depend on the size of an element of Q, K, V and P.
 
-    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: of the ring of key tiles. score_groups: groups of score warps, which take
+    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take
     tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V.
     """
 
@@ -70,93 +70,93 @@ class Geometry:
 
     @staticmethod
     def of(dtype: type[cutlass.Numeric]) -> Geometry:
-        """That of an element type."""
+        """Return the geometry of an element type."""
         return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT
 
     @property
     def sums_probs(self) -> bool:
-        """Whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
+        """Return whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
         P times a column of ones."""
         return self.element_bytes == 1
 
     @property
     def parities(self) -> int:
-        """Tiles that may be in flight between two roles."""
+        """Return the tiles that may be in flight between two roles."""
         return self.score_groups + 1
 
     @property
     def output_warp(self) -> int:
-        """First warp of the output role."""
+        """Return the first warp of the output role."""
         return SCORE_WARP + self.score_groups * GROUP_WARPS
 
     @property
     def load_warp(self) -> int:
-        """The first warp behind the groups of score and output."""
+        """Return the first warp behind the groups of score and output."""
         return self.output_warp + GROUP_WARPS
 
     @property
     def box_columns(self) -> int:
-        """Columns of a box."""
+        """Return columns of a box."""
         return ROW_BYTES // self.element_bytes
 
     @property
     def word_elements(self) -> int:
-        """Elements of a 32-bit word, or column of tensor memory."""
+        """Return elements of a 32-bit word, or column of tensor memory."""
         return WORD_BYTES // self.element_bytes
 
     @property
     def latent_boxes(self) -> int:
-        """Boxes of the latent columns of a CTA and tile."""
+        """Return the boxes of the latent columns of a CTA and tile."""
         return CTA_COLUMNS // self.box_columns
 
     @property
     def stage_boxes(self) -> int:
-        """Boxes of a stage: one more, of RoPE columns, overwritten by P."""
+        """Return the boxes of a stage: one more, of RoPE columns, overwritten by P."""
         return self.latent_boxes + 1
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage."""
+        """Return the bytes of a stage."""
         return self.stage_boxes * BOX_BYTES
 
     @property
     def probs_offset(self) -> int:
-        """First byte of the last box of a stage."""
+        """Return the first byte of the last box of a stage."""
         return self.latent_boxes * BOX_BYTES
 
     @property
     def query_rope_column(self) -> int:
-        """Where the RoPE columns of Q begin in tensor memory."""
+        """Return the column of tensor memory at which the RoPE columns of Q begin."""
         return QUERY_COLUMN + CTA_COLUMNS // self.word_elements
 
     @property
     def latent_steps(self) -> int:
-        """MMAs of S over the latent columns."""
+        """Return MMAs of S over the latent columns."""
         return CTA_COLUMNS * self.element_bytes // STEP_BYTES
 
     @property
     def rope_steps(self) -> int:
-        """MMAs of S over the RoPE columns."""
+        """Return MMAs of S over the RoPE columns."""
         return CTA_ROPE * self.element_bytes // STEP_BYTES
 
     @property
     def step_keys(self) -> int:
-        """Keys that one MMA of P V contracts."""
+        """Return the keys that one MMA of P V contracts."""
         return STEP_BYTES // self.element_bytes
 
     @property
     def key_steps(self) -> int:
-        """MMAs of P V over the keys of a tile."""
+        """Return MMAs of P V over the keys of a tile."""
         return TILE_KEYS // self.step_keys
 
     def products_per_tile(self, has_rope: bool) -> int:
-        """Matrix products of one tile."""
+        """Return the matrix products of one tile."""
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
         return scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the ring."""
+        """Return the bytes of the ring."""
         return self.kv_stages * self.stage_bytes
 
     def smem(self, *added: Field) -> SmemLayout:
@@ -222,7 +222,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Pipes:
-    """The barriers of the table above."""
+    """The barriers of Geometry.smem. dense_decode/sm100.py says who arrives where."""
 
     kv_ready: StageBarriers
     kv_free: StageBarriers

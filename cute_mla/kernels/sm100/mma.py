@@ -38,7 +38,7 @@ from .config import (
 
 
 class TileValidity(Protocol):
-    """Which tiles have no keys, for kernels whose roles then pass them on."""
+    """The tiles without keys, for kernels whose roles then pass them on."""
 
     def wait(self, pipes: Any, tile: Int32) -> None:
         """Block until a tile's bits are there."""

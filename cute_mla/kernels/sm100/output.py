@@ -98,7 +98,7 @@ class OutputRole:
 
     @cute.jit
     def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
-        """O *= alpha where the reference has moved, then let P V of this tile begin.
+        """Return O *= alpha where the reference has moved, then let P V of this tile begin.
 
         O of a work tile's first tile is overwritten, so there is nothing to scale, but O of the one before must have been read."""
         pipes.alpha_ready.consumer_wait(tile)

@@ -39,28 +39,28 @@ class E4m3Columns:
 
     @property
     def passes(self) -> int:
-        """Loads of a lane and tile."""
+        """Return the loads of a lane and tile."""
         return len(self.rChunks)
 
     def key_of(self, step: int) -> Int32:
-        """The lane's key of a pass."""
+        """Return the lane's key of a pass."""
         return self.key + step * self.at_once
 
     def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Starts the load of one pass; zeros for keys that do not count."""
+        """Start the load of one pass; zeros for keys that do not count."""
         row = keys.row_of(self.key_of(step))
         load_chunk(self.rChunks[step], row + self.source, both(row != 0, self.wanted))
 
     def store_half(self, step: int, half: int, rows: cute.Pointer, words: cute.Tensor) -> None:
-        """Writes eight of the lane's columns, by now 16-bit, to the warp's rows of a stage."""
+        """Write eight of the lane's columns, by now 16-bit, to the warp's rows of a stage."""
         key = self.key_of(step)
         place = (ELEMENT_BYTES * self.chunk + half) ^ (key % CHUNKS_PER_ROW)
         store_chunk(rows + (self.box * BOX_BYTES + key * ROW_BYTES + place * CHUNK), words, self.wanted)
 
 
 def latent_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """A CTA's half of the latent columns, where a row begins with them, one byte each. A pass has two keys, even and odd, in
-    alternating quads of lanes."""
+    """Return the mover of a CTA's half of the latent columns, where a row begins with them, one byte each. A pass has two keys, even
+    and odd, in alternating quads of lanes."""
     lane = cute.arch.lane_idx()
     box, chunk = lane // (BOX_LANES * KEYS_AT_ONCE), lane % BOX_LANES
     source = rank * CTA_COLUMNS + box * BOX_COLUMNS + chunk * CHUNK
@@ -78,13 +78,13 @@ class ConvertedTile:
     lag: ClassVar[int] = 0
 
     def prepare(self, keys: Any) -> None:
-        """Starts all loads of the first tile."""
+        """Start all loads of the first tile."""
         for run in self.runs:
             for step in range(run.passes):
                 run.fetch(step, keys)
 
     def put(self, rows: cute.Pointer, keys: Any, following: Any) -> None:
-        """Writes the tile to the warp's rows of a stage, pass by pass, each followed by the loads of the same pass of the
+        """Write the tile to the warp's rows of a stage, pass by pass, each followed by the loads of the same pass of the
         following tile, in the order of the source: ptxas moves most of them behind the stores."""
         for run in self.runs:
             for step in range(run.passes):

@@ -29,16 +29,16 @@ LANES = 32
 
 @dataclass(frozen=True)
 class LaneKeys:
-    """Where the keys of a warp lie: lane l has key l % 16. row: address in gmem, 0 for a key that does not count."""
+    """The keys of a warp: lane l has key l % 16. row: address in gmem, 0 for a key that does not count."""
 
     row: Int64
 
     def row_of(self, key: Int32) -> Int64:
-        """Address of a key's row."""
+        """Return the address of a key's row."""
         return from_lane(self.row, key)
 
     def seen(self) -> Int32:
-        """A bit per key, from bit 0 on: whether it counts. The upper 16 bits are other keys'."""
+        """Return a bit per key, from bit 0 on: whether it counts. The upper 16 bits are other keys'."""
         return cute.arch.vote_ballot_sync(self.row != 0)
 
 
@@ -60,7 +60,7 @@ class CopiedColumns:
 
     @staticmethod
     def create(chunks: int, box: int, first: Int32, wanted: Boolean | None = None) -> CopiedColumns:
-        """Columns of which nothing has been fetched. chunks: 4, or a multiple of 8."""
+        """Return columns of which nothing has been fetched. chunks: 4, or a multiple of 8."""
         lane = cute.arch.lane_idx()
         # half a row a key: the lanes that store together take keys j and j + 4, whose swizzled halves differ
         halves = (lane >> 3) | ((lane >> 2) & 1) << 2
@@ -69,20 +69,20 @@ class CopiedColumns:
 
     @property
     def passes(self) -> int:
-        """Loads of a lane and tile."""
+        """Return the loads of a lane and tile."""
         return len(self.rChunks)
 
     def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Starts the load of one pass; zeros for keys that do not count."""
+        """Start the load of one pass; zeros for keys that do not count."""
         row = keys.row_of(self._key(step))
         load_chunk(self.rChunks[step], row + (self.first + self.chunk * CHUNK), both(row != 0, self.wanted))
 
     def store(self, step: int, rows: cute.Pointer) -> None:
-        """Writes one pass to the warp's rows of a stage."""
+        """Write one pass to the warp's rows of a stage."""
         store_chunk(self._target(step, rows), self.rChunks[step], self.wanted)
 
     def copy(self, step: int, rows: cute.Pointer, keys: LaneKeys) -> None:
-        """Starts a copy of one pass to the warp's rows of a stage; zeros for keys that do not count."""
+        """Start a copy of one pass to the warp's rows of a stage; zeros for keys that do not count."""
         row = keys.row_of(self._key(step))
         source = gmem(Int32, row + (self.first + self.chunk * CHUNK), CHUNK)
         primitives.cp_async_shared_global(
@@ -111,67 +111,67 @@ class CopiedTile:
     lag: ClassVar[int] = 2
 
     def prepare(self, keys: LaneKeys) -> None:
-        """Nothing: a copy needs its stage."""
+        """Do nothing: a copy needs its stage."""
 
     def put(self, rows: cute.Pointer, keys: LaneKeys, following: LaneKeys) -> None:
-        """Starts the copies of a tile to the warp's rows of a stage, and waits for those of the tile `lag` before it."""
+        """Start the copies of a tile to the warp's rows of a stage, and waits for those of the tile `lag` before it."""
         self.start(rows, keys)
         self.finish()
 
     def start(self, rows: cute.Pointer, keys: LaneKeys) -> None:
-        """Starts the copies of a tile."""
+        """Start the copies of a tile."""
         for run in self.runs:
             for step in range(run.passes):
                 run.copy(step, rows, keys)
 
     def finish(self) -> None:
-        """Says that those of a tile have been started, and waits for those of the tile `lag` before it."""
+        """Commit the copies of a tile as a group, and wait for those of the tile `lag` before it."""
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(self.lag)
 
 
 def latent_columns(rank: Int32) -> CopiedColumns:
-    """A CTA's half of the latent columns, where a row begins with them."""
+    """Return the mover of a CTA's half of the latent columns, where a row begins with them."""
     return CopiedColumns.create(CTA_COLUMNS * ELEMENT_BYTES // CHUNK, 0, rank * (CTA_COLUMNS * ELEMENT_BYTES))
 
 
 def rope_columns(first: int, rank: Int32) -> CopiedColumns:
-    """A CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box behind the values."""
+    """Return the mover of a CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box behind the values."""
     return CopiedColumns.create(CTA_ROPE * ELEMENT_BYTES // CHUNK, SIXTEEN_BIT.latent_boxes, first + rank * (CTA_ROPE * ELEMENT_BYTES))
 
 
 def from_lane(value: Int64, lane: Int32) -> Int64:
-    """A lane's 64-bit number."""
+    """Return a lane's 64-bit number."""
     low = cute.arch.shuffle_sync(Int32(value & 0xFFFFFFFF), lane)
     high = cute.arch.shuffle_sync(Int32(value >> 32), lane)
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
 def both(first: Boolean, second: Boolean | None) -> Boolean:
-    """Whether two conditions hold, of which the second may be missing."""
+    """Return whether two conditions hold, of which the second may be missing."""
     return first if second is None else first & second
 
 
 def make_chunks(count: int) -> tuple[cute.Tensor, ...]:
-    """Registers for so many 16-byte chunks."""
+    """Return the registers for so many 16-byte chunks."""
     return tuple(cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32) for _ in range(count))
 
 
 def gmem(element: type[cutlass.Numeric], address: Int64, alignment: int) -> cute.Pointer:
-    """An address as a pointer."""
+    """Return an address as a pointer."""
     return cute.make_ptr(element, address, AddressSpace.gmem, assumed_align=alignment)
 
 
 @cute.jit
 def load_chunk(target: cute.Tensor, address: Int64, wanted: Boolean):
-    """16 bytes of gmem, or zeros, of which nothing is read."""
+    """Load 16 bytes of gmem; zeros, and no access, unless wanted."""
     target.fill(0)
     if wanted:
         cute.autovec_copy(cute.make_tensor(gmem(Int32, address, CHUNK), target.layout), target)
 
 
 def store_chunk(target: cute.Pointer, words: cute.Tensor, wanted: Boolean | None) -> None:
-    """16 bytes to shared memory, from the lanes that have some."""
+    """Store 16 bytes to shared memory, from the lanes that have some."""
     if wanted is None:
         cute.autovec_copy(words, cute.make_tensor(cute.recast_ptr(aligned(target, CHUNK), dtype=Int32), words.layout))
     else:
@@ -180,6 +180,6 @@ def store_chunk(target: cute.Pointer, words: cute.Tensor, wanted: Boolean | None
 
 @cute.jit
 def store_wanted_chunk(target: cute.Pointer, words: cute.Tensor, wanted: Boolean):
-    """The same where not all lanes do."""
+    """Store 16 bytes to shared memory, where not all lanes have some."""
     if wanted:
         store_chunk(target, words, None)

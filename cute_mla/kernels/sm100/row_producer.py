@@ -45,7 +45,7 @@ NO_POSITION = (1 << 31) - 1  # behind every list of keys
 
 
 class KeySource(Protocol):
-    """Where the keys lie. The types of list and look-up are the source's own."""
+    """The positions of keys in memory. The types of list and look-up are the source's own."""
 
     def key_list(self, operands: Any, req: Int32) -> Any:
         """Return the list of one request's keys."""
@@ -57,11 +57,11 @@ class KeySource(Protocol):
         """Return what the list holds at a position; nothing is read past its end."""
 
     def locate(self, operands: Any, keys: Any, found: Any, position: Int32) -> LaneKeys:
-        """Return where the rows lie that a look-up has found."""
+        """Return the where the rows lie that a look-up has found."""
 
 
 class ColumnMover(Protocol):
-    """How a warp's share of a tile gets to shared memory."""
+    """The way of a warp's share of a tile to shared memory."""
 
     @property
     def lag(self) -> int:
@@ -75,7 +75,7 @@ class ColumnMover(Protocol):
 
 
 class KeyBits(Protocol):
-    """How the warps tell which keys count."""
+    """The bits by which warps tell which keys count."""
 
     def store(self, pipes: Any, stage: Int32, warp: Int32, keys: Any) -> None:
         """Write the bits of a warp's keys in a stage."""

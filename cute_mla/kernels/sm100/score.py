@@ -199,7 +199,7 @@ class ScoreRows:
 
 
 class KeyMask(Protocol):
-    """Which keys count."""
+    """The keys that count."""
 
     def apply(self, operands: Any, pipes: Any, rows: ScoreRows, left: Int32, tile: Int32) -> None:
         """Set scores of keys that do not count to -inf, in a tile `left` keys before the end."""

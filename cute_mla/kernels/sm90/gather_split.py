@@ -29,7 +29,7 @@ Half = Any  # of a tile: 0 or 1, an int or an Int32
 
 
 def halves_of_cta(cluster: int) -> tuple[Half, Half]:
-    """The halves of a tile, the one first whose stages' columns this CTA brings if another CTA brings the other's."""
+    """Return the halves of a tile; the first is the one whose columns this CTA brings if another CTA brings the other's."""
     if cluster == 1:
         return 0, 1
     rank = cute.arch.block_idx_in_cluster()
@@ -37,7 +37,7 @@ def halves_of_cta(cluster: int) -> tuple[Half, Half]:
 
 
 def peer_shift(anchor: cute.Pointer) -> Int32:
-    """What to add to a shared memory address of this CTA for the same place in the peer's."""
+    """Return the distance from a shared memory address of this CTA to the same one in the peer's."""
     peer = 1 - cute.arch.block_idx_in_cluster()
     here = anchor.toint()
     there = cute.arch.inline_ptx(
@@ -47,11 +47,11 @@ def peer_shift(anchor: cute.Pointer) -> Int32:
 
 
 def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
-    """Signals that half a stage, which begins at a shared memory address, is stored and fenced by all who store to it, and copies it
-    to the peer. One warp.
+    """Commit half a stage, which begins at a shared memory address and is stored and fenced by all who store to it, and copy it to
+    the peer. One warp.
 
-    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that stage has been free there too,
-    since kv_free counts the consumers of both."""
+    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that stage has been free there too, since
+    kv_free counts the consumers of both."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)
         there = _shared(Int32(ready.toint()) + shift)

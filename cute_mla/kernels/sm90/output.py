@@ -44,8 +44,8 @@ class OutputAccumulators:
     accumulators: tuple[cute.Tensor, ...]
 
     def add_tile(self, tiles: Any, pipes: Any, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Return whether O has begun
-        now."""
+        """Return O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Return whether O has
+        begun now."""
         raise NotImplementedError
 
     def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> list[Float32]:
@@ -140,7 +140,7 @@ class LatentOutput(OutputAccumulators):
 
     @cute.jit
     def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """O += P V of one tile. Wait probs_ready. Signal kv_free, rope_free."""
+        """Return O += P V of one tile. Wait probs_ready. Signal kv_free, rope_free."""
         # the score role has waited for the keys before it made P
         pipes.probs_ready.consumer_wait(state.rope)
         if cutlass.const_expr(self.validity is not None):
@@ -165,7 +165,7 @@ class LatentOutput(OutputAccumulators):
 
     @cute.jit
     def add_values(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32):
-        """O += P V, or O = P V, of a tile whose keys and probabilities have come. Signal kv_free."""
+        """Add P V of a tile whose keys and probabilities have come to O, or O = P V. Signal kv_free."""
         stages = self.stages(pipes, state)
         alpha = self.factors.load(state.rope.stage)
         if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):

@@ -38,13 +38,13 @@ class Run:
 
     @property
     def words(self) -> int:
-        """32-bit words that a thread loads."""
+        """Return 32-bit words that a thread loads."""
         return (BOX_COLUMNS if self.quantised else ROW_BYTES) // LANES_PER_KEY // 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is loaded together: some columns of one of a thread's keys.
+    """Bytes that are loaded together: some columns of one of a thread's keys.
 
     stage: of the tile, ROPE_STAGE for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
     among the scales.
@@ -57,17 +57,17 @@ class Step:
 
     @property
     def words(self) -> int:
-        """32-bit words that a thread loads."""
+        """Return 32-bit words that a thread loads."""
         return sum(run.words for run in self.runs)
 
     @property
     def quantised(self) -> bool:
-        """Whether it needs scales."""
+        """Return whether the step needs scales."""
         return any(run.quantised for run in self.runs)
 
 
 def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
+    """Return the steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
     has the same registers."""
 
     def words(ahead: int) -> int:
@@ -78,11 +78,11 @@ def steps_ahead(steps: tuple[Step, ...]) -> int:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where this thread reads and writes, in bytes. All constant.
+    """Offsets at which this thread reads and writes, in bytes. All constant.
 
-    narrow, wide: within a box of the shared memory ring, the first of the two chunks that it makes of 16 e4m3 values, and
-    that it copies of 128 bytes; the other one is at ^ 16, ^ 64. source: of its e4m3 values within 64 bytes, and of its first
-    chunk of 128 within each 64. swapped: 64 if it copies the second half of the 128 bytes first.
+    narrow, wide: within a box of shared memory, the first of the two chunks that the thread makes of 16 e4m3 values, and that it
+    copies of 128 bytes; the other one is at ^ 16, ^ 64. source: of its e4m3 values within 64 bytes, and of its first chunk of 128
+    within each 64. swapped: 64 if it copies the second half of the 128 bytes first.
 
     In every quarter of a warp lie two keys, whose rows differ in the lowest bit of the swizzle: the eight chunks that are
     stored at a time are in eight different banks.
@@ -95,7 +95,7 @@ class Lane:
 
     @staticmethod
     def of(thread: Int32) -> Lane:
-        """Of a thread of the warpgroup."""
+        """Return the offsets of a thread of the warpgroup."""
         row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
         swizzle = row % KEYS_PER_WARP
         swapped = row % 2
@@ -108,23 +108,23 @@ class Lane:
 
 
 def pinned_lane(thread: Int32) -> Lane:
-    """Lane.of, in registers."""
+    """Return Lane.of, pinned in registers."""
     lane = Lane.of(thread)
     return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
 def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
-    """Words of gmem."""
+    """Return the words of gmem."""
     return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(count))
 
 
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Some registers of a buffer."""
+    """Return the some registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))
 
 
 def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
-    """Asks for the bytes of a step, of a key's row that is there."""
+    """Start the loads of a step, of a present key's row."""
     first = 0
     for run in step.runs:
         address = row + (lane.source + run.source)
@@ -140,7 +140,7 @@ def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
 
 
 def store_chunk(words: cute.Tensor, target: Int32) -> None:
-    """16 bytes to a shared memory address."""
+    """Store 16 bytes to a shared memory address."""
     pointer = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK)
     cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS)))
 
@@ -148,7 +148,7 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 def store_runs(
     step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane, offset: int = 0
 ) -> None:
-    """Stores the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
+    """Store the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
     values of a run in 4 words to 8 words of 16-bit columns."""
     first = 0
     for run in step.runs:

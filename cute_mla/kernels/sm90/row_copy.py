@@ -42,11 +42,11 @@ GATHER_ROLES = (Role("copy", 0, COPY_WARPS), Role("courier", COURIER_WARP, 1), R
 
 @dataclass(frozen=True)
 class CopyPipes(Pipes):
-    """The shared roles' barriers, those within the gathering warpgroup, and what the scout tells.
+    """The shared roles' barriers, the barriers within the gathering warpgroup, and what the scout publishes.
 
     kv_landed, rope_landed: copy -> courier, an arrival per copying thread. valid_ready: scout -> copy, courier, score, 1; for
     every tile its validity bits, and:
-    sRows: int32 (stages, 64): numbers of rows, negative for keys that are not there. sBases: int64 (stages): address of row 0.
+    sRows: int32 (stages, 64): numbers of rows, negative for absent keys. sBases: int64 (stages): address of row 0.
     """
 
     kv_landed: StageBarriers
@@ -75,10 +75,10 @@ class CopyPipes(Pipes):
 
 @dataclass(frozen=True)
 class CopyLane:
-    """Where this thread reads and writes, in bytes. All constant.
+    """Offsets at which this thread reads and writes, in bytes. All constant.
 
     first_key: of its keys in half a tile. source: within 128 bytes of a row. targets: of the first passes, within half a box;
-    the places repeat with the swizzle. halves: those of the tile, the CTA's own first.
+    the targets repeat with the swizzle. halves: those of the tile, the CTA's own first.
     """
 
     first_key: Int32
@@ -88,7 +88,7 @@ class CopyLane:
 
     @staticmethod
     def create(thread: Int32, halves: tuple[Half, Half]) -> CopyLane:
-        """Of a thread of the copying warps."""
+        """Return the of a thread of the copying warps."""
         chunk, key = thread % LANES_PER_KEY, thread % 32 // LANES_PER_KEY
         first = thread // 32 * WARP_KEYS + key
         targets = []
@@ -97,13 +97,13 @@ class CopyLane:
         return CopyLane(first, chunk * CHUNK, tuple(targets), halves)
 
     def target(self, half: int, p: int) -> Int32:
-        """Where a box has its chunk of the key of a pass over one of the halves."""
+        """Return the place in a box of this thread's chunk, for the key of a pass over one of the halves."""
         return self.halves[half] * HALF_BYTES + self.targets[p % PLACES] + p // PLACES * SWIZZLE_KEYS * ROW_BYTES
 
 
 @dataclass(frozen=True)
 class TileRows:
-    """The rows of a tile's keys, as the scout has told: where their numbers lie, and what they are counted from."""
+    """Rows of a tile that the scout warp has published: where their numbers lie, and what they are counted from."""
 
     numbers: cute.Pointer
     base: Int64
@@ -111,18 +111,18 @@ class TileRows:
 
     @staticmethod
     def create(pipes: CopyPipes, tile: Int32, row_stride: Int64) -> TileRows:
-        """Of a tile that has been told of."""
+        """Return the of a tile that has been told of."""
         stage = pipes.valid_ready.stage(tile)
         return TileRows(pipes.sRows + stage * TILE_KEYS, (pipes.sBases + stage).load(), row_stride)
 
     def row(self, key: Int32) -> tuple[Int64, Boolean]:
-        """(the address of a key's row, whether the key is there); if not, the address is none."""
+        """Return (the address of a key's row, whether the key is present); if not, the address is none."""
         number = (self.numbers + key).load()
         return self.base + Int64(Uint32(number)) * self.row_stride, number >= 0
 
     def copy(self, lane: CopyLane, target: Int32, source: int, boxes: int, halves: int = HALVES) -> None:
-        """Starts the copies of 64 columns a box, of the keys in so many halves. Addresses are worked out anew every time: they
-        would take 16 registers.
+        """Start the copies of 64 columns a box, of the keys in so many halves. Addresses are computed anew every time: they would
+        take 16 registers.
 
         target: shared memory address of the first box. source: byte of a row at which its columns begin."""
         for half in range(halves):
@@ -135,7 +135,7 @@ class TileRows:
 
 
 def copy_chunk(target: Int32, source: Int64, wanted: Boolean) -> None:
-    """Starts the copy of 16 bytes from gmem to a shared memory address, or of zeros."""
+    """Start the copy of 16 bytes from gmem to a shared memory address, or of zeros."""
     primitives.cp_async_shared_global(
         cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK).raw_ptr(),
         cute.make_ptr(Int32, source, cute.AddressSpace.gmem, assumed_align=CHUNK).raw_ptr(),
@@ -146,5 +146,5 @@ def copy_chunk(target: Int32, source: Int64, wanted: Boolean) -> None:
 
 
 def arrive_landed(barrier: cute.Pointer) -> None:
-    """An arrival of this thread as soon as all its copies up to here have landed."""
+    """Arrive for this thread as soon as all its copies up to here have landed."""
     primitives.cp_async_mbarrier_arrive(barrier.raw_ptr(), noinc=True)

@@ -44,14 +44,14 @@ STEPS_PER_STAGE = STAGE_COLUMNS // K_STEP
 
 
 class KeyMask(Protocol):
-    """Which keys a row sees."""
+    """The keys that a row sees."""
 
     def apply(self, operands: Any, tiles: Any, scores: TileScores, state: TileState, left: Int32) -> None:
         """Set the scores of keys that a row does not see to -inf. left: keys of the request from the tile on."""
 
 
 class TileValidity(Protocol):
-    """Which tiles have no keys, for kernels that know it ahead."""
+    """The tiles without keys, for kernels that know them ahead."""
 
     def wait(self, pipes: Any, state: TileState) -> None:
         """Block until a tile's bits are there."""
@@ -186,7 +186,7 @@ class LatentScores:
             pipes.rope_ready.consumer_wait(state.rope)
 
     def _multiply_step(self, step: int, tK: cute.Tensor) -> None:
-        """S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
+        """Return S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
         tile, step_in_tile = divmod(step, STEPS_PER_BOX)
         if tile < self.geometry.q_tiles_in_registers:
             cute.gemm(self.from_registers, self.scores, self.rQ[None, None, step], tK, self.scores)

@@ -73,8 +73,8 @@ SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather
 
 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
-    """Few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the others leave
-    room for nine slots."""
+    """Return the geometry: few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the
+    others leave room for nine stages."""
     q_tiles_in_smem, rope_stages = 7, 3
     in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
     producer_registers = {1: 96, 2: 88}[in_registers]
@@ -132,7 +132,7 @@ class SparseDecodeSm90(AttentionKernel):
 
 @dataclass(frozen=True)
 class Span:
-    """The tiles of a work_tile."""
+    """The tiles of a work tile."""
 
     req: Int32
     begin_tile: Int32
@@ -153,7 +153,7 @@ class GatherRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+        """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         tile, kv, rope = Int32(0), pipes.kv_free.state(Int32(0)), pipes.rope_free.state(Int32(0))
@@ -174,8 +174,10 @@ class GatherRole:
     def gather_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
     ) -> tuple[PipelineState, PipelineState]:
-        """The tiles of one work_tile. Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
-        Returns the places of the rings behind them."""
+        """Gather the tiles of one work tile. Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their
+        use.
+
+        Return the pipeline states behind them."""
         steps, ahead, per_stage = self.steps, self.ahead, len(self.steps) // STAGES_PER_TILE
         # What is not converted would all be asked for before any is stored: a slot's loads wait for its last store.
         together = 1 if self.format.group else per_stage
@@ -227,7 +229,7 @@ class GatherRole:
 
     @cute.jit
     def begin_rope(self, tiles: Tiles, pipes: Pipes, place: PipelineState, keys: Keys, lane: Lane, thread: Int32):
-        """Waits for the RoPE slot, starts the copies of its columns, and writes beside it which keys are there: two bytes a warp."""
+        """Acquire the RoPE stage, start the copies of its columns, and write beside it which keys are present: two bytes a warp."""
         pipes.rope_free.producer_acquire(place)
         if cutlass.const_expr(self.geometry.has_rope):
             own = tiles.sRope.iterator.toint() + place.stage * BOX_BYTES + halves_of_cta(self.cluster)[0] * HALF_BYTES
@@ -240,7 +242,7 @@ class GatherRole:
 
     @cute.jit
     def finish_rope(self, pipes: Pipes, place: PipelineState):
-        """Hands over the RoPE columns, which have had all the tile to land."""
+        """Commit the RoPE columns, which have had all the tile to land."""
         if cutlass.const_expr(self.geometry.has_rope):
             cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -249,7 +251,7 @@ class GatherRole:
 
     @cute.jit
     def finish_stage(self, pipes: Pipes, place: PipelineState, slot: cutlass.Constexpr[int], target: Int32, shift: Int32):
-        """Hands over a slot of a tile, of a pair its half, which begins at `target`."""
+        """Commit a stage of a tile, of a pair its half, which begins at `target`."""
         cute.arch.fence_proxy("async.shared", space="cta")
         ready = pipes.kv_ready.barrier(place)
         if self.is_last(slot):
@@ -260,10 +262,10 @@ class GatherRole:
 
     @cute.jit
     def is_last(self, slot: cutlass.Constexpr[int]) -> Boolean:
-        """Whether this warp hands over a slot of a tile: one does, and waits until all have stored and fenced. The others go on.
+        """Return whether this warp commits a stage of a tile: one does, and waits until all have stored and fenced. The others go on.
 
-        The slots' turns go round the warps, so that no warp is at a slot of the next tile before the one whose turn it is has been
-        there: each has waited for all in between."""
+        The turns go round the warps, so that no warp is at a stage of the next tile before the one whose turn it is has been there:
+        each has waited for all in between."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mine = warp == slot % WARPS_PER_GROUP
         if mine:
@@ -274,7 +276,7 @@ class GatherRole:
 
 
 def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
-    """Those of the gather role: one for each slot of a tile, and one for its RoPE columns."""
+    """Return the named barriers of the gather role: one for each stage of a tile, and one for its RoPE columns."""
     names = [f"slot_{slot}" for slot in range(STAGES_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
     return tuple(NamedBarrier(name, GATHER_BARRIER + i) for i, name in enumerate(names))
 

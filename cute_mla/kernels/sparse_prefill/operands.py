@@ -26,7 +26,7 @@ class Latent:
     s_kv: Int32
 
     def rows_of(self, req: Int32) -> tuple[Int32, Int32]:
-        """(first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
+        """Return (first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
         first = clip(load_or(self.offsets, req, Int32(0)), self.s_kv)
         end = clip(load_or(self.offsets, req + 1, self.s_kv), self.s_kv)
         return first, larger(end - first, Int32(0))
@@ -46,25 +46,25 @@ class IndexList:
     row_stride: Int64
 
     def look_up(self, position: Int32) -> Int32:
-        """The index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
+        """Return the index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
         return self.checked(self.entry(position))
 
     def entry(self, position: Int32) -> Int32:
-        """What stands at a position of the list, NO_ROW past its end, where nothing is read."""
+        """Return the entry at a position of the list, NO_ROW past its end, where nothing is read."""
         return entry_before(self.indices, position, self.count)
 
     def checked(self, index: Int32) -> Int32:
-        """An index, NO_ROW for one that names no row."""
+        """Return an index, NO_ROW for one that names no row."""
         return cutlass.select_(Uint32(index) < Uint32(self.rows), index, Int32(NO_ROW))
 
     def row_address(self, index: Int32) -> Int64:
-        """The address of a row as a number, 0 for NO_ROW."""
+        """Return the address of a row as a number, 0 for NO_ROW."""
         return cutlass.select_(index >= 0, self.base + Int64(index) * self.row_stride, Int64(0))
 
 
 @cute.jit
 def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
-    """An entry of a list of so many, NO_ROW outside of it."""
+    """Return an entry of a list of so many, NO_ROW outside of it."""
     index = Int32(NO_ROW)
     if Uint32(position) < Uint32(count):
         index = (entries + position).load()

@@ -113,13 +113,13 @@ class SparsePrefillSm100(AttentionKernel):
 
 @dataclass(frozen=True)
 class TileKeys(LaneKeys):
-    """Where the keys of a warp lie, and which of the tile's are there: lane l has the l-th key from the warp's first one on,
-    and the one 32 keys from it. other: that one counts."""
+    """The keys of a warp, and which of the tile's count: lane l has the l-th key from the warp's first one on, and the one 32 keys
+    from it. other: that one counts."""
 
     other: Boolean
 
     def any_seen(self) -> Boolean:
-        """Whether a key of the tile counts."""
+        """Return whether a key of the tile counts."""
         return (cute.arch.vote_ballot_sync(self.row != 0) | cute.arch.vote_ballot_sync(self.other)) != 0
 
 

@@ -67,7 +67,7 @@ VALID_STAGES = ROPE_STAGES  # a tile's bits take the place of those of the tile 
 
 
 def geometry_of(d_qk: int) -> Geometry:
-    """Copies need no registers for bytes, so that Q gets them; what it leaves of shared memory are stages."""
+    """Return the geometry: copies need no registers for bytes, so that Q gets them; what Q leaves of shared memory are stages."""
     return Geometry(
         d_qk=d_qk,
         q_tiles_in_registers=5,
@@ -149,7 +149,7 @@ class ScoutRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
-        """Waits rope_free. Signals valid_ready. Indices are asked for a tile ahead."""
+        """Wait rope_free. Signal valid_ready. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
         tile = Int32(0)
@@ -164,7 +164,7 @@ class ScoutRole:
 
     @cute.jit
     def announce(self, tiles: Tiles, pipes: CopyPipes, indices: IndexList, entries: tuple[Int32, Int32], tile: Int32):
-        """Tells which rows a tile has, from the indices of this lane's keys."""
+        """Publish which rows a tile has, from the indices of this lane's keys."""
         low, high = (indices.checked(entry) for entry in entries)
         stage, lane = pipes.valid_ready.stage(tile), cute.arch.lane_idx()
         rows = pipes.sRows + (stage * TILE_KEYS + lane)
@@ -195,7 +195,7 @@ class CopyRole:
 
     @cute.jit
     def copy_tile(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, tile: Int32):
-        """Waits valid_ready, kv_free, rope_free. Signals kv_landed, rope_landed."""
+        """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
         present = told_of_keys(tiles, pipes, tile)
         rows = TileRows.create(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
@@ -229,7 +229,7 @@ class CourierRole:
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
-        """Waits kv_landed, rope_landed. Signals kv_ready, rope_ready."""
+        """Wait kv_landed, rope_landed. Signal kv_ready, rope_ready."""
         present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
             use = tile * STAGES_PER_TILE + step

@@ -78,13 +78,13 @@ class Smem:
 
 @cute.jit
 def planned_tiles(length: Int32) -> Int32:
-    """max(ceil(length / 64), 1); written so that neither a negative nor a huge length overflows."""
+    """Return max(ceil(length / 64), 1), computed so that neither a negative nor a huge length overflows."""
     return (cutlass.max(length, Int32(1)) - 1) // TILE_KEYS + 1
 
 
 @cute.jit
 def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Constexpr):
-    """Exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
+    """Return the exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, thread // 32  # not warp_idx(): it shuffles, which inside the branch below would hang or lie
     inclusive = value
@@ -106,7 +106,7 @@ def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Conste
 
 @cute.jit
 def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
-    """Cost of the requests [begin, end)."""
+    """Return the cost of the requests [begin, end)."""
     cost = Int64(0)
     for request in cutlass.range(begin, end, unroll=1):
         cost += Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
@@ -115,7 +115,7 @@ def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
 
 @cute.jit
 def count_not_above(values: cute.Pointer, count: Int32, bound):
-    """How many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
+    """Return how many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
     found = Int32(0)
     for level in cutlass.range_constexpr(11):
         probe = found + (1024 >> level)
@@ -126,8 +126,10 @@ def count_not_above(values: cute.Pointer, count: Int32, bound):
 
 @cute.jit
 def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> Int32:
-    """The boundary of this thread, if every part takes as many whole requests as fit: the request it lies at. Each of the batch <= 1,024
-    requests is a run. tables: two for next, which end up in any state. It contains a barrier for each level."""
+    """Return the boundary of this thread, if every part takes as many whole requests as fit: the request it lies at.
+
+    Each of the batch <= 1,024 requests is a run. tables: two for next, which end up in any state. It contains a barrier for each
+    level."""
     thread, _, _ = cute.arch.thread_idx()
     table, other = tables
     table[thread] = cutlass.min(count_not_above(costs, Int32(THREADS + 1), costs[thread] + cap) - 1, batch)
@@ -149,7 +151,7 @@ def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> 
 
 @cute.jit
 def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
-    """The request in which a cost < T lies, and the offset in it."""
+    """Return the request in which a cost < T lies, and the offset in it."""
     index = count_not_above(costs, Int32(THREADS), cost) - 1
     offset = cost - costs[index]
     request = index * run
@@ -166,8 +168,9 @@ def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch
 
 @cute.jit
 def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, split: Int32, batch: Int32):
-    """One row of the plan, for the part between the boundaries begin and end, each (request, tile); split: index among the
-    pieces of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
+    """Write one row of the plan, for the part between the boundaries begin and end, each (request, tile).
+
+    split: index among the splits of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
     begin_req, begin_tile = begin
     end_req, end_tile = end
     first, last, end_open = Int32(0), Int32(0), Int32(0)
@@ -274,7 +277,7 @@ def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source, ready to compile."""
+    """Return the kernel's source, ready to compile."""
     name = kernel_name("split_plan", arch.name, config.name)
     return KernelDefinition(
         op="split_plan",
