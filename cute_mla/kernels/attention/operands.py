@@ -1,4 +1,4 @@
-"""What the roles over a latent need of an op's operands, whatever addresses its rows."""
+"""Protocols of the operands that the roles over a latent take, whatever addresses an op's rows."""
 
 from __future__ import annotations
 

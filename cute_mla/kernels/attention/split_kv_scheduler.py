@@ -1,4 +1,4 @@
-"""Walks the work tiles of work that a plan gives to one part: request by request, split by split.
+"""Scheduler of decode: the work tiles that a plan gives to one partition, request by request, split by split.
 
 Every role of a decode kernel walks the same work tiles in the same order, so the roles need no messages about what to do next.
 What a role knows of its part and work tile is read again where it is needed, a few loads from L2 per work tile, so that only a

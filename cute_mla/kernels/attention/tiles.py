@@ -1,4 +1,4 @@
-"""What the tiles of every kernel over a latent share."""
+"""Sizes and positions that the tiles of every kernel over a latent share."""
 
 from __future__ import annotations
 

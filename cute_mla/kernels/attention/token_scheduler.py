@@ -1,4 +1,4 @@
-"""Walks query tokens, each a work tile of work of its own: what `work` is to kernels whose requests may be cut.
+"""Scheduler of sparse prefill: query tokens, each a work tile of its own, with the interface of split_kv_scheduler.
 
 The CTAs that share the heads of a token are a group. Group z of n takes the tokens z, z + n, z + 2 n and so on: tokens that
 are worked on at the same time are neighbours, whose keys are often the same, and no order has to be agreed upon.

@@ -15,7 +15,7 @@ Roles of a CTA (384 threads):
   mma     warp 9, of the even CTA: S = Q K^T and O += P V for both
 
 Tensor memory: O in 256 columns, Q in 144, S in 64. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
-Shared memory: a ring of 5 stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
+Shared memory: 5 stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
 
 Pipelines (producer -> consumer; arrivals per phase). Barriers that the mma role waits for count in the even CTA; what it
 commits arrives in both:
@@ -32,7 +32,7 @@ commits arrives in both:
 
 With e4m3 operands all is the same but for what the half of the bytes brings about: 7 stages of two latent boxes, Q in 72
 columns of tensor memory, two groups of score warps that take tiles in turn (512 threads, S of two tiles, S two tiles ahead of
-P V; sm100/alternating.py), rings of 3 where the table says 2 and of 2 for the scores. P is e4m3, too: its reference
+P V; ../sm100/alternating.py), 3 stages where the table says 2 and 2 for the scores. P is e4m3, too: its reference
 follows every tile, and what O is divided by is the sum of P as it was rounded, which the tensor cores add up as P times ones.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the

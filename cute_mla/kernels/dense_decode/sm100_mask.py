@@ -1,4 +1,4 @@
-"""Which keys a query row of dense decode sees, on SM100."""
+"""Mask of dense decode on SM100: the keys that a query row sees."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Roles (512 threads):
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse
   output   warpgroups 2, 3: O[:, 0:256] and O[:, 256:512] += P V in registers, rescale, epilogue
 
-Shared memory: a ring of 10 stages of 64 keys x 128 latent columns (a tile takes four), a ring of 3 stages of 64 keys x 64
+Shared memory: 10 stages of 64 keys x 128 latent columns (a tile takes four), 3 stages of 64 keys x 64
 RoPE columns, and the last 256 columns of Q. V is the same memory as K, read transposed.
 
 Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):

@@ -1,7 +1,7 @@
 """Dense MLA decode on Hopper over an e4m3 cache, multiplied as 16-bit elements.
 
 The kernel of sm90.py with another role in front: four warps load the rows of a tile, page by page, and write them as 16-bit
-columns to the stages of the rings. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
+columns to the stages of the pipelines. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
 go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the trick.
 
 Roles (512 threads):
@@ -133,25 +133,25 @@ class ConvertRole:
             if tile_range.tiles > 0:
                 first = thread // LANES_PER_KEY
                 entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
-                place = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
-                self.gather_tiles(operands, tiles, pipes, req, place, tile, end, thread)
+                keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
+                self.gather_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
             tile = end
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def gather_tiles(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, place: KeyPositions, tile: Int32, end: Int32, thread: Int32
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`. Pages are asked for a tile ahead of the addresses,
         bytes a few steps ahead of their use."""
         lane = Lane.of(thread)
         source, lane = lane.source, replace(lane, source=Int32(0))
         buffers = [cute.make_rmem_tensor(cute.make_layout(max(step.words for step in STEPS[i::AHEAD])), Int32) for i in range(AHEAD)]
-        pages = look_up(operands, req, place)
-        rows = self.addresses(operands, place, pages, source)
-        place = place.following(operands)
-        pages = look_up(operands, req, place)
+        pages = look_up(operands, req, keys)
+        rows = self.addresses(operands, keys, pages, source)
+        keys = keys.following(operands)
+        pages = look_up(operands, req, keys)
         for s in cutlass.range_constexpr(AHEAD):
             load_step(STEPS[s], buffers[s], rows[STEPS[s].key], lane)
         for use in cutlass.range(tile, end, unroll=1):
@@ -160,16 +160,16 @@ class ConvertRole:
                 self.finish_step(tiles, pipes, s, buffers[s % AHEAD], use, lane)
                 if cutlass.const_expr(s + AHEAD == len(STEPS)):
                     # whatever is loaded from here on belongs to the next tile
-                    rows = self.addresses(operands, place, pages, source)
-                    place = place.following(operands)
-                    pages = look_up(operands, req, place)
+                    rows = self.addresses(operands, keys, pages, source)
+                    keys = keys.following(operands)
+                    pages = look_up(operands, req, keys)
                 step = STEPS[(s + AHEAD) % len(STEPS)]
                 load_step(step, buffers[s % AHEAD], rows[step.key], lane)
 
-    def addresses(self, operands: Operands, place: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
+    def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
-        _, second = place_of_second(operands, place.row)
-        return operands.e4m3_address(pages[0], place.row, source), operands.e4m3_address(pages[1], second, source)
+        _, second = second_key_entry(operands, keys.row)
+        return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
     @cute.jit
     def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):
@@ -228,19 +228,19 @@ class KeyPositions:
 
 
 @cute.jit
-def look_up(operands: Operands, req: Int32, place: KeyPositions) -> tuple[Int32, Int32]:
+def look_up(operands: Operands, req: Int32, keys: KeyPositions) -> tuple[Int32, Int32]:
     """Return the pages of the thread's two keys; NO_PAGE for a key that the work tile does not have, whose entry is never read."""
     first, second = Int32(NO_PAGE), Int32(NO_PAGE)
-    table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(place.entry)))
-    if place.left > 0:
+    table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(keys.entry)))
+    if keys.left > 0:
         first = table.load()
-    if place.left > HALF_KEYS:
-        entries, _ = place_of_second(operands, place.row)
+    if keys.left > HALF_KEYS:
+        entries, _ = second_key_entry(operands, keys.row)
         second = (table + entries).load()
     return first, second
 
 
-def place_of_second(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
+def second_key_entry(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
     """Return the distance from a thread's first key, in some row of its page, to its second: (entries of the block table, row there).
 
     A page has a tile or more, or is a SMALL_PAGES-th of it. The code compares with the row, which changes, so that no register holds

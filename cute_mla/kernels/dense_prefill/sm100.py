@@ -15,7 +15,7 @@ Roles (512 threads):
   query    warps 14, 15: Q element by element, in variants without TMA for it
 
 Tensor memory: S of the Q tiles in 2 x 128 columns, O in 2 x 128. P, 16-bit, overwrites the first half of its S.
-Shared memory: Q (2 tiles), and a ring of 16 KB stages for keys (64 columns of 128) and values (64 of them, all columns).
+Shared memory: Q (2 tiles), and 16 KB stages for keys (64 columns of 128) and values (64 of them, all columns).
 
 Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for each Q tile:
   item_ready[4]     load -> all others            1: what the item of a round is
@@ -135,11 +135,11 @@ class DensePrefillSm100(AttentionKernel):
 
     def initialise(self, pipes: Pipes) -> None:
         """Set the arrivals of every barrier: warps of the arriving roles, or one commit."""
-        for ring in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
-            ring.initialise(1)
+        for barriers in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
+            barriers.initialise(1)
         pipes.query_ready.initialise(1 if self.wide else QUERY_WARPS)
-        for ring in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
-            ring.initialise(GROUP_WARPS)
+        for barriers in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
+            barriers.initialise(GROUP_WARPS)
         pipes.probs_ready.initialise(2 * GROUP_WARPS)
         pipes.item_free.initialise(MMA_WARP + 1 + (0 if self.wide else QUERY_WARPS))
         cute.arch.mbarrier_init_fence()

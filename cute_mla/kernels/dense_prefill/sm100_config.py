@@ -1,4 +1,4 @@
-"""The page of constants of the SM100 kernel: tile geometry, shared and tensor memory, barriers, roles."""
+"""Constants of the SM100 dense prefill kernel: tile geometry, shared and tensor memory, barriers, roles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TILE_KEYS = 128
 HALF_KEYS = TILE_KEYS // 2
 
 BOX_BYTES = BOX_ROWS * ROW_BYTES
-# a stage of the ring: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
+# a stage: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
 STAGE_BYTES = TILE_KEYS * ROW_BYTES
 BOXES_PER_STAGE = STAGE_BYTES // BOX_BYTES
 VALUE_STAGES = TILE_KEYS // HALF_KEYS  # of a key tile
@@ -119,7 +119,7 @@ class Tiles:
     """Shared memory."""
 
     sQ: cute.Pointer  # bytes of 2 Q tiles of 128 rows, in boxes of 128 rows x 128 swizzled bytes
-    sKv: cute.Pointer  # bytes of the ring: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
+    sKv: cute.Pointer  # bytes of the stages: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
     sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
     sItems: cute.Pointer  # int32 (4 rounds, 8): items
@@ -146,8 +146,8 @@ class Pipes:
 
     def of_tile(self, tile: int | Int32) -> Pipes:
         """Return the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
-        rings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pipes(**{name: StageBarriers(ring.base + tile, 1) if ring.stages == QUERY_TILES else ring for name, ring in rings.items()})
+        shared = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Pipes(**{name: StageBarriers(barriers.base + tile, 1) if barriers.stages == QUERY_TILES else barriers for name, barriers in shared.items()})
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,11 @@ class TileGemm:
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=D_V, transpose_b=True)
         probs = self.tmem + tile * TILE_KEYS
         for step in range(first // K_STEP, end // K_STEP):
-            stage, step_in_slot = divmod(step, STEPS_PER_STAGE)
+            stage, step_in_stage = divmod(step, STEPS_PER_STAGE)
             tcgen05.multiply(
                 self.tmem + (OUTPUT_COLUMN + tile * D_V),
                 tcgen05.a_in_tmem(probs + step * TMEM_STEP),
-                values[stage].advance_start_address(step_in_slot * MN_MAJOR_STEP),
+                values[stage].advance_start_address(step_in_stage * MN_MAJOR_STEP),
                 shape,
                 accumulate=accumulate if step == 0 else True,
                 group=tcgen05.OWN_GROUP,

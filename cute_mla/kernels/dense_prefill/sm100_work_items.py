@@ -1,4 +1,4 @@
-"""How the work items get to the roles of the SM100 kernel: the load role finds out what an item is and posts it.
+"""Work items of the SM100 dense prefill kernel: the load role finds each item and posts it to the other roles.
 
 Finding an item takes some 200 instructions that depend on each other and two loads, by estimate 1,500 clocks, which the mma role
 does not have between two products."""

@@ -1,4 +1,4 @@
-"""The page of constants of the SM100 decode kernels: tile geometry, shared and tensor memory, barriers, roles.
+"""Constants of the SM100 kernels over a latent: tile geometry, shared and tensor memory, barriers, roles.
 
 A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the elements are. What depends on their size is a Geometry.
 """
@@ -156,7 +156,7 @@ class Geometry:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the ring."""
+        """Return the bytes of all stages."""
         return self.kv_stages * self.stage_bytes
 
     def smem(self, *added: Field) -> SmemLayout:

@@ -1,4 +1,4 @@
-"""How a pair of CTAs begins and ends: barriers, tensor memory, and who may leave."""
+"""Begin and end of a pair of CTAs: barriers, tensor memory, and who may leave."""
 
 from __future__ import annotations
 

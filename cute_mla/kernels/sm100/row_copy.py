@@ -1,4 +1,4 @@
-"""How rows of a cache become a CTA's half of a key tile in shared memory, on SM100: what is 16-bit.
+"""16-bit columns of rows of a cache on their way to a CTA's half of a key tile in shared memory, on SM100.
 
 Each of the four gather warps has 16 neighbouring keys of every tile; lane l knows where key l % 16 lies. Columns are moved
 in passes of one 16-byte access a lane: copied by cp.async, two tiles ahead, or, beside others that are converted, through

@@ -1,4 +1,4 @@
-"""How the keys of a gathered tile are shared out on SM90: to the four warps that gather, and to the two CTAs of a pair.
+"""Split of a gathered tile's keys on SM90: among the four warps that gather, and between the two CTAs of a pair.
 
 A tile has two halves. Of each a warp has eight neighbouring keys, which are neighbours in a box of shared memory, too. Of a
 pair of CTAs each brings the stages' columns of one half, and copies them to the peer. The RoPE columns both

@@ -1,4 +1,4 @@
-"""The four warpgroups of the SM90 kernels over a latent: who they are, their registers, and how they begin."""
+"""The four warpgroups of the SM90 kernels over a latent: their names, registers, named barriers and common start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows of a quantised cache become a CTA's half of a key tile in shared memory: what is converted, on SM100.
+"""Quantised columns of rows of a cache on their way to a CTA's half of a key tile in shared memory, on SM100.
 
 The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py).
 Where e4m3 is converted, both go through registers, which are loaded one tile ahead; where nothing is, both are copied.

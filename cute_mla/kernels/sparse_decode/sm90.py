@@ -1,17 +1,17 @@
 """Sparse MLA decode on Hopper.
 
 The dense kernel (dense_decode/sm90.py) with another role in front: four warps gather the 64 slots that the indices of a tile
-name, from a cache of any format, and write them as 16-bit columns to the slots of the rings. The roles score and output are
+name, from a cache of any format, and write them as 16-bit columns to the stages of the pipelines. The roles score and output are
 the dense kernel's, and so are tiles, barriers and the trick.
 
 Roles (512 threads):
-  gather   warpgroup 0: indices, addresses, loads, e4m3 x scale in fp32, rounded once; which keys are there
+  gather   warpgroup 0: indices, addresses, loads, e4m3 x scale in fp32, rounded once; which keys are present
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse; the sink
   output   warpgroups 2, 3
 
 A CTA holds up to 64 heads of one query token. Pipelines: as in dense_decode, with an arrival on kv_ready and rope_ready instead of
 bytes: of the one warp of the gather role whose turn it is, when all four have stored and fenced. RoPE columns, which nobody converts,
-go by cp.async. In fp8_584 a key has no columns but its values: the RoPE ring then holds P and validity alone.
+go by cp.async. In fp8_584 a key has no columns but its values: the RoPE stages then hold P and validity alone.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class GatherRole:
 
         Return the pipeline states behind them."""
         steps, ahead, per_stage = self.steps, self.ahead, len(self.steps) // STAGES_PER_TILE
-        # What is not converted would all be asked for before any is stored: a slot's loads wait for its last store.
+        # What is not converted would all be asked for before any is stored: a stage's loads wait for its last store.
         together = 1 if self.format.group else per_stage
         thread = cute.arch.thread_idx()[0]  # of the first warpgroup
         lane, halves = pinned_lane(thread), halves_of_cta(self.cluster)
@@ -228,56 +228,56 @@ class GatherRole:
         return kv, rope
 
     @cute.jit
-    def begin_rope(self, tiles: Tiles, pipes: Pipes, place: PipelineState, keys: Keys, lane: Lane, thread: Int32):
+    def begin_rope(self, tiles: Tiles, pipes: Pipes, state: PipelineState, keys: Keys, lane: Lane, thread: Int32):
         """Acquire the RoPE stage, start the copies of its columns, and write beside it which keys are present: two bytes a warp."""
-        pipes.rope_free.producer_acquire(place)
+        pipes.rope_free.producer_acquire(state)
         if cutlass.const_expr(self.geometry.has_rope):
-            own = tiles.sRope.iterator.toint() + place.stage * BOX_BYTES + halves_of_cta(self.cluster)[0] * HALF_BYTES
+            own = tiles.sRope.iterator.toint() + state.stage * BOX_BYTES + halves_of_cta(self.cluster)[0] * HALF_BYTES
             copy_rope(self.format, keys.rows, (own, own ^ HALF_BYTES), lane)
             cute.arch.cp_async_commit_group()
         if thread % 32 == 0:
-            target = tiles.sValid + (place.stage * VALID_BYTES + thread // 32)
+            target = tiles.sValid + (state.stage * VALID_BYTES + thread // 32)
             target.store(Uint8(keys.valid & 0xFF))
             (target + WARPS_PER_GROUP).store(Uint8((keys.valid >> KEYS_PER_WARP) & 0xFF))
 
     @cute.jit
-    def finish_rope(self, pipes: Pipes, place: PipelineState):
+    def finish_rope(self, pipes: Pipes, state: PipelineState):
         """Commit the RoPE columns, which have had all the tile to land."""
         if cutlass.const_expr(self.geometry.has_rope):
             cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         if self.is_last(STAGES_PER_TILE):
-            pipes.rope_ready.producer_commit(place)
+            pipes.rope_ready.producer_commit(state)
 
     @cute.jit
-    def finish_stage(self, pipes: Pipes, place: PipelineState, slot: cutlass.Constexpr[int], target: Int32, shift: Int32):
+    def finish_stage(self, pipes: Pipes, state: PipelineState, stage: cutlass.Constexpr[int], target: Int32, shift: Int32):
         """Commit a stage of a tile, of a pair its half, which begins at `target`."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        ready = pipes.kv_ready.barrier(place)
-        if self.is_last(slot):
+        ready = pipes.kv_ready.barrier(state)
+        if self.is_last(stage):
             if cutlass.const_expr(self.cluster == 1):
                 arrive(ready)
             else:
                 hand_over(ready, target, STAGE_COLUMNS // BOX_COLUMNS, shift)
 
     @cute.jit
-    def is_last(self, slot: cutlass.Constexpr[int]) -> Boolean:
+    def is_last(self, stage: cutlass.Constexpr[int]) -> Boolean:
         """Return whether this warp commits a stage of a tile: one does, and waits until all have stored and fenced. The others go on.
 
         The turns go round the warps, so that no warp is at a stage of the next tile before the one whose turn it is has been there:
         each has waited for all in between."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine = warp == slot % WARPS_PER_GROUP
+        mine = warp == stage % WARPS_PER_GROUP
         if mine:
-            cute.arch.barrier(barrier_id=GATHER_BARRIER + slot, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
         else:
-            cute.arch.barrier_arrive(barrier_id=GATHER_BARRIER + slot, number_of_threads=WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
         return mine
 
 
 def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
     """Return the named barriers of the gather role: one for each stage of a tile, and one for its RoPE columns."""
-    names = [f"slot_{slot}" for slot in range(STAGES_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
+    names = [f"slot_{stage}" for stage in range(STAGES_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
     return tuple(NamedBarrier(name, GATHER_BARRIER + i) for i, name in enumerate(names))
 
 

@@ -13,7 +13,7 @@ and pipelines: ../sm100/row_producer.py and dense_decode/sm100.py; what differs 
   seen_ready[5]    gather -> score, output, and by way of kv_ready mma: a bit per key of the stage
 
 A tile of which no index names a row is passed on by all roles: no copies, no products, no softmax, no rescale. Its barriers
-complete as ever, so that use number n of every ring remains tile n.
+complete as ever, so that use number n of every pipeline remains tile n.
 """
 
 from __future__ import annotations

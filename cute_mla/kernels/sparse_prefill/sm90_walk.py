@@ -1,5 +1,5 @@
-"""The walks of the SM90 kernel's gathering warps over the tiles of this CTA: the scout's, who looks ahead from tile to tile
-without a seam between tokens, and that of the others, who follow."""
+"""Walks of the SM90 kernel's gathering warps over the tiles of this CTA: the scout looks ahead from tile to tile without a seam
+between tokens, and the others follow."""
 
 from __future__ import annotations
 
