@@ -26,7 +26,7 @@ from .undefined import UndefinedMemory
 
 if TYPE_CHECKING:
     from ..simulator import Finding, Module
-    from ..simulator.counts import Counts
+    from ..simulator.engine.counts import Counts
 
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}

@@ -7,14 +7,14 @@ report = run(Launch(module, "kernel", grid, block, cluster, smem_bytes, args, na
 
 from __future__ import annotations
 
+from .codegen.module import Entry, Module, load_module
+from .engine.launch import Launch, Names
+from .engine.machine import run
+from .engine.policy import Policy
 from .findings import Finding, PtxError, Report, SimulationError, UnsupportedInstruction
-from .launch import Launch, Names
-from .machine import run
-from .memory import GlobalMemory
-from .module import Entry, Module, load_module
-from .observers import Observer
-from .policy import Policy
-from .ptx import ParamDecl
+from .frontend.ptx import ParamDecl
+from .state.memory import GlobalMemory
+from .state.observers import Observer
 
 __all__ = [
     "Entry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .counts import Executed
+from .engine.counts import Executed
 
 
 @dataclass(frozen=True)

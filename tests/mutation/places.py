@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 from cute_mla import simulator
 from cute_mla.manifest import KernelEntry
-from cute_mla.simulator import Observer, machine
-from cute_mla.simulator.counts import NO_ROLE
+from cute_mla.simulator import Observer
+from cute_mla.simulator.engine import machine
+from cute_mla.simulator.engine.counts import NO_ROLE
 from tests.mutation.sites import Mutation
 
 ALL_ROLES = "all"

@@ -8,7 +8,7 @@ import torch
 from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.simulated import _regions
 from cute_mla.runtime.undefined import UndefinedMemory
-from cute_mla.simulator.memory import GlobalMemory
+from cute_mla.simulator.state.memory import GlobalMemory
 from cute_mla.spec.abi import int32s, pointers, tensor_maps
 from cute_mla.spec.tensor_map import TensorMap
 

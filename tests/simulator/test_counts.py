@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import GlobalMemory, Launch, Names, Policy, load_module, run
-from cute_mla.simulator.counts import NO_ROLE, class_of
+from cute_mla.simulator.engine.counts import NO_ROLE, class_of
 
 # Warps 0 and 1 add as often as they are told; of warp 2 half the lanes multiply; warp 3 does nothing.
 PTX = """

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from cute_mla.simulator import matrix_fragments as fragments
+from cute_mla.simulator.numerics import matrix_fragments as fragments
 
 WARPS = 3
 

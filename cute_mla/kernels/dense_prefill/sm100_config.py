@@ -147,7 +147,8 @@ class Pipes:
     def of_tile(self, tile: int | Int32) -> Pipes:
         """Return the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
         shared = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pipes(**{name: StageBarriers(barriers.base + tile, 1) if barriers.stages == QUERY_TILES else barriers for name, barriers in shared.items()})
+        own = {name: StageBarriers(barriers.base + tile, 1) for name, barriers in shared.items() if barriers.stages == QUERY_TILES}
+        return Pipes(**{**shared, **own})
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..emitter import Unsupported, immediate_bits, pair_items
-from ..ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
+from ..frontend.ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
+from .emitter import Unsupported, immediate_bits, pair_items
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 

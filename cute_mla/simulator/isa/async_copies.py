@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import global_order, in_use, order, phases, races
-from ..async_units import CopyGroups, GroupedCopy
-from ..emitter import Unsupported
+from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
-from ..ptx import Imm, Instruction
-from ..registers import WARP, Window
+from ..frontend.ptx import Imm, Instruction
+from ..state.registers import WARP, Window
+from ..units.async_units import CopyGroups, GroupedCopy
+from .emitter import Unsupported
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -215,7 +215,7 @@ def bulk_to_shared(
             global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         else:
             races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy", int(w.lanes[lane]) // WARP)
-        in_use.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
+        smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
         numbers = machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
         if peer:
             cta.note_outgoing((start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), numbers[0], machine.origin(w))
@@ -317,7 +317,7 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     if (counts > 0).any():
         global_order.check_grid(w, w.warps)
     races.copy_async(w, offsets, size)
-    in_use.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
+    smem_hazards.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
 
@@ -410,7 +410,7 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
             machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
         offset = where & 0xFFFFFF
-        in_use.check_copy(w, int(w.lanes[lane]) // WARP, [target], offset, offset + nbytes)
+        smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, [target], offset, offset + nbytes)
         machine.start(effect, w, int(w.lanes[lane]) // WARP, [item], [(target, offset, offset + nbytes)])
 
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import order, phases
-from ..barriers import MAX_COUNT, Mbarrier, NamedBarrier
-from ..emitter import Unsupported
+from ..checks import order, phases
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Operand
-from ..registers import WARP, Window
+from ..frontend.ptx import Imm, Instruction, Operand
+from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
+from ..state.registers import WARP, Window
+from .emitter import Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 

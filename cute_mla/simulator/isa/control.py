@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from .. import global_order
+from ..checks import global_order
 from ..findings import Fault
-from ..ptx import Instruction
+from ..frontend.ptx import Instruction
 from .table import ignored, op, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
-    from ..registers import Window
+    from ..state.registers import Window
+    from .emitter import Emitter
 
 Match = re.Match[str]
 

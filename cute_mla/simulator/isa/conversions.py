@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import numeric
-from ..emitter import KINDS, Unsupported
-from ..ptx import Instruction, Reg, Symbol
+from ..frontend.ptx import Instruction, Reg, Symbol
+from ..numerics import elementwise
+from .emitter import KINDS, Unsupported
 from .table import op, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -23,11 +23,23 @@ PARAM_WINDOW = 2 << 56
 WINDOW_MASK = (1 << 56) - 1
 
 for _function in (
-    numeric.f32_to_bf16x2, numeric.f32_to_f16x2, numeric.f32_to_fp8x2, numeric.fp8x2_to_f16x2, numeric.f16x2_to_fp8x2,
-    numeric.fp8x2_to_bf16x2, numeric.bf16x2_to_fp8x2, numeric.ue8m0x2_to_bf16x2, numeric.f32_to_ue8m0x2,
-    numeric.scaled_s2f6x2_to_bf16x2, numeric.integer_to_f16,
-    numeric.f32_to_half, numeric.half_to_f32, numeric.float_to_integer, numeric.integer_to_f32, numeric.round_to_integral,
-):  # fmt: skip
+    elementwise.f32_to_bf16x2,
+    elementwise.f32_to_f16x2,
+    elementwise.f32_to_fp8x2,
+    elementwise.fp8x2_to_f16x2,
+    elementwise.f16x2_to_fp8x2,
+    elementwise.fp8x2_to_bf16x2,
+    elementwise.bf16x2_to_fp8x2,
+    elementwise.ue8m0x2_to_bf16x2,
+    elementwise.f32_to_ue8m0x2,
+    elementwise.scaled_s2f6x2_to_bf16x2,
+    elementwise.integer_to_f16,
+    elementwise.f32_to_half,
+    elementwise.half_to_f32,
+    elementwise.float_to_integer,
+    elementwise.integer_to_f32,
+    elementwise.round_to_integral,
+):
     runtime(_function)
 
 

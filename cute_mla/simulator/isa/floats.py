@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import numeric
-from ..emitter import Unsupported
-from ..ptx import Instruction
+from ..frontend.ptx import Instruction
+from ..numerics import elementwise
 from .arithmetic import COMPARE, binary, combine_comparison
+from .emitter import Unsupported
 from .table import op, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
 FUNCTIONS = {"add": "add", "sub": "subtract", "mul": "multiply"}
-runtime(numeric.flush_f32)
-runtime(numeric.fma_f32)
+runtime(elementwise.flush_f32)
+runtime(elementwise.fma_f32)
 
 
 def flushed(ftz: str | None, *sources: str) -> list[str]:
@@ -37,7 +37,7 @@ def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None) -> None:
 @runtime
 def subtract_f32(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
     """a - b in f32, rounded once."""
-    return numeric.add_f32(a, np.negative(b), rounding)
+    return elementwise.add_f32(a, np.negative(b), rounding)
 
 
 @op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32")
@@ -50,7 +50,7 @@ def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
     if m["r"] in (None, "rn"):
         value = f"{FUNCTIONS[m['f']]}({a}, {b})"
     else:
-        function = {"add": numeric.add_f32, "sub": subtract_f32, "mul": numeric.mul_f32}[m["f"]]
+        function = {"add": elementwise.add_f32, "sub": subtract_f32, "mul": elementwise.mul_f32}[m["f"]]
         value = f"{e.constants.thing(function)}({a}, {b}, {m['r']!r})"
     finish(e, ins, value, m["z"])
 
@@ -68,7 +68,7 @@ def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
     if len(ins.operands) not in (3, 4):
         raise Unsupported(f"min/max of {len(ins.operands) - 1} values")
     value, *others = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:]))
-    function = e.constants.thing(numeric.min_f32 if m["f"] == "min" else numeric.max_f32)
+    function = e.constants.thing(elementwise.min_f32 if m["f"] == "min" else elementwise.max_f32)
     for other in others:
         value = f"{function}({value}, {other}, {bool(m['n'])})"
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
@@ -92,12 +92,12 @@ def copy_sign(e: Emitter, ins: Instruction, m: Match) -> None:
 def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
     """Division, rounded correctly in all forms."""
     a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {e.constants.thing(numeric.div_f32)}({a}, {b}, {bool(m['z'])})")
+    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {e.constants.thing(elementwise.div_f32)}({a}, {b}, {bool(m['z'])})")
 
 
 APPROXIMATIONS = {
-    "ex2": numeric.ex2_f32, "lg2": numeric.lg2_f32, "rcp": numeric.rcp_f32, "sqrt": numeric.sqrt_f32,
-    "rsqrt": numeric.rsqrt_f32, "tanh": numeric.tanh_f32,
+    "ex2": elementwise.ex2_f32, "lg2": elementwise.lg2_f32, "rcp": elementwise.rcp_f32, "sqrt": elementwise.sqrt_f32,
+    "rsqrt": elementwise.rsqrt_f32, "tanh": elementwise.tanh_f32,
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
 def half(e: Emitter, ins: Instruction, m: Match) -> None:
     """16-bit floats, single or packed in pairs, rounded once."""
     kind = "b32" if m["t"].endswith("x2") else "b16"
-    function = numeric.half_arithmetic(m["f"], m["t"].removesuffix("x2"), nan=bool(m.groupdict().get("n")))
+    function = elementwise.half_arithmetic(m["f"], m["t"].removesuffix("x2"), nan=bool(m.groupdict().get("n")))
     sources = ", ".join(e.src(operand, kind) for operand in ins.operands[1:])
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = on_halves({e.constants.thing(function)}, {sources})")
 

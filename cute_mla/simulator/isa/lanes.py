@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import numeric
-from ..emitter import Unsupported, pair_items
-from ..ptx import Imm, Instruction
-from ..registers import WARP, Window
+from ..frontend.ptx import Imm, Instruction
+from ..numerics import elementwise
+from ..state.registers import WARP, Window
+from .emitter import Unsupported, pair_items
 from .table import op, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 _LANES = np.arange(WARP)
@@ -164,7 +164,7 @@ def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
     source = e.src(ins.operands[1], "f32")
     if e.tainted and ins.operands[0] is not None:
         e.line(f"{e.taint(ins.operands[0])}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
-    function = e.constants.thing(numeric.min_f32 if m["f"] == "min" else numeric.max_f32)
+    function = e.constants.thing(elementwise.min_f32 if m["f"] == "min" else elementwise.max_f32)
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = reduce_f32(w, {source}, {function}, {bool(m['n'])})")
 
 
@@ -182,7 +182,7 @@ def reduce_pairs(values: np.ndarray, function: Callable[..., np.ndarray], nan: b
     while len(values) > 1:
         half = len(values) // 2
         values = np.concatenate([function(values[:half], values[half : 2 * half], nan), values[2 * half :]])
-    return numeric.canonical_nan(values)[0]
+    return elementwise.canonical_nan(values)[0]
 
 
 @op(r"elect.sync", needs="warp", pure=False)

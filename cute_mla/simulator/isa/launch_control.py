@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use
-from ..emitter import Unsupported
+from ..checks import smem_hazards
 from ..findings import Fault
-from ..ptx import Instruction, Operand, Vec
-from ..registers import WARP, Window
+from ..frontend.ptx import Instruction, Operand, Vec
+from ..state.registers import WARP, Window
 from .async_copies import TX, check_all, check_reach, lane_values
+from .emitter import Unsupported
 from .memory_ops import store_loaded
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..barriers import Mbarrier
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.barriers import Mbarrier
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -100,7 +100,7 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
                 machine.complete_tx(item, RESPONSE_BYTES)
 
         warp = int(w.lanes[lane]) // WARP
-        in_use.check_copy(w, warp, targets, offset, offset + RESPONSE_BYTES)
+        smem_hazards.check_copy(w, warp, targets, offset, offset + RESPONSE_BYTES)
         machine.start(effect, w, warp, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
 
 

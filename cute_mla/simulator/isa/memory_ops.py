@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import global_order, in_use, matrix_fragments, order, phases, races
-from ..emitter import Unsupported
+from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
-from ..memory import check_alignment
-from ..ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
-from ..registers import WARP, Window
+from ..frontend.ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
+from ..numerics import matrix_fragments
+from ..state.memory import check_alignment
+from ..state.registers import WARP, Window
 from .conversions import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
+from .emitter import Unsupported
 from .table import ignored, op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -285,7 +286,7 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
         if overwrite is not None:
             overwrite.check(w)
         warps = (w.lanes if index is None else w.lanes[index]) // WARP
-        in_use.check_store(w, warps, target, offsets, nbytes)
+        smem_hazards.check_store(w, warps, target, offsets, nbytes)
         if cta.observer is not None:
             cta.observer.shared_access(w, target, index, offsets, nbytes, True)
 
@@ -451,7 +452,7 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     if poison is not None:
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
-    in_use.check_store(w, warps, cta, rows, 16)
+    smem_hazards.check_store(w, warps, cta, rows, 16)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, rows, 16, True)
 

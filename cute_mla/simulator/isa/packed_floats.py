@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import numeric
-from ..ptx import Instruction
+from ..frontend.ptx import Instruction
+from ..numerics import elementwise
 from .floats import subtract_f32
 from .table import op, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 Function = Callable[..., np.ndarray]
 
 _ROUNDED: dict[str, Function] = {
-    "add": numeric.add_f32, "sub": subtract_f32, "mul": numeric.mul_f32, "fma": numeric.fma_f32,
+    "add": elementwise.add_f32, "sub": subtract_f32, "mul": elementwise.mul_f32, "fma": elementwise.fma_f32,
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def arithmetic(name: str, rounding: str, ftz: bool) -> Function:
         return rounded(*operands, rounding)
 
     def flushing(*operands: np.ndarray) -> np.ndarray:
-        return numeric.flush_f32(rounded(*(numeric.flush_f32(operand) for operand in operands), rounding))
+        return elementwise.flush_f32(rounded(*(elementwise.flush_f32(operand) for operand in operands), rounding))
 
     return flushing if ftz else plain
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
+from ..frontend.ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Emit = Callable[["Emitter", Instruction, re.Match[str]], None]
 

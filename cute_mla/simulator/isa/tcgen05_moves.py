@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import tensor_fragments, tensor_in_use
-from ..emitter import Unsupported
+from ..checks import tensor_hazards
+from ..checks.tensor_hazards import Move
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Operand, Reg, Vec
-from ..registers import WARP, Window
-from ..tensor_fragments import Fragment
-from ..tensor_in_use import Move
-from ..tensor_memory import COLUMNS, split_address
-from ..tensor_pipe import Cells
+from ..frontend.ptx import Imm, Instruction, Operand, Reg, Vec
+from ..numerics import tensor_fragments
+from ..numerics.tensor_fragments import Fragment
+from ..state.registers import WARP, Window
+from ..state.tensor_memory import COLUMNS, split_address
+from ..units.tensor_pipe import Cells
+from .emitter import Unsupported
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -110,7 +111,7 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
             memory.require(column + low, column + high, verb)
             blocks = (3 if where.rows == 32 else 1) << lane // 16
             cells = Cells(cta, blocks, column + low, column + high)
-            tensor_in_use.check_move(w, warp, cells, write)
+            tensor_hazards.check_move(w, warp, cells, write)
             origin = origin or cta.machine.origin(w)
             issued = int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1
             cta.moves[warp, write, cells] = Move(warp, write, cells, origin, issued, {"r": registers})

@@ -7,21 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, order, phases, races, shared_to_tensor, tensor_in_use
-from .. import tcgen05_forms as forms
-from ..emitter import Unsupported
+from ..checks import order, phases, races, smem_hazards, tensor_hazards
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Mem, Operand, Reg, Vec
-from ..registers import WARP, Window
-from ..tensor_memory import TensorMemory, split_address
-from ..tensor_pipe import Cells, Chain
+from ..frontend.ptx import Imm, Instruction, Mem, Operand, Reg, Vec
+from ..numerics import tcgen05 as forms
+from ..state.registers import WARP, Window
+from ..state.tensor_memory import TensorMemory, split_address
+from ..units import shared_to_tensor
+from ..units.tensor_pipe import Cells, Chain
 from .async_copies import lane_values, targets_of
+from .emitter import Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -93,7 +94,7 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
         memory.allocate(start, count)
     order.wait(cta, w.warps, memory)
     (target, _, offsets), *_ = place_shared(w, destination, False)
-    in_use.check_store(w, np.array(w.warps), target, offsets[:1], 4)
+    smem_hazards.check_store(w, np.array(w.warps), target, offsets[:1], 4)
     overwrite = races.access(w, target, np.array([0]), offsets[:1], 4, True)
     target.smem.store(offsets[:1], [np.array([start], np.uint32)])
     if overwrite is not None:
@@ -144,7 +145,7 @@ def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: i
     where, count = same(w, address, "a tensor memory address"), same(w, columns, "the size of an allocation")
     _, column = split_address(where)
     memory.release(where, count)
-    tensor_in_use.check_release(w, Cells(cta, 0xFF, column, column + count))
+    tensor_hazards.check_release(w, Cells(cta, 0xFF, column, column + count))
     order.arrive(cta, w.warps, memory)
     memory.knowledge.complete()
     cta.machine.wake(memory.waiters)
@@ -280,7 +281,7 @@ def check_chain(w: Window, chain: Chain) -> None:
             memory.require(first, first + forms.STEP_COLUMNS, "A")
     written = [] if w.cta.tensor_core().open_chain(chain) is not None else chain.written()
     warp = chain.thread // WARP
-    tensor_in_use.check_work(w, warp, chain.read(), written, chain.what)
+    tensor_hazards.check_work(w, warp, chain.read(), written, chain.what)
     for cta in chain.ctas:
         for where in (chain.operand_b(),) if chain.from_tensor_memory else (chain.operand_b(), chain.operand_a()):
             races.check_source(w, cta, races.operand_words(where), chain.what, warp)
@@ -318,7 +319,7 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
             cells.cta.tensor_memory().use_group(form.group)
             cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
         warp = work.thread // WARP
-        tensor_in_use.check_work(w, warp, [], written, work.what)
+        tensor_hazards.check_work(w, warp, [], written, work.what)
         for owner in ctas:
             races.check_source(w, owner, races.operand_words(work.operand()), work.what, warp)
         cta.tensor_core().issue(work)

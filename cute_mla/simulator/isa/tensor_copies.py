@@ -7,19 +7,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import global_order, in_use, races, tma
-from ..async_units import CopyGroups, GroupedCopy, box_store, load_box
-from ..emitter import Unsupported
+from ..checks import global_order, races, smem_hazards
 from ..findings import Fault
-from ..ptx import Instruction, Mem, Operand
-from ..registers import WARP, Window
+from ..frontend.ptx import Instruction, Mem, Operand
+from ..numerics import tma
+from ..state.registers import WARP, Window
+from ..units.async_units import CopyGroups, GroupedCopy, box_store, load_box
 from .async_copies import HINT, TX, add_grouped, check_all, check_reach, lane_values, reaches_cluster, targets_of
+from .emitter import Unsupported
 from .table import ignored, op, runtime
 
 if TYPE_CHECKING:
-    from ..barriers import Mbarrier
-    from ..cta import Cta
-    from ..emitter import Emitter
+    from ..state.barriers import Mbarrier
+    from ..state.cta import Cta
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -153,7 +154,7 @@ def tma_load(
         low, high = span(boxes)
         warp = int(w.lanes[lane]) // WARP
         global_order.check_grid(w, (warp,))
-        in_use.check_copy(w, warp, targets, low, high)
+        smem_hazards.check_copy(w, warp, targets, low, high)
         machine.start(effect, w, warp, barriers, [(target, low, high) for target in targets])
 
 

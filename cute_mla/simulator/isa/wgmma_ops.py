@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import in_use, races, wgmma
-from ..async_units import WARPGROUP, Chain
-from ..emitter import Unsupported
+from ..checks import races, smem_hazards
 from ..findings import Fault
-from ..ptx import Imm, Instruction, Reg, Vec
-from ..registers import WARP, Window
+from ..frontend.ptx import Imm, Instruction, Reg, Vec
+from ..numerics import wgmma
+from ..state.registers import WARP, Window
+from ..units.async_units import WARPGROUP, Chain
+from .emitter import Unsupported
 from .table import op, registers_of, runtime
 
 if TYPE_CHECKING:
-    from ..emitter import Emitter
+    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -134,8 +135,8 @@ def wgmma_issue(
             chain.a.append(int(one_value(a, start, stop, "a descriptor")))
         chain.b.append(int(one_value(b, start, stop, "a descriptor")))
         if cta.machine.pending:
-            in_use.check_operands(w, chain)
-        for where in in_use.operands(chain):
+            smem_hazards.check_operands(w, chain)
+        for where in smem_hazards.operands(chain):
             races.check_source(w, cta, races.operand_words(where), "a wgmma", int(w.lanes[start]) // WARP)
         cta.pipe(int(w.lanes[start])).issue(chain, rows.mask, sources)
     cta.refresh_busy()

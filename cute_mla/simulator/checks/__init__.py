@@ -1,0 +1,1 @@
+"""Checks on the order of accesses, the life cycle of barriers, and what is left over at exits."""

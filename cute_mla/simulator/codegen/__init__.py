@@ -1,0 +1,1 @@
+"""Instructions to Python functions: control flow, batches, translation, the loaded module."""

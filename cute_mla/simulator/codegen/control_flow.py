@@ -1,0 +1,287 @@
+"""Control flow: instructions -> basic blocks, with what the engine must know before it runs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..frontend.layout import Layout
+from ..frontend.ptx import EntryText, Instruction, LabelRef, Reg
+from ..isa.table import Decoded, lookup, registers_of
+from ..state.registers import BANK_DTYPES
+
+if TYPE_CHECKING:
+    from ..checks.tensor_hazards import Uses
+
+MAX_BLOCK = 600
+ARRIVALS = (
+    "mbarrier.arrive", "cp.async.mbarrier.arrive", "bar.sync", "bar.arrive", "bar.red", "bar.cta.", "barrier.", "tcgen05.commit", "atom.",
+    "red.", "fence.acq_rel", "fence.sc", "membar.", "st.release", "st.async", "griddepcontrol.",
+)  # fmt: skip
+_NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
+
+
+class LiveRows:
+    """Registers that are read later: rows per bank, made when asked for."""
+
+    def __init__(self, mask: int, places: list[tuple[str, int]]) -> None:
+        self.mask = mask
+        self.places = places
+
+    @cached_property
+    def rows(self) -> dict[str, np.ndarray]:
+        """Rows by bank."""
+        rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
+        packed = np.frombuffer(self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little"), np.uint8)
+        for number in np.flatnonzero(np.unpackbits(packed, bitorder="little")):
+            bank, slot = self.places[number]
+            rows[bank].append(slot)
+        return {bank: np.array(sorted(slots), np.int64) for bank, slots in rows.items()}
+
+
+@dataclass
+class Block:
+    """Instructions that run together. Its index is its program counter.
+
+    needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
+    registers that ordinary instructions access / write. target: block of the final branch, or None. uses: what it does to registers,
+    for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
+    """
+
+    index: int
+    instructions: list[Decoded] = field(default_factory=list)
+    needs: str = ""
+    touches: int = 0
+    writes: int = 0
+    used: dict[str, np.ndarray] = field(default_factory=dict)
+    live: LiveRows | None = None
+    successors: list[int] = field(default_factory=list)
+    plain: Callable[..., Any] | None = None
+    tainted: Callable[..., Any] | None = None
+    uses: Uses | None = None
+
+    @property
+    def count(self) -> int:
+        """Instructions in the block."""
+        return len(self.instructions)
+
+
+@dataclass
+class Flow:
+    """All blocks of an entry; undefined: bank -> rows of registers that may be read before they are written.
+
+    tensor_fences: there is a tcgen05.fence::after_thread_sync.
+    """
+
+    blocks: list[Block]
+    targets: dict[str, int]
+    undefined: dict[str, list[int]]
+    accumulators: dict[str, list[int]]
+    tensor_fences: bool = False
+
+
+def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
+    """Turn guards on blocking or collective instructions and on exits into branches around them."""
+    instructions: list[Instruction] = []
+    moved: list[int] = []
+    labels: dict[str, int] = {}
+    for instruction in entry.instructions:
+        moved.append(len(instructions))
+        found = lookup(instruction.opcode) if instruction.guard is not None else None
+        collective = found is not None and bool(found[0].starts or found[0].needs or found[0].control == "exit")
+        if collective and instruction.guard is not None:
+            register, negated = instruction.guard
+            name = f"$skip{len(instructions)}"
+            branch = Instruction("bra", [LabelRef(name)], (register, not negated), instruction.line, instruction.source)
+            instructions += [branch, replace(instruction, guard=None)]
+            labels[name] = len(instructions)
+        else:
+            instructions.append(instruction)
+    moved.append(len(instructions))
+    for name, index in entry.labels.items():
+        labels[name] = moved[index]
+    return instructions, labels
+
+
+def accumulator_groups(instructions: list[Instruction]) -> list[tuple[Reg, ...]]:
+    """Accumulator register lists, which should get consecutive rows; longest first."""
+    groups: dict[tuple[str, ...], tuple[Reg, ...]] = {}
+    for instruction in instructions:
+        if instruction.opcode.startswith(("wgmma.mma_async", "tcgen05.ld.", "tcgen05.st.")):
+            registers = tuple(registers_of(instruction.operands[instruction.opcode.startswith("tcgen05.st.")]))
+            groups[tuple(register.name for register in registers)] = registers
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -> Flow:
+    """Split into blocks, link them, and analyse which registers are read before they are written."""
+    starts = set(labels.values())
+    blocks: list[Block] = []
+    block_at: dict[int, int] = {}
+    current: Block | None = None
+    state = _SplitState()
+    tensor = any(item.instruction.opcode.startswith("tcgen05.ld.") for item in decoded)
+    for position, item in enumerate(decoded):
+        arrives = tensor and item.instruction.opcode.startswith(ARRIVALS)
+        if current is None or position in starts or arrives or state.must_split(current, item):
+            current = Block(len(blocks))
+            blocks.append(current)
+            state = _SplitState()
+        block_at.setdefault(position, current.index)
+        current.instructions.append(item)
+        if _NEEDS[item.spec.needs] > _NEEDS[current.needs]:
+            current.needs = item.spec.needs
+        state.add(item)
+        if item.spec.ends:
+            current = None
+    end = len(blocks)
+    targets = {name: block_at.get(position, end) for name, position in labels.items()}
+    for block in blocks:
+        _link(block, targets, end)
+        _masks(block, layout)
+    undefined = _undefined_registers(blocks, layout)
+    _liveness(blocks, layout)
+    rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
+    fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
+    return Flow(blocks, targets, undefined, {"r": rows}, fenced)
+
+
+class _SplitState:
+    """What the instructions of the block so far forbid the next one."""
+
+    def __init__(self) -> None:
+        self.loaded: set[str] = set()
+        self.accumulators: set[str] = set()
+
+    def must_split(self, block: Block, item: Decoded) -> bool:
+        """True when item has to begin a new block."""
+        if item.spec.starts or len(block.instructions) >= MAX_BLOCK:
+            return True
+        if _NEEDS[item.spec.needs] > _NEEDS[block.needs]:
+            return True
+        touched = {register.name for register in (*item.reads, *item.writes)}
+        if self.loaded & (touched | {register.name for register in item.accumulators}):
+            return True
+        return bool(self.accumulators & touched)
+
+    def add(self, item: Decoded) -> None:
+        """Take an instruction into the block."""
+        if item.spec.loads:
+            self.loaded.update(register.name for register in item.writes)
+        self.accumulators.update(register.name for register in item.accumulators)
+
+
+def _link(block: Block, targets: dict[str, int], end: int) -> None:
+    last = block.instructions[-1]
+    if last.spec.control == "bra":
+        reference = last.instruction.operands[0]
+        assert isinstance(reference, LabelRef)
+        block.successors.append(targets[reference.name])
+        if last.instruction.guard is None:
+            return
+    if last.spec.control != "exit" and block.index + 1 not in block.successors:
+        block.successors.append(block.index + 1)
+    block.successors = [successor for successor in block.successors if successor <= end]
+
+
+def _masks(block: Block, layout: Layout) -> None:
+    used: dict[str, set[int]] = {bank: set() for bank in BANK_DTYPES}
+    for item in block.instructions:
+        for register in (*item.reads, *item.writes, *item.accumulators):
+            used[register.bank].add(layout.slot(register))
+        reads = item.reads if not item.spec.asynchronous else ()
+        for register in (*reads, *item.writes):
+            if register.bank == "r":
+                block.touches |= 1 << layout.slot(register)
+        for register in item.writes:
+            if register.bank == "r":
+                block.writes |= 1 << layout.slot(register)
+    block.used = {bank: np.array(sorted(slots), np.int64) for bank, slots in used.items()}
+
+
+def _bits(registers: tuple[Reg, ...], numbers: dict[str, int]) -> int:
+    mask = 0
+    for register in registers:
+        mask |= 1 << numbers.setdefault(register.name, len(numbers))
+    return mask
+
+
+def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, int, int]]:
+    """Per block: registers read before written (without and with accumulators), and registers surely written."""
+    result = []
+    for block in blocks:
+        exposed = live = written = 0
+        for item in block.instructions:
+            reads = _bits(item.reads, numbers)
+            accumulated = _bits(item.accumulators, numbers)
+            exposed |= reads & ~written
+            live |= (reads | accumulated) & ~written
+            if item.instruction.guard is None:
+                written |= _bits(item.writes, numbers) | accumulated
+            else:
+                _bits(item.writes, numbers)
+                live |= _bits(item.writes, numbers) & ~written
+        result.append((exposed, live, written))
+    return result
+
+
+def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[int]]:
+    """Rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
+    numbers: dict[str, int] = {}
+    summaries = _summaries(blocks, numbers)
+    everything = (1 << len(numbers)) - 1
+    assigned = [everything] * (len(blocks) + 1)
+    assigned[0] = 0
+    seen: set[int] = set()
+    work = [0]
+    while work:
+        index = work.pop()
+        seen.add(index)
+        out = assigned[index] | summaries[index][2]
+        for successor in blocks[index].successors:
+            before = assigned[successor]
+            assigned[successor] &= out
+            if successor < len(blocks) and (successor not in seen or assigned[successor] != before):
+                work.append(successor)
+    bad = 0
+    for index in seen:
+        bad |= summaries[index][0] & ~assigned[index]
+    banks = {register.name: register.bank for block in blocks for item in block.instructions
+             for register in (*item.reads, *item.writes, *item.accumulators)}  # fmt: skip
+    rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
+    for name, number in numbers.items():
+        if bad >> number & 1:
+            rows[banks[name]].append(layout.slots[name])
+    return rows
+
+
+def _liveness(blocks: list[Block], layout: Layout) -> None:
+    """Fill `live` of every block."""
+    numbers: dict[str, int] = {}
+    summaries = _summaries(blocks, numbers)
+    live = [0] * (len(blocks) + 1)
+    changed = True
+    while changed:
+        changed = False
+        for block in reversed(blocks):
+            out = 0
+            for successor in block.successors:
+                out |= live[successor]
+            _, exposed, written = summaries[block.index]
+            value = exposed | (out & ~written)
+            if value != live[block.index]:
+                live[block.index] = value
+                changed = True
+    places = {
+        register.name: (register.bank, layout.slot(register))
+        for block in blocks
+        for item in block.instructions
+        for register in (*item.reads, *item.writes, *item.accumulators)
+    }
+    ordered = [places[name] for name in numbers]
+    for block in blocks:
+        block.live = LiveRows(live[block.index], ordered)

@@ -1,0 +1,116 @@
+"""A loaded PTX module: entries with their parameters, ready to run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..findings import UnsupportedInstruction
+from ..frontend.layout import Layout, make_layout
+from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
+from ..isa.emitter import Constants, Emitter, Unsupported
+from ..isa.table import Decoded, decode
+from .control_flow import Flow, accumulator_groups, build_flow, desugar
+from .translator import Translator
+from .wgmma_fences import unfenced
+
+if TYPE_CHECKING:
+    from ..state.cta import Home
+
+SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
+
+
+@dataclass
+class Entry:
+    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
+    unfenced: wgmmas that lack a fence.
+
+    homes: registers and shared memory that earlier launches left, by block and dynamic shared memory.
+    """
+
+    name: str
+    params: tuple[ParamDecl, ...]
+    reqntid: tuple[int, int, int] | None
+    flow: Flow
+    layout: Layout
+    translator: Translator
+    undefined: tuple[str, ...] = ()
+    unfenced: tuple[Instruction, ...] = ()
+    homes: dict[tuple[object, ...], list[Home]] = field(default_factory=dict)
+
+
+@dataclass
+class Module:
+    """All kernels of a PTX text."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+
+def load_module(ptx: str) -> Module:
+    """Parse PTX, check every instruction against the table, and analyse control flow.
+
+    Raises PtxError for text that cannot be read and UnsupportedInstruction with the list of everything unknown.
+    """
+    module = Module()
+    problems: dict[str, list[int]] = {}
+    for name, text in parse_ptx(ptx).items():
+        entry = load_entry(text, problems)
+        if entry is not None:
+            module.entries[name] = entry
+    if problems:
+        lines = [f"{what} (PTX line{'s' if len(where) > 1 else ''} {', '.join(map(str, where[:5]))})" for what, where in problems.items()]
+        raise UnsupportedInstruction("unsupported instructions:\n  " + "\n  ".join(lines))
+    return module
+
+
+def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
+    """One entry; what is not supported goes to problems (description -> PTX lines)."""
+    instructions, labels = desugar(text)
+    decoded: list[Decoded] = []
+    for instruction in instructions:
+        item = decode(instruction)
+        if item is None:
+            problems.setdefault(instruction.opcode, []).append(instruction.line)
+        else:
+            decoded.append(item)
+    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
+    constants = Constants()
+    check_operands(decoded, layout, constants, problems)
+    if problems:
+        return None
+    flow = build_flow(decoded, labels, layout)
+    translator = Translator(text.name, flow, layout, constants)
+    names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
+    undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
+    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
+
+
+def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
+    """Try every distinct operand form, so that unsupported ones show at load."""
+    seen: set[tuple[object, ...]] = set()
+    for item in decoded:
+        if item.spec.emit is None:
+            continue
+        shape = (item.instruction.opcode, *(describe(operand) for operand in item.instruction.operands))
+        if shape in seen:
+            continue
+        seen.add(shape)
+        try:
+            item.spec.emit(Emitter(layout, constants, False), item.instruction, item.match)
+        except Unsupported as error:
+            problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
+        except (IndexError, TypeError, ValueError, AssertionError) as error:
+            problems.setdefault(f"{item.instruction.opcode}: operands not understood ({error})", []).append(item.instruction.line)
+
+
+def describe(operand: Operand | None) -> object:
+    """The form of an operand, without its particular registers."""
+    if isinstance(operand, Reg):
+        return operand.bank
+    if isinstance(operand, Vec):
+        return tuple(describe(item) for item in operand.items)
+    if isinstance(operand, Mem):
+        return describe(operand.base), operand.offset != 0, describe(operand.coords)
+    if isinstance(operand, Imm | Special | Symbol):
+        return repr(operand)
+    return type(operand).__name__

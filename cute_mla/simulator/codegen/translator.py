@@ -1,0 +1,209 @@
+"""Blocks -> Python functions.
+
+Each block becomes one function of a window, made on first use in two versions: plain, and tainted (which also moves poison).
+A function returns the next program counter, EXIT, BLOCKED, or a Split when the lanes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..frontend.layout import Layout
+from ..frontend.ptx import Instruction, LabelRef, Reg
+from ..isa import NAMESPACE
+from ..isa.emitter import UNSIGNED, Constants, Emitter
+from ..isa.table import Decoded
+from ..state.registers import BANK_DTYPES
+from .batches import emit_batch, schedule
+from .control_flow import Block, Flow
+
+EXIT = -1
+BLOCKED = -2
+
+# generated file name -> instruction of every line
+LINES: dict[str, list[Instruction | None]] = {}
+PREFIX = "<ptx "
+_NUMPY = (
+    "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
+    "absolute minimum maximum fmin fmax left_shift right_shift equal not_equal less less_equal greater greater_equal isnan where empty "
+    "zeros ones array float32 float64 longdouble copyto count_nonzero"
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Lanes with mask go to taken, the others to fallen."""
+
+    taken: int
+    fallen: int
+    mask: np.ndarray
+
+
+_BASE: dict[str, Any] = {name: getattr(np, name) for name in _NUMPY.split()}
+_BASE.update(Split=Split, EXIT=EXIT, BLOCKED=BLOCKED, bool=np.dtype(bool))
+
+
+class Translator:
+    """Compiles the blocks of one entry."""
+
+    def __init__(self, name: str, flow: Flow, layout: Layout, constants: Constants) -> None:
+        self.name = name
+        self.flow = flow
+        self.layout = layout
+        self.constants = constants
+        self.serial = 0
+
+    def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
+        """The function of a block."""
+        source, instructions = BlockWriter(self, block, tainted).write()
+        self.serial += 1
+        filename = f"{PREFIX}{self.name}#{id(self):x} block {block.index}{' tainted' if tainted else ''}>"
+        LINES[filename] = instructions
+        scope: dict[str, Any] = {**_BASE, **NAMESPACE, **self.constants.values}
+        exec(compile(source, filename, "exec"), scope)
+        function: Callable[..., Any] = scope["block"]
+        return function
+
+
+class BlockWriter:
+    """Writes the source of one block."""
+
+    def __init__(self, translator: Translator, block: Block, tainted: bool) -> None:
+        self.translator = translator
+        self.block = block
+        self.tainted = tainted
+        self.lines: list[str] = []
+        self.origins: list[Instruction | None] = []
+
+    def emitter(self, known: dict[str, int] | None = None) -> Emitter:
+        """A fresh emitter for a function body."""
+        return Emitter(self.translator.layout, self.translator.constants, self.tainted, known)
+
+    def write(self) -> tuple[str, list[Instruction | None]]:
+        """The source text and the instruction of each of its lines."""
+        e = self.emitter()
+        positions = {id(item): position for position, item in enumerate(self.block.instructions)}
+        steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)
+        for step in steps:
+            if isinstance(step, list):
+                e.position = positions[id(step[0])]
+                emit_batch(e, step)
+            else:
+                e.position = positions[id(step)]
+                self.instruction(e, step, e.position)
+        last = self.block.instructions[-1]
+        e.position = len(self.block.instructions) - 1
+        if not last.spec.control:
+            e.line(f"return {self.block.index + 1}")
+        self.function("block", e)
+        return "\n".join(self.lines) + "\n", self.origins
+
+    def function(self, name: str, e: Emitter) -> None:
+        """Append a function from an emitter's lines."""
+        self.put(f"def {name}(w):", None)
+        for local, row in e.rows.items():
+            self.put(f"    {local} = {row}", None)
+        for line, position in e.lines:
+            self.put(f"    {line}", self.block.instructions[position].instruction)
+        if not e.lines:
+            self.put("    pass", None)
+
+    def put(self, line: str, instruction: Instruction | None) -> None:
+        """Append one line of source."""
+        self.lines.append(line)
+        self.origins.append(instruction)
+
+    def instruction(self, e: Emitter, item: Decoded, position: int) -> None:
+        """One instruction, with its guard."""
+        for register in item.writes:
+            e.parts.pop(register.name, None)
+        if item.spec.control:
+            self.control(e, item)
+        elif item.spec.emit is None:
+            return
+        elif item.instruction.guard is None:
+            emit_plain(e, item)
+        elif item.spec.pure and item.writes:
+            emit_selected(e, item)
+        else:
+            self.emit_subset(e, item, position)
+
+    def control(self, e: Emitter, item: Decoded) -> None:
+        """The branch or exit that ends the block."""
+        instruction = item.instruction
+        if item.spec.control == "exit":
+            e.line("return EXIT")
+            return
+        reference = instruction.operands[0]
+        assert isinstance(reference, LabelRef)
+        target, following = self.translator.flow.targets[reference.name], self.block.index + 1
+        if instruction.guard is None or target == following:
+            e.line(f"return {target}")
+            return
+        register, negated = instruction.guard
+        e.check_taint([register], "a branch")
+        row = e.row(register, "pred")
+        yes, no = (following, target) if negated else (target, following)
+        e.line(f"n = count_nonzero({row})")
+        e.line(f"if n == w.n: return {yes}")
+        e.line(f"if n == 0: return {no}")
+        e.line(f"return Split({yes}, {no}, {row}.copy())")
+
+    def emit_subset(self, e: Emitter, item: Decoded, position: int) -> None:
+        """A guarded instruction with effects: its own function on the window of the lanes that execute it."""
+        instruction = item.instruction
+        assert instruction.guard is not None
+        register, negated = instruction.guard
+        inner = self.emitter(dict(e.known))
+        inner.position = position
+        emit_plain(inner, item)
+        name = f"guarded{position}"
+        self.function(name, inner)
+        for written in item.writes:
+            e.known.pop(written.name, None)
+        e.check_taint([register], "whether an instruction executes")
+        row = e.row(register, "pred")
+        e.line(f"s = w.subset({f'~{row}' if negated else row})")
+        e.line("if s is not None:")
+        e.line(f"    {name}(s)")
+        e.line("    if s.parent is not None: s.write_back()")
+
+
+def emit_plain(e: Emitter, item: Decoded) -> None:
+    """An instruction without a guard, with its poison rule."""
+    assert item.spec.emit is not None
+    if item.spec.taint == "or":
+        e.taint_from(item.writes, item.reads)
+    item.spec.emit(e, item.instruction, item.match)
+
+
+def emit_selected(e: Emitter, item: Decoded) -> None:
+    """A guarded instruction without effects: computed for all lanes, stored where the guard holds."""
+    assert item.spec.emit is not None
+    assert item.instruction.guard is not None
+    guard, negated = item.instruction.guard
+    condition = e.temp()
+    row = e.row(guard, "pred")
+    e.line(f"{condition} = {f'~{row}' if negated else f'{row}.copy()'}")
+    if e.tainted:
+        inputs = e.taint_of([register for register in item.reads if register is not guard]) or "False"
+        for register in item.writes:
+            mark = e.taint(register)
+            e.line(f"{mark}[...] = logical_or(where({condition}, {inputs}, {mark}), {e.taint(guard)})")
+    outputs: list[tuple[Reg, str]] = []
+    for register in item.writes:
+        temp = e.temp()
+        e.line(f"{temp} = empty(w.n, {e.constants.thing(BANK_DTYPES[register.bank])})")
+        e.redirect[register.name] = temp
+        outputs.append((register, temp))
+    was_tainted, e.tainted = e.tainted, False
+    item.spec.emit(e, item.instruction, item.match)
+    e.tainted = was_tainted
+    e.redirect.clear()
+    for register, temp in outputs:
+        e.known.pop(register.name, None)
+        e.line(f"copyto({e.row(register, UNSIGNED[register.bank])}, {temp}, where={condition})")

@@ -1,0 +1,1 @@
+"""Running a launch: the machine, its scheduling policies, and the report."""

@@ -1,0 +1,1 @@
+"""PTX text to instructions, and the places of registers, parameters and shared variables."""

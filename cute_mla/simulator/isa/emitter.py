@@ -1,0 +1,264 @@
+"""Turns operands into Python expressions while a block is being generated."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..frontend.layout import Layout
+from ..frontend.ptx import Imm, Mem, Negated, Operand, Pair, Reg, Special, Symbol
+from ..state.registers import THREAD_SPECIALS
+
+# operand kind -> (row list of a window, bank, dtype)
+KINDS: dict[str, tuple[str, str, np.dtype[Any]]] = {
+    "pred": ("P", "p", np.dtype(bool)),
+    "b16": ("H", "h", np.dtype(np.uint16)),
+    "u16": ("H", "h", np.dtype(np.uint16)),
+    "s16": ("I", "h", np.dtype(np.int16)),
+    "f16": ("E", "h", np.dtype(np.float16)),
+    "b32": ("U", "r", np.dtype(np.uint32)),
+    "u32": ("U", "r", np.dtype(np.uint32)),
+    "s32": ("S", "r", np.dtype(np.int32)),
+    "f32": ("F", "r", np.dtype(np.float32)),
+    "b64": ("D", "d", np.dtype(np.uint64)),
+    "u64": ("D", "d", np.dtype(np.uint64)),
+    "s64": ("L", "d", np.dtype(np.int64)),
+    "f64": ("G", "d", np.dtype(np.float64)),
+}
+UNSIGNED = {"p": "pred", "h": "u16", "r": "u32", "d": "u64"}
+WIDTHS = {"p": 1, "h": 16, "r": 32, "d": 64}
+CTA_SPECIALS_32 = (
+    *(f"{name}.{axis}" for name in ("ctaid", "nctaid", "ntid", "clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid")
+      for axis in "xyz"),
+    "cluster_ctarank", "cluster_nctarank", "nwarpid", "smid", "nsmid", "is_explicit_cluster", "dynamic_smem_size", "total_smem_size",
+    "clock", "clock_hi", "globaltimer_lo", "globaltimer_hi",
+)  # fmt: skip
+CTA_SPECIALS_64 = ("clock64", "globaltimer", "gridid")
+
+
+class Unsupported(Exception):
+    """An operand form that the emitter does not know; reported like an unknown opcode."""
+
+
+@dataclass
+class Constants:
+    """Values that generated code refers to by name."""
+
+    names: dict[tuple[str, Any], str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def array(self, dtype: np.dtype[Any], bits: int) -> str:
+        """The name of a 0-d array with the given bit pattern."""
+        key = (dtype.str, bits)
+        if key not in self.names:
+            name = f"c{len(self.names)}"
+            raw = (bits & ((1 << (dtype.itemsize * 8)) - 1)).to_bytes(dtype.itemsize, "little")
+            value = np.frombuffer(raw, dtype).reshape(()).copy()
+            value.flags.writeable = False
+            self.names[key] = name
+            self.values[name] = value
+        return self.names[key]
+
+    def thing(self, value: Any) -> str:
+        """The name of any Python object."""
+        key = ("object", id(value))
+        if key not in self.names:
+            name = f"k{len(self.names)}"
+            self.names[key] = name
+            self.values[name] = value
+        return self.names[key]
+
+
+class Emitter:
+    """The body of one generated function.
+
+    tainted: this version also tracks poison. known: registers whose value is a constant at this point of the block.
+    """
+
+    def __init__(self, layout: Layout, constants: Constants, tainted: bool, known: dict[str, int] | None = None) -> None:
+        self.layout = layout
+        self.constants = constants
+        self.tainted = tainted
+        self.known: dict[str, int] = {} if known is None else known
+        self.lines: list[tuple[str, int]] = []
+        self.rows: dict[str, str] = {}
+        self.position = 0
+        self.redirect: dict[str, str] = {}  # register name -> temporary, for guarded results
+        self.parts: dict[str, list[str]] = {}  # register packed in this block -> poison of its parts as locals, lowest first
+        self.serial = 0
+        self.fresh_constant: tuple[str, int] | None = None
+
+    def line(self, code: str) -> None:
+        """Append a line (or several) of Python, charged to the current instruction."""
+        for part in code.split("\n"):
+            self.lines.append((part, self.position))
+
+    def temp(self) -> str:
+        """A new local name."""
+        self.serial += 1
+        return f"t{self.serial}"
+
+    # ------------------------------------------------------------ registers
+
+    def row(self, register: Reg, kind: str) -> str:
+        """The local that holds a register's row viewed as a kind of the same width."""
+        name, bank, _ = KINDS[kind]
+        if bank != register.bank:
+            raise Unsupported(f"register of {WIDTHS[register.bank]} bits used as {kind}")
+        return self._bind(name, self.layout.slot(register))
+
+    def _bind(self, list_name: str, slot: int) -> str:
+        local = f"{list_name}{slot}"
+        self.rows[local] = f"w.{list_name}[{slot}]"
+        return local
+
+    def src(self, operand: Operand | None, kind: str) -> str:
+        """The expression that reads an operand as a kind: an array over the lanes, or a 0-d array."""
+        if isinstance(operand, Reg):
+            if operand.name in self.known and kind != "pred":
+                return self.constants.array(KINDS[kind][2], self.known[operand.name])
+            if KINDS[kind][1] != operand.bank:
+                return self._narrowed(operand, kind)
+            return self.row(operand, kind)
+        if isinstance(operand, Imm):
+            return self.constants.array(KINDS[kind][2], immediate_bits(operand, kind))
+        if isinstance(operand, Special):
+            return self._special(operand.name, kind)
+        if isinstance(operand, Symbol):
+            return self.address(operand, 64 if KINDS[kind][1] == "d" else 32)
+        if isinstance(operand, Negated):
+            return f"logical_not({self.row(operand.reg, 'pred')})"
+        raise Unsupported(f"operand {operand} read as {kind}")
+
+    def _narrowed(self, register: Reg, kind: str) -> str:
+        """The low bits of a wider register."""
+        wanted = KINDS[kind][2]
+        if WIDTHS[register.bank] <= wanted.itemsize * 8 or register.bank == "p":
+            raise Unsupported(f"register of {WIDTHS[register.bank]} bits read as {kind}")
+        unsigned = np.dtype(f"u{wanted.itemsize}")
+        raw = f"{self.row(register, UNSIGNED[register.bank])}.astype({self.constants.thing(unsigned)})"
+        return raw if unsigned == wanted else f"{raw}.view({self.constants.thing(wanted)})"
+
+    def _special(self, name: str, kind: str) -> str:
+        if name in THREAD_SPECIALS:
+            value = f"w.special[{name!r}]"
+        elif name in CTA_SPECIALS_32 or name in CTA_SPECIALS_64:
+            value = f"w.cta.special({name!r})"
+        else:
+            raise Unsupported(f"special register %{name}")
+        wide = name in CTA_SPECIALS_64
+        dtype = KINDS[kind][2]
+        if dtype.itemsize != (8 if wide else 4):
+            return f"{value}.astype({self.constants.thing(dtype)})"
+        return value if dtype.kind == "u" else f"{value}.view({self.constants.thing(dtype)})"
+
+    def address(self, symbol: Symbol, bits: int) -> str:
+        """The address of a parameter (its offset) or shared variable (with the CTA's rank)."""
+        dtype = np.dtype(f"u{bits // 8}")
+        if symbol.name in self.layout.params:
+            return self.constants.array(dtype, self.layout.params[symbol.name] + symbol.offset)
+        offset = self.layout.shared[symbol.name] + symbol.offset
+        return f"w.cta.shared_address({offset}, {self.constants.thing(dtype)})"
+
+    def dst(self, operand: Operand | None, kind: str) -> str:
+        """The row that a result is written to (a scratch row for "_"). The register's known constant is forgotten."""
+        if operand is None:
+            return f"empty(w.n, {self.constants.thing(KINDS[kind][2])})"
+        if not isinstance(operand, Reg):
+            raise Unsupported(f"destination {operand}")
+        self.known.pop(operand.name, None)
+        if operand.name in self.redirect:
+            dtype = KINDS[kind][2]
+            temp = self.redirect[operand.name]
+            return f"{temp}.view({self.constants.thing(dtype)})"
+        return self.row(operand, kind)
+
+    def write(self, operand: Operand | None, kind: str, expression: str) -> None:
+        """Store an expression of the given kind into a destination, widening where the register is wider."""
+        if operand is None:
+            return
+        if isinstance(operand, Reg) and WIDTHS[operand.bank] > KINDS[kind][2].itemsize * 8 and kind != "pred":
+            signed = kind.startswith("s")
+            wide = {"h": "16", "r": "32", "d": "64"}[operand.bank]
+            self.line(f"{self.dst(operand, ('s' if signed else 'u') + wide)}[...] = {expression}")
+            return
+        self.line(f"{self.dst(operand, kind)}[...] = {expression}")
+
+    # ------------------------------------------------------------ memory
+
+    def memory_address(self, mem: Operand | None, bits: int) -> str:
+        """The array of addresses that [base + offset] means, as unsigned integers of 32 or 64 bits."""
+        if not isinstance(mem, Mem):
+            raise Unsupported(f"address {mem}")
+        dtype = np.dtype(f"u{bits // 8}")
+        base = mem.base
+        if isinstance(base, Symbol):
+            return self.address(Symbol(base.name, base.offset + mem.offset), bits)
+        if isinstance(base, Imm):
+            return self.constants.array(dtype, int(base.value) + mem.offset)
+        if isinstance(base, Reg) and WIDTHS[base.bank] < bits:
+            text = f"{self.src(base, UNSIGNED[base.bank])}.astype({self.constants.thing(dtype)})"
+        else:
+            text = self.src(base, f"u{bits}")
+        return f"({text} + {self.constants.array(dtype, mem.offset)})" if mem.offset else text
+
+    # ------------------------------------------------------------ poison
+
+    def taint(self, operand: Operand | None) -> str | None:
+        """The poison row of a register operand, None for anything that cannot be poisoned."""
+        if isinstance(operand, Negated):
+            operand = operand.reg
+        if isinstance(operand, Reg):
+            return self._bind(f"T{operand.bank}", self.layout.slot(operand))
+        return None
+
+    def taint_of(self, registers: tuple[Reg, ...] | list[Reg]) -> str | None:
+        """The expression for "any of these is poisoned", None for no registers."""
+        names = list(dict.fromkeys(name for register in registers if (name := self.taint(register)) is not None))
+        if not names:
+            return None
+        expression = names[0]
+        for name in names[1:]:
+            expression = f"logical_or({expression}, {name})"
+        return expression
+
+    def check_taint(self, registers: tuple[Reg, ...] | list[Reg], what: str) -> None:
+        """In the tainted version: a finding when any of these registers is poisoned in any lane."""
+        if self.tainted and registers:
+            names = ", ".join(str(self.taint(register)) for register in registers)
+            self.line(f"check_poison(w, {what!r}, {names})")
+
+    def taint_from(self, writes: tuple[Reg, ...] | list[Reg], reads: tuple[Reg, ...] | list[Reg]) -> None:
+        """In the tainted version: poison each destination where any source is poisoned."""
+        if not self.tainted or not writes:
+            return
+        expression = self.taint_of(reads)
+        for register in writes:
+            row = self.taint(register)
+            self.line(f"{row}.fill(False)" if expression is None else f"{row}[...] = {expression}")
+
+
+def pair_items(operand: Operand | None) -> tuple[Reg | None, Reg | None]:
+    """The two destinations of a|b, or (a, None)."""
+    if isinstance(operand, Pair):
+        return operand.first, operand.second
+    if operand is None or isinstance(operand, Reg):
+        return operand, None
+    raise Unsupported(f"destination {operand}")
+
+
+def immediate_bits(operand: Imm, kind: str) -> int:
+    """The bit pattern of a literal as an operand of the given kind."""
+    dtype = KINDS[kind][2]
+    if kind == "pred":
+        return int(bool(operand.value))
+    if operand.float_bits == 64 and dtype.itemsize == 4:  # a decimal or 0d literal used as f32
+        value = struct.unpack("<d", struct.pack("<Q", int(operand.value)))[0]
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    if operand.float_bits == 32 and dtype.itemsize == 8 and kind == "f64":
+        value = struct.unpack("<f", struct.pack("<I", int(operand.value)))[0]
+        return int(struct.unpack("<Q", struct.pack("<d", value))[0])
+    return int(operand.value) & ((1 << (dtype.itemsize * 8)) - 1)

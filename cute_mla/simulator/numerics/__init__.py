@@ -1,0 +1,1 @@
+"""Pure functions on arrays: roundings, formats, operands, fragments, boxes, matrix products."""

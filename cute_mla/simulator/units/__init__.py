@@ -1,0 +1,1 @@
+"""Asynchronous units: TMA boxes, wgmma pipes, the tensor core and its queue."""

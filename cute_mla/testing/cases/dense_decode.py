@@ -1,0 +1,246 @@
+"""Cases of dense decode.
+
+A case's seed determines its tensors, which probe what a kernel must not read: pages are shuffled; unused pages, unused rows of the
+last page and the memory between the rows of a strided tensor are NaN; unused block-table entries are far out of range.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...spec.arch import Arch
+from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
+from ...spec.mla import D_QK, ceil_div
+from ...spec.split_plan import TILE_KEYS
+from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .tensors import (
+    Fp32Result,
+    OutputBuffer,
+    allocate_output_buffers,
+    allocate_q,
+    draw_queries,
+    generator_for,
+    nan_tensor,
+    normal_values,
+    ramp_keys,
+)
+
+UNUSED_TABLE_ENTRY = 2_147_480_000
+TABLE_SLACK = 2  # columns of the block table that no request uses
+SPARE_PAGES = 3  # pages of the cache that no request uses
+FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
+DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # no powers of two; elements of e4m3 operands then reach from about 2^-9 to 300
+
+CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
+
+
+@dataclass(frozen=True)
+class DenseDecodeCase(DecodeCase):
+    """One call of dense decode.
+
+    s_k: keys of every request. varlen: lengths are drawn from N(s_k, s_k/2), at least s_q, as FlashMLA's tests draw them.
+    zero_lengths: about half of the requests have length 0. lengths: all lengths; s_k, varlen and zero_lengths then do not count.
+    values: "normal": N(0, 1)/10 clamped to +-1; "rising": scores rise along the keys, so that the running maximum moves in every
+        tile; "falling": it never moves after the first tile; "peaks": a few keys per request outweigh all others.
+    cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
+        "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
+    operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
+    """
+
+    op: ClassVar[str] = "dense_decode"
+    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", "operands": str, **TAGS}
+
+    s_k: int = 128
+    h_kv: int = 1
+    page_size: int = 64
+    varlen: bool = False
+    causal: bool = False
+    zero_lengths: bool = False
+    lengths: tuple[int, ...] | None = None
+    values: Values = "normal"
+    cache_layout: CacheLayout = "packed"
+    operands: str = LATENT
+
+    def __post_init__(self) -> None:
+        if self.operands not in OPERANDS or (self.operands != LATENT and self.h_kv != 1):
+            raise ValueError(f"operands: got {self.operands!r} with h_kv {self.h_kv}")
+        if self.operands == FP8 and self.dtype != "bf16" and self.outputs == "allocated":
+            raise ValueError(f"out is bf16 for e4m3 queries unless it is given, got {self.dtype}")
+        if self.lengths is not None and len(self.lengths) != self.batch:
+            raise ValueError(f"lengths: got {len(self.lengths)} for a batch of {self.batch}")
+        if self.h_q % self.h_kv:
+            raise ValueError(f"h_q must be a multiple of h_kv, got {self.h_q} and {self.h_kv}")
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        lengths = "k" + "_".join(map(str, self.lengths)) if self.lengths is not None else f"k{self.s_k}{'v' * self.varlen}"
+        return f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of q."""
+        return D_QK
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """Return the dtype of q."""
+        return torch.float8_e4m3fn if self.operands == FP8 else DTYPES[self.dtype]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Return the dtype of the cache."""
+        return DTYPES[self.dtype] if self.operands == LATENT else torch.float8_e4m3fn
+
+    @property
+    def descales(self) -> tuple[float | None, float | None]:
+        """Return the scales of q and of the cache, None for an operand that is not e4m3."""
+        return DESCALE_Q if self.operands == FP8 else None, None if self.operands == LATENT else DESCALE_K
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Return the length of each request."""
+        if self.lengths is not None:
+            return self.lengths
+        draw = random.Random(f"{self.seed} {self.batch} {self.s_q} {self.s_k}")
+        lengths = [self.s_k] * self.batch
+        if self.varlen:
+            lengths = [max(int(draw.normalvariate(self.s_k, self.s_k / 2)), self.s_q) for _ in lengths]
+        if self.zero_lengths:
+            lengths = [0 if index == 0 or draw.random() < 0.5 else length for index, length in enumerate(lengths)]
+        return tuple(lengths)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Return the number of pages that each request uses."""
+        return tuple(ceil_div(length, self.page_size) for length in self.key_lengths)
+
+    @property
+    def pages_per_request(self) -> int:
+        """Return the columns of the block table."""
+        return max(self.pages, default=0) + TABLE_SLACK
+
+    def problem(self, arch: Arch) -> DenseDecodeProblem:
+        """Return the shapes of the call."""
+        return DenseDecodeProblem(
+            arch=arch,
+            dtype=self.dtype,
+            batch=self.batch,
+            s_q=self.s_q,
+            h_q=self.h_q,
+            h_kv=self.h_kv,
+            page_size=self.page_size,
+            pages_per_request=self.pages_per_request,
+            batch_invariant=self.batch_invariant,
+            row_alignment=self.row_alignment,
+            operands=self.operands,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; an empty request costs one key tile."""
+        key_tiles = sum(max(ceil_div(length, TILE_KEYS), 1) for length in self.key_lengths)
+        return key_tiles * ceil_div(self.s_q * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
+
+    @property
+    def has_masked_rows(self) -> bool:
+        """Return True if the causal mask hides every key of a nonempty request from some query row."""
+        return self.causal and any(0 < length < self.s_q for length in self.key_lengths)
+
+
+@dataclass(frozen=True)
+class DenseDecodeTensors:
+    """The operands of a case.
+
+    q dtype or e4m3 [b, s_q, h_q, 576]; k_cache dtype or e4m3 [pages, page, h_kv, 576]; block_table int32 [b, columns];
+    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None; output_buffers: out dtype [b, s_q, h_q, 512]
+    and lse fp32 [b, h_q, s_q], unless the call allocates them.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+    descale_q: Tensor | None = None
+    descale_k: Tensor | None = None
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
+
+
+def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device = "cpu") -> DenseDecodeTensors:
+    """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
+    q = allocate_q(case, torch.device(device))
+    values = draw_queries(case.values, case.q_shape, generator_for(case, q.numel(), q.device))
+    descale_q, descale_k = case.descales
+    q.copy_(values if descale_q is None else values / descale_q)
+    k_cache, block_table = _paged_cache(case, q.device)
+    cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+    return DenseDecodeTensors(
+        q=q,
+        k_cache=k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        descale_q=descale_tensor(descale_q, q.device),
+        descale_k=descale_tensor(descale_k, q.device),
+        output_buffers=allocate_output_buffers(case, q.device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1)}),
+    )
+
+
+def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
+    """Return a scale as calls take it, fp32 [1], or None for None."""
+    return None if value is None else torch.full((1,), value, device=device)
+
+
+def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> Tensor:
+    """Allocate k_cache [pages, page, h_kv, 576] in its layout, with NaN in and around it; "far": uninitialised memory."""
+    page, h_kv, dtype = case.page_size, case.h_kv, case.cache_dtype
+    match case.cache_layout:
+        case "packed":
+            return nan_tensor((pages, page, h_kv, D_QK), dtype, device)
+        case "layers":
+            return nan_tensor((pages, 3, page, h_kv, D_QK), dtype, device)[:, 1]
+        case "padded_rows":
+            return nan_tensor((pages, page, h_kv, D_QK + 64), dtype, device)[..., :D_QK]
+        case "heads_first":
+            return nan_tensor((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
+        case "far":
+            stride = ceil_div(FAR_ELEMENTS, (pages - 1) * 64) * 64  # the last page begins at or past FAR_ELEMENTS
+            storage = torch.empty((pages - 1) * stride + page * h_kv * D_QK, dtype=dtype, device=device)
+            return storage.as_strided((pages, page, h_kv, D_QK), (stride, h_kv * D_QK, D_QK, 1))
+
+
+def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make the cache, with the keys of the requests on shuffled pages, and the block table."""
+    used = sum(case.pages)
+    pages = used + SPARE_PAGES
+    cache = _cache_storage(case, pages, device)
+    generator = generator_for(case, used * case.page_size * case.h_kv * D_QK, device)
+    generator.manual_seed(case.seed + 1)
+    shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
+    shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # use the last page, which may lie far away, first
+    table = torch.full((case.batch, case.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
+    first = 0
+    for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
+        own = torch.tensor(shuffled[first : first + count], dtype=torch.int64)
+        table[request, :count] = own.int()
+        cache[own.to(device)] = _request_pages(case, length, count, generator).to(cache)
+        first += count
+    return cache, table.to(device)
+
+
+def _request_pages(case: DenseDecodeCase, length: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw the keys of one request, fp32 [count, page, h_kv, 576], as the cache holds them; NaN past its end."""
+    keys = normal_values((count * case.page_size, case.h_kv, D_QK), generator)
+    if case.values != "normal":
+        ramp_keys(case.values, keys, length, generator)
+    keys[length:] = float("nan")
+    _, descale_k = case.descales
+    if descale_k is not None:
+        keys /= descale_k
+    return keys.view(count, case.page_size, case.h_kv, D_QK)

@@ -1,0 +1,235 @@
+"""Cases of dense prefill.
+
+A case's seed determines its tensors, which probe what a kernel must not read: every row of q, k and v that belongs to no sequence is NaN,
+and so is the memory between and around rows. The keys and values of a sequence's neighbours may be NaN, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...spec.arch import Arch
+from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
+from ...spec.mla import ceil_div
+from .base import DTYPES, TAGS, BaseCase, Tags, Values
+from .tensors import (
+    Fp32Result,
+    OutputBuffer,
+    allocate_output_buffers,
+    allocate_q,
+    draw_queries,
+    generator_for,
+    nan_tensor,
+    normal_values,
+    ramp_keys,
+)
+
+MARGINS = (7, 4)  # tokens before the first sequence and after the last
+BLOCK = 64  # query rows and keys of a tile, the unit of a case's cost
+
+Ends = Literal["margins", "clipped"]
+Neighbours = Literal["finite", "nan"]
+KvLayout = Literal["packed", "padded", "kvpacked", "heads_first"]
+SeqLengths = tuple[tuple[int, int], ...]  # query tokens and keys of each sequence
+
+
+def _lengths_tag(lengths: SeqLengths) -> str:
+    return "_".join(f"{s_q}x{s_k}" for s_q, s_k in lengths)
+
+
+@dataclass(frozen=True)
+class DensePrefillCase(BaseCase):
+    """One call of dense prefill.
+
+    lengths: query tokens and keys of each sequence. group: query heads per KV head.
+    values: as in DenseDecodeCase, along the keys of each sequence.
+    ends: "margins": tokens of no sequence before the first sequence and after the last; query tokens of no sequence only if the
+        caller passes results, since the call leaves their rows unwritten; "clipped": no such tokens, but the first offsets are
+        negative and the last offsets lie far beyond the tensors.
+    neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
+    kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
+        transposed [h_kv, total_k, ..].
+    """
+
+    op: ClassVar[str] = "dense_prefill"
+    cut_by: ClassVar[str] = "group"
+    d_v: ClassVar[int] = D_V
+    tags: ClassVar[Tags] = {
+        "ends": str,
+        "neighbours": lambda neighbours: f"{neighbours}_neighbours",
+        "kv_layout": lambda layout: f"kv_{layout}",
+        **TAGS,
+    }
+
+    d_qk: int = 192
+    lengths: SeqLengths = ((128, 128),)
+    h_kv: int = 1
+    group: int = 1
+    causal: bool = False
+    values: Values = "normal"
+    ends: Ends = "margins"
+    neighbours: Neighbours = "finite"
+    kv_layout: KvLayout = "packed"
+
+    def __post_init__(self) -> None:
+        if self.d_qk not in HEAD_DIMS:
+            raise ValueError(f"d_qk is {self.d_qk}; supported: {HEAD_DIMS}")
+        if self.neighbours == "nan" and self.causal and any(s_q > s_k > 0 for s_q, s_k in self.lengths[1::2]):
+            raise ValueError(
+                f"lengths are {self.lengths} with neighbours 'nan', causal; supported: rows that see no key only in sequences without NaN"
+            )
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        causal = "causal" if self.causal else "full"
+        return f"{self.dtype}-d{self.d_qk}-{_lengths_tag(self.lengths) or 'none'}-h{self.h_kv}x{self.group}-{causal}"
+
+    @property
+    def h_q(self) -> int:
+        """Return the number of query heads."""
+        return self.h_kv * self.group
+
+    @cached_property
+    def q_starts(self) -> tuple[int, ...]:
+        """Return the first row of q of each sequence, and the end of the last sequence."""
+        margin = MARGINS[0] if self._q_margins else 0
+        return tuple(accumulate((s_q for s_q, _ in self.lengths), initial=margin))
+
+    @cached_property
+    def k_starts(self) -> tuple[int, ...]:
+        """Return the first row of k and v of each sequence, and the end of the last sequence."""
+        return tuple(accumulate((s_k for _, s_k in self.lengths), initial=MARGINS[0] if self.ends == "margins" else 0))
+
+    @property
+    def _q_margins(self) -> bool:
+        return self.ends == "margins" and self.outputs != "allocated"
+
+    @property
+    def total_q(self) -> int:
+        """Return the rows of q."""
+        return self.q_starts[-1] + (MARGINS[1] if self._q_margins else 0)
+
+    @property
+    def total_k(self) -> int:
+        """Return the rows of k and v."""
+        return self.k_starts[-1] + (MARGINS[1] if self.ends == "margins" else 0)
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Return the query tokens of the longest sequence."""
+        return max((s_q for s_q, _ in self.lengths), default=0)
+
+    @property
+    def max_seqlen_k(self) -> int:
+        """Return the keys of the longest sequence."""
+        return max((s_k for _, s_k in self.lengths), default=0)
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return (1, total_q, h_q, d_qk)."""
+        return 1, self.total_q, self.h_q, self.d_qk
+
+    def problem(self, arch: Arch) -> DensePrefillProblem:
+        """Return the shapes of the call."""
+        return DensePrefillProblem(
+            arch=arch,
+            dtype=self.dtype,
+            d_qk=self.d_qk,
+            batch=len(self.lengths),
+            h_q=self.h_q,
+            h_kv=self.h_kv,
+            max_seqlen_q=self.max_seqlen_q,
+            row_alignment=self.row_alignment,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Return the cost on the simulated device: unmasked tiles of 64 query rows x 64 keys; rows without keys cost one tile."""
+        return sum(max(ceil_div(keys, BLOCK), 1) for lengths in self.lengths for keys in self._keys_of_blocks(*lengths)) * self.h_q
+
+    def _keys_of_blocks(self, s_q: int, s_k: int) -> list[int]:
+        """Return for each block of 64 query rows of a sequence how many keys its last row attends to."""
+        ends = [min(first + BLOCK, s_q) for first in range(0, s_q, BLOCK)]
+        return [min(max(end + s_k - s_q, 0), s_k) if self.causal else s_k for end in ends]
+
+
+@dataclass(frozen=True)
+class DensePrefillTensors:
+    """The operands of a case.
+
+    q dtype [total_q, h_q, d_qk]; k dtype [total_k, h_kv, d_qk]; v dtype [total_k, h_kv, 128]; cu_seqlens_q, cu_seqlens_k int32
+    [sequences + 1]. output_buffers: out dtype [total_q, h_q, 128], lse fp32 [total_q, h_q].
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
+
+
+def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.device = "cpu") -> DensePrefillTensors:
+    """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
+    device = torch.device(device)
+    k, v = _kv_storage(case, device)
+    for sequence, (first, (_, s_k)) in enumerate(zip(case.k_starts, case.lengths, strict=False)):
+        if case.neighbours == "finite" or sequence % 2 == 0:
+            _fill_keys(case, sequence, k[first : first + s_k], v[first : first + s_k])
+    return DensePrefillTensors(
+        q=_q(case, device),
+        k=k,
+        v=v,
+        cu_seqlens_q=_offsets(case, case.q_starts, device),
+        cu_seqlens_k=_offsets(case, case.k_starts, device),
+        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1)}, drop_batch=True),
+    )
+
+
+def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.device) -> Tensor:
+    offsets = list(starts)
+    if case.ends == "clipped" and len(offsets) > 1:
+        offsets[0], offsets[-1] = -5, 1 << 30
+    return torch.tensor(offsets, dtype=torch.int32, device=device)
+
+
+def _q(case: DensePrefillCase, device: torch.device) -> Tensor:
+    q = allocate_q(case, device)[0]
+    own = q[case.q_starts[0] : case.q_starts[-1]]
+    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device)))
+    return q
+
+
+def _fill_keys(case: DensePrefillCase, sequence: int, k: Tensor, v: Tensor) -> None:
+    """Draw the keys and values of a sequence."""
+    generator = generator_for(case, k.numel(), k.device, 1000 + 2 * sequence)
+    keys = normal_values(tuple(k.shape), generator)
+    if case.values != "normal":
+        ramp_keys(case.values, keys, len(keys), generator)
+    k.copy_(keys)
+    v.copy_(normal_values(tuple(v.shape), generator_for(case, k.numel(), k.device, 1001 + 2 * sequence)))
+
+
+def _kv_storage(case: DensePrefillCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate k [total_k, h_kv, d_qk] and v [total_k, h_kv, 128] in their layout, with NaN in and around them."""
+    rows, heads, d_qk, dtype = case.total_k, case.h_kv, case.d_qk, DTYPES[case.dtype]
+    match case.kv_layout:
+        case "packed":
+            return nan_tensor((rows, heads, d_qk), dtype, device), nan_tensor((rows, heads, D_V), dtype, device)
+        case "padded":
+            k, v = (nan_tensor((rows, heads + 1, columns + 64), dtype, device) for columns in (d_qk, D_V))
+            return k[:, 1:, 8 : 8 + d_qk], v[:, :-1, 16 : 16 + D_V]
+        case "kvpacked":
+            both = nan_tensor((rows, heads, d_qk + D_V), dtype, device)
+            return both[..., :d_qk], both[..., d_qk:]
+        case "heads_first":
+            k, v = (nan_tensor((heads, rows, columns), dtype, device) for columns in (d_qk, D_V))
+            return k.transpose(0, 1), v.transpose(0, 1)

@@ -1,0 +1,54 @@
+"""Any op on the simulated device, for tests: one call, or a case judged against the reference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+import cute_mla
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.tensors import Operands
+from cute_mla.testing.compare import compare, same_bits, with_error_limit
+from cute_mla.testing.operations import operation
+from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
+
+Result = tuple[Tensor, ...]
+
+ROUND_ROBIN = Schedule("round_robin", 0)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The simulated device of one architecture."""
+
+    arch: Arch
+
+    def judge(self, case: BaseCase, *schedules: Schedule) -> list[Record]:
+        """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
+        records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
+        for record in records:
+            assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
+        return records
+
+    def run(self, case: BaseCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
+        """Makes a case's call, with other operands if given. A finding of the simulator raises."""
+        with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
+            return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
+
+
+def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
+    """Asserts that a result agrees with the reference for these operands."""
+    op = operation(case)
+    expected = op.reference(case, tensors)
+    limits = op.limits(case, tensors, expected)
+    for (name, tolerance), actual, wanted in zip(op.results.items(), result, expected, strict=True):
+        comparison = with_error_limit(name, compare(name, actual, wanted, tolerance), limits.get(name, math.inf))
+        assert comparison.passed, comparison.reason
+
+
+def identical(result: Result, other: Result) -> bool:
+    """Whether two results agree in every bit."""
+    return all(same_bits(x, y) for x, y in zip(result, other, strict=True))
