@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Int32, cute
 
 from ..primitives import tcgen05
-from .config import GROUP_WARPS, PAIR, TMEM_COLUMNS, Geometry, Pipes, Tiles
+from .config import EVEN_CTA, GROUP_WARPS, PAIR, TMEM_COLUMNS, Geometry, Pipes, Tiles
 
 
-def initialise(pipes: Pipes, geometry: Geometry, kv_arrivals: int, kv_free_arrivals: int | Int32 = 1) -> None:
+def initialise(pipes: Pipes, geometry: Geometry, kv_arrivals: int, mma_releases: bool = False) -> None:
     """Set the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits.
 
-    kv_arrivals: that fill a stage. kv_free_arrivals: that empty a stage, in this CTA; a commit is one."""
+    kv_arrivals: that fill a stage. mma_releases: whether the mma role, which reads the bits of a tile, also releases its stage in its
+    own CTA. Its commits, which arrive in both, order nothing but products."""
     pipes.kv_ready.initialise(kv_arrivals)
-    pipes.kv_free.initialise(kv_free_arrivals)
+    pipes.kv_free.initialise(cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1)) if mma_releases else 1)
     pipes.query_ready.initialise(PAIR * GROUP_WARPS)
     pipes.scores_ready.initialise(1)
     pipes.scores_free.initialise(PAIR * GROUP_WARPS)

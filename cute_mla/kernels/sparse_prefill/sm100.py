@@ -80,10 +80,8 @@ class SparsePrefillSm100(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
-                # the mma role, which reads the bits, also releases them in its CTA: its commits order nothing but products
-                kv_free_arrivals = cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1))
                 pipes.initialise_bits()
-                initialise(pipes, SIXTEEN_BIT, KV_ARRIVALS, kv_free_arrivals)
+                initialise(pipes, SIXTEEN_BIT, KV_ARRIVALS, mma_releases=True)
         tmem = begin(tiles, warp, MMA_WARP)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
