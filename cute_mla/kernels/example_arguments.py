@@ -17,7 +17,8 @@ def example_arguments(arguments: type, elements: Mapping[str, type[cutlass.Numer
     """Return an instance of an op's NamedTuple of arguments.
 
     elements: what pointers point to, by name; int32 if not named. A pointer stands in for a tensor map: the host function makes
-    a typed map from it."""
+    a typed map from it.
+    """
 
     def example(param: Param) -> Any:
         match param.kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,8 @@ def handed_out(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, cta
     here = {"cta": 0}
     arch = SimpleNamespace(block_idx=lambda: (here["cta"], 0, 0), grid_dim=lambda: (ctas, 1, 1))
     monkeypatch.setattr(operands, "cute", SimpleNamespace(arch=arch))
-    items = operands.WorkItems(SimpleNamespace(batch=1, h_q=heads, row_blocks=row_blocks), causal=False, item_rows=1)
+    arguments: Any = SimpleNamespace(batch=1, h_q=heads, row_blocks=row_blocks)
+    items = operands.WorkItems(arguments, causal=False, item_rows=1)
     walks = []
     for cta in range(ctas):
         here["cta"] = cta

@@ -92,6 +92,7 @@ class AttentionKernel:
 
     @cute.kernel
     def kernel(self, maps: tuple[cutlass.GridConstant[tensor_maps.TensorMap], ...], others: tuple[Any, ...]):
+        """Run the roles on the arguments by meaning."""
         self.run(self.abi.operands(self.abi.arguments(*maps, *others)))
 
     def definition(

@@ -11,10 +11,7 @@ from .token_scheduler import TokenSchedule
 
 
 class QueryOperands(Protocol):
-    """Rows of q, out and lse of a request (in sparse prefill of a query token), and the work of this CTA.
-
-    scale_log2: factor of the scores, log2 units. empty_lse: lse of a row that attends to nothing.
-    """
+    """Rows of q, out and lse of a request (in sparse prefill of a query token), and the work of this CTA."""
 
     @property
     def schedule(self) -> SplitKvSchedule | TokenSchedule:
@@ -22,7 +19,7 @@ class QueryOperands(Protocol):
 
     @property
     def scale_log2(self) -> Float32:
-        """Return the factor of the scores."""
+        """Return the factor of the scores, log2 units."""
 
     @property
     def empty_lse(self) -> Float32:
@@ -41,8 +38,11 @@ class QueryOperands(Protocol):
         """Return the lse of a query row."""
 
 
-class SplitOperands(QueryOperands, Protocol):
-    """Operands of an op whose requests may be split: rows of the fp32 accumulators."""
+class LatentOperands(QueryOperands, Protocol):
+    """Members that only some ops have: a role asks for them where its op has them.
+
+    Accumulators exist where a request may be split, sinks and greatest logits in the sparse ops.
+    """
 
     @property
     def out_accum(self) -> cute.Pointer:
@@ -55,17 +55,9 @@ class SplitOperands(QueryOperands, Protocol):
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
 
-
-class SinkOperands(QueryOperands, Protocol):
-    """Operands of an op with attention sinks."""
-
     @property
     def attn_sink(self) -> cute.Pointer:
         """Return fp32 [rows], natural log; a null pointer without sinks."""
-
-
-class MaxLogitOperands(QueryOperands, Protocol):
-    """Operands of an op that returns the greatest logit of every row."""
 
     def max_logit_of(self, req: Int32, row: Int32) -> cute.Pointer:
         """Return the greatest logit of a query row."""

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.mla import LOG2E
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
-from .operands import SinkOperands
+from .operands import LatentOperands
 from .split_kv_scheduler import WorkTile
 
 RESCALE_LOG2 = 8.0
@@ -31,8 +31,10 @@ LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
 
 
 def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
-    """Return (reference, factor for what was accumulated under the old one) from the old reference and the scaled maximum of a
-    tile. The factor is 1 where the reference stays."""
+    """Return (reference, factor for what was accumulated under the old one) from the old reference and the scaled maximum of a tile.
+
+    The factor is 1 where the reference stays.
+    """
     moved = candidate > old + RESCALE_LOG2
     new = cutlass.select_(moved, candidate, old)
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
@@ -75,19 +77,21 @@ class RowScale(Protocol):
 class SinkScale:
     """Row scale of ops with attention sinks: out is divided by row sum + weight of the row's sink."""
 
-    def score_scale(self, operands: SinkOperands) -> Float32:
+    def score_scale(self, operands: LatentOperands) -> Float32:
         """Return the factor of the scores."""
         return operands.scale_log2
 
-    def weight(self, operands: SinkOperands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+    def weight(self, operands: LatentOperands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
         """Return the factor of a row of O."""
         return 1.0 / with_sink(operands, work_tile(), row, total, reference)
 
 
 @cute.jit
-def with_sink(operands: SinkOperands, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
-    """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output. A split does
-    without the sink, since combine adds it."""
+def with_sink(operands: LatentOperands, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+    """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output.
+
+    A split does without the sink, since combine adds it.
+    """
     divisor = total
     if work_tile.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
         sink = (operands.attn_sink + row).load()
@@ -127,7 +131,8 @@ class OnlineSoftmax:
     def add_tile(self, scores: cute.Tensor) -> list[Float32]:
         """Replace a 64x64 score fragment by unnormalised probabilities and bring the state up to date.
 
-        Return, per row, the factor by which everything accumulated before must be scaled."""
+        Return, per row, the factor by which everything accumulated before must be scaled.
+        """
         rS = flat(scores)
         factors = []
         for row in range(ROWS_PER_THREAD):

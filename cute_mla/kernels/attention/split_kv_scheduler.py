@@ -41,7 +41,8 @@ assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
 class TileRange:
     """The main loop's view of a work tile: key tiles to do, and the keys in the cache from its first key tile on.
 
-    more: whether the next work tile of the same partition belongs to the same request."""
+    more: whether the next work tile of the same partition belongs to the same request.
+    """
 
     tiles: Int32
     keys: Int32
@@ -90,13 +91,17 @@ class SplitKvSchedule:
         return self.max_splits > 0
 
     def _plan_row(self) -> cute.Pointer:
-        """Return the row of the plan for this CTA's partition, at its z index. Computed at every call, lest the address lives in
-        registers through the main loop."""
+        """Return the row of the plan for this CTA's partition, at its z index.
+
+        Computed at every call, lest the address lives in registers through the main loop.
+        """
         return self.plan + pin_register(cute.arch.block_idx()[2]) * PLAN_COLUMNS
 
     def _cut_tile(self, row: cute.Pointer, column: int) -> Int32:
-        """Return a tile at which this CTA's partition begins or ends: where the plan says, or the last tile before it where a
-        batch-invariant call may cut."""
+        """Return a tile at which this CTA's partition begins or ends.
+
+        It lies where the plan says, or at the last tile before it where a batch-invariant call may cut.
+        """
         tile = clip((row + column).load(), Int32(MOST_TILES))
         return tile & cutlass.select_(self.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
 
@@ -106,7 +111,8 @@ class SplitKvSchedule:
 
         Of a request whose last tiles belong to this partition, nothing may be left: by the length as it is now, or by rounding. That
         gives an empty work tile where all planned splits are merged. A batch-invariant call merges only the splits of the length, and
-        the row of an empty one may belong to another partition."""
+        the row of an empty one may belong to another partition.
+        """
         row = self._plan_row()
         req = clip((row + PART_BEGIN_REQ).load(), self.batch)
         tile = self._cut_tile(row, PART_BEGIN_TILE)
@@ -129,8 +135,10 @@ class SplitKvSchedule:
         return smaller(last, self.batch - 1)
 
     def _work_tile_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """Return (keys in the cache, end tile of the partition within the request, end tile of the work tile), by the lengths as they
-        are now."""
+        """Return (keys in the cache, end tile of the partition within the request, end tile of the work tile).
+
+        All follow the lengths as they are now.
+        """
         length = self.lengths.keys(req)
         tiles = tiles_of(length)
         row = self._plan_row()

@@ -19,7 +19,8 @@ from .split_kv_scheduler import TileRange, WorkTile, tiles_of
 class TokenSchedule:
     """The tokens of a call, in place of requests.
 
-    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys."""
+    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys.
+    """
 
     lengths: cute.Pointer
     limit: Int32

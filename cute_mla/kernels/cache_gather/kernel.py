@@ -110,6 +110,7 @@ class CacheGather:
 
     @cute.kernel
     def kernel(self, args: CacheGatherArguments):
+        """Process one key or row per warp."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         row, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32

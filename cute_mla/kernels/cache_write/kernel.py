@@ -126,6 +126,7 @@ class CacheWrite:
 
     @cute.kernel
     def kernel(self, args: CacheWriteArguments):
+        """Process one key or row per warp."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         token, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
@@ -196,8 +197,10 @@ class CacheWrite:
 
 
 def expected(cache: CacheFormat) -> dict[str, int]:
-    """Return the instructions of a lane: its two vectors loaded at once, columns divided and rounded as the reference does. ptxas
-    would take div.full as well."""
+    """Return the instructions of a lane.
+
+    Its two vectors are loaded at once. Columns are divided and rounded as the reference does; ptxas would take div.full as well.
+    """
     if not cache.quantised:
         return {"LDG.E.128": 2, "STG.E.128": 2}
     rotary = PAIR if cache.quantised == cache.d_qk else 0

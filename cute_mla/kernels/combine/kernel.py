@@ -53,8 +53,10 @@ def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_sp
 
 @dataclass(frozen=True)
 class Splits(Results):
-    """The splits of a row. first: this lane's first column in the first one. lse_row: its lse. strides: elements of either between
-    splits."""
+    """The splits of a row.
+
+    first: this lane's first column in the first one. lse_row: its lse. strides: elements of either between splits.
+    """
 
     first: cute.Pointer
     lse_row: cute.Pointer
@@ -78,6 +80,7 @@ class Splits(Results):
 
 @cute.kernel
 def combine(args: CombineArguments):
+    """Merge the splits of every row that has several, a warp a row."""
     first_token, head_block, column_block = cute.arch.block_idx()
     token_step, _, column_blocks = cute.arch.grid_dim()
     thread, _, _ = cute.arch.thread_idx()

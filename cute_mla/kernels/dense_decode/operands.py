@@ -94,7 +94,8 @@ class Operands:
     def key_limit(self, left: Int32, row: Int32) -> Int32:
         """Return the first key that a query row does not see, counted from a tile `left` keys before the end of the cache.
 
-        The limit is the end, or bottom-right causal. Rows past the last one see no key past the end either."""
+        The limit is the end, or bottom-right causal. Rows past the last one see no key past the end either.
+        """
         token, _ = self.token_and_head(row)
         return left - cutlass.select_(self.args.causal != 0, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
 
@@ -132,8 +133,10 @@ class Operands:
 
 @dataclass(frozen=True)
 class DescaledRows:
-    """Row scale with the scales of e4m3 operands, read when asked for: the kernel before may have written them. kind: the variant's
-    operands."""
+    """Row scale with the scales of e4m3 operands, read when asked for: the kernel before may have written them.
+
+    kind: the variant's operands.
+    """
 
     kind: str
 
@@ -150,8 +153,10 @@ class DescaledRows:
 
 
 def descaled_weight(operands: Operands, kind: str, total: Float32) -> Float32:
-    """Return 1 / row sum, times the scale of e4m3 values. Read the scale again, once per work tile, so that no register holds it
-    meanwhile."""
+    """Return 1 / row sum, times the scale of e4m3 values.
+
+    Read the scale again, once per work tile, so that no register holds it meanwhile.
+    """
     weight = 1.0 / total
     return weight if kind == LATENT else weight * load_or_one(operands.args.descale_k)
 

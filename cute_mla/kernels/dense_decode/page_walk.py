@@ -16,7 +16,8 @@ from .operands import NO_PAGE, LaneBox, Operands, count_boxes
 def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Call load_tile(this lane's box, number of the tile) for every tile of every work tile. Return the number of tiles.
 
-    One warp; lane l has the box of keys that begins at l boxes."""
+    One warp; lane l has the box of keys that begins at l boxes.
+    """
     schedule = operands.schedule
     req, begin_tile = schedule.first_work_tile()
     last = schedule.last_request()
@@ -42,8 +43,10 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
 
 @cute.jit
 def look_up(operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
-    """Return the page of this lane's box in a tile `left` keys before the end; NO_PAGE for a box without a key in use, whose
-    entry is never read."""
+    """Return the page of this lane's box in a tile `left` keys before the end.
+
+    The entry of a box without a key in use is never read: its page is NO_PAGE.
+    """
     page = Int32(NO_PAGE)
     if cute.arch.lane_idx() * operands.box_keys() < smaller(left, Int32(TILE_KEYS)):
         page = (operands.args.block_table + (Int64(req) * operands.args.table_stride + entry)).load()

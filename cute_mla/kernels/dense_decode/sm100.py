@@ -108,6 +108,7 @@ class DenseDecodeSm100(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory, geometry = self.smem.allocate(), self.geometry
         tiles = Tiles.create(geometry, memory)
         pipes = self.pipes_type.create(memory)

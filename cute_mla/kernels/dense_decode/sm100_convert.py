@@ -79,7 +79,8 @@ def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
     """Return the mover of a CTA's half of the RoPE columns, in the box behind the values.
 
     A key's columns fill half of its row there, so the eight lanes that store together have keys that differ in the bits 0 and 2 of
-    their numbers."""
+    their numbers.
+    """
     lane = cute.arch.lane_idx()
     key, chunk = lane // ROPE_LANES, lane % ROPE_LANES
     shuffled = key % 2 | key // 2 % 2 << 2 | key // 4 % 2 << 1 | key // 8 << 3
@@ -118,6 +119,7 @@ class DenseDecodeSm100Fp8Cache(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles.create(SIXTEEN_BIT, memory), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

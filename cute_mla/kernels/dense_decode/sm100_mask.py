@@ -17,8 +17,10 @@ from .operands import Operands
 
 @dataclass(frozen=True)
 class LengthMask:
-    """Mask of keys past the end, and of causally hidden ones. clears_unused: whether keys come with whatever lies behind the last
-    one; else they are zeros there."""
+    """Mask of keys past the end, and of causally hidden ones.
+
+    clears_unused: whether keys come with whatever lies behind the last one; else they are zeros there.
+    """
 
     clears_unused: bool
 

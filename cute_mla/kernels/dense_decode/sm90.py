@@ -1,5 +1,6 @@
-"""Dense MLA decode on Hopper. This file is the kernel of a 16-bit cache; sm90_convert.py and sm90_fp8.py are the kernels of an e4m3
-one.
+"""Dense MLA decode on Hopper.
+
+This file is the kernel of a 16-bit cache; sm90_convert.py and sm90_fp8.py are the kernels of an e4m3 one.
 
 For every request and every query row r = (query token i, head) of one KV head, over the keys j that the row sees:
 
@@ -86,6 +87,7 @@ class DenseDecodeSm90(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles.create(memory), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -87,6 +87,7 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles.create(memory), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -143,8 +144,10 @@ class ConvertRole:
     def gather_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
-        """Convert the tiles of one work tile, in this CTA from `tile` to `end`. Pages are asked for a tile ahead of the addresses,
-        bytes a few steps ahead of their use."""
+        """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
+
+        Pages are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        """
         lane = Lane.of(thread)
         source, lane = lane.source, replace(lane, source=Int32(0))
         buffers = [cute.make_rmem_tensor(cute.make_layout(max(step.words for step in STEPS[i::AHEAD])), Int32) for i in range(AHEAD)]
@@ -215,8 +218,10 @@ AHEAD = steps_ahead(STEPS)
 
 @dataclass(frozen=True)
 class KeyPositions:
-    """The positions of this thread's two keys of a tile. entry, row: of the first one, in the block table and in its page. left: keys
-    of the work tile from the first one on."""
+    """The positions of this thread's two keys of a tile.
+
+    entry, row: of the first one, in the block table and in its page. left: keys of the work tile from the first one on.
+    """
 
     entry: Int32
     row: Int32
@@ -244,7 +249,8 @@ def second_key_entry(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
     """Return the distance from a thread's first key, in some row of its page, to its second: (entries of the block table, row there).
 
     A page has a tile or more, or is a SMALL_PAGES-th of it. The code compares with the row, which changes, so that no register holds
-    what only the size of a page decides."""
+    what only the size of a page decides.
+    """
     beyond = row + HALF_KEYS - operands.args.page_size
     entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.args.page_size, Int32(1), Int32(0))
     return entries, row + HALF_KEYS - entries * operands.args.page_size

@@ -108,6 +108,7 @@ class DenseDecodeSm90Fp8(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = SMEM.allocate()
         tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -61,7 +61,8 @@ def lane_dither(thread: Int32, odd: int) -> Float32:
 class E4m3Scores:
     """S (64 rows x 64 keys) = Q K^T of e4m3 operands, all of Q in registers.
 
-    words: whether rows of Q may be loaded a word at a time. cluster: CTAs that share the key tiles."""
+    words: whether rows of Q may be loaded a word at a time. cluster: CTAs that share the key tiles.
+    """
 
     words: bool
     cluster: int
@@ -99,7 +100,8 @@ class E4m3Scores:
     def load_queries(self, operands: Operands, req: Int32):
         """Load Q of a work tile to registers, from any strides. Rows past the last one repeat it; their results go nowhere.
 
-        Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h."""
+        Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h.
+        """
         words = cute.recast_tensor(flat(self.rQ), Int32)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(self.thread, row_half)
@@ -144,8 +146,10 @@ class E4m3Scores:
             self.factors.store(stage, alpha)
 
     def _store_rounded(self, stage: Int32) -> None:
-        """Store the scores, by now probabilities, dithered and rounded to e4m3, to a stage of P. A thread's words are groups of 16
-        keys."""
+        """Store the scores, by now probabilities, dithered and rounded to e4m3, to a stage of P.
+
+        A thread's words are groups of 16 keys.
+        """
         rP = flat(self.scores)
         place = self.probs + stage * PROBS_BYTES
         for pair in range(KEY_GROUPS // 2):
@@ -164,8 +168,10 @@ class E4m3Scores:
 
 @dataclass(frozen=True)
 class E4m3Output(OutputAccumulators):
-    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one stage of V^T each. The rows of ones behind the
-    columns of the second chunk make the row sums of P as it is multiplied."""
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one stage of V^T each.
+
+    The rows of ones behind the columns of the second chunk make the row sums of P as it is multiplied.
+    """
 
     summing: cute.TiledMma
 
@@ -220,8 +226,10 @@ class E4m3Output(OutputAccumulators):
         return flat(self.accumulators[SUMMING_CHUNK])[BOX_COLUMNS // 2 + 2 * row_half]
 
     def lane_column(self) -> Int32:
-        """Return the first column of the thread's first pair. Rows of V^T are the even columns of a group of 16, then the odd ones: a
-        thread has four neighbouring columns of it."""
+        """Return the first column of the thread's first pair.
+
+        Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it.
+        """
         return 4 * (self.thread % 4)
 
     def pair_column(self, pair: int) -> int:

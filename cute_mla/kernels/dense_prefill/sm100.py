@@ -96,6 +96,7 @@ class DensePrefillSm100(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

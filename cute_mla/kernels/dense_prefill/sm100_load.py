@@ -100,7 +100,8 @@ class LoadRole:
     def load_query_tiles(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, loads: list[Int32]):
         """Load Q of an item, for the Q tiles that have keys. Return the loads of each Q tile so far.
 
-        Rows past the sequence's end are another sequence's, or zeros: their results go nowhere."""
+        Rows past the sequence's end are another sequence's, or zeros: their results go nowhere.
+        """
         done = list(loads)
         for tile in cutlass.range_constexpr(QUERY_TILES):
             if Part.of(item, tile).tiles > 0:
@@ -145,7 +146,8 @@ class QueryRole:
     def load_tile(self, operands: Operands, item: WorkItem, first: int, target: cute.Pointer, thread: Int32):
         """Load Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
 
-        Rows past the sequence's end repeat the last one: their results go nowhere."""
+        Rows past the sequence's end repeat the last one: their results go nowhere.
+        """
         rows_per_pass = QUERY_THREADS // CHUNKS_PER_ROW
         chunk = thread % CHUNKS_PER_ROW
         for step in cutlass.range(TILE_ROWS // rows_per_pass, unroll=1):

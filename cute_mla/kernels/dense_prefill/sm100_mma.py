@@ -94,11 +94,13 @@ class MmaRole:
 
     @cute.jit
     def run(self, board: Board, pipes: Pipes, gemm: TileGemm):
-        """Wait item_ready, kv_ready, query_ready, probs_ready, rest_ready. Signal item_free, scores_ready, output_ready,
-        query_free, kv_free.
+        """Wait item_ready, kv_ready, query_ready, probs_ready, rest_ready.
+
+        Signal item_free, scores_ready, output_ready, query_free, kv_free.
 
         Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
-        own first S of the next item, if that has keys. After the last item comes one without."""
+        own first S of the next item, if that has keys. After the last item comes one without.
+        """
         geometry = self.geometry
         turn, more = Int32(0), Boolean(True)
         stage, phase = Int32(geometry.stages - VALUE_STAGES), Int32(1)  # of the values in front of the first keys: there are none

@@ -31,8 +31,10 @@ class OutputRows:
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], wide: bool, tiles: Tiles, lanes: Int32, tile: int) -> OutputRows:
-        """Return O of one Q tile for this thread. lanes: tensor memory at the first lane of the warp. wide: whether rows of out are
-        multiples of 16 bytes."""
+        """Return O of one Q tile for this thread.
+
+        lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes.
+        """
         row = cute.arch.thread_idx()[0] % GROUP
         return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * D_V))
 
@@ -120,7 +122,8 @@ class OutputRole:
     def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):
         """Multiply O by alpha where the reference has moved, then let P V of a Q tile's next key tile begin.
 
-        The factor has come when S of that key tile has, and S comes after P V of the key tile before."""
+        The factor has come when S of that key tile has, and S comes after P V of the key tile before.
+        """
         own.alpha_ready.consumer_wait(alpha_use)
         alpha = rows.factor()
         if cute.arch.vote_any_sync(alpha != 1.0):

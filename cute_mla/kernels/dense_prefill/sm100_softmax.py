@@ -116,8 +116,10 @@ class RowSoftmax:
             self.rS[i] = loads[(i - first) // LOADED_AT_ONCE][i % LOADED_AT_ONCE]
 
     def mask(self, limit: Int32, first: int) -> None:
-        """Set the scores of keys from `limit` on, counted within the tile, to -inf, among the scores from key `first` on. Selects, so
-        that NaN vanishes."""
+        """Set the scores of keys from `limit` on, counted within the tile, to -inf, among the scores from key `first` on.
+
+        Selects, so that NaN vanishes.
+        """
         for start in range(first, TILE_KEYS, WORD_BITS):
             seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
             some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
@@ -126,8 +128,10 @@ class RowSoftmax:
                 self.rS[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, -Float32.inf, self.rS[start + bit])
 
     def advance(self) -> Float32:
-        """Move the reference to this tile if need be. Return the factor for everything accumulated before: 1 if the reference
-        stays."""
+        """Move the reference to this tile if need be.
+
+        Return the factor for everything accumulated before: 1 if the reference stays.
+        """
         chains = [self.rS[i] for i in range(MAX_CHAINS)]
         for i in range(MAX_CHAINS, TILE_KEYS):
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
@@ -187,8 +191,10 @@ class SoftmaxRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
-        """Wait item_ready, scores_ready, kv_ready, sums_free. Signal item_free, alpha_ready, probs_ready, rest_ready, sums_ready.
-        Writes lse."""
+        """Wait item_ready, scores_ready, kv_ready, sums_free.
+
+        Signal item_free, alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse.
+        """
         own = pipes.of_tile(tile)
         rows = RowSoftmax.create(self.dtype, tiles, first_lane(tmem), tile, operands.scale_log2)
         more, turn, uses, done, alphas, sums = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
@@ -220,7 +226,8 @@ class SoftmaxRole:
         """Turn the scores of a part's t-th key tile, which are complete, into probabilities.
 
         The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
-        stores any."""
+        stores any.
+        """
         first_key = (part.tiles - 1 - t) * TILE_KEYS
         limit = part.key_limit(rows.row) - first_key
         masked = part.key_limit(Int32(0)) < first_key + TILE_KEYS
@@ -245,17 +252,21 @@ class SoftmaxRole:
         own.rest_ready.producer_commit(use)
 
     def clears_values(self, item: WorkItem, part: Part, tile: Int32) -> Boolean:
-        """Return whether the item's last key tile has values that belong to no key, and this Q tile is the first to be multiplied
-        with them."""
+        """Return whether this Q tile clears values: it is the first to be multiplied with values that belong to no key.
+
+        Only the item's last key tile can have such values.
+        """
         first = (tile == 0) | (Part.of(item, 0).skipped > 0)
         return (item.keys % TILE_KEYS != 0) & (part.skipped == 0) & first
 
     @cute.jit
     def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
-        """Zero the values past the end: P is 0 there, but 0 times a NaN of an unused row is NaN. The arrival with P hands over the
-        zeros.
+        """Zero the values past the end: P is 0 there, but 0 times a NaN of an unused row is NaN.
 
-        S of the key tile is complete, so the stages are at this use or the one before: no other phase can be mistaken for it."""
+        The arrival with P hands over the zeros.
+
+        S of the key tile is complete, so the stages are at this use or the one before: no other phase can be mistaken for it.
+        """
         for half in cutlass.range_constexpr(VALUE_STAGES):
             pipes.kv_ready.consumer_wait(use + half)
             stage = tiles.sKv + pipes.kv_ready.stage(use + half) * STAGE_BYTES

@@ -1,7 +1,8 @@
 """Work items of the SM100 dense prefill kernel: the load role finds each item and posts it to the other roles.
 
 Finding an item takes some 200 instructions that depend on each other and two loads, by estimate 1,500 clocks, which the mma role
-does not have between two products."""
+does not have between two products.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +33,10 @@ class Board:
             cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
 
     def take(self, turn: Int32) -> tuple[Boolean, WorkItem]:
-        """Wait item_ready, signal item_free. Return (whether the CTA has an item in a round, the item, without rows and keys if not).
-        One warp."""
+        """Wait item_ready, signal item_free.
+
+        Return (whether the CTA has an item in a round, the item, without rows and keys if not). One warp.
+        """
         self.pipes.item_ready.consumer_wait(turn)
         rWords = cute.make_rmem_tensor(cute.make_layout(ITEM_WORDS), Int32)
         cute.autovec_copy(cute.make_tensor(aligned(self._cell(turn), 16), rWords.layout), rWords)

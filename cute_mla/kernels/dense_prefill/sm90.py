@@ -82,6 +82,7 @@ class DensePrefillSm90(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory, geometry = self.smem.allocate(), self.geometry
         tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -20,8 +20,10 @@ from .sm90_gemm import Products, QueryStage
 
 
 class AttendRole:
-    """One of two warpgroups. by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads
-    its rows of Q itself."""
+    """One of two warpgroups.
+
+    by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads its rows of Q itself.
+    """
 
     def __init__(self, dtype: type[cutlass.Numeric], d_qk: int, by_tma: bool) -> None:
         self.dtype = dtype
@@ -32,7 +34,8 @@ class AttendRole:
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
         """Wait key_ready, value_ready, query_ready. Signal key_free, value_free, query_free. Write out and lse.
 
-        P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros."""
+        P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros.
+        """
         products = Products.create(self.dtype, tiles, thread, group)
         products.clear()
         softmax, ended = (OnlineSoftmax.create(operands.scale_log2) for _ in range(2))
@@ -78,8 +81,10 @@ class AttendRole:
 
     @cute.jit
     def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
-        """Bring the warpgroup's rows of Q to shared memory, or wait for them. Rows behind the sequence's repeat its last one, or are
-        whatever lies there; their results go nowhere."""
+        """Bring the warpgroup's rows of Q to shared memory, or wait for them.
+
+        Rows behind the sequence's repeat its last one, or are whatever lies there; their results go nowhere.
+        """
         if cutlass.const_expr(self.by_tma):
             pipes.query_ready.consumer_wait(done * GROUPS + products.group)
         else:
@@ -110,7 +115,8 @@ class AttendRole:
     ):
         """Attend to the tiles of an item behind the first, all but P V of the last one.
 
-        factors: of O, due before the next P V. Return the factors of the last tile."""
+        factors: of O, due before the next P V. Return the factors of the last tile.
+        """
         count = key_tiles(item.keys)
         for i in cutlass.range(1, count, unroll=1):
             self.settle_output(pipes, products, factors, use + i - 2, i > 1)
@@ -138,11 +144,13 @@ class AttendRole:
 
     @cute.jit
     def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, pending: Boolean):
-        """Prepare P V of a tile: O is relative to the maximum over all tiles up to it, and P is rounded. A `pending` P V, with the
-        values of `use`, is complete on return.
+        """Prepare P V of a tile: O is relative to the maximum over all tiles up to it, and P is rounded.
+
+        A `pending` P V, with the values of `use`, is complete on return.
 
         Its wait stands here, at the head of the loop, and not behind the softmax that it must not delay: in one block with the
-        softmax, ptxas would move it in front."""
+        softmax, ptxas would move it in front.
+        """
         warpgroup.wait_group(0)
         if pending:
             pipes.value_free.consumer_release(use)

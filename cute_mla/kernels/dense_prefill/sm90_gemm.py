@@ -82,7 +82,8 @@ class Products:
         """Round the scores, by now probabilities, to the A operand of P V.
 
         The conversion is PTX, because LLVM would move one of its own to the use, past the WGMMAs of the next scores: 64 registers
-        more than there are."""
+        more than there are.
+        """
         rP, rS = packed(self.probs), flat(self.scores)
         for i in range(cute.size(rP)):
             rP[i] = cute.arch.inline_ptx(
@@ -107,8 +108,10 @@ class Products:
             rO[i] = rO[i] * factors[half(i)]
 
     def row_words(self, row_half: int, inverse: Float32) -> list[Int32]:
-        """Return one of the thread's rows of O, normalised and rounded: columns 8 e + 2 (t % 4) and the next in word e. A row that
-        attends to nothing (inverse 0) is 0 whatever was accumulated."""
+        """Return one of the thread's rows of O, normalised and rounded.
+
+        Word e has columns 8 e + 2 (t % 4) and the next. A row that attends to nothing (inverse 0) is 0 whatever was accumulated.
+        """
         rO = flat(self.output)
         words = []
         for first in range(2 * row_half, cute.size(rO), 4):

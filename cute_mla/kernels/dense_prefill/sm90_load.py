@@ -48,7 +48,8 @@ class ValueRole:
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Wait value_free. Signal value_ready.
 
-        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN."""
+        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN.
+        """
         use, cleared = Int32(0), Int32(0)
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)

@@ -34,7 +34,8 @@ WIDE_BYTES = 2 * VECTOR
 class Places:
     """Addresses of one part of a row (out or lse) in each state.
 
-    offset: elements from the state's first. stride: elements from state to state, counted from the first; 0 if each has a pointer."""
+    offset: elements from the state's first. stride: elements from state to state, counted from the first; 0 if each has a pointer.
+    """
 
     firsts: tuple[cute.Pointer, ...]
     offset: Int64
@@ -110,6 +111,7 @@ class MergeStates:
 
     @cute.kernel
     def kernel(self, args: MergeStatesArguments):
+        """Process one key or row per warp."""
         place, head_block, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, head = thread % 32, head_block * ROWS_PER_BLOCK + thread // 32

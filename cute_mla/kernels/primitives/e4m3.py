@@ -13,7 +13,8 @@ def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     """Convert e4m3 values, four in a word, to twice as many words of 16-bit elements, on any architecture.
 
     An instruction converts two to fp16. There is none to bf16: bf16 is the upper half of the fp32 number, whose lower half is 0,
-    so a byte permutation joins two where a conversion would round."""
+    so a byte permutation joins two where a conversion would round.
+    """
     quantised = cute.recast_tensor(words, cutlass.Float8E4M3FN).load()
     count = 2 * cute.size(words)
     if dtype is cutlass.Float16:

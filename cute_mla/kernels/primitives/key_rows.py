@@ -114,4 +114,3 @@ def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: B
             for i in cutlass.range_constexpr(cute.size(words)):
                 element_at(Uint16, address + 4 * i).store(Uint16(words[i] & 0xFFFF))
                 element_at(Uint16, address + 4 * i + 2).store(Uint16((words[i] >> 16) & 0xFFFF))
-

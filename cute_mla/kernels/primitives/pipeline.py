@@ -36,8 +36,10 @@ Use: TypeAlias = Int32 | PipelineState  # number of a use, counted from 0, or it
 
 @dataclass(frozen=True)
 class StageBarriers:
-    """One mbarrier per stage, in shared memory. Use n has stage n % stages and phase (n / stages) % 2. Numbers are divided as
-    unsigned ones, which takes half of the instructions."""
+    """One mbarrier per stage, in shared memory.
+
+    Use n has stage n % stages and phase (n / stages) % 2. Numbers are divided as unsigned ones, which takes half of the instructions.
+    """
 
     base: cute.Pointer
     stages: int
@@ -67,8 +69,10 @@ class StageBarriers:
         return PipelineState(cutlass.select_(wraps, stage - self.stages, stage), cutlass.select_(wraps, state.phase ^ 1, state.phase))
 
     def advance_in_tile(self, state: PipelineState, number: int) -> PipelineState:
-        """Return the state after that of use `number` of a tile, whose first use is even. With an even number of stages, an even
-        use and the next one share a phase, so nothing wraps."""
+        """Return the state after that of use `number` of a tile, whose first use is even.
+
+        With an even number of stages, an even use and the next one share a phase, so nothing wraps.
+        """
         if number % 2 == 0 and self.stages % 2 == 0:
             return PipelineState(state.stage + 1, state.phase)
         return self.advance_by(state, 1)
@@ -91,8 +95,10 @@ class StageBarriers:
         cute.arch.mbarrier_wait(self.barrier(use), self._phase(use) ^ 1)
 
     def producer_commit(self, use: Use, cta: int | None = None) -> None:
-        """Arrive once per warp, after all its lanes: what the warp has written may be read. cta: of a pair, the CTA whose
-        barrier it is; None: this one's."""
+        """Arrive once per warp, after all its lanes: what the warp has written may be read.
+
+        cta: of a pair, the CTA whose barrier it is; None: this one's.
+        """
         if cta is None:
             arrive(self.barrier(use))
         else:
@@ -126,7 +132,8 @@ def arrive_at(barrier: cute.Pointer, rank: int) -> None:
     """Arrive once per warp on the same barrier of one CTA of the cluster, after all lanes of the warp.
 
     The data handed over lies in this CTA and is read by this SM's tensor core, or not at all by the peer's threads. So the
-    release has CTA scope: one of cluster scope costs a MEMBAR.GPU each. NVIDIA's two-CTA kernels do the same."""
+    release has CTA scope: one of cluster scope costs a MEMBAR.GPU each. NVIDIA's two-CTA kernels do the same.
+    """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, rank)
@@ -136,7 +143,8 @@ def arrive_at(barrier: cute.Pointer, rank: int) -> None:
 def arrive_cluster(barrier: cute.Pointer, ranks: cutlass.Constexpr[int]):
     """Arrive once per warp on the same barrier of every CTA of the cluster, each by another lane.
 
-    The arrival hands no data to the peer, so the release has CTA scope: one of cluster scope costs a MEMBAR.GPU each."""
+    The arrival hands no data to the peer, so the release has CTA scope: one of cluster scope costs a MEMBAR.GPU each.
+    """
     if cutlass.const_expr(ranks == 1):
         arrive(barrier)
     else:

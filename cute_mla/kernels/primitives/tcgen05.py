@@ -57,7 +57,8 @@ def k_major(tile: cute.Pointer) -> Any:
 def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
     """Return the rows of 128 swizzled bytes as operand with the contraction across the rows.
 
-    `box_bytes` further lie the next 128 bytes of the columns. A step of 16 rows is 2,048 bytes further."""
+    `box_bytes` further lie the next 128 bytes of the columns. A step of 16 rows is 2,048 bytes further.
+    """
     return _operand(tile, leading=box_bytes)
 
 
@@ -77,8 +78,10 @@ def multiply(
     keep_a: primitives.Tcgen05MMACollectorOp = Keep.DISCARD,
     group: primitives.CTAGroup = PAIR_GROUP,
 ) -> None:
-    """Issue D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of
-    a pair's even CTA."""
+    """Issue D (tensor memory) = A B, or += A B.
+
+    A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of a pair's even CTA.
+    """
     target = primitives.make_tmem_ptr(accumulator, Int8)
     primitives.tcgen05_mma(product.kind, group, target, a, b, product.descriptor, accumulate, collector_op=keep_a)
 

@@ -51,8 +51,10 @@ def fragment_column(thread: Int32, register: int) -> Int32:
 
 @dataclass(frozen=True)
 class RowPair:
-    """A thread's two rows in a table of fp32 numbers in shared memory, 64 rows a stage. first: the address of its first row's in
-    stage 0."""
+    """A thread's two rows in a table of fp32 numbers in shared memory, 64 rows a stage.
+
+    first: the address of its first row's in stage 0.
+    """
 
     first: Int32
 
@@ -87,7 +89,8 @@ def packed(fragment: cute.Tensor) -> cute.Tensor:
 def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
     """Transpose 4 x 4 words in a quad. words[j]: columns 8 j + 2 (t % 4) and the next of a row, packed.
 
-    Return columns 8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes."""
+    Return columns 8 (t % 4) .. 8 (t % 4) + 7: 16 contiguous bytes.
+    """
     words = list(words)
     for step in (1, 2):
         upper = (thread & step) != 0

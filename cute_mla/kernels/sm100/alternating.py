@@ -71,8 +71,10 @@ class AlternatingRows(ScoreRows):
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> AlternatingRows:
-        """Return the state of a row that has seen nothing, for the tiles of this thread's group, whose scores are in a buffer of
-        their own."""
+        """Return the state of a row that has seen nothing, for the tiles of this thread's group.
+
+        Each group has a buffer for its scores.
+        """
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // GROUP_WARPS
         rows = ScoreRows.create(dtype, tiles, tmem, thread, scale_log2)
         own = replace(
@@ -128,8 +130,10 @@ class AlternatingRows(ScoreRows):
     # ---- one tile ---------------------------------------------------------------------------------------------------
 
     def exponentiate(self, alpha: Float32) -> None:
-        """Replace the scores by probabilities. This thread's share of the row sum is relative to its own last reference, not to the
-        last one of both groups."""
+        """Replace the scores by probabilities.
+
+        This thread's share of the row sum is relative to its own last reference, not to the last one of both groups.
+        """
         super().exponentiate(self.rFactor[0])
 
     def word_of_probs(self, first: int) -> Int32:
@@ -146,8 +150,10 @@ class AlternatingRows(ScoreRows):
 
     @cute.jit
     def _follow(self, pipes: AlternatingPipes, tile: Int32, candidate: Float32) -> Float32:
-        """Take the reference over from the other group, move it to this tile if need be and hand it on. Return the factor for the
-        O accumulated before."""
+        """Take the reference over from the other group, move it to this tile if need be and hand it on.
+
+        Return the factor for the O accumulated before.
+        """
         old, greatest = -Float32.inf, candidate
         if tile != self.rFirst[0]:
             pipes.reference_ready.consumer_wait(tile - 1)
@@ -169,8 +175,11 @@ class AlternatingRows(ScoreRows):
         return self.shared.sReference + (pipes.reference_ready.stage(tile) * REFERENCE_WORDS + self.row)
 
     def row_sum(self) -> Float32:
-        """Return the sum over all keys seen, 0 iff the row attends to nothing: of four threads, in an order that their groups do not
-        change. Not before stats_free: then all of them have read the shares of the work tile before."""
+        """Return the sum over all keys seen, 0 iff the row attends to nothing.
+
+        Four shares are added, in an order that the threads' groups do not change. Call it after stats_free: then all threads have read
+        the shares of the work tile before.
+        """
         shares = self.shared.sShares + self.row
         (shares + (self.group * GROUPS + self.half) * TILE_ROWS).store(self.rSum[0])
         cute.arch.barrier(barrier_id=ROWS_BARRIER + self._rows_pair(), number_of_threads=ROWS_THREADS)

@@ -55,7 +55,6 @@ EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 REFERENCE_WORDS = 2 * TILE_ROWS
 
 
-
 @dataclass(frozen=True)
 class Geometry:
     """Numbers that depend on the size of an element of Q, K, V and P.
@@ -75,8 +74,10 @@ class Geometry:
 
     @property
     def sums_probs(self) -> bool:
-        """Return whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
-        P times a column of ones."""
+        """Return whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely.
+
+        The tensor cores add that sum up: P times a column of ones.
+        """
         return self.element_bytes == 1
 
     @property

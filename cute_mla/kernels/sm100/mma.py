@@ -77,7 +77,8 @@ class PairGemm:
         """Issue S = Q K^T over the columns that each CTA holds, to one of the buffers for S.
 
         The lanes 0..63 and 64..127 get the two partial sums, since the even CTA's keys meet the Q in the lower lanes and the odd
-        CTA's keys the Q in the upper ones."""
+        CTA's keys the Q in the upper ones.
+        """
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
         for step in range(self.geometry.latent_steps + (self.geometry.rope_steps if self.has_rope else 0)):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
@@ -124,7 +125,8 @@ class MmaRole:
     def run(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
         """Wait kv_ready, query_ready, scores_free, probs_ready, output_ready. Signal scores_ready, kv_free.
 
-        S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax."""
+        S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax.
+        """
         req, begin_tile = schedule.first_work_tile()
         tile, queries = Int32(0), Int32(0)
         while req <= schedule.last_request():

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
-from ..attention.operands import QueryOperands
+from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.split_kv_scheduler import WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
@@ -35,8 +35,11 @@ class QueriesAhead(Protocol):
 
 @dataclass(frozen=True)
 class OutputRole:
-    """Four warps. dtype: of out. vectors: whether rows of out may be stored 16 bytes at a time. queries_ahead: loads Q of the following
-    work tile before the results of one are stored; None where the score role loads it. validity: None where every tile has keys."""
+    """Four warps.
+
+    dtype: of out. vectors: whether rows of out may be stored 16 bytes at a time. queries_ahead: loads Q of the following work tile
+    before the results of one are stored; None where the score role loads it. validity: None where every tile has keys.
+    """
 
     geometry: Geometry
     dtype: type[cutlass.Numeric]
@@ -100,7 +103,8 @@ class OutputRole:
     def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
         """Return O *= alpha where the reference has moved, then let P V of this tile begin.
 
-        O of a work tile's first tile is overwritten, so there is nothing to scale, but O of the one before must have been read."""
+        O of a work tile's first tile is overwritten, so there is nothing to scale, but O of the one before must have been read.
+        """
         pipes.alpha_ready.consumer_wait(tile)
         alpha = (tiles.sAlpha + ((tile % self.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
@@ -119,7 +123,7 @@ class OutputRole:
         pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
 
     @cute.jit
-    def store_rows(self, operands: Any, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32):
+    def store_rows(self, operands: LatentOperands, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32):
         """Store 256 contiguous columns of the thread's row, from tensor memory to out or out_accum."""
         row = first_query_row() + thread % TILE_ROWS
         stored = row < operands.rows()

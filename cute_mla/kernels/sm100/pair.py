@@ -13,7 +13,8 @@ def initialise(pipes: Pipes, geometry: Geometry, kv_arrivals: int, mma_releases:
     """Set the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits.
 
     kv_arrivals: that fill a stage. mma_releases: whether the mma role, which reads the bits of a tile, also releases its stage in its
-    own CTA. Its commits, which arrive in both, order nothing but products."""
+    own CTA. Its commits, which arrive in both, order nothing but products.
+    """
     pipes.kv_ready.initialise(kv_arrivals)
     pipes.kv_free.initialise(cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1)) if mma_releases else 1)
     pipes.query_ready.initialise(PAIR * GROUP_WARPS)
@@ -28,8 +29,11 @@ def initialise(pipes: Pipes, geometry: Geometry, kv_arrivals: int, mma_releases:
 
 
 def sync_pair() -> None:
-    """Synchronise all threads of both CTAs. Fences and barriers of their own order what they need of each other's memory, so the
-    arrival need not order it: it would wait for every store to gmem."""
+    """Synchronise all threads of both CTAs.
+
+    Fences and barriers of their own order what they need of each other's memory, so the arrival need not order it: it would wait for
+    every store to gmem.
+    """
     cute.arch.sync_warp()
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
@@ -50,8 +54,10 @@ def begin(tiles: Tiles, warp: Int32, mma_warp: Int32) -> Int32:
 
 @cute.jit
 def end(warp: Int32, mma_warp: Int32, tmem: Int32):
-    """Free tensor memory. Nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's
-    memory."""
+    """Free tensor memory.
+
+    Nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's memory.
+    """
     tcgen05.fence_before_signal()
     sync_pair()
     if warp == mma_warp:

@@ -20,8 +20,10 @@ COPY_WORDS = 16  # of Q that a thread moves from gmem to its lane of tensor memo
 
 @dataclass(frozen=True)
 class QueryLoader:
-    """The loads of four warps. vectors: whether rows of Q may be loaded 16 bytes at a time. has_rope: whether keys have columns that
-    are not values."""
+    """The loads of four warps.
+
+    vectors: whether rows of Q may be loaded 16 bytes at a time. has_rope: whether keys have columns that are not values.
+    """
 
     geometry: Geometry
     has_rope: bool
@@ -36,7 +38,8 @@ class QueryLoader:
     def load_rows(self, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
         """Load the thread's row of Q, from any strides: the columns that its lane multiplies.
 
-        Rows past the last one repeat it; their results go nowhere."""
+        Rows past the last one repeat it; their results go nowhere.
+        """
         row = first_query_row() + thread % TILE_ROWS
         row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
         half = thread // TILE_ROWS

@@ -59,8 +59,10 @@ class E4m3Columns:
 
 
 def latent_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """Return the mover of a CTA's half of the latent columns, where a row begins with them, one byte each. A pass has two keys, even
-    and odd, in alternating quads of lanes."""
+    """Return the mover of a CTA's half of the latent columns, where a row begins with them, one byte each.
+
+    A pass has two keys, even and odd, in alternating quads of lanes.
+    """
     lane = cute.arch.lane_idx()
     box, chunk = lane // (BOX_LANES * KEYS_AT_ONCE), lane % BOX_LANES
     source = rank * CTA_COLUMNS + box * BOX_COLUMNS + chunk * CHUNK
@@ -72,7 +74,8 @@ def latent_e4m3_columns(rank: Int32) -> E4m3Columns:
 class ConvertedTile:
     """A warp's share of a tile on its way through registers, where columns are converted. It is complete at once.
 
-    runs: of columns, each with fetch and store of a pass."""
+    runs: of columns, each with fetch and store of a pass.
+    """
 
     runs: tuple[Any, ...]
     lag: ClassVar[int] = 0
@@ -84,8 +87,10 @@ class ConvertedTile:
                 run.fetch(step, keys)
 
     def put(self, rows: cute.Pointer, keys: Any, following: Any) -> None:
-        """Write the tile to the warp's rows of a stage, pass by pass, each followed by the loads of the same pass of the
-        following tile, in the order of the source: ptxas moves most of them behind the stores."""
+        """Write the tile to the warp's rows of a stage, pass by pass.
+
+        The loads of the same pass of the following tile come after each pass in the source; ptxas moves most of them behind the stores.
+        """
         for run in self.runs:
             for step in range(run.passes):
                 run.store(step, rows)

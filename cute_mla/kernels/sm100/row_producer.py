@@ -28,6 +28,7 @@ from cutlass import Int32, cute
 
 from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
+from ..attention.operands import QueryOperands
 from ..attention.split_kv_scheduler import TileRange
 from ..primitives.integers import smaller
 from .config import EVEN_CTA, GROUP_WARPS, PAIR, SCORE_WARP, SIXTEEN_BIT, Pipes, Tiles
@@ -98,7 +99,7 @@ class RowProducer:
     bits: KeyBits | None = None
 
     @cute.jit
-    def run(self, operands: Any, tiles: Tiles, pipes: Pipes, warp: Int32):
+    def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, warp: Int32):
         """Wait kv_free. Signal kv_ready, seen_ready."""
         schedule = operands.schedule
         columns = self.columns(cute.arch.block_idx_in_cluster())
@@ -122,12 +123,13 @@ class RowProducer:
 
     @cute.jit
     def fill_tiles(
-        self, operands: Any, tiles: Tiles, pipes: Pipes, columns: ColumnMover, tile_range: TileRange, req: Int32, first_key: Int32,
-        first_tile: Int32, warp: Int32,
+        self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, columns: ColumnMover, tile_range: TileRange,
+        req: Int32, first_key: Int32, first_tile: Int32, warp: Int32,
     ):  # fmt: skip
         """Fill the stages of one work tile. Of this lane's key, the list is asked two tiles ahead and the row one tile ahead.
 
-        first_key: the position of the lane's key in the list. first_tile: number of the work tile's first tile."""
+        first_key: the position of the lane's key in the list. first_tile: number of the work tile's first tile.
+        """
         keys_of_request = self.source.key_list(operands, req)
         keys = self.source.locate(operands, keys_of_request, self.source.look_up(keys_of_request, first_key), first_key)
         columns.prepare(keys)

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
+from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..attention.split_kv_scheduler import TileRange, WorkTile
 from ..attention.tiles import first_query_row
@@ -102,8 +102,10 @@ class ScoreRows:
         cute.arch.barrier(barrier_id=SCORE_BARRIER + warp % (GROUP_WARPS // 2), number_of_threads=64)
 
     def take_partial_sums(self) -> Any:
-        """Load partial scores from tensor memory, which may be overwritten when this returns: those of this thread's keys to its
-        scores. Return those of the other's keys."""
+        """Load partial scores from tensor memory, which may be overwritten when this returns: those of this thread's keys to its scores.
+
+        Return those of the other's keys.
+        """
         own = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + self.half * HALF_KEYS), HALF_KEYS)
         others = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + (1 - self.half) * HALF_KEYS), HALF_KEYS)
         tcgen05.await_loads()
@@ -149,8 +151,10 @@ class ScoreRows:
         return (self.tiles.sRowValue + ((1 - self.half) * TILE_ROWS + self.row)).load()
 
     def advance(self, pipes: Any, tile: Int32) -> Float32:
-        """Move the reference to this tile if need be. Return the factor for everything accumulated before: 1 if the reference
-        stays."""
+        """Move the reference to this tile if need be.
+
+        Return the factor for everything accumulated before: 1 if the reference stays.
+        """
         self.row_ref[0], alpha = follow_maximum(self.row_ref[0], self.tile_maximum())
         return alpha
 
@@ -310,7 +314,7 @@ class ScoreRole:
         return total
 
     @cute.jit
-    def store_lse(self, operands: Any, rows: ScoreRows, req: Int32, work_tile: WorkTile, total: Float32):
+    def store_lse(self, operands: LatentOperands, rows: ScoreRows, req: Int32, work_tile: WorkTile, total: Float32):
         """Store the natural logarithm if the work tile is the whole request, else base 2."""
         empty = total == 0.0
         row = first_query_row() + rows.row
@@ -326,7 +330,7 @@ class ScoreRole:
                     target.store(cutlass.select_(empty, -Float32.inf, lse))
 
     @cute.jit
-    def store_maximum(self, operands: Any, rows: ScoreRows, req: Int32, total: Float32):
+    def store_maximum(self, operands: LatentOperands, rows: ScoreRows, req: Int32, total: Float32):
         """Store the greatest logit of every row, natural units."""
         row = first_query_row() + rows.row
         logit = cutlass.select_(total == 0.0, -Float32.inf, rows.row_max[0] * (operands.scale_log2 * LN2))

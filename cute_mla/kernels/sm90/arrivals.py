@@ -25,7 +25,8 @@ def initialise(pipes: Pipes, geometry: Geometry, cluster: int) -> None:
 def await_peer(pipes: Pipes, geometry: cutlass.Constexpr[Geometry], tiles_done: Int32):
     """Wait until every stage is free: the peer's last arrivals must not reach a CTA that is gone.
 
-    No cluster barrier, which would make every warp wait for its stores. One warp is enough: the CTA stays as long as any."""
+    No cluster barrier, which would make every warp wait for its stores. One warp is enough: the CTA stays as long as any.
+    """
     kv = pipes.kv_free.state(tiles_done * STAGES_PER_TILE)
     for _ in cutlass.range(geometry.kv_stages, unroll=1):
         pipes.kv_free.producer_acquire(kv)

@@ -1,5 +1,6 @@
-"""Operands of one byte per element with 64 keys a row, made by warps in shared memory: what e4m3 products of SM90 contract
-over keys. They read both operands along the contracted dimension only, so V has to be transposed.
+"""Operands of one byte per element with 64 keys a row, made by warps in shared memory: what e4m3 products of SM90 contract over keys.
+
+They read both operands along the contracted dimension only, so V has to be transposed.
 
 A tile: rows of 64 bytes, 64-byte swizzle. A row's 16 bytes from 16 m on are the keys of a group, in an order of their own:
 
@@ -52,7 +53,8 @@ def key_mask(left: Int32, group: int, lane: Int32) -> Int32:
 def transpose_box(source: Int32, target: Int32, left: Int32, masked: cutlass.Constexpr[bool]):
     """Transpose a box of 64 keys x 128 columns of bytes to 128 rows of a tile. One warp. Keys from `left` on become 0 if masked.
 
-    source, target: addresses, multiples of 1024 bytes."""
+    source, target: addresses, multiples of 1024 bytes.
+    """
     lane = cute.arch.lane_idx()
     row = source + lane * BOX_ROW_BYTES + lane % MATRIX_ROWS * CHUNK
     place = writer_address(target, lane)

@@ -14,7 +14,8 @@ from .warpgroups import WARPGROUP
 def clear_rows(tiles: cute.Tensor, stage: Int32, first_row: Int32, thread: Int32, threads: int = WARPGROUP):
     """Zero the rows from first_row on of a stage of (rows, columns, stages). Whole 128-byte rows, so the swizzle does not matter.
 
-    thread: one of `threads`, a multiple of 8."""
+    thread: one of `threads`, a multiple of 8.
+    """
     rows, columns = cute.size(tiles, mode=[0]), cute.size(tiles, mode=[1])
     chunk_elements = 8  # 16 bytes
     chunks_per_row = BOX_COLUMNS // chunk_elements

@@ -89,8 +89,10 @@ class Geometry:
 
     @property
     def wgmma_per_tile(self) -> int:
-        """Return the WGMMA instructions of one tile: S in steps of 64 x 64 x 16, O in chunks of 64 x 128 x 16 (one role's code
-        serves both sides)."""
+        """Return the WGMMA instructions of one tile.
+
+        S takes steps of 64 x 64 x 16, O chunks of 64 x 128 x 16; one role's code serves both sides.
+        """
         return self.d_qk // K_STEP + (OUTPUT_COLUMNS // STAGE_COLUMNS) * (TILE_KEYS // K_STEP)
 
     def smem(self, dtype: type[cutlass.Numeric], *added: Field) -> SmemLayout:
@@ -134,8 +136,11 @@ class Tiles:
 
 @dataclass(frozen=True)
 class TileState:
-    """Pipeline states of a tile. number: of the tile in this CTA. kv: of the first stage that the role uses of it. rope: of its
-    RoPE columns, of P and of its rescale factors."""
+    """Pipeline states of a tile.
+
+    number: of the tile in this CTA. kv: of the first stage that the role uses of it. rope: of its RoPE columns, of P and of its
+    rescale factors.
+    """
 
     number: Int32
     kv: PipelineState

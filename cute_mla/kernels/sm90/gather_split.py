@@ -47,11 +47,11 @@ def peer_shift(anchor: cute.Pointer) -> Int32:
 
 
 def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
-    """Commit half a stage, which begins at a shared memory address and is stored and fenced by all who store to it, and copy it to
-    the peer. One warp.
+    """Commit half a stage, which all who store to it have fenced, and copy it to the peer.
 
-    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that stage has been free there too, since
-    kv_free counts the consumers of both."""
+    target: shared memory address of the half. One warp. A barrier expects one arrival, and the bytes of the peer's half. They may come
+    first: that stage has been free there too, since kv_free counts the consumers of both.
+    """
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)
         there = _shared(Int32(ready.toint()) + shift)

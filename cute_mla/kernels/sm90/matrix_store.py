@@ -20,7 +20,8 @@ def writer_address(tile: Int32, lane: Int32, row_bytes: int = ROW_BYTES) -> Int3
     """Return the where a lane's row of a store of four matrices begins: rows 0..7 and 8..15 of the first 16 bytes, then of the next.
 
     Bytes further on are flipped bits away. tile: the address of row 0, a multiple of 8 rows. row_bytes: 64 or 128, the width
-    of the swizzle."""
+    of the swizzle.
+    """
     row = lane % (2 * MATRIX_ROWS)
     group = lane // (2 * MATRIX_ROWS)
     return tile + row * row_bytes + (group ^ (row // (BOX_ROW_BYTES // row_bytes) % (row_bytes // CHUNK))) * CHUNK
@@ -29,7 +30,8 @@ def writer_address(tile: Int32, lane: Int32, row_bytes: int = ROW_BYTES) -> Int3
 def store_groups(place: Int32, first_row: int, pair: int, words: list[Int32]) -> None:
     """Store four words of every lane as 16 rows of two times 16 bytes: rows 0..7, rows 8..15 of number 2 pair, then of the next.
 
-    place: writer_address. first_row: a multiple of 16, where rows have 64 bytes."""
+    place: writer_address. first_row: a multiple of 16, where rows have 64 bytes.
+    """
     target = (place ^ (2 * CHUNK * pair)) + first_row * ROW_BYTES
     primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
 

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
+from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.split_kv_scheduler import WorkTile
 from ..primitives.elements import aligned, pack_pair, store_pair
 from ..primitives.pipeline import PipelineState
@@ -34,7 +34,8 @@ class OutputAccumulators:
     """O (64 rows x 256 latent columns) of one thread, as two chunks of 128 columns, one stage of keys each.
 
     A subclass says how a tile is added. The accumulators are two 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the
-    128 registers that 512 threads start with, although the role raises them."""
+    128 registers that 512 threads start with, although the role raises them.
+    """
 
     thread: Int32
     mma: cute.TiledMma
@@ -44,13 +45,17 @@ class OutputAccumulators:
     accumulators: tuple[cute.Tensor, ...]
 
     def add_tile(self, tiles: Any, pipes: Any, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """Return O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun. Return whether O has
-        begun now."""
+        """Return O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun.
+
+        Return whether O has begun now.
+        """
         raise NotImplementedError
 
     def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> list[Float32]:
         """Return the factor of either of the thread's rows at the end of the work-th work tile; 0 for a row that attends to nothing.
-        begun: whether O holds anything."""
+
+        begun: whether O holds anything.
+        """
         raise NotImplementedError
 
     def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
@@ -198,8 +203,11 @@ class LatentOutput(OutputAccumulators):
 
 @dataclass(frozen=True)
 class OutputRole:
-    """One of two warpgroups. side_stride: stages of a key tile from the first one of one side to that of the other. partition: the
-    products of one thread, from tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time."""
+    """One of two warpgroups.
+
+    side_stride: stages of a key tile from the first one of one side to that of the other. partition: the products of one thread, from
+    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time.
+    """
 
     side_stride: int
     partition: Callable[[Any, Int32], OutputAccumulators]
@@ -207,7 +215,7 @@ class OutputRole:
     pairs: bool
 
     @cute.jit
-    def run(self, operands: Any, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
+    def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
         """Wait probs_ready, stats_ready. Signal kv_free, rope_free, stats_free. Write out or out_accum."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
@@ -245,7 +253,7 @@ class OutputRole:
                     store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
-    def store_accum(self, operands: Any, gemm: OutputAccumulators, weights: list[Float32], work_tile: WorkTile, side: Int32):
+    def store_accum(self, operands: LatentOperands, gemm: OutputAccumulators, weights: list[Float32], work_tile: WorkTile, side: Int32):
         """Store fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)

@@ -67,8 +67,10 @@ class Step:
 
 
 def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Return the steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
-    has the same registers."""
+    """Return the steps in flight: as many as the role's registers hold.
+
+    The number divides that of all steps, so that every step of every tile has the same registers.
+    """
 
     def words(ahead: int) -> int:
         return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
@@ -148,8 +150,10 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 def store_runs(
     step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane, offset: int = 0
 ) -> None:
-    """Store the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
-    values of a run in 4 words to 8 words of 16-bit columns."""
+    """Store the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address.
+
+    convert: 16 e4m3 values of a run in 4 words to 8 words of 16-bit columns.
+    """
     first = 0
     for run in step.runs:
         if run.quantised:

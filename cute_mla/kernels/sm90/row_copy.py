@@ -121,10 +121,12 @@ class TileRows:
         return self.base + Int64(Uint32(number)) * self.row_stride, number >= 0
 
     def copy(self, lane: CopyLane, target: Int32, source: int, boxes: int, halves: int = HALVES) -> None:
-        """Start the copies of 64 columns a box, of the keys in so many halves. Addresses are computed anew every time: they would
-        take 16 registers.
+        """Start the copies of 64 columns a box, of the keys in so many halves.
 
-        target: shared memory address of the first box. source: byte of a row at which its columns begin."""
+        Addresses are computed anew every time: they would take 16 registers.
+
+        target: shared memory address of the first box. source: byte of a row at which its columns begin.
+        """
         for half in range(halves):
             first = lane.first_key + lane.halves[half] * HALF_KEYS
             rows = [self.row(first + p * KEYS_AT_ONCE) for p in range(PASSES)]

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
+from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
 from ..attention.split_kv_scheduler import TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, first_query_row
@@ -156,8 +156,10 @@ class LatentScores:
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
     def query_tile(self, tile: int) -> cute.Tensor:
-        """Return the 32-bit registers that column tile `tile` of Q is loaded into: of row half h and columns 8 e + 2 (t % 4) and
-        the next, register 2 e + h."""
+        """Return the 32-bit registers that column tile `tile` of Q is loaded into.
+
+        Columns 8 e + 2 (t % 4) and the next of row half h are register 2 e + h.
+        """
         if tile >= self.geometry.q_tiles_in_registers:
             return packed(self.rStaged)
         words = STEPS_PER_BOX * REGISTERS_PER_STEP // 2
@@ -273,12 +275,14 @@ class ScoreRole:
         tile_range: TileRange,
         tile: Int32,
     ):
-        """Score the tiles of a work tile, the first of which is the tile-th of this CTA. States are divided out: no registers are
-        left to carry them.
+        """Score the tiles of a work tile, the first of which is the tile-th of this CTA.
+
+        States are divided out: no registers are left to carry them.
 
         P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the next
         softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once. deferred_barrier: the
-        address of the barrier that hands over a P that is written, or NO_BARRIER."""
+        address of the barrier that hands over a P that is written, or NO_BARRIER.
+        """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
             state = pipes.tile(tile + t)
@@ -323,15 +327,18 @@ class ScoreRole:
 
     @cute.jit
     def skip_tile(self, pipes: Pipes, state: TileState, deferred_barrier: Int32):
-        """Pass on a tile without keys: handshakes only. Its stages are handed over before its RoPE columns, so that those tell
-        of all, and no barrier is two phases ahead of what this role has seen."""
+        """Pass on a tile without keys: handshakes only.
+
+        Its stages are handed over before its RoPE columns, so that those tell of all, and no barrier is two phases ahead of what this
+        role has seen.
+        """
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
         pipes.rope_ready.consumer_wait(state.rope)
         pipes.probs_ready.producer_commit(state.rope)
 
     @cute.jit
-    def finish_rows(self, operands: Any, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
+    def finish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
         """Publish the factor of each row of O and write lse: natural log if the work tile is the whole request, else base 2."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)

@@ -62,6 +62,7 @@ class SparseDecodeSm100(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles.create(SIXTEEN_BIT, memory), IndexedPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -73,8 +73,10 @@ SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather
 
 
 def geometry_of(cache_format: CacheFormat) -> Geometry:
-    """Return the geometry: few column tiles of Q in registers leave the gather role enough of them for its loads in flight, and the
-    others leave room for nine stages."""
+    """Return the geometry of a cache format.
+
+    Few column tiles of Q in registers leave the gather role enough of them for its loads in flight. The others leave room for nine stages.
+    """
     q_tiles_in_smem, rope_stages = 7, 3
     in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
     producer_registers = {1: 96, 2: 88}[in_registers]
@@ -105,6 +107,7 @@ class SparseDecodeSm90(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory, geometry = self.smem.allocate(), self.geometry
         tiles, pipes = Tiles.create(memory), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -140,8 +143,10 @@ class Span:
 
 
 class GatherRole:
-    """One warpgroup: indices, addresses, loads, conversion, and which keys are present. dtype: what e4m3 becomes. cluster: CTAs that
-    share the tiles."""
+    """One warpgroup: indices, addresses, loads, conversion, and which keys are present.
+
+    dtype: what e4m3 becomes. cluster: CTAs that share the tiles.
+    """
 
     def __init__(self, cache_format: CacheFormat, dtype: type[cutlass.Numeric], geometry: Geometry, cluster: int) -> None:
         self.format = cache_format
@@ -174,10 +179,12 @@ class GatherRole:
     def gather_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
     ) -> tuple[PipelineState, PipelineState]:
-        """Gather the tiles of one work tile. Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their
-        use.
+        """Gather the tiles of one work tile.
 
-        Return the pipeline states behind them."""
+        Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+
+        Return the pipeline states behind them.
+        """
         steps, ahead, per_stage = self.steps, self.ahead, len(self.steps) // STAGES_PER_TILE
         # What is not converted would all be asked for before any is stored: a stage's loads wait for its last store.
         together = 1 if self.format.group else per_stage
@@ -265,7 +272,8 @@ class GatherRole:
         """Return whether this warp commits a stage of a tile: one does, and waits until all have stored and fenced. The others go on.
 
         The turns go round the warps, so that no warp is at a stage of the next tile before the one whose turn it is has been there:
-        each has waited for all in between."""
+        each has waited for all in between.
+        """
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         mine = warp == stage % WARPS_PER_GROUP
         if mine:

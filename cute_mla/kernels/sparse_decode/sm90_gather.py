@@ -55,8 +55,11 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of a work tile. main: those before it are of the first cache. end: the list's or the work tile's, whichever comes
-    first. first, second: where the indices of either cache would begin if they stood in one list."""
+    """The indices of a work tile.
+
+    main: those before it are of the first cache. end: the list's or the work tile's, whichever comes first. first, second: where the
+    indices of either cache would begin if they stood in one list.
+    """
 
     main: Int32
     end: Int32
@@ -113,8 +116,11 @@ def source_lane(thread: Int32, half: int | Int32) -> Int32:
 def find_keys(
     operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], thread: Int32
 ) -> Keys:
-    """Return this thread's keys. Each lane computes one address, of the key that it has looked up, and gets those of its two keys,
-    which lie in these halves of the tile, from the others."""
+    """Return this thread's keys.
+
+    Each lane computes one address, of the key that it has looked up, and gets those of its two keys, which lie in these halves of the
+    tile, from the others.
+    """
     row, scales = slot_address(operands, cache_format, index, in_extra)
     first, second = (shuffle_address(row, source_lane(thread, half)) for half in halves)
     own = (Int32(0), Int32(0)) if cache_format.scales_inside else load_scales(scales)
@@ -178,8 +184,10 @@ def clear(words: cute.Tensor, count: int) -> None:
 
 
 def copy_rope(cache_format: CacheFormat, rows: tuple[Int64, Int64], targets: tuple[Int32, Int32], lane: Lane) -> None:
-    """Start the copies of the RoPE columns of the thread's two keys to these halves of a RoPE stage, shared memory addresses; of
-    zeros for an absent key, of which nothing is read."""
+    """Start the copies of the RoPE columns of the thread's two keys.
+
+    targets: shared memory addresses of the two halves of a RoPE stage. Zeros are copied for an absent key, of which nothing is read.
+    """
     other, first = LANES_PER_KEY * CHUNK, _run(cache_format, D_LATENT, D_LATENT).source
     for row, target in zip(rows, targets, strict=True):
         there = row != 0

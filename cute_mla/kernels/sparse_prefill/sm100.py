@@ -75,6 +75,7 @@ class SparsePrefillSm100(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
         tiles, pipes = Tiles.create(SIXTEEN_BIT, memory), IndexedPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -111,8 +112,10 @@ class SparsePrefillSm100(AttentionKernel):
 
 @dataclass(frozen=True)
 class TileKeys(LaneKeys):
-    """The keys of a warp, and which of the tile's count: lane l has the l-th key from the warp's first one on, and the one 32 keys
-    from it. other: that one counts."""
+    """The keys of a warp, and which of the tile's count.
+
+    Lane l has the l-th key from the warp's first one on, and the one 32 keys from it. other: the second one counts.
+    """
 
     other: Boolean
 

@@ -95,6 +95,7 @@ class SparsePrefillSm90(AttentionKernel):
 
     @cute.jit
     def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
         memory, geometry = self.smem.allocate(), self.geometry
         tiles, pipes = Tiles.create(memory), CopyPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -1,5 +1,7 @@
-"""Walks of the SM90 kernel's gathering warps over the tiles of this CTA: the scout looks ahead from tile to tile without a seam
-between tokens, and the others follow."""
+"""Walks of the SM90 kernel's gathering warps over the tiles of this CTA.
+
+The scout looks ahead from tile to tile without a seam between tokens, and the others follow.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ LINE_BYTES = 128  # of L2, which a prefetch brings
 
 @dataclass(frozen=True)
 class Cursor:
-    """A tile: the indices from `position` on in the list of a token. Past the last tile, the token is past the last one and
-    the list empty."""
+    """A tile: the indices from `position` on in the list of a token.
+
+    Past the last tile, the token is past the last one and the list empty.
+    """
 
     token: Int32
     position: Int32

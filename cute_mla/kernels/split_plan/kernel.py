@@ -61,9 +61,11 @@ assert THREADS == MOST_WHOLE_REQUESTS, "one thread per request that may stay who
 
 @cute.struct
 class Smem:
-    """cost: exclusive prefix sum over the runs of requests, total at the end. next, next_doubled: how far boundaries get from a
-    request. whole: whether requests stay whole. req, tile: the boundaries. rows: exclusive prefix sum of the accumulator rows over
-    the boundaries. warp_cost, warp_rows: totals of the warps, during a scan."""
+    """cost: exclusive prefix sum over the runs of requests, total at the end.
+
+    next, next_doubled: how far boundaries get from a request. whole: whether requests stay whole. req, tile: the boundaries. rows:
+    exclusive prefix sum of the accumulator rows over the boundaries. warp_cost, warp_rows: totals of the warps, during a scan.
+    """
 
     cost: cute.struct.MemRange[Int64, THREADS + 1]
     next: cute.struct.MemRange[Int32, THREADS + 1]
@@ -129,7 +131,8 @@ def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> 
     """Return the boundary of this thread, if every part takes as many whole requests as fit: the request it lies at.
 
     Each of the batch <= 1,024 requests is a run. tables: two for next, which end up in any state. It contains a barrier for each
-    level."""
+    level.
+    """
     thread, _, _ = cute.arch.thread_idx()
     table, other = tables
     table[thread] = cutlass.min(count_not_above(costs, Int32(THREADS + 1), costs[thread] + cap) - 1, batch)
@@ -170,7 +173,8 @@ def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch
 def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, split: Int32, batch: Int32):
     """Write one row of the plan, for the part between the boundaries begin and end, each (request, tile).
 
-    split: index among the splits of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
+    split: index among the splits of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32.
+    """
     begin_req, begin_tile = begin
     end_req, end_tile = end
     first, last, end_open = Int32(0), Int32(0), Int32(0)
@@ -197,6 +201,7 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
 
 @cute.kernel
 def split_plan(args: SplitPlanArguments):
+    """Write the plan and num_splits, in five phases of one CTA."""
     thread, _, _ = cute.arch.thread_idx()
     keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
@@ -271,9 +276,7 @@ def split_plan(args: SplitPlanArguments):
 def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
     """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
     split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(args).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
-    )
+    split_plan(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
