@@ -152,7 +152,7 @@ class Pipes:
 
 
 @dataclass(frozen=True)
-class Part:
+class QueryTileWork:
     """The work of one Q tile of an item.
 
     rows: of the sequence, 0 or less if the tile has none. tiles: key tiles that any of its rows sees, the first ones of the
@@ -167,14 +167,14 @@ class Part:
     keys: Int32
 
     @staticmethod
-    def of(item: WorkItem, tile: int | Int32) -> Part:
+    def create(item: WorkItem, tile: int | Int32) -> QueryTileWork:
         """Return the work of a Q tile."""
         first = tile * TILE_ROWS
         rows = item.rows - first
         limit = item.diagonal + first
         keys = smaller(item.keys, limit + TILE_ROWS)
         tiles = key_tiles(cutlass.select_(rows > 0, larger(keys, Int32(0)), Int32(0)))
-        return Part(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
+        return QueryTileWork(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
 
     def key_limit(self, row: Int32) -> Int32:
         """Return the keys that a row of the tile sees; none if negative."""

@@ -24,8 +24,8 @@ from .sm100_config import (
     TILE_ROWS,
     VALUE_STAGES,
     Geometry,
-    Part,
     Pipes,
+    QueryTileWork,
     Tiles,
     key_tiles,
 )
@@ -104,7 +104,7 @@ class LoadRole:
         """
         done = list(loads)
         for tile in cutlass.range_constexpr(QUERY_TILES):
-            if Part.of(item, tile).tiles > 0:
+            if QueryTileWork.create(item, tile).tiles > 0:
                 ready = pipes.of_tile(tile).query_ready.barrier(done[tile])
                 pipes.of_tile(tile).query_free.producer_acquire(done[tile])
                 with cute.arch.elect_one():
@@ -132,8 +132,8 @@ class QueryRole:
         while more:
             more, item = board.take(turn)
             for tile in cutlass.range_constexpr(QUERY_TILES):
-                part = Part.of(item, tile)
-                if part.tiles > 0:
+                work = QueryTileWork.create(item, tile)
+                if work.tiles > 0:
                     pipes.of_tile(tile).query_free.producer_acquire(loads[tile])
                     target = tiles.sQ + tile * self.geometry.query_bytes
                     self.load_tile(operands, item, tile * TILE_ROWS, target, thread)

@@ -26,8 +26,8 @@ from .sm100_config import (
     TILE_ROWS,
     VALUE_STAGES,
     Geometry,
-    Part,
     Pipes,
+    QueryTileWork,
     Tiles,
     key_tiles,
 )
@@ -109,7 +109,7 @@ class MmaRole:
         while more:
             more, item = board.take(turn)
             tiles = key_tiles(item.keys)
-            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             # the last P V of the item before may not wait for keys to come
             for t in cutlass.range(larger(tiles, Int32(1)), unroll=1):
                 uses = PipelineState(stage, phase).following(geometry.tile_stages + 1, geometry.stages)
@@ -127,9 +127,9 @@ class MmaRole:
                             self.await_stages(pipes, keys)
                     elif begun:
                         self.free_stages(pipes, values)
-                    own = t - parts[tile].skipped
+                    own = t - works[tile].skipped
                     waiting[tile] = Int32(-1)
-                    if own >= 0 and own < parts[tile].tiles:
+                    if own >= 0 and own < works[tile].tiles:
                         if own == 0:
                             pipes.of_tile(tile).query_ready.consumer_wait(queries[tile])
                             queries[tile] = queries[tile] + 1

@@ -11,7 +11,7 @@ from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.elements import store_row
 from .operands import Operands
-from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
+from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
 from .sm100_work_items import Board
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
@@ -92,17 +92,17 @@ class OutputRole:
             own[tile].probs_ready.producer_commit(0)  # O is free for the first item
         while more:
             more, item = board.take(turn)
-            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
                 for tile in cutlass.range_constexpr(QUERY_TILES):
-                    step = t - parts[tile].skipped
+                    step = t - works[tile].skipped
                     if step > 0:
                         # an item's first key tile has no factors
                         self.rescale(own[tile], rows[tile], done[tile] + step, done[tile] - outputs[tile] + step - 1)
             for tile in cutlass.range_constexpr(QUERY_TILES):
-                part = parts[tile]
-                if part.rows > 0:
-                    if part.tiles > 0:
+                work = works[tile]
+                if work.rows > 0:
+                    if work.tiles > 0:
                         own[tile].output_ready.consumer_wait(outputs[tile])
                         tcgen05.fence_after_wait()
                         outputs[tile] = outputs[tile] + 1
@@ -111,9 +111,9 @@ class OutputRole:
                     own[tile].sums_free.consumer_release(sums[tile])
                     sums[tile] = sums[tile] + 1
                     target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
-                    rows[tile].store(target, part.rows, inverse, part.tiles > 0)
-                    if part.tiles > 0:
-                        done[tile] = done[tile] + part.tiles
+                    rows[tile].store(target, work.rows, inverse, work.tiles > 0)
+                    if work.tiles > 0:
+                        done[tile] = done[tile] + work.tiles
                         tcgen05.fence_before_signal()
                         own[tile].probs_ready.producer_commit(done[tile])  # O is free for the next item
             turn = turn + 1

@@ -30,8 +30,8 @@ from .sm100_config import (
     TILE_ROWS,
     VALUE_STAGES,
     Geometry,
-    Part,
     Pipes,
+    QueryTileWork,
     Tiles,
     first_lane,
     key_tiles,
@@ -200,37 +200,37 @@ class SoftmaxRole:
         more, turn, uses, done, alphas, sums = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while more:
             more, item = board.take(turn)
-            part = Part.of(item, tile)
-            if part.rows > 0:
+            work = QueryTileWork.create(item, tile)
+            if work.rows > 0:
                 rows.reset()
-                for t in cutlass.range(part.tiles, unroll=1):
+                for t in cutlass.range(work.tiles, unroll=1):
                     own.scores_ready.consumer_wait(done + t)
                     tcgen05.fence_after_wait()
-                    if t == 0 and self.clears_values(item, part, tile):
+                    if t == 0 and self.clears_values(item, work, tile):
                         self.clear_values(tiles, pipes, uses + self.geometry.key_stages, item.keys, rows.row)
-                    self.softmax_tile(own, rows, part, t, done + t, alphas + t - 1)
-                done = done + part.tiles
-                alphas = alphas + larger(part.tiles - 1, Int32(0))
+                    self.softmax_tile(own, rows, work, t, done + t, alphas + t - 1)
+                done = done + work.tiles
+                alphas = alphas + larger(work.tiles - 1, Int32(0))
                 own.sums_free.producer_acquire(sums)
                 total = rows.publish_sum()
                 own.sums_ready.producer_commit(sums)
                 sums = sums + 1
-                if rows.row < part.rows:
+                if rows.row < work.rows:
                     lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
                     operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
             uses = uses + key_tiles(item.keys) * self.geometry.tile_stages
             turn = turn + 1
 
     @cute.jit
-    def softmax_tile(self, own: Pipes, rows: RowSoftmax, part: Part, t: Int32, use: Int32, alpha_use: Int32):
-        """Turn the scores of a part's t-th key tile, which are complete, into probabilities.
+    def softmax_tile(self, own: Pipes, rows: RowSoftmax, work: QueryTileWork, t: Int32, use: Int32, alpha_use: Int32):
+        """Turn the scores of a Q tile's t-th key tile, which are complete, into probabilities.
 
         The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
         stores any.
         """
-        first_key = (part.tiles - 1 - t) * TILE_KEYS
-        limit = part.key_limit(rows.row) - first_key
-        masked = part.key_limit(Int32(0)) < first_key + TILE_KEYS
+        first_key = (work.tiles - 1 - t) * TILE_KEYS
+        limit = work.key_limit(rows.row) - first_key
+        masked = work.key_limit(Int32(0)) < first_key + TILE_KEYS
         rows.finish_load(rows.start_load(0))
         if masked:
             rows.mask(limit, 0)
@@ -251,13 +251,13 @@ class SoftmaxRole:
         tcgen05.fence_before_signal()
         own.rest_ready.producer_commit(use)
 
-    def clears_values(self, item: WorkItem, part: Part, tile: Int32) -> Boolean:
+    def clears_values(self, item: WorkItem, work: QueryTileWork, tile: Int32) -> Boolean:
         """Return whether this Q tile clears values: it is the first to be multiplied with values that belong to no key.
 
         Only the item's last key tile can have such values.
         """
-        first = (tile == 0) | (Part.of(item, 0).skipped > 0)
-        return (item.keys % TILE_KEYS != 0) & (part.skipped == 0) & first
+        first = (tile == 0) | (QueryTileWork.create(item, 0).skipped > 0)
+        return (item.keys % TILE_KEYS != 0) & (work.skipped == 0) & first
 
     @cute.jit
     def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
