@@ -77,8 +77,7 @@ from ..sm100.config import (
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.queries import QueryLoader
-from ..sm100.score import NAMED_BARRIERS, ScoreRole, ScoreRows
+from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole, ScoreRows
 from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
 from .page_walk import for_each_tile

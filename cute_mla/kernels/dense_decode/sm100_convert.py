@@ -26,7 +26,6 @@ from ..sm100.config import CTA_ROPE, EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.queries import QueryLoader
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import CHUNK, LaneKeys, make_chunks
 from ..sm100.row_producer import (
@@ -43,7 +42,7 @@ from ..sm100.row_producer import (
     first_lane_key,
     role_table,
 )
-from ..sm100.score import NAMED_BARRIERS, ScoreRole
+from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
 from .sm100_mask import LengthMask

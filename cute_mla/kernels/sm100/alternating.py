@@ -35,8 +35,7 @@ from .config import (
     Pipes,
     Tiles,
 )
-from .queries import QueryLoader
-from .score import ScoreRows
+from .score import QueryLoader, ScoreRows
 
 GROUPS = 2
 PAIRS_OF_WARPS = GROUP_WARPS // 2  # of a group: a pair has the two halves of 32 rows

@@ -20,7 +20,7 @@ from ..primitives import tcgen05
 from ..primitives.elements import aligned, store_row
 from .config import CTA_COLUMNS, EVEN_CTA, OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
 from .mma import TileValidity
-from .queries import thread_and_lanes
+from .score import thread_and_lanes
 
 STORED_AT_ONCE = 32  # columns of O
 SCALED_AT_ONCE = 2 * STORED_AT_ONCE

@@ -27,7 +27,6 @@ from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.queries import QueryLoader
 from ..sm100.row_producer import (
     KV_ARRIVALS,
     MMA_REGISTERS,
@@ -42,7 +41,7 @@ from ..sm100.row_producer import (
     first_lane_key,
     role_table,
 )
-from ..sm100.score import NAMED_BARRIERS, ScoreRole
+from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import SparseDecodeAbi
 from .operands import IndexList, Operands, look_up, slot_address
 from .sm100_gather import ScaledKeys, columns_of_cta

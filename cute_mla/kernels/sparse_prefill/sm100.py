@@ -40,7 +40,6 @@ from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.queries import QueryLoader
 from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
 from ..sm100.row_producer import (
     KV_ARRIVALS,
@@ -55,7 +54,7 @@ from ..sm100.row_producer import (
     RowProducer,
     role_table,
 )
-from ..sm100.score import NAMED_BARRIERS, ScoreRole
+from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
 
