@@ -64,7 +64,7 @@ def test_what_is_broken_and_how() -> None:
 
 
 def test_places_are_roles_and_rings() -> None:
-    """Which survivors.toml knows mutations by."""
+    """survivors.toml identifies mutations by these places."""
     subject = Subject(load_artifacts().manifest.kernels["dense_prefill_sm90_bf16_d192"])
     places = subject.places.of_all(find(subject.ptx))
     waits = {place for mutation, place in places.items() if mutation.kind == "phase not waited for"}

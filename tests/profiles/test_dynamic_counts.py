@@ -1,4 +1,4 @@
-"""What kernels execute per tile of keys: every kernel has a case of its own, and the products come out as the tile shapes say."""
+"""Instructions that kernels execute per tile of keys. Every kernel has a case, and products agree with the tile shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
 
 
 def entry(name: str) -> KernelEntry:
-    """A built kernel."""
+    """Return a built kernel."""
     return load_artifacts().manifest.kernels[name]
 
 

@@ -41,7 +41,7 @@ class Record(ctypes.Structure):
 
 
 def main() -> None:
-    """Prints a JSON object."""
+    """Print a JSON object."""
     cuda_launches.current_stream = lambda index: 0x5757
     stub = ctypes.CDLL("libcuda.so.1")
     ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)

@@ -44,13 +44,13 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 
 
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
-    """Arguments of split_plan."""
+    """Return arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
     return lengths, None, plan, splits, batch, 132, NO_LIMIT, 0
 
 
 def decode_args() -> tuple[Any, ...]:
-    """Arguments of dense_decode: distinct values for every scalar."""
+    """Return arguments of dense_decode: distinct values for every scalar."""
     workspace = torch.empty(4096, dtype=torch.uint8)
     tensors = [torch.empty(4) for _ in range(10)]
     int64s_ = [2**33 + i for i in range(12)]
@@ -218,7 +218,7 @@ def test_launch_in_a_thread_of_another_context(fake: FakeDriver, current: int | 
 
 
 def decode_call(device: CudaDevice, **changes: Any) -> dict[str, Any]:
-    """Arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
+    """Return arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
     lengths = torch.zeros(4, dtype=torch.int32)
     metadata, num_splits = get_mla_metadata(lengths, 128, 1, 128)
     call = {

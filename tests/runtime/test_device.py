@@ -1,4 +1,4 @@
-"""Which device a tensor's kernels run on."""
+"""Choice of the device that a tensor's kernels run on."""
 
 from __future__ import annotations
 

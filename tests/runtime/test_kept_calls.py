@@ -54,7 +54,7 @@ class Kept:
 
 
 def found(kept: KeptCalls, key: str, shape: tuple[int, ...], given: list[torch.Tensor]) -> Any:
-    """The name of the call that is found."""
+    """Return the name of the call that is found."""
     call = kept.find(key, shape, given)
     return None if call is None else call.name
 

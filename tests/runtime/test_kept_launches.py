@@ -27,13 +27,13 @@ class PlainDevice(CudaDevice):
     """Prepares nothing: every launch takes its arguments from the tensors, one by one, as launches of other functions do."""
 
     def prepare(self, call: CallSteps) -> SingleLaunches:  # type: ignore[override]
-        """Keeps what to launch."""
+        """Keep what to launch."""
         return SingleLaunches(self, call)
 
 
 @pytest.fixture
 def fake(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A driver for a GPU of the architecture."""
+    """Yield a driver for a GPU of the architecture."""
     params = {kernel.entry: kernel.params for kernel in load_artifacts().manifest.kernels.values()}
     fake = FakeDriver(params, capability=arch.compute_capabilities[0], sm_count=8)
     with installed(fake, monkeypatch):
@@ -42,15 +42,20 @@ def fake(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for every call that was checked."""
+    """Return one entry for every call that was checked."""
     seen: list[Any] = []
     original = decode_call.prepare
-    monkeypatch.setattr(decode_call, "prepare", lambda *args: (seen.append(args), original(*args))[1])
+
+    def recorded(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(decode_call, "prepare", recorded)
     return seen
 
 
 def launched(fake: FakeDriver, device: CudaDevice, arguments: dict[str, Any]) -> list[RecordedLaunch]:
-    """What a call launches."""
+    """Return the launches of a call."""
     before = len(fake.launches)
     with cpu_tensors_on(device):
         flash_mla_with_kvcache(**arguments)
@@ -64,7 +69,7 @@ def made(make: Make, **changes: Any) -> dict[str, Any]:
 
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same looks at another address."""
+    """Return a tensor of equal shape, strides and dtype at another address."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 

@@ -14,7 +14,7 @@ from cute_mla.runtime import library, simulated
 from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.device import simulate
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.simulator import SimulationError, load_module
+from cute_mla.simulator import Module, SimulationError, load_module
 from cute_mla.spec.abi import Param, float32s, int32s, int64s, pointers
 from tests.runtime.fake_artifacts import entry, fake_cubin, write_artifacts
 
@@ -57,7 +57,7 @@ PARAMS: tuple[Param, ...] = (*pointers("source", "target"), *int64s("shift"), *f
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelEntry:
-    """The kernel, as the only one in the folder of artefacts."""
+    """Return the kernel, as the only one in the folder of artefacts."""
     kernel = entry("shifted", "copy", PARAMS, fake_cubin(), PTX, block=(32, 1, 1), smem_bytes=0)
     write_artifacts(tmp_path, entries=[kernel], ptx=PTX)
     monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
@@ -132,7 +132,12 @@ def test_reading_what_no_launch_has_written(kernel: KernelEntry) -> None:
 def test_a_module_is_read_once(kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(simulated, "_modules", {})
-    monkeypatch.setattr(simulated.simulator, "load_module", lambda ptx: read.append(ptx) or load_module(ptx))
+
+    def recorded(ptx: str) -> Module:
+        read.append(ptx)
+        return load_module(ptx)
+
+    monkeypatch.setattr(simulated.simulator, "load_module", recorded)
     for _ in range(2):
         with simulate("sm90") as device:
             device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))

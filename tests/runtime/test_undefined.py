@@ -14,12 +14,12 @@ from cute_mla.spec.tensor_map import TensorMap
 
 
 def bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and end."""
+    """Return first address and end."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def known(undefined: UndefinedMemory, start: int, stop: int, write: slice | None = None) -> list[int] | None:
-    """What one launch is told of memory, byte by byte, or None if all of it is defined; the launch writes a slice of it."""
+    """Return which bytes one launch takes for initialised, or None if all are. The launch writes a slice of the memory."""
     memory = GlobalMemory()
     undefined.register(memory, "memory", start, stop)
     buffer = memory.find(start, stop)

@@ -7,7 +7,7 @@ import pytest
 
 from cute_mla.simulator import Policy
 from cute_mla.simulator.numerics import tma
-from cute_mla.simulator.units import async_units
+from cute_mla.simulator.units import boxes
 from tests.simulator.small_kernels import LAZY
 from tests.simulator.warp_wide_store import ADD, PLAIN, store
 
@@ -22,7 +22,7 @@ def test_lanes_with_the_same_box_move_it_once(policy: Policy | None, monkeypatch
         reads.append(box)
         return original(box, smem)
 
-    monkeypatch.setattr(async_units.tma, "read_shared", counting)
+    monkeypatch.setattr(boxes.tma, "read_shared", counting)
     out, found = store(PLAIN, policy)
     assert not found
     assert out.tolist() == list(range(1, 33))

@@ -27,7 +27,7 @@ class Buffer:
     views: dict[int, np.ndarray] = field(default_factory=dict)
 
     def view(self, size: int, of: np.ndarray) -> np.ndarray:
-        """data or valid as unsigned integers of a size; index 0 is the buffer's first byte."""
+        """View data or valid as unsigned integers of a size; index 0 is the buffer's first byte."""
         return of[: self.nbytes // size * size].view(_UNSIGNED[size])
 
 
@@ -56,7 +56,7 @@ class GlobalMemory:
         self._starts.insert(index, address)
 
     def find(self, low: int, high: int) -> Buffer | None:
-        """The buffer that holds [low, high), or None."""
+        """Return the buffer that holds [low, high), None for none."""
         index = bisect_right(self._starts, low) - 1
         if index < 0:
             return None
@@ -64,7 +64,7 @@ class GlobalMemory:
         return buffer if high <= buffer.address + buffer.nbytes else None
 
     def describe(self, address: int) -> str:
-        """An address in words."""
+        """Describe an address in words."""
         index = bisect_right(self._starts, address) - 1
         near = self.buffers[index] if index >= 0 else None
         if near is None:
@@ -72,7 +72,7 @@ class GlobalMemory:
         return f"global address {address:#x}, {address - near.address} bytes from the start of {near.name!r} ({near.nbytes} bytes)"
 
     def require(self, low: int, high: int, write: bool) -> Buffer:
-        """The buffer that holds [low, high). Raises Fault when there is none or it is read-only and written."""
+        """Return the buffer that holds [low, high). Raises Fault when there is none or it is read-only and written."""
         buffer = self.find(low, high)
         if buffer is None:
             raise Fault("out_of_bounds", f"{'write to' if write else 'read of'} {high - low} bytes at {self.describe(low)}")
@@ -81,7 +81,7 @@ class GlobalMemory:
         return buffer
 
     def load(self, address: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """count elements of size bytes at each address: unsigned (count, lanes), and where they are poisoned (or None)."""
+        """Load count elements of size bytes at each address: unsigned (count, lanes), and the mask of poisoned ones (None for none)."""
         total = size * count
         check_alignment(address, total, "global")
         buffer = self._common(address, total, False)
@@ -99,7 +99,7 @@ class GlobalMemory:
         return values, poison
 
     def _common(self, address: np.ndarray, total: int, write: bool) -> Buffer | None:
-        """The single buffer that all lanes touch, or None when they touch several (checked lane by lane later)."""
+        """Return the single buffer that all lanes touch, or None when they touch several (checked lane by lane later)."""
         low, high = int(address.min()), int(address.max()) + total
         buffer = self.find(low, high)
         if buffer is not None and write and not buffer.writable:
@@ -166,12 +166,12 @@ class SharedMemory:
         self.valid.fill(0)
 
     def check(self, low: int, high: int, what: str) -> None:
-        """Raises Fault unless [low, high) lies in the memory that the launch asked for."""
+        """Raise Fault unless [low, high) lies in the memory that the launch asked for."""
         if low < 0 or high > self.nbytes:
             raise Fault("out_of_bounds", f"{what} of shared bytes {low:#x} to {high:#x}; the CTA has {self.nbytes:#x}")
 
     def load(self, offset: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """count elements of size bytes at each offset (int64): unsigned (count, lanes), and where they are poisoned."""
+        """Load count elements of size bytes at each offset (int64): unsigned (count, lanes), and the mask of poisoned ones."""
         check_alignment(offset, size * count, "shared")
         self.check(int(offset.min()), int(offset.max()) + size * count, "read")
         index = offset // size if count == 1 else offset // size + np.arange(count)[:, None]
@@ -196,12 +196,12 @@ _VALID = {size: np.array(int.from_bytes(b"\1" * size, "little"), dtype) for size
 
 
 def all_valid(size: int) -> np.ndarray:
-    """The shadow word of `size` written bytes."""
+    """Return the shadow word of `size` written bytes."""
     return _VALID[size]
 
 
 def check_alignment(address: np.ndarray, total: int, space: str) -> None:
-    """Raises Fault unless every address is a multiple of total bytes."""
+    """Raise Fault unless every address is a multiple of total bytes."""
     if total > 1 and int(np.bitwise_or.reduce(address, axis=None)) & (total - 1):
         bad = next(int(value) for value in address.ravel() if int(value) % total)
         raise Fault("misaligned", f"{space} access of {total} bytes at {bad:#x}")

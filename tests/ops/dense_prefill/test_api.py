@@ -24,17 +24,17 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["dense_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor: along tokens and heads."""
+    """Return a tensor's strides along tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("token", "head")]
 
 
 def blocks(device: RecordingDevice, rows: int) -> int:
-    """Work items of a sequence of so many query tokens, for each of its heads."""
+    """Return work items of a sequence of so many query tokens, for each of its heads."""
     return -(-rows // (256 if device.arch is SM100 else 128))
 
 
@@ -89,7 +89,8 @@ def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: to
 
 def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevice) -> None:
     VarlenCall().run()
-    cute_mla.flash_attn_varlen_func(*VarlenCall().operands.values(), 0.0, 0.5, True)
+    arguments: list[Any] = [*VarlenCall().operands.values(), 0.0, 0.5, True]
+    cute_mla.flash_attn_varlen_func(*arguments)
     by_name, by_place = (launch.args for launch in device.launches)
     assert (by_name["causal"], by_place["causal"], by_place["scale_log2"]) == (0, 1, pytest.approx(0.5 * LOG2_E))
     assert of_kind(by_name, ParamKind.INT64) == of_kind(by_place, ParamKind.INT64)
@@ -276,7 +277,7 @@ def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_q": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
 @pytest.mark.parametrize("given", [False, True])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, int], given: bool) -> None:
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
     call = VarlenCall(**shape)
     results = call.results()
     out, lse = call.run(**(results if given else {}))

@@ -162,7 +162,7 @@ def test_gradients_of_packed_tensors(device: RecordingDevice, name: str, columns
 
 
 def run_packed(name: str, packed: Any, head_dim_qk: Any, **options: Any) -> None:
-    """Calls the form of flash_attn_varlen_func that takes this tensor."""
+    """Call the form of flash_attn_varlen_func that takes this tensor."""
     if name == "kv":
         cute_mla.flash_attn_varlen_kvpacked_func(zeros(300, 8, 192), packed, ints(3), ints(3), 290, 400, head_dim_qk, **options)
     else:

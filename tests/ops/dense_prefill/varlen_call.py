@@ -38,17 +38,17 @@ class VarlenCall:
         }
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Tensors for the results."""
+        """Return tensors for the results."""
         rows = (self.total_q, self.h_q)
         return {"out": torch.empty(*rows, 128, dtype=self.dtype), "lse": torch.empty(rows)}
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls flash_attn_varlen_func."""
+        """Call flash_attn_varlen_func."""
         return cute_mla.flash_attn_varlen_func(**{**self.operands, **options})
 
 
 def far_call(step: int) -> DensePrefillCall:
-    """A call with so many elements between neighbours of every dimension."""
+    """Return a call with so many elements between neighbours of every dimension."""
     cpu = torch.device("cpu")
     ends = TensorSpec((2,), (1,), torch.int32, cpu)
     return DensePrefillCall(

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def cache(*shape: int) -> torch.Tensor:
-    """An FP8 cache of zeros."""
+    """Return an FP8 cache of zeros."""
     return torch.zeros(*shape, dtype=torch.uint8)
 
 
 def strided(pages: int, page_size: int, columns: int, page_stride: int, row_stride: int) -> torch.Tensor:
-    """An FP8 cache with these strides."""
+    """Return an FP8 cache with these strides."""
     storage = cache(pages * page_stride + page_size * row_stride + columns)
     return storage.as_strided((pages, page_size, 1, columns), (page_stride, row_stride, row_stride, 1))
 

@@ -23,12 +23,12 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["sparse_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor with heads: along batch, tokens and heads."""
+    """Return a tensor's strides along batch, tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("batch", "token", "head")]
 
 
@@ -261,7 +261,7 @@ def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], give
 @pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}, {"s_kv": 0, "topk": 0}])
 @pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
 def test_rows_that_attend_to_nothing_are_written_all_the_same(
-    device: RecordingDevice, empty: dict[str, int], batch: int | None, ragged: bool
+    device: RecordingDevice, empty: dict[str, Any], batch: int | None, ragged: bool
 ) -> None:
     call = PrefillCall(batch=batch, ragged=ragged, **empty)
     call.run()
