@@ -1,11 +1,11 @@
 """Scheduler of decode: the work tiles that a plan gives to one partition, request by request, split by split.
 
 Every role of a decode kernel walks the same work tiles in the same order, so the roles need no messages about what to do next.
-What a role knows of its part and work tile is read again where it is needed, a few loads from L2 per work tile, so that only a
+What a role knows of its partition and work tile is read again where it is needed, a few loads from L2 per work tile, so that only a
 cursor lives in registers through the main loop.
 
 Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
-length can have, rows to the accumulators. Every role of every CTA of a part reads the same numbers, and the cursor only
+length can have, rows to the accumulators. Every role of every CTA of a partition reads the same numbers, and the cursor only
 moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped likewise (attention/lengths.py).
 """
 

@@ -4,7 +4,7 @@ For every request and every query row r = (query token i, head) of one KV head, 
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A pair of CTAs holds 128 query rows, 64 each, and walks the work tiles of one part of the plan, 64 keys (one tile) at a time.
+A pair of CTAs holds 128 query rows, 64 each, and walks the work tiles of one partition, 64 keys (one tile) at a time.
 Each CTA holds all keys of the tile but half of their columns: latent columns 256 c .. + 255 and RoPE columns 32 c .. + 31
 of CTA c, which are also the value columns that it multiplies.
 

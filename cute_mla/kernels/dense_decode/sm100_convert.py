@@ -2,7 +2,7 @@
 
 The kernel of sm100.py with another role in front: four warps of each CTA load its half of the columns of every key, page by page,
 and write them as 16-bit columns where the TMA would. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the
-scale of the cache goes into those of the scores and of the output. Roles and pipelines: sm100/row_producer.py, whose gather role
+scale of the cache goes into those of the scores and of the output. Roles and pipelines: ../sm100/row_producer.py, whose gather role
 is called convert here; the other roles are the 16-bit kernel's.
 
 Of a key behind the end of the request, or in a page that the cache does not have, nothing is read, and its row is zeros: nothing is

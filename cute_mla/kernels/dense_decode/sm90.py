@@ -6,7 +6,7 @@ For every request and every query row r = (query token i, head) of one KV head, 
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A CTA holds 64 query rows and walks the work tiles of one part of the plan, 64 keys (one tile) at a time.
+A CTA holds 64 query rows and walks the work tiles of one partition, 64 keys (one tile) at a time.
 
 Roles (512 threads):
   load     warpgroup 0, one warp: TMA of the key tiles, page by page
@@ -111,7 +111,7 @@ class DenseDecodeSm90(AttentionKernel):
             ScoreRole(scores, LengthMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster, True, None)
+            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster, clears_unused=True)
             OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 

@@ -109,7 +109,7 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
             ScoreRole(scores, LengthMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster, False, None)
+            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster)
             OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 

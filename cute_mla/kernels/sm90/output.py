@@ -120,8 +120,8 @@ class LatentOutput(OutputAccumulators):
 
     @staticmethod
     def create(
-        geometry: Geometry, dtype: type[cutlass.Numeric], cluster: int, clears_unused: bool, validity: TileValidity | None,
-        tiles: Tiles, thread: Int32,
+        geometry: Geometry, dtype: type[cutlass.Numeric], cluster: int, tiles: Tiles, thread: Int32,
+        *, clears_unused: bool = False, validity: TileValidity | None = None,
     ) -> LatentOutput:  # fmt: skip
         """Partition the tiles for one thread of an output warpgroup."""
         mma = tiled_mma(dtype, STAGE_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)

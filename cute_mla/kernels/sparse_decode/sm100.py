@@ -4,7 +4,7 @@ For every query token and head r, over the slots j that the token's indices name
 
     s_rj = <q_r, k_j>     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the work tiles of one part of the plan, 64
+A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the work tiles of one partition, 64
 indices (one tile) at a time. Each CTA gathers its half of the columns of every key, converts what is e4m3, and puts it where
 the TMA of the dense kernel would. Roles and pipelines: ../sm100/row_producer.py and dense_decode/sm100.py.
 """

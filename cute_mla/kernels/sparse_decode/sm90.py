@@ -129,7 +129,7 @@ class SparseDecodeSm90(AttentionKernel):
             ScoreRole(scores, AbsentKeyMask(), SinkScale()).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, False, None)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster)
             OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 

@@ -126,7 +126,7 @@ class SparsePrefillSm90(AttentionKernel):
             score.run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, False, ScoutedTiles())
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, validity=ScoutedTiles())
             OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 
