@@ -22,8 +22,8 @@ HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of
 class MergeStatesArguments(NamedTuple):
     """Launch arguments of merge_states, in ABI order: the one list that host, launch and kernel share."""
 
-    # dtype [batch, tokens, heads, head_dim]: of each state, as far as there are states; with a stride between states, of all
-    # of them the first alone. The others are null
+    # dtype [batch, tokens, heads, head_dim]: one pointer per state; with a stride between states, a pointer to the first. The other
+    # pointers are null
     state_out_0: Pointer
     state_out_1: Pointer
     state_out_2: Pointer
