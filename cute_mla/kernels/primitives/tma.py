@@ -34,7 +34,7 @@ def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any,
 
 
 class _BarrierAddress:
-    """What the two-CTA copy takes for a barrier: it clears the rank bit of the address itself."""
+    """Barrier operand of the two-CTA copy, which clears the rank bit of the address itself."""
 
     def __init__(self, barrier: cute.Pointer) -> None:
         self.pointer = barrier.raw_ptr()
