@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
-from threading import Thread
+from multiprocessing import active_children, get_context, parent_process
+from multiprocessing.connection import Connection, wait
+from threading import Thread, current_thread, main_thread
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,8 @@ Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced"]
 
 SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
+
+_POLL_SECONDS = 0.2  # period of looking which jobs have started
 
 _GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
@@ -64,6 +68,9 @@ class Target:
     arch: str
     kind: Kind
     schedules: tuple[Schedule, ...] = (Schedule("round_robin", 0),)
+
+
+Job = tuple[BaseCase, Target, str]  # a case, its target, and what was reduced
 
 
 @dataclass(frozen=True)
@@ -154,33 +161,77 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
 
 
 def run_all(
-    jobs: Sequence[tuple[BaseCase, Target, str]], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
-) -> Iterator[tuple[int, list[Record]]]:
+    jobs: Sequence[Job], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
+) -> Generator[tuple[int, list[Record]], None, None]:
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
     A pool of processes (default: one per CPU) runs the jobs on the simulated device, large jobs first. This process runs the jobs on a GPU
-    in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
+    in order. on_start: takes each case as it starts; on a GPU before it starts, so that the log names a kernel that hangs the GPU.
+    An exception, such as that of Ctrl-C, or closing the iterator ends the processes at once.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
     for index in on_gpu:
         on_start(jobs[index][0])
         yield index, run_case(*jobs[index])
-    if not simulated:
-        return
-    simulated.sort(key=lambda index: -jobs[index][0].tiles)
-    workers = min(workers or os.cpu_count() or 1, len(simulated))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
-        futures = {pool.submit(run_case, *jobs[index]): index for index in simulated}
-        try:
-            for future in as_completed(futures):
+    if simulated:
+        simulated.sort(key=lambda index: -jobs[index][0].tiles)
+        yield from _run_in_processes(jobs, simulated, min(workers or os.cpu_count() or 1, len(simulated)), on_start)
+
+
+def _run_in_processes(
+    jobs: Sequence[Job], order: Sequence[int], workers: int, on_start: Callable[[BaseCase], None]
+) -> Iterator[tuple[int, list[Record]]]:
+    """Run the jobs with these indices, in this order, in a pool of processes; yield the index and the records of each as it ends."""
+    context = get_context("spawn")
+    started, starting = context.Pipe(duplex=False)
+    others = set(active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_reporting_worker, initargs=(starting,))
+    try:
+        with _workers_ignore_interrupts():
+            futures = {pool.submit(_run_job, index, jobs[index]): index for index in order}
+        pending = set(futures)
+        while pending:
+            ended, pending = wait_for_futures(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+            while started.poll():
+                on_start(jobs[started.recv()][0])
+            for future in ended:
+                index = futures[future]
                 try:
                     records = future.result()
                 except BrokenProcessPool as error:  # a worker was killed, usually for lack of memory, which stops the whole pool
-                    records = _lost(*jobs[futures[future]], error)
-                yield futures[future], records
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+                    records = _lost(*jobs[index], error)
+                yield index, records
+    except BaseException:
+        for worker in set(active_children()) - others:
+            worker.kill()  # in the middle of its case
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        started.close()
+        starting.close()
+
+
+@contextmanager
+def _workers_ignore_interrupts() -> Iterator[None]:
+    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this process ends them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+_starting: list[Connection] = []  # in a worker: the one where it sends the index of each job that it starts
+
+
+def _start_reporting_worker(starting: Connection) -> None:
+    """Start a worker that sends the index of each job that it starts."""
+    _starting.append(starting)
+    _start_worker()
 
 
 def _start_worker() -> None:
@@ -194,6 +245,12 @@ def _end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
+
+
+def _run_job(index: int, job: Job) -> list[Record]:
+    """Run a job in a worker. The index is one short message, which the system writes whole, so that workers need no lock."""
+    _starting[0].send(index)
+    return run_case(*job)
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:
