@@ -27,7 +27,9 @@ CANARY = 7.0
 
 @dataclass
 class Problem:
-    """One call. rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
+    """One call.
+
+    rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
     lengths: given for a batch-invariant call, in which every request has as many rows. keys: the same where a second cache adds to
     them. sink: of every head; None for a null pointer.
 

@@ -21,9 +21,12 @@ HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to the value, at wors
 
 @dataclass
 class Problem:
-    """One call: `states` of them, each [batch, tokens, heads, head_dim] in memory of its own (listed) or in one tensor. Rows
-    in `empty`, (state, batch, token, head), have an infinite lse of the given sign and an out of NaN that nobody may read.
-    pad: elements between the heads of out. in_place: the result replaces state 0."""
+    """One call.
+
+    states: how many, each [batch, tokens, heads, head_dim] in memory of its own (listed) or in one tensor.
+    Rows in `empty`, (state, batch, token, head), have an infinite lse of the given sign and an out of NaN that nobody may read.
+    pad: elements between the heads of out. in_place: the result replaces state 0.
+    """
 
     states: int
     batch: int = 1

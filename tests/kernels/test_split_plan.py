@@ -30,8 +30,10 @@ def run_plan(
     num_parts: int,
     policy: simulator.Policy | None = None,
 ) -> tuple[SplitPlan, list[simulator.Finding]]:
-    """Return the kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
-    multiples of 4 bytes only."""
+    """Return the kernel's plan, for one cache if only lengths are given.
+
+    The outputs start as garbage, at addresses that are multiples of 4 bytes only.
+    """
     keys = Keys.of(keys) if isinstance(keys, list) else keys
     batch = keys.batch
     tables = keys.tables()

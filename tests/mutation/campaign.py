@@ -24,8 +24,10 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 @dataclass(frozen=True)
 class Line:
-    """Record of one mutation. ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and
-    Outcome."""
+    """Record of one mutation.
+
+    ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and Outcome.
+    """
 
     kernel: str
     ptx: str
@@ -151,8 +153,10 @@ def unexplained(lines: Iterable[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Kernels by how many of their mutations were tried. whole: all; alike: not all, but of the same structure as one of those;
-    sampled: of the others, some."""
+    """Kernels by how many of their mutations were tried.
+
+    whole: all. alike: not all, but of the same structure as one of those. sampled: of the others, some.
+    """
 
     whole: int
     alike: int

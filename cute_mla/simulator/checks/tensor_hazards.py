@@ -20,7 +20,7 @@ from ..state.window import Window
 
 @dataclass(frozen=True)
 class RegisterUses:
-    """How a block uses registers: registers touched by more than a move (bit mask per bank), and the moves.
+    """Register uses of a block: registers touched by more than a move (bit mask per bank), and the moves.
 
     Each move has the (bank, bit) of its sources and of its targets.
     """
