@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def check_exit(cta: Cta, group: Group) -> None:
     """The lanes of a group exit: findings about their asynchronous work."""
     machine = cta.machine
-    for lane in group.lanes:
-        groups = cta.bulk.get(int(lane))
+    for lane in group.lanes.tolist() if cta.bulk else ():
+        groups = cta.bulk.get(lane)
         if groups is None:
             continue
         unfinished = groups.unfinished()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..findings import UnsupportedInstruction
 from ..frontend.layout import Layout, make_layout
@@ -14,9 +13,6 @@ from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
 
-if TYPE_CHECKING:
-    from ..state.cta import Home
-
 SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
 
 
@@ -24,8 +20,6 @@ SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on 
 class Entry:
     """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
     unfenced: wgmmas that lack a fence.
-
-    homes: registers and shared memory that earlier launches left, by block and dynamic shared memory.
     """
 
     name: str
@@ -36,7 +30,6 @@ class Entry:
     translator: Translator
     undefined: tuple[str, ...] = ()
     unfenced: tuple[Instruction, ...] = ()
-    homes: dict[tuple[object, ...], list[Home]] = field(default_factory=dict)
 
 
 @dataclass

@@ -24,8 +24,7 @@ from .control_flow import Block, Flow
 EXIT = -1
 BLOCKED = -2
 
-# generated file name -> instruction of every line
-LINES: dict[str, list[Instruction | None]] = {}
+LINES = "$lines"  # generated code's globals under this name: file name -> instruction of every line
 PREFIX = "<ptx "
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
@@ -55,17 +54,16 @@ class Translator:
         self.flow = flow
         self.layout = layout
         self.constants = constants
-        self.serial = 0
+        self.scope: dict[str, Any] = {**_BASE, **NAMESPACE, LINES: {}}
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """The function of a block."""
         source, instructions = BlockWriter(self, block, tainted).write()
-        self.serial += 1
-        filename = f"{PREFIX}{self.name}#{id(self):x} block {block.index}{' tainted' if tainted else ''}>"
-        LINES[filename] = instructions
-        scope: dict[str, Any] = {**_BASE, **NAMESPACE, **self.constants.values}
-        exec(compile(source, filename, "exec"), scope)
-        function: Callable[..., Any] = scope["block"]
+        filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
+        self.scope[LINES][filename] = instructions
+        self.scope.update(self.constants.values)
+        exec(compile(source, filename, "exec"), self.scope)
+        function: Callable[..., Any] = self.scope.pop("block")
         return function
 
 
@@ -161,7 +159,7 @@ class BlockWriter:
         inner = self.emitter(dict(e.known))
         inner.position = position
         emit_plain(inner, item)
-        name = f"guarded{position}"
+        name = f"guarded{self.block.index}_{position}{'t' if self.tainted else ''}"
         self.function(name, inner)
         for written in item.writes:
             e.known.pop(written.name, None)

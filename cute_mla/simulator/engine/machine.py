@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 
@@ -29,13 +30,13 @@ from . import deadlock
 from .counts import Executed
 from .groups import BLOCKED as GROUP_BLOCKED
 from .groups import DEAD, GATHERING, READY, Group
+from .homes import POOL
 from .launch import Launch
 from .policy import Policy
 from .schedulers import make_scheduler
 
 MAX_FINDINGS = 50
 MAX_CLUSTERS = 64  # resident at once, when clusters wait for each other
-MAX_HOMES = 8  # CTA homes that are kept from one launch to the next
 TAINT_CHECK = 8  # blocks between looks whether a group is still poisoned
 
 
@@ -53,6 +54,7 @@ class Machine:
         self.observer = observer
         self.entry = launch.target
         self.blocks = self.entry.flow.blocks
+        self.splits_convoys = policy.splits_convoys
         self.rng = np.random.default_rng(policy.seed)
         self.scheduler = make_scheduler(policy, self.rng)
         self.report = Report()
@@ -64,7 +66,9 @@ class Machine:
         self.started = 0
         self.events = EventLog()
         self.waiting_clusters = self._cluster_indices()
-        self.homes = self.entry.homes.setdefault((launch.block, launch.smem_bytes), [])
+        layout = self.entry.layout
+        self.shared_bytes = layout.dynamic_base + launch.smem_bytes
+        self.home_shape = (launch.block, *layout.sizes.values(), self.shared_bytes)
         self.params = self._pack_params()
         self.maps: dict[int, tma.BoxPlan] = {}
         self.running: Group = None  # type: ignore[assignment]
@@ -117,7 +121,7 @@ class Machine:
         poisoned = any(undefined.values())
         for rank in range(size):
             place = (index[0] * cx + rank % cx, index[1] * cy + rank // cx % cy, index[2] * cz + rank // (cx * cy))
-            home = self._take_home()
+            home = POOL.take(self.home_shape) or Home(self.launch.block, self.entry.layout.sizes, self.shared_bytes)
             slot = home.slot
             slot.reset(self.entry.flow.accumulators)
             slot.reset(undefined)
@@ -130,7 +134,7 @@ class Machine:
                 cta.clear_taint(lanes)
                 for bank, rows in undefined.items():
                     slot.taints[bank][rows] = True
-            parts = [lanes[start : start + WARP] for start in range(0, len(lanes), WARP)] if self.policy.splits_convoys else [lanes]
+            parts = [lanes[start : start + WARP] for start in range(0, len(lanes), WARP)] if self.splits_convoys else [lanes]
             cta.groups = [Group(cta, home.lane_sets.get(part), 0, poisoned) for part in parts]
             for group in cta.groups:
                 self.scheduler.add(group)
@@ -149,12 +153,6 @@ class Machine:
             return None
         x, y, z = (place * extent for place, extent in zip(index, self.launch.cluster, strict=True))
         return x, y, z, 1
-
-    def _take_home(self) -> Home:
-        if self.homes:
-            return self.homes.pop()
-        layout = self.entry.layout
-        return Home(self.launch.block, layout.sizes, layout.dynamic_base + self.launch.smem_bytes)
 
     # ------------------------------------------------------------ the run
 
@@ -239,7 +237,7 @@ class Machine:
                 assert isinstance(result, Split)
                 self.split(group, result)
             budget -= self.executed.add(block, warps)
-            if self.policy.splits_convoys and len(group.warps) > 1:
+            if self.splits_convoys and len(group.warps) > 1:
                 self.scatter(group, block)
             if budget <= 0 or group.rejoins:
                 group.yielded, group.rejoins = True, False
@@ -259,7 +257,7 @@ class Machine:
     def converge(self, group: Group) -> Group:
         """Merge with groups at the same place; let a diverged part of the same warps that lies behind go first."""
         cta = group.cta
-        merging = not self.policy.splits_convoys
+        merging = not self.splits_convoys
         for other in list(cta.groups):
             if other is group or other.state in (GROUP_BLOCKED, DEAD):
                 continue
@@ -318,7 +316,7 @@ class Machine:
         other = Group(group.cta, rest, group.pc, group.tainted)
         group.set_lanes(mine)
         group.apart_at = other.apart_at = group.pc
-        group.rejoins = other.rejoins = not self.policy.splits_convoys
+        group.rejoins = other.rejoins = not self.splits_convoys
         group.cta.groups.append(other)
         self.scheduler.add(other)
         self.scheduler.add(group)
@@ -360,9 +358,8 @@ class Machine:
     def exit(self, group: Group) -> None:
         """The lanes of a group leave."""
         cta = group.cta
-        warps, counts = np.unique(group.lanes // WARP, return_counts=True)
-        for warp, count in zip(warps, counts, strict=True):
-            cta.live[warp] -= int(count)
+        for warp, count in Counter((group.lanes // WARP).tolist()).items():
+            cta.live[warp] -= count
         cta.live_threads -= len(group.lanes)
         group.state = DEAD
         cta.groups.remove(group)
@@ -382,9 +379,8 @@ class Machine:
         """All CTAs of a cluster have exited: check what is left over, and give the slots back."""
         exit_checks.check_cluster(self, cluster)
         for cta in cluster.ctas:
-            cta.slot.cta = None
-            if len(self.homes) < MAX_HOMES:
-                self.homes.append(cta.home)
+            cta.slot.occupy(None)  # else a kept home would hold the whole launch
+            POOL.give(self.home_shape, cta.home)
         self.clusters.remove(cluster)
         if not self.clusters:
             self.start_cluster()
@@ -487,11 +483,13 @@ class Machine:
 
     def _refresh_taint(self, group: Group, block: Block) -> None:
         """Back to plain code when no live register is poisoned any more."""
-        shadow = group.cta.slot.taints
         assert block.live is not None
+        window = group.window
         for bank, rows in block.live.rows.items():
-            if len(rows) and shadow[bank][rows[:, None], group.lanes].any():
-                return
+            if len(rows):
+                shadow = group.cta.slot.taints[bank][rows[:, None], group.lanes] if window is None else window.taints[bank][rows]
+                if np.count_nonzero(shadow):
+                    return
         group.tainted = False
 
     def _check_busy(self, group: Group, block: Block) -> None:
@@ -554,7 +552,7 @@ class Machine:
         while trace is not None:
             code = trace.tb_frame.f_code.co_filename
             if code.startswith(PREFIX):
-                instruction = LINES[code][trace.tb_lineno - 1]
+                instruction = trace.tb_frame.f_globals[LINES][code][trace.tb_lineno - 1]
             trace = trace.tb_next
         group = self.running
         self.add(self._located(fault.kind, fault.message, Origin(group.cta.index, group.warps[0], instruction), fault.barrier))
@@ -572,7 +570,7 @@ def instruction_of_caller() -> Instruction | None:
     while frame is not None:
         code = frame.f_code.co_filename
         if code.startswith(PREFIX):
-            return LINES[code][frame.f_lineno - 1]
+            return frame.f_globals[LINES][code][frame.f_lineno - 1]  # type: ignore[no-any-return]
         frame = frame.f_back
     return None
 

@@ -111,7 +111,7 @@ class Cta:
         self.trace = home.trace
         self.loading = False
         self._specials = self._make_specials()
-        slot.cta = self
+        slot.occupy(self)
 
     # ------------------------------------------------------------ values
 
@@ -251,6 +251,11 @@ class Cta:
 
     def clear_taint(self, lanes: np.ndarray) -> None:
         """Reset the poison rows of lanes."""
+        window = self.slot.window(lanes)
+        if window is not None:  # strided views: much faster than an index array
+            for shadow in window.taints.values():
+                shadow.fill(False)
+            return
         for shadow in self.slot.taints.values():
             shadow[:, lanes] = False
 

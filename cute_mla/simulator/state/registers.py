@@ -8,6 +8,7 @@ chosen by the window, generated code never needs masks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,10 +56,11 @@ class Window:
 
     def __init__(self, slot: CtaSlot, lanes: np.ndarray, banks: dict[str, np.ndarray], taints: dict[str, np.ndarray]) -> None:
         self.slot = slot
+        self.cta: Cta = slot.cta  # type: ignore[assignment]  # a window is used only while a CTA occupies its slot
         self.lanes = lanes
         self.n = len(lanes)
-        warps = np.unique(lanes // WARP)
-        self.warps: tuple[int, ...] = tuple(int(warp) for warp in warps)
+        self.lane_warps = lanes // WARP
+        self.warps: tuple[int, ...] = tuple(dict.fromkeys(self.lane_warps.tolist()))
         self.whole = self.n == len(self.warps) * WARP
         self.banks = banks
         self.taints = taints
@@ -80,14 +82,7 @@ class Window:
         setattr(self, name, rows)
         return rows
 
-    @property
-    def cta(self) -> Cta:
-        """The CTA that occupies the slot now."""
-        cta = self.slot.cta
-        assert cta is not None
-        return cta
-
-    @property
+    @cached_property
     def lane_in_warp(self) -> np.ndarray:
         """Lane number of each lane."""
         return self.lanes % WARP
@@ -168,6 +163,13 @@ class CtaSlot:
         self.taints = {bank: np.zeros(array.shape, bool) for bank, array in self.banks.items()}
         self.windows: dict[bytes, Window] = {}
         self.compacts: dict[bytes, Window] = {}
+
+    def occupy(self, cta: Cta | None) -> None:
+        """Give the slot and its windows to a CTA, or (None) to nobody."""
+        self.cta = cta
+        for windows in (self.windows, self.compacts):
+            for window in windows.values():
+                window.cta = cta  # type: ignore[assignment]
 
     def reset(self, undefined: dict[str, list[int]]) -> None:
         """Fill registers that may be read before they are written with NaN patterns."""
