@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..state.registers import WARP
-
 if TYPE_CHECKING:
     from ..engine.machine import Machine
+    from ..state.access import GlobalAccess
     from ..state.cta import Cta
     from ..state.memory import Buffer
     from ..state.registers import Window
@@ -40,12 +39,18 @@ class GlobalTrace:
             setattr(self, name, np.repeat(getattr(self, name), self.unit // unit))
         self.unit = unit
 
-    def units(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
-        """The units that accesses of nbytes touch: (accesses, units)."""
-        if nbytes < self.unit:
-            self.refine(nbytes)
-        first = (addresses - np.uint64(self.buffer.address)).astype(np.int64) // self.unit
-        return first[:, None] + np.arange(nbytes // self.unit)
+    def units(self, access: GlobalAccess) -> np.ndarray:
+        """The units that accesses touch: (accesses, units)."""
+        first = (access.low - self.buffer.address) // self.unit
+        return first + access.pattern.index(self.unit, access.nbytes // self.unit)
+
+    def take(self, access: GlobalAccess, values: np.ndarray) -> np.ndarray:
+        """What an array of the trace says of the units that accesses touch."""
+        return access.take(values, self.buffer.address, self.unit, access.nbytes // self.unit)
+
+    def put(self, access: GlobalAccess, values: np.ndarray, new: np.ndarray | int) -> None:
+        """Note something of these units."""
+        access.put(values, self.buffer.address, self.unit, access.nbytes // self.unit, new)
 
 
 class EventLog:
@@ -77,58 +82,68 @@ def wait_for_grid(cta: Cta, warps: Sequence[int]) -> None:
     clocks.note(cta, warps, clocks.before, 1)
 
 
-def trace_of(machine: Machine, addresses: np.ndarray, nbytes: int, make: bool) -> GlobalTrace | None:
-    """The trace of the buffer that all addresses lie in; None where they lie in several, or (unless it is to be made) it has none."""
+def trace_of(machine: Machine, access: GlobalAccess, make: bool) -> GlobalTrace | None:
+    """The trace of the buffer that all accesses lie in; None where they lie in several, or (unless it is to be made) it has none."""
     traces = machine.events.traces
     if not (traces or make):
         return None
-    buffer = machine.memory.find(int(addresses.min()), int(addresses.max()) + nbytes)
+    buffer = machine.memory.find(access.low, access.high)
     if buffer is None:
         return None
     trace = traces.get(buffer.address)
     if trace is None and make:
-        trace = traces[buffer.address] = GlobalTrace(buffer, min(nbytes & -nbytes, 4))
+        trace = traces[buffer.address] = GlobalTrace(buffer, min(access.nbytes & -access.nbytes, 4))
+    if trace is not None and access.nbytes < trace.unit:
+        trace.refine(access.nbytes)
     return trace
 
 
 def agents(w: Window) -> np.ndarray:
     """Who the lanes of a window are, over all clusters of the launch: (lanes, 1)."""
     clocks = w.cta.cluster.clocks
-    return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lanes // WARP)[:, None]
+    return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lane_warps)[:, None]
 
 
-def unordered(w: Window, mine: np.ndarray, other: np.ndarray, time: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """Where accesses of other agents (at their times, behind so many events) are not known to be done by those that access now."""
+def unordered(
+    w: Window, mine: np.ndarray, access: GlobalAccess, trace: GlobalTrace, who: np.ndarray, when: np.ndarray
+) -> np.ndarray | None:
+    """Where earlier accesses of other agents are not known to be done by those that access now, or None.
+
+    who, when: arrays of the trace.
+    """
+    other = trace.take(access, who)
     late = (other != mine) & (other > 0)
     if not np.count_nonzero(late):
-        return late
+        return None
+    time, event = trace.take(access, when), trace.take(access, trace.event)
     cluster, clocks, log = w.cta.cluster, w.cta.cluster.clocks, w.cta.machine.events
     number, row = np.divmod(other - 1, clocks.rows)
     near = number == cluster.number
     known = clocks.now[np.broadcast_to((mine - 1) % clocks.rows, other.shape), row] >= time
     strong = np.array([log.strong.get(index, 0) for index in range(int(number.max()) + 1)])
     handed = (strong[number] > event) & (log.strong.get(cluster.number, 0) > event)
-    return np.asarray(late & ~np.where(near, known, handed))
+    late &= ~np.where(near, known, handed)
+    return late if np.count_nonzero(late) else None
 
 
-def read(w: Window, addresses: np.ndarray, nbytes: int) -> None:
-    """Lanes load nbytes each."""
+def read(w: Window, access: GlobalAccess) -> None:
+    """Lanes load."""
     check_grid(w, w.warps)
-    trace = trace_of(w.cta.machine, addresses, nbytes, False)
+    trace = trace_of(w.cta.machine, access, False)
     if trace is None:
         return
-    units, mine = trace.units(addresses, nbytes), agents(w)
-    late = unordered(w, mine, trace.writer[units], trace.written[units], trace.event[units])
-    if np.count_nonzero(late):
-        report(w, "a load reads", trace, int(units[late][0]))
-    trace.reader[units] = mine
-    trace.read[units] = own_times(w)
+    mine = agents(w)
+    late = unordered(w, mine, access, trace, trace.writer, trace.written)
+    if late is not None:
+        report(w, "a load reads", trace, int(trace.units(access)[late][0]))
+    trace.put(access, trace.reader, mine)
+    trace.put(access, trace.read, own_times(w))
 
 
 def own_times(w: Window) -> np.ndarray:
     """The time of each lane's warp: (lanes, 1)."""
     clocks = w.cta.cluster.clocks
-    rows = w.cta.rank * clocks.warps + w.lanes // WARP
+    rows = w.cta.rank * clocks.warps + w.lane_warps
     return (clocks.now[rows, rows] + 1)[:, None]
 
 
@@ -156,23 +171,25 @@ class Overwrite:
             w.cta.report(w, "race", message)
 
 
-def write(w: Window, addresses: np.ndarray, nbytes: int) -> Overwrite | None:
-    """Lanes are about to store nbytes each. Returns what must be checked when they have, if anything."""
+def write(w: Window, access: GlobalAccess) -> Overwrite | None:
+    """Lanes are about to store. Returns what must be checked when they have, if anything."""
     check_grid(w, w.warps)
-    trace = trace_of(w.cta.machine, addresses, nbytes, True)
+    trace = trace_of(w.cta.machine, access, True)
     if trace is None:
         return None
-    units, mine = trace.units(addresses, nbytes), agents(w)
+    mine = agents(w)
     found = None
-    late = unordered(w, mine, trace.writer[units], trace.written[units], trace.event[units])
-    if np.count_nonzero(late):
-        found = Overwrite(trace, units[late])
-    late = unordered(w, mine, trace.reader[units], trace.read[units], trace.event[units])
-    if np.count_nonzero(late):
-        report(w, "a store overwrites what another warp reads:", trace, int(units[late][0]))
-    trace.writer[units], trace.written[units] = mine, own_times(w)
-    trace.event[units], trace.line[units] = w.cta.machine.events.now, w.cta.machine.line_of_caller()
-    trace.reader[units] = 0
+    late = unordered(w, mine, access, trace, trace.writer, trace.written)
+    if late is not None:
+        found = Overwrite(trace, trace.units(access)[late])
+    late = unordered(w, mine, access, trace, trace.reader, trace.read)
+    if late is not None:
+        report(w, "a store overwrites what another warp reads:", trace, int(trace.units(access)[late][0]))
+    trace.put(access, trace.writer, mine)
+    trace.put(access, trace.written, own_times(w))
+    trace.put(access, trace.event, w.cta.machine.events.now)
+    trace.put(access, trace.line, w.cta.machine.line_of_caller())
+    trace.put(access, trace.reader, 0)
     return found
 
 

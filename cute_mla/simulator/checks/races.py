@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..findings import Fault
-from ..state.registers import WARP
+from ..state.access import WORD
 
 if TYPE_CHECKING:
     from ..numerics.wgmma import Operand
+    from ..state.access import SharedPattern
     from ..state.cta import Cta
     from ..state.registers import Window
     from .order import Clocks
 
-WORD = 4
 WHOLE = 0xF  # all bytes of a word
 
 
@@ -43,6 +43,11 @@ class Trace:
         self.far: dict[int, np.ndarray] = {}
         self.parts: np.ndarray | None = None
         self.narrow_reads = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that are always there."""
+        return self.writer.nbytes + self.written.nbytes + self.line.nbytes + self.read.nbytes + self.readers.nbytes
 
     def reset(self) -> None:
         """Forget everything."""
@@ -108,25 +113,18 @@ class Overwrite:
         w.cta.report(w, "race", f"a store of {who} overwrites {where} that {what}: nothing orders the two")
 
 
-def words_of(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    """The words that accesses of nbytes at offsets touch: (accesses, words)."""
-    first = offsets // WORD
-    return first[:, None] + np.arange(max(nbytes // WORD, 1))
+def access(w: Window, target: Cta, index: np.ndarray | None, pattern: SharedPattern, nbytes: int, write: bool) -> Overwrite | None:
+    """Lanes (index: positions in the window, None for all) access nbytes each in target's shared memory."""
+    return accesses(w, target, w.lane_warps if index is None else w.lane_warps[index], pattern, nbytes, write)
 
 
-def access(w: Window, target: Cta, index: np.ndarray | None, offsets: np.ndarray, nbytes: int, write: bool) -> Overwrite | None:
-    """Lanes (index: positions in the window, None for all) access nbytes each at offsets of target's shared memory."""
-    lanes = w.lanes if index is None else w.lanes[index]
-    return accesses(w, target, lanes // WARP, offsets, nbytes, write)
-
-
-def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nbytes: int, write: bool) -> Overwrite | None:
-    """Warps (one of each access) access nbytes each at offsets of target's shared memory; stores say so before they happen.
+def accesses(w: Window, target: Cta, warps: np.ndarray, pattern: SharedPattern, nbytes: int, write: bool) -> Overwrite | None:
+    """Warps (one of each access) access nbytes each in target's shared memory; stores say so before they happen.
 
     Raises findings for races. Returns what a store must check when it has happened, if anything.
     """
     clocks = target.cluster.clocks
-    words = words_of(offsets, nbytes)
+    words = pattern.words(nbytes)
     row: np.ndarray | int
     if len(w.warps) == 1:
         row = w.cta.rank * clocks.warps + w.warps[0]
@@ -134,7 +132,7 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nby
     else:
         row = (w.cta.rank * clocks.warps + warps)[:, None]
         time = clocks.now[row, row] + 1
-    masks = part_masks(offsets, nbytes) if nbytes < WORD else None
+    masks = pattern.part_masks(nbytes) if nbytes < WORD else None
     late = unknown_writers(target, clocks, words, row, masks)
     if write:
         found = None if late is None else overwritten(w, target, words, row, late)
@@ -143,14 +141,9 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nby
         return found
     if late is not None:
         report(w, "a load reads", target, clocks, int(words[late][0]))
-    note_reads(w, target, warps, words, row, time)
+    note_reads(w, target, warps, words, row, time, pattern.distinct(nbytes))
     target.trace.narrow_reads |= masks is not None
     return None
-
-
-def part_masks(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    """Which bytes of a word an access of less than a word touches: (accesses, 1)."""
-    return (((1 << nbytes) - 1) << (offsets & 3))[:, None].astype(np.uint8)
 
 
 def record(target: Cta, words: np.ndarray, row: np.ndarray | int, time: np.ndarray | int, line: int, masks: np.ndarray | None) -> None:
@@ -189,8 +182,10 @@ def overwritten(w: Window, target: Cta, words: np.ndarray, row: np.ndarray | int
     return Overwrite(target, where, np.broadcast_to(row, words.shape)[late], writers)
 
 
-def note_reads(w: Window, target: Cta, warps: np.ndarray, words: np.ndarray, row: np.ndarray | int, time: np.ndarray | int) -> None:
-    """Warps have read words."""
+def note_reads(
+    w: Window, target: Cta, warps: np.ndarray, words: np.ndarray, row: np.ndarray | int, time: np.ndarray | int, distinct: bool
+) -> None:
+    """Warps have read words. distinct: none of them twice."""
     trace = target.trace
     if target is not w.cta:
         for reader in np.unique(row):
@@ -201,6 +196,9 @@ def note_reads(w: Window, target: Cta, warps: np.ndarray, words: np.ndarray, row
         trace.note_read(w.warps[0], words, int(time))
     else:
         trace.read[warps[:, None], words] = time
+        if distinct:
+            trace.readers[words] |= (1 << warps)[:, None]
+            return
         for warp in w.warps:
             trace.readers[words[warps == warp]] |= 1 << warp
 
@@ -297,12 +295,12 @@ def check_overwrite(w: Window, warp: int, target: Cta, low: int, high: int) -> N
             report(w, "an asynchronous copy overwrites", target, clocks, part.start + int(np.flatnonzero(late)[0]))
 
 
-def copy_async(w: Window, offsets: np.ndarray, nbytes: int) -> None:
+def copy_async(w: Window, pattern: SharedPattern, nbytes: int) -> None:
     """Lanes issue cp.async copies to their CTA's shared memory: stores that are done when the warp has waited for them."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    warps = w.lanes // WARP
-    words = words_of(offsets, nbytes)
+    warps = w.lane_warps
+    words = pattern.words(nbytes)
     row = (cta.rank * clocks.warps + warps)[:, None]
     late = unknown_writers(cta, clocks, words, row)
     if late is not None:

@@ -14,6 +14,7 @@ from ..units.async_units import Chain
 from . import tensor_hazards
 
 if TYPE_CHECKING:
+    from ..state.access import SharedPattern
     from ..state.cta import Cta, Origin
 
 
@@ -24,10 +25,10 @@ def operands(chain: Chain) -> Iterator[wgmma.Operand]:
         yield wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major)
 
 
-def operand_ranges(chain: Chain) -> Iterator[tuple[int, int]]:
-    """The byte ranges of shared memory that a chain of wgmmas reads."""
+def operand_ranges(chain: Chain, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """The byte ranges of shared memory that a chain of wgmmas reads, as far as they meet [low, high)."""
     for where in operands(chain):
-        yield from where.ranges
+        yield from wgmma.overlapping(where.ranges, low, high)
 
 
 def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
@@ -37,9 +38,8 @@ def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -
     for first, pipe in target.pipes.items():
         done = clocks.least(w.cta, warps, clocks.matrix_core(target, first // WARP))
         for chain in chain_both(pipe.unwaited(), pipe.unknown(done)):
-            for start, stop in operand_ranges(chain):
-                if start < high and low < stop:
-                    yield "a wgmma", chain.origin, start, stop
+            for start, stop in operand_ranges(chain, low, high):
+                yield "a wgmma", chain.origin, start, stop
     for (start, stop), (column, serial, origin) in target.outgoing.items():
         if start < high and low < stop and clocks.least(w.cta, warps, column) < serial:
             yield "a bulk copy", origin, start, stop
@@ -61,23 +61,23 @@ def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) ->
                 return
 
 
-def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int, who: str = "a store") -> None:
-    """A finding when warps (one of each store) store nbytes each at offsets that unfinished work reads."""
+def check_store(w: Window, warps: np.ndarray, target: Cta, pattern: SharedPattern, nbytes: int, who: str = "a store") -> None:
+    """A finding when warps (one of each store) store nbytes each where unfinished work reads."""
     if not target.has_readers:
         return
-    found = first_reader(w, target, offsets, nbytes, w.warps)
+    found = first_reader(w, target, pattern, nbytes, w.warps)
     if found is not None and len(w.warps) > 1:
         # warps that happen to be at the same place may be tiles apart, and know of different work
-        shares = ((warp, own) for warp in w.warps if len(own := offsets[warps == warp]))
+        shares = ((warp, pattern.part(warps == warp)) for warp in w.warps if np.count_nonzero(warps == warp))
         found = next((hit for warp, own in shares if (hit := first_reader(w, target, own, nbytes, (warp,))) is not None), None)
     if found is not None:
         report(w, f"{who} overwrites", *found)
 
 
-def first_reader(w: Window, target: Cta, offsets: np.ndarray, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:
+def first_reader(w: Window, target: Cta, pattern: SharedPattern, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:
     """Some work that one of these warps does not know to have read what is stored."""
-    low, high = int(offsets.min()), int(offsets.max()) + nbytes
-    for what, origin, start, stop in readers(w, target, low, high, warps):
+    offsets = pattern.offsets
+    for what, origin, start, stop in readers(w, target, pattern.low, pattern.high + nbytes, warps):
         if np.count_nonzero((offsets < stop) & (offsets + nbytes > start)):
             return what, origin
     return None
@@ -88,7 +88,7 @@ def check_operands(w: Window, chain: Chain) -> None:
     cta = w.cta
     for copy in cta.machine.pending:
         for target, low, high in copy.writes:
-            if target is cta and any(start < high and low < stop for start, stop in operand_ranges(chain)):
+            if target is cta and next(operand_ranges(chain, low, high), None) is not None:
                 place = "" if copy.origin.instruction is None else f" (PTX line {copy.origin.instruction.line})"
                 cta.report(w, "missing_wait", f"a wgmma reads shared memory that an asynchronous copy{place} still writes")
                 return

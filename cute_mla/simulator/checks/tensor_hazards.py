@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..isa.table import Decoded
+from ..numerics.wgmma import overlapping
 from ..units.tensor_pipe import Cells, TensorPipe, Work
 
 if TYPE_CHECKING:
@@ -121,9 +122,8 @@ def shared_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[i
     for work in unknown_work(target, cta, warps):
         for owner, ranges in work.sources():
             if owner is target:
-                for start, stop in ranges:
-                    if start < high and low < stop:
-                        yield work.what, work.origin, start, stop
+                for start, stop in overlapping(ranges, low, high):
+                    yield work.what, work.origin, start, stop
 
 
 # ---------------------------------------------------------------- checks

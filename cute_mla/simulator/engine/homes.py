@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from itertools import count
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..state.cta import Home
 
-MAX_HOMES = 8  # some 10 MB each
+MAX_BYTES = 64 << 20  # of unused homes: 3 of the largest kernel, 8 of a middling one
 
 Shape = tuple[object, ...]  # threads along x, y, z; registers of each bank; bytes of shared memory
 
 
 class HomePool:
-    """At most `limit` unused homes, by shape. Beyond that the one that was given back first is dropped."""
+    """Unused homes by shape, at most max_bytes of them and at least one. Beyond that the one given back first is dropped."""
 
-    def __init__(self, limit: int = MAX_HOMES) -> None:
-        self.limit = limit
-        self._homes: OrderedDict[int, tuple[Shape, Home]] = OrderedDict()
-        self._serials = count()
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._homes: list[tuple[Shape, Home]] = []
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the homes that are kept."""
+        return sum(home.nbytes for _, home in self._homes)
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -30,17 +32,17 @@ class HomePool:
     def take(self, shape: Shape) -> Home | None:
         """Return an unused home of a shape, the one given back last; None when there is none."""
         with self._lock:
-            for serial in reversed(self._homes):
-                if self._homes[serial][0] == shape:
-                    return self._homes.pop(serial)[1]
+            for index in reversed(range(len(self._homes))):
+                if self._homes[index][0] == shape:
+                    return self._homes.pop(index)[1]
         return None
 
     def give(self, shape: Shape, home: Home) -> None:
         """Keep a home for a later CTA."""
         with self._lock:
-            self._homes[next(self._serials)] = shape, home
-            if len(self._homes) > self.limit:
-                self._homes.popitem(last=False)
+            self._homes.append((shape, home))
+            while len(self._homes) > 1 and self.nbytes > self.max_bytes:
+                self._homes.pop(0)
 
 
 POOL = HomePool()

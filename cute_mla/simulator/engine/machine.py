@@ -174,6 +174,7 @@ class Machine:
                         self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
             except _Stop:
                 pass
+        self.running = None  # type: ignore[assignment]  # as in _finish
         self.report.executed = self.executed
         self.report.seconds = time.perf_counter() - began
         return self.report
@@ -382,6 +383,7 @@ class Machine:
             cta.slot.occupy(None)  # else a kept home would hold the whole launch
             POOL.give(self.home_shape, cta.home)
         self.clusters.remove(cluster)
+        cluster.ctas.clear()  # no circle of references: memory is free at once, not when a collection runs
         if not self.clusters:
             self.start_cluster()
 

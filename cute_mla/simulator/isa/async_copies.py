@@ -10,6 +10,7 @@ import numpy as np
 from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction
+from ..state.access import shared_pattern
 from ..state.registers import WARP, Window
 from ..units.async_units import CopyGroups, GroupedCopy
 from .emitter import Unsupported
@@ -307,7 +308,8 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     """cp.async"""
     cta = w.cta
     memory = cta.machine.memory
-    offsets = (lanes_of(w, destination) & np.uint32(0xFFFFFF)).astype(np.int64)
+    pattern = shared_pattern(lanes_of(w, destination))
+    offsets = pattern.offsets
     addresses = lanes_of(w, source).copy()
     counts = np.full(w.n, size) if source_size is None else np.broadcast_to(source_size, (w.n,)).astype(np.int64)
     if (counts > size).any():
@@ -316,8 +318,8 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         raise Fault("misaligned", f"cp.async of {size} bytes")
     if (counts > 0).any():
         global_order.check_grid(w, w.warps)
-    races.copy_async(w, offsets, size)
-    smem_hazards.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
+    races.copy_async(w, pattern, size)
+    smem_hazards.check_store(w, w.lane_warps, cta, pattern, size, "a cp.async")
     for warp, index in warps_of(w):
         held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
 
@@ -406,7 +408,7 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
         target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
 
         def effect(lane: int = lane, where: int = where, target: Cta = target, item: object = item) -> None:
-            target.smem.store(np.array([where & 0xFFFFFF]), [value[lane : lane + 1] for value in lanes])
+            target.smem.store(shared_pattern(np.array([where], np.uint32)), [value[lane : lane + 1] for value in lanes])
             machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
 
         offset = where & 0xFFFFFF

@@ -12,7 +12,7 @@ from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
 from ..numerics import matrix_fragments
-from ..state.memory import check_alignment
+from ..state.access import GlobalAccess, SharedPattern, shared_pattern
 from ..state.registers import WARP, Window
 from .conversions import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from .emitter import Unsupported
@@ -167,27 +167,25 @@ def lanes_of(w: Window, address: np.ndarray) -> np.ndarray:
     return address if address.ndim else np.broadcast_to(address, (w.n,))
 
 
-def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
-    """Which CTA's memory each lane means: (cta, positions or None for all lanes, offsets).
+def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, SharedPattern]]:
+    """Which CTA's memory each lane means: (cta, positions or None for all lanes, their addresses).
 
     cluster: the instruction may reach other CTAs (.shared::cluster). Raises Fault where one that may not does.
     """
     cta = w.cta
     address = lanes_of(w, address)
-    ranks = address >> np.uint32(24)
-    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
+    pattern = shared_pattern(address)
     if not cluster:
-        if bool((ranks == cta.rank).all()):
-            return [(cta, None, offsets)]
-        other = int(ranks[ranks != cta.rank][0])
+        if pattern.rank == cta.rank:
+            return [(cta, None, pattern)]
+        other = int(pattern.ranks[pattern.ranks != cta.rank][0])
         raise Fault("out_of_bounds", f"an address of CTA {other} of the cluster in an instruction on .shared::cta memory")
-    rank = int(ranks[0])
-    if bool((ranks == rank).all()):
-        return [(cta.peer(rank), None, offsets)]
-    parts: list[tuple[Cta, np.ndarray | None, np.ndarray]] = []
-    for rank in np.unique(ranks):
-        index = np.flatnonzero(ranks == rank)
-        parts.append((cta.peer(int(rank)), index, offsets[index]))
+    if pattern.rank is not None:
+        return [(cta.peer(pattern.rank), None, pattern)]
+    parts: list[tuple[Cta, np.ndarray | None, SharedPattern]] = []
+    for rank in np.unique(pattern.ranks):
+        index = np.flatnonzero(pattern.ranks == rank)
+        parts.append((cta.peer(int(rank)), index, shared_pattern(address[index])))
     return parts
 
 
@@ -215,23 +213,22 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
     cta = w.cta
     parts = place_shared(w, address, cluster)
     if len(parts) == 1:
-        target, _, offsets = parts[0]
-        values, poison = target.smem.load(offsets, size, count)
-        cta.poison = poison
+        target, _, pattern = parts[0]
+        values, cta.poison = target.smem.load(pattern, size, count)
     else:
         values = np.zeros((count, w.n), np.dtype(f"u{size}"))
         mask = np.zeros((count, w.n), bool)
-        for target, index, offsets in parts:
-            part, poison = target.smem.load(offsets, size, count)
+        for target, index, pattern in parts:
+            part, poison = target.smem.load(pattern, size, count)
             values[:, index] = part
             if poison is not None:
                 mask[:, index] = poison
         cta.poison = mask if mask.any() else None
-    for target, index, offsets in parts:
-        races.access(w, target, index, offsets, size * count, False)
+    for target, index, pattern in parts:
+        races.access(w, target, index, pattern, size * count, False)
     if cta.observer is not None:
-        for target, index, offsets in parts:
-            cta.observer.shared_access(w, target, index, offsets, size * count, False)
+        for target, index, pattern in parts:
+            cta.observer.shared_access(w, target, index, pattern.offsets, size * count, False)
     return values
 
 
@@ -240,8 +237,9 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
     """ld.global."""
     cta = w.cta
     address = lanes_of(w, address)
-    values, cta.poison = cta.machine.memory.load(address, size, count)
-    global_order.read(w, address, size * count)
+    access = GlobalAccess(address, size * count)
+    values, cta.poison = cta.machine.memory.load(access, size)
+    global_order.read(w, access)
     if cta.observer is not None:
         cta.observer.global_access(w, address, size * count, False)
     return values
@@ -274,27 +272,21 @@ def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
     """st.shared."""
     cta = w.cta
     nbytes = values[0].dtype.itemsize * len(values)
-    for target, index, offsets in place_shared(w, address, cluster):
-        check_shared(target, offsets, nbytes)
-        overwrite = races.access(w, target, index, offsets, nbytes, True)
+    for target, index, pattern in place_shared(w, address, cluster):
+        target.smem.require(pattern, nbytes, "write")
+        overwrite = races.access(w, target, index, pattern, nbytes, True)
         if index is None:
-            target.smem.store(offsets, values, poison)
+            target.smem.store(pattern, values, poison)
         else:
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
-            target.smem.store(offsets, part, bad)
+            target.smem.store(pattern, part, bad)
         if overwrite is not None:
             overwrite.check(w)
-        warps = (w.lanes if index is None else w.lanes[index]) // WARP
-        smem_hazards.check_store(w, warps, target, offsets, nbytes)
+        warps = w.lane_warps if index is None else w.lane_warps[index]
+        smem_hazards.check_store(w, warps, target, pattern, nbytes)
         if cta.observer is not None:
-            cta.observer.shared_access(w, target, index, offsets, nbytes, True)
-
-
-def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
-    """Raises Fault for a store outside shared memory, or misaligned."""
-    check_alignment(offsets, nbytes, "shared")
-    target.smem.check(int(offsets.min()), int(offsets.max()) + nbytes, "write")
+            cta.observer.shared_access(w, target, index, pattern.offsets, nbytes, True)
 
 
 @runtime
@@ -308,8 +300,9 @@ def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
                 lane = int(np.flatnonzero(mask)[0])
                 cta.report(w, "poison", f"an undefined value is stored to {cta.machine.memory.describe(int(address[lane]))}")
     nbytes = values[0].dtype.itemsize * len(values)
-    overwrite = global_order.write(w, address, nbytes)
-    cta.machine.memory.store(address, values)
+    access = GlobalAccess(address, nbytes)
+    overwrite = global_order.write(w, access)
+    cta.machine.memory.store(access, values)
     if overwrite is not None:
         overwrite.check(w)
     cta.machine.progress += 1
@@ -409,6 +402,11 @@ def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
     return offsets
 
 
+def rows_pattern(w: Window, offsets: np.ndarray) -> SharedPattern:
+    """The rows of matrix moves (offsets in the CTA's window) as accesses."""
+    return shared_pattern((offsets.ravel() | w.cta.rank << 24).astype(np.uint32))
+
+
 @runtime
 def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
     """ldmatrix of 8x8 matrices."""
@@ -429,7 +427,7 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
     values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
     cta.poison = None if known.all() else ~known
-    races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
+    races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows_pattern(w, rows), 16, False)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
     return values
@@ -443,7 +441,8 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
     rows = offsets[:, : 8 * len(values)].ravel()
     warps = np.repeat(w.warps, 8 * len(values))
-    overwrite = races.accesses(w, cta, warps, rows, 16, True)
+    pattern = rows_pattern(w, rows)
+    overwrite = races.accesses(w, cta, warps, pattern, 16, True)
     matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
     if overwrite is not None:
         overwrite.check(w)
@@ -452,7 +451,7 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     if poison is not None:
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
     matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
-    smem_hazards.check_store(w, warps, cta, rows, 16)
+    smem_hazards.check_store(w, warps, cta, pattern, 16)
     if cta.observer is not None:
         cta.observer.shared_access(w, cta, None, rows, 16, True)
 
@@ -504,12 +503,12 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     size = values[0].dtype.itemsize
     order_memory(w)  # so that atomic operations are ordered among themselves
     if space != "global":
-        for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
-            overwrite = races.access(w, target, index, offsets, size, True)
+        for target, index, pattern in place_shared(w, address, space == "shared::cluster"):
+            overwrite = races.access(w, target, index, pattern, size, True)
             if overwrite is not None:
                 overwrite.fail(w)
     else:
-        global_order.write(w, address, size)
+        global_order.write(w, GlobalAccess(address, size))
     old = np.zeros((1, w.n), f"u{size}")
     for lane in range(w.n):
         where = address[lane : lane + 1]
@@ -535,21 +534,21 @@ def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarra
     cta = w.cta
     if space != "global":
         target = cta.peer(int(address[0]) >> 24)
-        values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
+        values, poison = target.smem.load(shared_pattern(address), size, 1)
     else:
-        values, poison = cta.machine.memory.load(address, size, 1)
+        values, poison = cta.machine.memory.load(GlobalAccess(address, size), size)
     if poison is not None:
         cta.report(w, "poison", "an atomic operation on an undefined value")
-    return np.ascontiguousarray(values[0])
+    return values[0].copy()
 
 
 def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> None:
     """Write back one element of an atomic."""
     cta = w.cta
     if space != "global":
-        cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
+        cta.peer(int(address[0]) >> 24).smem.store(shared_pattern(address), [value])
     else:
-        cta.machine.memory.store(address, [value])
+        cta.machine.memory.store(GlobalAccess(address, value.dtype.itemsize), [value])
 
 
 # ---------------------------------------------------------------- fences and hints

@@ -75,6 +75,11 @@ class Home:
         self.tensor: TensorMemory | None = None  # made by the first tcgen05.alloc
         self.trace = Trace(shared_bytes, len(range(0, self.slot.threads, WARP)))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.slot.nbytes + 2 * self.smem.nbytes + self.trace.nbytes
+
 
 class Cta:
     """State of one CTA: memory, barriers, groups of lanes, asynchronous work."""

@@ -37,14 +37,16 @@ ROW_LISTS: dict[str, tuple[str, np.dtype[Any]]] = {
 TAINT_LISTS = {"Tp": "p", "Th": "h", "Tr": "r", "Td": "d"}
 
 
-class _LazyRows:
-    """Rows of a compact copy, viewed one at a time."""
+class _Rows(dict[int, np.ndarray]):
+    """Rows of a bank, each viewed on first use: a window sees few of a kernel's thousands of registers."""
 
     def __init__(self, array: np.ndarray, dtype: np.dtype[Any]) -> None:
+        super().__init__()
         self.array = array.view(dtype)
 
-    def __getitem__(self, slot: int) -> np.ndarray:
-        return self.array[slot]
+    def __missing__(self, slot: int) -> np.ndarray:
+        row = self[slot] = self.array[slot]
+        return row
 
 
 class Window:
@@ -67,7 +69,6 @@ class Window:
         self.special: dict[str, np.ndarray] = _Special(slot, lanes)
         self.parent: Window | None = None
         self.index: np.ndarray | None = None
-        self.lazy = False
         self.dirty = False  # a kept window whose poison rows have been used
 
     def __getattr__(self, name: str) -> Any:
@@ -78,7 +79,7 @@ class Window:
             array, dtype = self.taints[TAINT_LISTS[name]], np.dtype(bool)
         else:
             raise AttributeError(name)
-        rows = _LazyRows(array, dtype) if self.lazy else list(array.view(dtype))
+        rows = _Rows(array, dtype)
         setattr(self, name, rows)
         return rows
 
@@ -106,7 +107,6 @@ class Window:
             taints = {bank: array[:, index] for bank, array in self.taints.items()}
             window = Window(self.slot, self.lanes[index], banks, taints)
             window.parent, window.index = self, index
-        window.lazy = True
         return window
 
     def write_back(self) -> None:
@@ -171,6 +171,11 @@ class CtaSlot:
             for window in windows.values():
                 window.cta = cta  # type: ignore[assignment]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all registers and their poison."""
+        return sum(array.nbytes for arrays in (self.banks, self.taints) for array in arrays.values())
+
     def reset(self, undefined: dict[str, list[int]]) -> None:
         """Fill registers that may be read before they are written with NaN patterns."""
         for bank, slots in undefined.items():
@@ -200,7 +205,6 @@ class CtaSlot:
                 self.compacts.clear()
             banks = {bank: np.empty((array.shape[0], len(lanes)), array.dtype) for bank, array in self.banks.items()}
             window = Window(self, lanes, banks, {bank: np.zeros(array.shape, bool) for bank, array in banks.items()})
-            window.lazy = True
             self.compacts[key] = window
         if window.dirty and not tainted:
             window.dirty = False
