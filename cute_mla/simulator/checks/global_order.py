@@ -21,22 +21,21 @@ if TYPE_CHECKING:
 
 
 class GlobalTrace:
-    """What happened last to each unit of a buffer. writer, reader: agents (0: none); written, read: their times.
+    """What happened last to each unit of a buffer. stores, loads: numbers of accesses in the launch's log, 0 for none.
 
-    event: how many events of the launch (EventLog) came before that write. line: PTX line of the write.
+    A store makes its units forget who has read them; is_read: whether any load has been noted.
     """
 
     def __init__(self, buffer: Buffer, unit: int) -> None:
         self.buffer = buffer
         self.unit = unit
         units = -(-buffer.nbytes // unit)
-        self.writer, self.reader = np.zeros(units, np.int64), np.zeros(units, np.int64)
-        self.written, self.read, self.event, self.line = (np.zeros(units, np.int32) for _ in range(4))
+        self.stores, self.loads = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.is_read = False
 
     def refine(self, unit: int) -> None:
         """Go on with smaller units."""
-        for name in ("writer", "reader", "written", "read", "event", "line"):
-            setattr(self, name, np.repeat(getattr(self, name), self.unit // unit))
+        self.stores, self.loads = (np.repeat(array, self.unit // unit) for array in (self.stores, self.loads))
         self.unit = unit
 
     def units(self, access: GlobalAccess) -> np.ndarray:
@@ -54,17 +53,40 @@ class GlobalTrace:
 
 
 class EventLog:
-    """What clusters of a launch know of each other. strong: by cluster, when it last executed an atomic operation or a strong access."""
+    """The accesses of a launch to memory that it writes, one entry for each warp, and what its clusters know of each other.
+
+    agent: the warp (0 for entry 0, which stands for none). time: of that warp. event: how many events came before. line: PTX line.
+    strong: by cluster, when it last executed an atomic operation or a strong access.
+    """
 
     def __init__(self) -> None:
         self.now = 0
         self.strong: dict[int, int] = {}
         self.traces: dict[int, GlobalTrace] = {}
+        self.length = 1
+        self.agent, self.time, self.event, self.line = (np.zeros(1024, np.int64) for _ in range(4))
 
     def through_memory(self, cluster: int) -> None:
         """A cluster executes an atomic operation, a strong load or store."""
         self.now += 1
         self.strong[cluster] = self.now
+
+    def add(self, w: Window, line: int) -> np.ndarray:
+        """Enter an access by the warps of a window. Returns the entry of each lane: (lanes, 1), or (1, 1) for a single warp."""
+        start, stop = self.length, self.length + len(w.warps)
+        if stop > len(self.agent):
+            for name in ("agent", "time", "event", "line"):
+                old = getattr(self, name)
+                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
+        cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
+        first = w.cta.rank * clocks.warps
+        for entry, warp in enumerate(w.warps, start):
+            self.agent[entry] = 1 + cluster.number * clocks.rows + first + warp
+            self.time[entry] = clocks.now[first + warp, first + warp] + 1
+        self.event[start:stop] = self.now
+        self.line[start:stop] = line
+        self.length = stop
+        return start + w.warp_positions
 
 
 def check_grid(w: Window, warps: Sequence[int]) -> None:
@@ -104,19 +126,18 @@ def agents(w: Window) -> np.ndarray:
     return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lane_warps)[:, None]
 
 
-def unordered(
-    w: Window, mine: np.ndarray, access: GlobalAccess, trace: GlobalTrace, who: np.ndarray, when: np.ndarray
-) -> np.ndarray | None:
-    """Where earlier accesses of other agents are not known to be done by those that access now, or None.
-
-    who, when: arrays of the trace.
-    """
-    other = trace.take(access, who)
+def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, marks: np.ndarray) -> np.ndarray | None:
+    """Where earlier accesses of other agents are not known to be done by those that access now, or None. marks: stores or loads."""
+    entries = trace.take(access, marks)
+    if not np.count_nonzero(entries):
+        return None
+    log, mine = w.cta.machine.events, agents(w)
+    other = log.agent.take(entries)
     late = (other != mine) & (other > 0)
     if not np.count_nonzero(late):
         return None
-    time, event = trace.take(access, when), trace.take(access, trace.event)
-    cluster, clocks, log = w.cta.cluster, w.cta.cluster.clocks, w.cta.machine.events
+    time, event = log.time.take(entries), log.event.take(trace.take(access, trace.stores))
+    cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
     number, row = np.divmod(other - 1, clocks.rows)
     near = number == cluster.number
     known = clocks.now[np.broadcast_to((mine - 1) % clocks.rows, other.shape), row] >= time
@@ -132,28 +153,20 @@ def read(w: Window, access: GlobalAccess) -> None:
     trace = trace_of(w.cta.machine, access, False)
     if trace is None:
         return
-    mine = agents(w)
-    late = unordered(w, mine, access, trace, trace.writer, trace.written)
+    late = unordered(w, access, trace, trace.stores)
     if late is not None:
         report(w, "a load reads", trace, int(trace.units(access)[late][0]))
-    trace.put(access, trace.reader, mine)
-    trace.put(access, trace.read, own_times(w))
-
-
-def own_times(w: Window) -> np.ndarray:
-    """The time of each lane's warp: (lanes, 1)."""
-    clocks = w.cta.cluster.clocks
-    rows = w.cta.rank * clocks.warps + w.lane_warps
-    return (clocks.now[rows, rows] + 1)[:, None]
+    trace.put(access, trace.loads, w.cta.machine.events.add(w, 0))
+    trace.is_read = True
 
 
 class Overwrite:
     """Units that a store overwrites though nothing orders it after their writers: a race unless it leaves the same values."""
 
-    def __init__(self, trace: GlobalTrace, units: np.ndarray) -> None:
+    def __init__(self, trace: GlobalTrace, units: np.ndarray, lines: np.ndarray) -> None:
         self.trace = trace
         self.units = units
-        self.lines = trace.line[units]
+        self.lines = lines
         self.before = self.values()
 
     def values(self) -> np.ndarray:
@@ -174,26 +187,26 @@ class Overwrite:
 def write(w: Window, access: GlobalAccess) -> Overwrite | None:
     """Lanes are about to store. Returns what must be checked when they have, if anything."""
     check_grid(w, w.warps)
-    trace = trace_of(w.cta.machine, access, True)
+    machine = w.cta.machine
+    trace = trace_of(machine, access, True)
     if trace is None:
         return None
-    mine = agents(w)
     found = None
-    late = unordered(w, mine, access, trace, trace.writer, trace.written)
+    late = unordered(w, access, trace, trace.stores)
     if late is not None:
-        found = Overwrite(trace, trace.units(access)[late])
-    late = unordered(w, mine, access, trace, trace.reader, trace.read)
-    if late is not None:
-        report(w, "a store overwrites what another warp reads:", trace, int(trace.units(access)[late][0]))
-    trace.put(access, trace.writer, mine)
-    trace.put(access, trace.written, own_times(w))
-    trace.put(access, trace.event, w.cta.machine.events.now)
-    trace.put(access, trace.line, w.cta.machine.line_of_caller())
-    trace.put(access, trace.reader, 0)
+        units = trace.units(access)[late]
+        found = Overwrite(trace, units, machine.events.line[trace.stores[units]])
+    if trace.is_read:
+        late = unordered(w, access, trace, trace.loads)
+        if late is not None:
+            report(w, "a store overwrites what another warp reads:", trace, int(trace.units(access)[late][0]))
+        trace.put(access, trace.loads, 0)
+    trace.put(access, trace.stores, machine.events.add(w, machine.line_of_caller()))
     return found
 
 
 def report(w: Window, what: str, trace: GlobalTrace, unit: int) -> None:
     """The finding about a unit."""
     where = w.cta.machine.memory.describe(trace.buffer.address + unit * trace.unit)
-    w.cta.report(w, "race", f"{what} {where}, that another warp writes (PTX line {trace.line[unit]}): nothing orders the two")
+    line = w.cta.machine.events.line[trace.stores[unit]]
+    w.cta.report(w, "race", f"{what} {where}, that another warp writes (PTX line {line}): nothing orders the two")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Match = re.Match[str]
 _LANES = np.arange(WARP)
+MAX_SHUFFLES = 64  # patterns that a window keeps
 
 
 def member_mask(ins: Instruction, index: int) -> None:
@@ -83,12 +84,18 @@ def shuffle_constant(w: Window, table: tuple[np.ndarray, np.ndarray]) -> tuple[n
 
 @runtime
 def shuffle_lanes(w: Window, lane: np.ndarray, clamp: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same for operands in registers."""
-    me = w.lane_in_warp
-    lanes = np.broadcast_to(lane, me.shape).astype(np.int64)
-    clamps = np.broadcast_to(clamp, me.shape).astype(np.int64)
-    source, valid = shuffle_source(mode, me, lanes, clamps)
-    return positions(w, source), valid
+    """The same for operands in registers, which are the same every time as a rule."""
+    key = (mode, lane.tobytes(), clamp.tobytes())
+    found = w.shuffles.get(key)
+    if found is None:
+        me = w.lane_in_warp
+        lanes = np.broadcast_to(lane, me.shape).astype(np.int64)
+        clamps = np.broadcast_to(clamp, me.shape).astype(np.int64)
+        source, valid = shuffle_source(mode, me, lanes, clamps)
+        if len(w.shuffles) >= MAX_SHUFFLES:
+            w.shuffles.clear()
+        found = w.shuffles[key] = positions(w, source), valid
+    return found
 
 
 def positions(w: Window, source: np.ndarray) -> np.ndarray:
@@ -150,6 +157,9 @@ def vote_uni(w: Window, value: np.ndarray) -> np.ndarray:
 @runtime
 def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
     """The votes of the warp as bits."""
+    if w.whole:
+        bits = np.packbits(np.broadcast_to(value, (w.n,)), bitorder="little").view("<u4")
+        return bits if len(bits) == 1 else np.repeat(bits, WARP)
     result = np.zeros(w.n, np.uint32)
     lane = w.lane_in_warp
     for index, votes in per_warp(w, value):

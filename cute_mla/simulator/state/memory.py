@@ -209,10 +209,14 @@ class SharedMemory:
         index, unit = pattern.index(total), _UNITS[total]
         self.views[total][index] = packed(values, lanes).view(unit)[:, 0]
         if poison is None:
-            self.valid_views[total][index] = np.frombuffer(_ONES, unit, 1)[0]
+            self.mark_valid(pattern, total)
         else:
             shadow = [all_valid(size) if bad is None else np.where(bad, _ZERO[size], all_valid(size)) for bad in poison]
             self.valid_views[total][index] = packed(shadow, lanes).view(unit)[:, 0]
+
+    def mark_valid(self, pattern: SharedPattern, nbytes: int) -> None:
+        """Note that accesses of nbytes have been written."""
+        self.valid_views[nbytes][pattern.index(nbytes)] = np.frombuffer(_ONES, _UNITS[nbytes], 1)[0]
 
 
 def packed(values: list[np.ndarray], lanes: int) -> np.ndarray:

@@ -67,6 +67,7 @@ class Window:
         self.banks = banks
         self.taints = taints
         self.special: dict[str, np.ndarray] = _Special(slot, lanes)
+        self.shuffles: dict[tuple[str, bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}  # of lanes.py
         self.parent: Window | None = None
         self.index: np.ndarray | None = None
         self.dirty = False  # a kept window whose poison rows have been used
@@ -82,6 +83,13 @@ class Window:
         rows = _Rows(array, dtype)
         setattr(self, name, rows)
         return rows
+
+    @cached_property
+    def warp_positions(self) -> np.ndarray:
+        """Where in `warps` the warp of each lane stands: (lanes, 1), or (1, 1) for a single warp."""
+        if len(self.warps) == 1:
+            return np.zeros((1, 1), np.int64)
+        return np.searchsorted(np.array(self.warps), self.lane_warps)[:, None]
 
     @cached_property
     def lane_in_warp(self) -> np.ndarray:
