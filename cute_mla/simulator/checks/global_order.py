@@ -89,11 +89,15 @@ class EventLog:
         return start + w.warp_positions
 
 
-def check_grid(w: Window, warps: Sequence[int]) -> None:
+def check_grid(w: Window, warps: tuple[int, ...]) -> None:
     """A finding when warps access global memory that the grid ahead of this one may still write or read."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    if cta.machine.launch.dependent and not clocks.least(cta, warps, clocks.before):
+    if not cta.machine.launch.dependent or (cta.rank, warps) in clocks.behind_grid:
+        return
+    if clocks.least(cta, warps, clocks.before):
+        clocks.behind_grid.add((cta.rank, warps))
+    else:
         message = "global memory is accessed before griddepcontrol.wait: the grid ahead of this launch may still be running"
         cta.report(w, "missing_wait", message)
 

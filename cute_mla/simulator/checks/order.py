@@ -76,12 +76,21 @@ class Clocks:
         self.now = np.zeros((self.rows, self.handed + self.rows), np.int64)
         self.after = np.zeros((self.rows, self.rows + ctas), np.int64)
         self.issued = np.zeros(self.width, np.int64)
+        self.diagonal = self.now.reshape(-1)[: self.rows * (self.now.shape[1] + 1) : self.now.shape[1] + 1]  # a view: own times
+        self.behind_grid: set[tuple[int, Sequence[int]]] = set()  # (CTA rank, warps) known to come after the grid before
         self.tensor_fences = fenced
         self.memory = Knowledge()
 
     def row(self, cta: Cta, warp: int) -> int:
         """The row (and column) of a warp."""
         return cta.rank * self.warps + warp
+
+    def rows_of(self, cta: Cta, warps: Sequence[int]) -> slice | list[int]:
+        """What indexes the rows of some warps, in ascending order; none of them twice."""
+        first = cta.rank * self.warps
+        if warps and warps[-1] - warps[0] == len(warps) - 1:
+            return slice(first + warps[0], first + warps[-1] + 1)
+        return [first + warp for warp in warps]
 
     def core(self, cta: Cta) -> int:
         """The column of a CTA's tensor core."""
@@ -143,21 +152,24 @@ class Clocks:
 
     def of(self, cta: Cta, warps: Sequence[int]) -> Clock:
         """What some warps know together."""
-        first = cta.rank * self.warps
         if len(warps) == 1:
-            return np.asarray(self.now[first + warps[0]])
-        return np.asarray(self.now[[first + warp for warp in warps]].max(axis=0))
+            return np.asarray(self.now[cta.rank * self.warps + warps[0]])
+        return np.asarray(np.maximum.reduce(self.now[self.rows_of(cta, warps)]))
 
     def least(self, cta: Cta, warps: Sequence[int], column: int) -> int:
         """How far the least informed of some warps knows an actor to be."""
-        first = cta.rank * self.warps
-        return min(int(self.now[first + warp, column]) for warp in warps)
+        return min(self.now[self.rows_of(cta, warps), column].tolist())
 
     def tick(self, cta: Cta, warp: int) -> int:
         """A warp has finished something: its new time."""
         row = self.row(cta, warp)
         self.now[row, row] += 1
         return int(self.now[row, row])
+
+    def tick_all(self, cta: Cta, warps: Sequence[int]) -> None:
+        """Warps have finished something."""
+        rows = self.rows_of(cta, warps)
+        self.diagonal[rows] += 1
 
     def issue(self, column: int) -> int:
         """An agent is given one more copy: its number."""
@@ -166,10 +178,13 @@ class Clocks:
 
     def learn(self, cta: Cta, warps: Sequence[int], clock: Clock | None) -> None:
         """Warps get knowledge."""
-        if clock is not None:
-            first = cta.rank * self.warps
-            for warp in warps:
-                np.maximum(self.now[first + warp], clock, out=self.now[first + warp])
+        if clock is None:
+            return
+        rows = self.rows_of(cta, warps)
+        if isinstance(rows, slice):
+            np.maximum(self.now[rows], clock, out=self.now[rows])
+        else:
+            self.now[rows] = np.maximum(self.now[rows], clock)
 
     def note(self, cta: Cta, warps: Sequence[int], column: int, time: int) -> None:
         """Warps know that an agent has got to a time."""
@@ -180,8 +195,7 @@ class Clocks:
 
 def hand_over(cta: Cta, warps: Sequence[int]) -> None:
     """Warps are about to arrive: what they have done goes with it."""
-    for warp in warps:
-        cta.cluster.clocks.tick(cta, warp)
+    cta.cluster.clocks.tick_all(cta, warps)
 
 
 def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier, release: bool = True) -> None:
@@ -199,8 +213,7 @@ def wait(cta: Cta, warps: Sequence[int], barrier: Carrier) -> None:
 def through_memory(cta: Cta, warps: Sequence[int]) -> None:
     """Warps execute something that may hand over, or receive, through memory: an atomic operation, a strong load or store."""
     clocks = cta.cluster.clocks
-    for warp in warps:
-        clocks.tick(cta, warp)
+    clocks.tick_all(cta, warps)
     clocks.memory.add(clocks.of(cta, warps))
     clocks.learn(cta, warps, clocks.memory.gathered)
     cta.machine.events.through_memory(cta.cluster.number)

@@ -40,6 +40,7 @@ class Trace:
         self.line = np.zeros(words, np.int32)
         self.read = np.zeros((warps, words), np.int32)
         self.readers = np.zeros(words, np.int64)
+        self.have_read: set[int] = set()
         self.far: dict[int, np.ndarray] = {}
         self.parts: np.ndarray | None = None
         self.narrow_reads = False
@@ -53,7 +54,9 @@ class Trace:
         """Forget everything."""
         self.writer.fill(-1)
         self.written.fill(0)
-        self.read.fill(0)
+        for warp in self.have_read:
+            self.read[warp].fill(0)
+        self.have_read.clear()
         self.readers.fill(0)
         self.far = {}
         self.parts = None
@@ -83,6 +86,7 @@ class Trace:
 
     def note_read(self, warp: int, words: np.ndarray | slice, time: int) -> None:
         """A warp of the CTA has read words."""
+        self.have_read.add(warp)
         self.read[warp][words] = time
         self.readers[words] |= 1 << warp
 
@@ -195,6 +199,7 @@ def note_reads(
     elif isinstance(row, int):
         trace.note_read(w.warps[0], words, int(time))
     else:
+        trace.have_read.update(w.warps)
         trace.read[warps[:, None], words] = time
         if distinct:
             trace.readers[words] |= (1 << warps)[:, None]

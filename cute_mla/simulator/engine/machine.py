@@ -359,7 +359,8 @@ class Machine:
     def exit(self, group: Group) -> None:
         """The lanes of a group leave."""
         cta = group.cta
-        for warp, count in Counter((group.lanes // WARP).tolist()).items():
+        counts = dict.fromkeys(group.warps, WARP) if group.lane_set.whole else Counter((group.lanes // WARP).tolist())
+        for warp, count in counts.items():
             cta.live[warp] -= count
         cta.live_threads -= len(group.lanes)
         group.state = DEAD

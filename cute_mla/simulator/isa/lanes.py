@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .emitter import Emitter
 
 Match = re.Match[str]
-_LANES = np.arange(WARP)
 MAX_SHUFFLES = 64  # patterns that a window keeps
 
 
@@ -38,8 +37,7 @@ def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
     lane, clamp = ins.operands[2], ins.operands[3]
     source, valid = e.temp(), e.temp()
     if isinstance(lane, Imm) and isinstance(clamp, Imm):
-        table = shuffle_table(m["m"], int(lane.value) & 31, int(clamp.value))
-        e.line(f"{source}, {valid} = shuffle_constant(w, {e.constants.thing(table)})")
+        e.line(f"{source}, {valid} = shuffle_constant(w, {int(lane.value) & 31}, {int(clamp.value)}, {m['m']!r})")
     else:
         e.line(f"{source}, {valid} = shuffle_lanes(w, {e.src(lane, 'u32')}, {e.src(clamp, 'u32')}, {m['m']!r})")
     if e.tainted:
@@ -50,11 +48,6 @@ def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(d, 'b32')}[...] = shuffle_take({a}, {source}, w)")
     if p is not None:
         e.line(f"{e.dst(p, 'pred')}[...] = {valid}")
-
-
-def shuffle_table(mode: str, lane: int, clamp: int) -> tuple[np.ndarray, np.ndarray]:
-    """Source lane of each lane, and whether it is in range."""
-    return shuffle_source(mode, _LANES, np.full(WARP, lane), np.full(WARP, clamp))
 
 
 def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -70,16 +63,22 @@ def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarra
 
 
 @runtime
-def shuffle_constant(w: Window, table: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def shuffle_constant(w: Window, lane: int, clamp: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Positions within the window of the source lanes, and their validity, for constant operands."""
-    key = ("shuffle", id(table))
-    cached = w.special.get(key)  # type: ignore[call-overload]
-    if cached is None:
-        source, valid = table
-        me = w.lane_in_warp
-        cached = (positions(w, source[me]), valid[me])
-        w.special[key] = cached  # type: ignore[index,assignment]
-    return cached  # type: ignore[return-value]
+    key = (mode, lane, clamp)
+    found = w.shuffles.get(key)
+    if found is None:
+        found = keep_shuffle(w, key, np.full(w.n, lane), np.full(w.n, clamp))
+    return found
+
+
+def keep_shuffle(w: Window, key: tuple[object, ...], lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Work a shuffle out, and keep it with the window. key: begins with the mode."""
+    source, valid = shuffle_source(str(key[0]), w.lane_in_warp, lane, clamp)
+    if len(w.shuffles) >= MAX_SHUFFLES:
+        w.shuffles.clear()
+    found = w.shuffles[key] = positions(w, source), valid
+    return found
 
 
 @runtime
@@ -88,13 +87,8 @@ def shuffle_lanes(w: Window, lane: np.ndarray, clamp: np.ndarray, mode: str) -> 
     key = (mode, lane.tobytes(), clamp.tobytes())
     found = w.shuffles.get(key)
     if found is None:
-        me = w.lane_in_warp
-        lanes = np.broadcast_to(lane, me.shape).astype(np.int64)
-        clamps = np.broadcast_to(clamp, me.shape).astype(np.int64)
-        source, valid = shuffle_source(mode, me, lanes, clamps)
-        if len(w.shuffles) >= MAX_SHUFFLES:
-            w.shuffles.clear()
-        found = w.shuffles[key] = positions(w, source), valid
+        lanes = np.broadcast_to(lane, (w.n,)).astype(np.int64)
+        found = keep_shuffle(w, key, lanes, np.broadcast_to(clamp, (w.n,)).astype(np.int64))
     return found
 
 

@@ -57,10 +57,13 @@ class GlobalMemory:
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []
 
-    def add(self, name: str, address: int, nbytes: int, *, writable: bool = True, initialised: bool = True) -> None:
+    def add(
+        self, name: str, address: int, nbytes: int, *, writable: bool = True, initialised: bool = True, written: np.ndarray | None = None
+    ) -> None:
         """Register nbytes at an address. The memory must stay alive for as long as launches use it.
 
-        initialised False: reading a byte before a kernel wrote it gives poison. Raises ValueError for an overlap.
+        initialised False: reading a byte before a kernel wrote it gives poison. written (uint8): 1 for each byte that has been written
+        so far; launches go on with it. Raises ValueError for an overlap.
         """
         if nbytes <= 0:
             return
@@ -70,7 +73,7 @@ class GlobalMemory:
             if address < other.address + other.nbytes and other.address < address + nbytes:
                 raise ValueError(f"buffer {name!r} at {address:#x} ({nbytes} bytes) overlaps {other.name!r}")
         data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        valid = None if initialised else np.zeros(nbytes, np.uint8)
+        valid = None if initialised else np.zeros(nbytes, np.uint8) if written is None else written
         self.buffers.insert(index, Buffer(name, address, nbytes, writable, data, valid))
         self._starts.insert(index, address)
 

@@ -67,7 +67,7 @@ class Window:
         self.banks = banks
         self.taints = taints
         self.special: dict[str, np.ndarray] = _Special(slot, lanes)
-        self.shuffles: dict[tuple[str, bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}  # of lanes.py
+        self.shuffles: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}  # of lanes.py
         self.parent: Window | None = None
         self.index: np.ndarray | None = None
         self.dirty = False  # a kept window whose poison rows have been used
