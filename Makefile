@@ -35,10 +35,10 @@ build: setup
 verify: build
 	$(BIN)/cute-mla verify --arch $(ARCH)
 
-test: build
+test: lint build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-test-full: build
+test-full: lint build
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The adapter against vLLM itself, of the version in the requirements. Not part of `make test`.
@@ -70,8 +70,10 @@ wheel: build
 wheel-check: setup
 	$(BIN)/python -m cute_mla.aot_build.rebuild $(WHEEL) $(WHEEL_CHECK_ARGS)
 
+# The hooks of .pre-commit-config.yaml run the same commands.
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:

@@ -1,7 +1,7 @@
-"""Builds kernels in parallel into a folder of artefacts: cubins, PTX texts and the manifest.
+"""Parallel build of kernels into a folder of artefacts: cubins, PTX and the manifest.
 
-Each kernel is compiled in a process of its own, so that nothing that another compilation left behind can reach its bytes. A
-folder is written by one build at a time, and a kernel's files are moved in only once it has passed every gate.
+Each kernel is compiled in a separate process, so that state of another compilation cannot reach its bytes. One build at a time writes
+to a folder, and a kernel's files are moved in only after the kernel has passed every gate.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.spec.arch import ARCHS
 
 from .compile import Compiled, compile_source
+from .cubin import CubinError, read_cubin
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
-from .inspect import DamagedCubin, by_mnemonic, read_cubin, read_overlap, read_ptx, read_sass
+from .opcode_counts import by_mnemonic
+from .ptx import read_ptx
+from .sass import read_overlap, read_sass
 from .tools import ToolError, assemble, assembler_version, disassemble, tool_versions
 from .variants import OPS, Variant, closed_variants
 
@@ -46,7 +49,7 @@ _STAGING_PREFIX = ".build-"
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What became of one kernel. entry: None if it failed, in which case error says why."""
+    """Outcome of one kernel. entry: its manifest entry; None if the kernel failed, with the reason in error."""
 
     name: str
     status: str
@@ -57,7 +60,7 @@ class KernelReport:
 
 @dataclass(frozen=True)
 class BuildReport:
-    """kernels: in the order of the closed list."""
+    """Outcome of a build. kernels: in the order of the closed list."""
 
     folder: Path
     kernels: tuple[KernelReport, ...]
@@ -65,17 +68,17 @@ class BuildReport:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Why kernels failed."""
+        """Reasons of the kernels that failed."""
         return tuple(kernel.error for kernel in self.kernels if kernel.status == FAILED)
 
 
-Progress = Callable[[KernelReport, int, int], None]  # a finished kernel, how many are finished, how many there are
+Progress = Callable[[KernelReport, int, int], None]  # takes a finished kernel, the number of finished kernels, and the total
 
 
 def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None) -> BuildReport:
-    """Builds the closed list of these architectures and ops. ValueError for an unknown name, ToolError without the DSL.
+    """Build the closed list of these architectures and ops. ValueError for an unknown name, ToolError without the DSL.
 
-    jobs: processes at a time, by default one per CPU. Failures are in the report; the other kernels are built all the same.
+    jobs: processes at a time; default: one per CPU. A failed kernel is in the report and does not stop the others.
     """
     for arch in archs:
         if arch not in ARCHS:
@@ -88,9 +91,9 @@ def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: P
 def build_variants(
     variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress | None = None, prune_archs: Sequence[str] = ()
 ) -> BuildReport:
-    """Builds these variants into a folder. ToolError if the DSL is not installed.
+    """Build these variants into a folder. ToolError if the DSL is not installed.
 
-    prune_archs: architectures of which nothing else may stay there.
+    prune_archs: architectures whose other kernels are removed from the folder.
     """
     begin = time.perf_counter()
     if find_spec("cutlass") is None:
@@ -104,24 +107,24 @@ def build_variants(
             progress(report, len(reports), len(variants))
 
     with _locked(out), _staging(out) as staging:
-        kept = {name: entry for name, entry in (_recorded(out) or {}).items() if _is_whole(out, entry)}
-        prints = {variant.name: fingerprint(variant) for variant in variants}
+        intact = {name: entry for name, entry in (_manifest_entries(out) or {}).items() if _is_intact(out, entry)}
+        fingerprints = {variant.name: fingerprint(variant) for variant in variants}
         stale = []
         for variant in variants:
-            entry = kept.get(variant.name)
-            if entry is not None and entry.fingerprint == prints[variant.name]:
+            entry = intact.get(variant.name)
+            if entry is not None and entry.fingerprint == fingerprints[variant.name]:
                 finish(KernelReport(variant.name, UP_TO_DATE, 0.0, entry))
             else:
                 stale.append(variant)
-        for report in _build_in_processes(stale, prints, staging, jobs or os.cpu_count() or 1):
+        for report in _build_in_processes(stale, fingerprints, staging, jobs or os.cpu_count() or 1):
             finish(report)
-        _install(out, staging, kept, variants, reports, prune_archs)
+        _install(out, staging, intact, variants, reports, prune_archs)
     return BuildReport(out, tuple(reports[variant.name] for variant in variants), time.perf_counter() - begin)
 
 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Waits until no other build writes to the folder."""
+    """Hold the lock of the folder; wait until no other build writes to it."""
     with (out / _LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -129,23 +132,23 @@ def _locked(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _staging(out: Path) -> Iterator[Path]:
-    """A folder on the same file system, so that its files can be moved in one step. Those of killed builds are removed."""
-    for left in out.glob(f"{_STAGING_PREFIX}*"):
-        shutil.rmtree(left)
+    """Make a folder on the same file system, so that files move atomically. Folders of killed builds are removed."""
+    for leftover in out.glob(f"{_STAGING_PREFIX}*"):
+        shutil.rmtree(leftover)
     with tempfile.TemporaryDirectory(prefix=_STAGING_PREFIX, dir=out) as folder:
         yield Path(folder)
 
 
-def _recorded(out: Path) -> dict[str, KernelEntry] | None:
-    """The entries of the manifest; None where there is no readable one, which this build then replaces."""
+def _manifest_entries(out: Path) -> dict[str, KernelEntry] | None:
+    """Return the entries of the manifest; None if it is missing or unreadable, in which case this build replaces it."""
     try:
         return Manifest.load(out).kernels
     except ManifestError:
         return None
 
 
-def _is_whole(out: Path, entry: KernelEntry) -> bool:
-    """Whether an entry's files are there, as they were written."""
+def _is_intact(out: Path, entry: KernelEntry) -> bool:
+    """Return whether an entry's files exist with the hashes of the manifest."""
     for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
         try:
             content = (out / name).read_bytes()
@@ -156,44 +159,44 @@ def _is_whole(out: Path, entry: KernelEntry) -> bool:
     return True
 
 
-def _build_in_processes(variants: Sequence[Variant], prints: dict[str, str], staging: Path, jobs: int) -> Iterator[KernelReport]:
-    """Reports in the order in which they finish."""
+def _build_in_processes(variants: Sequence[Variant], fingerprints: dict[str, str], staging: Path, jobs: int) -> Iterator[KernelReport]:
+    """Build the variants, each in a new process; yield the reports as they finish."""
     if not variants:
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(variants)), mp_context=context, max_tasks_per_child=1) as pool:
         futures: dict[Future[KernelReport], Variant] = {
-            pool.submit(build_one, variant, prints[variant.name], staging): variant for variant in variants
+            pool.submit(build_one, variant, fingerprints[variant.name], staging): variant for variant in variants
         }
         for future in as_completed(futures):
             name = futures[future].name
             try:
                 yield future.result()
-            except Exception as error:  # whatever a kernel's source raised: the other kernels go on
+            except Exception as error:  # a kernel's source may raise anything; the other kernels continue
                 yield KernelReport(name, FAILED, 0.0, error=f"{name}: {type(error).__name__}: {error}")
 
 
-def build_one(variant: Variant, print_: str, folder: Path) -> KernelReport:
-    """Compiles, inspects and checks one kernel, and writes its files into the folder."""
+def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport:
+    """Compile, inspect and check one kernel, and write its files into the folder. Failures are in the report."""
     begin = time.perf_counter()
     try:
         source = variant.source()
         compiled = compile_source(source, variant.arch)
-        evidence = gather(variant, source, compiled)
+        evidence = collect_evidence(variant, source, compiled)
         check(evidence)
     except GateError as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=str(error))
-    except (ToolError, DamagedCubin) as error:
+    except (ToolError, CubinError) as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=f"{variant.name}: {error}")
     entry = _entry(variant, source, compiled, evidence)
     (folder / entry.cubin).write_bytes(compiled.cubin)
     (folder / entry.ptx).write_text(compiled.ptx)
-    entry = replace(entry, fingerprint=print_)
+    entry = replace(entry, fingerprint=fingerprint_)
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
-def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Evidence:
-    """Takes apart what the compiler made. The PTX is assembled again where the DSL's own release of ptxas is at hand."""
+def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
+    """Collect the input of the gates. The PTX is assembled again if ptxas of the DSL's own release is installed."""
     cubin = read_cubin(compiled.cubin)
     listing = disassemble(compiled.cubin)
     again = assemble(compiled.ptx, variant.arch.gpu_arch) if assembler_version() == cubin.tool else None
@@ -214,7 +217,7 @@ def gather(variant: Variant, source: KernelSource, compiled: Compiled) -> Eviden
     )
 
 
-def _entry(variant: Variant, source: KernelSource, compiled: Compiled, evidence: Evidence) -> KernelEntry:
+def _entry(variant: Variant, source: KernelDefinition, compiled: Compiled, evidence: Evidence) -> KernelEntry:
     config: dict[str, Any] = asdict(source.config)  # type: ignore[call-overload]  # every config is a dataclass
     return KernelEntry(
         name=variant.name,
@@ -249,22 +252,22 @@ def _entry(variant: Variant, source: KernelSource, compiled: Compiled, evidence:
 def _install(
     out: Path,
     staging: Path,
-    kept: dict[str, KernelEntry],
+    intact: dict[str, KernelEntry],
     variants: Sequence[Variant],
     reports: dict[str, KernelReport],
     prune_archs: Sequence[str],
 ) -> None:
-    """Moves the new files in, then the manifest. A kernel that failed leaves no entry: what was there is of other sources."""
-    asked = {variant.name for variant in variants}
-    entries = {name: entry for name, entry in kept.items() if name not in asked and entry.arch not in prune_archs}
+    """Move the new files in, then write the manifest. A failed kernel loses its old entry, which other sources have made."""
+    requested = {variant.name for variant in variants}
+    entries = {name: entry for name, entry in intact.items() if name not in requested and entry.arch not in prune_archs}
     for report in reports.values():
         if report.entry is None:
             continue
         entries[report.name] = report.entry
         if report.status == BUILT:
             for name in (report.entry.cubin, report.entry.ptx):
-                os.replace(staging / name, out / name)
-    if entries != _recorded(out):
+                (staging / name).replace(out / name)
+    if entries != _manifest_entries(out):
         Manifest(entries).save(out)
     named = {name for entry in entries.values() for name in (entry.cubin, entry.ptx)}
     for path in (*out.glob("*.cubin"), *out.glob("*.ptx")):

@@ -1,11 +1,11 @@
-"""One cute.compile: a kernel source becomes a PTX text and the cubin made from it. The only module of the build that imports the DSL."""
+"""Compilation of one kernel source to PTX and cubin by cute.compile. No other module of the build imports the DSL."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
 
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.arch import Arch
 
 from .tools import ToolError
@@ -15,7 +15,7 @@ OPT_LEVEL = 3
 
 @dataclass(frozen=True)
 class Compiled:
-    """entry: the kernel's name in both texts."""
+    """Output of one compilation. entry: name of the kernel in PTX and cubin."""
 
     entry: str
     ptx: str
@@ -23,20 +23,20 @@ class Compiled:
 
 
 def compile_options(arch: Arch) -> str:
-    """What cute.compile is asked for, without the folder: part of a kernel's fingerprint."""
+    """Return the options of cute.compile without the dump folder. They are part of a kernel's fingerprint."""
     return f"--gpu-arch {arch.gpu_arch} --opt-level {OPT_LEVEL} --keep-ptx --keep-cubin"
 
 
-def compile_source(source: KernelSource, arch: Arch) -> Compiled:
-    """Compiles one kernel. ToolError if the DSL did not give exactly one kernel, as PTX and as cubin."""
+def compile_source(source: KernelDefinition, arch: Arch) -> Compiled:
+    """Compile one kernel. ToolError unless the DSL returns exactly one kernel, both as PTX and as cubin."""
     from cutlass import cute
 
-    # A folder of its own: the DSL names the files after the host function's types alone, so that variants would overwrite
-    # each other, and reads them back from there.
+    # Each compilation has its own folder: the DSL names files by the types of the host function alone, and reads them back, so that
+    # variants would overwrite each other.
     with tempfile.TemporaryDirectory() as folder:
         compiled = cute.compile(source.host, *source.args, options=f"{compile_options(arch)} --dump-dir {folder}")
         ptx, cubin, entries = compiled.__ptx__, compiled.__cubin__, list(compiled.kernel_info)
-    # Where it finds no file, the DSL returns the file's path instead.
+    # If the DSL finds no file, it returns the file's path.
     if not isinstance(cubin, bytes) or not cubin.startswith(b"\x7fELF"):
         raise ToolError(f"the DSL gave no cubin for {source.op} {source.config.name}, but {cubin!r:.200}")
     if not isinstance(ptx, str) or ".entry" not in ptx:

@@ -1,4 +1,4 @@
-"""A hash over all that decides a kernel's artefacts: equal fingerprints mean that nothing need be built."""
+"""Build key of a kernel: a hash over all inputs that decide its artefacts. A kernel with an equal fingerprint is not rebuilt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUILD_FOLDER = Path(__file__).absolute().parent
 
 
 def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER) -> str:
-    """sha256 over the kernel file and all that it imports from this package, the build's own code, the tools and the options."""
+    """Return the sha256 over the kernel file, its imports from this package, the build's code, the tools and the options."""
     digest = hashlib.sha256()
     for key, value in (*sorted(tool_versions().items()), ("options", compile_options(variant.arch)), ("variant", repr(variant))):
         digest.update(f"{key}={value}\n".encode())
@@ -28,7 +28,7 @@ def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER) -> str
 
 
 def transitive_sources(module: str, package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Path]:
-    """The module and every module of this package that it imports, directly or not, by name. ValueError if it does not exist."""
+    """Return a module and its direct and indirect imports from this package, as files by name. ValueError if it does not exist."""
     found: dict[str, Path] = {}
     waiting: list[tuple[str, Path | None]] = [(module, _file_of(module, package_folder) or _file_outside(module))]
     while waiting:
@@ -36,13 +36,13 @@ def transitive_sources(module: str, package_folder: Path = _PACKAGE_FOLDER) -> d
         if name in found or path is None:
             continue
         found[name] = path
-        around = name.rpartition(".")[0]  # the packages around a module run before it
-        waiting.extend((other, _file_of(other, package_folder)) for other in (around, *_imports(name, path)))
+        parent = name.rpartition(".")[0]  # Python runs a module's parent packages first
+        waiting.extend((other, _file_of(other, package_folder)) for other in (parent, *_imports(name, path)))
     return found
 
 
 def _file_outside(module: str) -> Path:
-    """The file of a kernel that does not lie in this package, such as a test's."""
+    """Return the file of a kernel outside this package, such as a test's. ValueError without such a module."""
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         raise ValueError(f"no module {module}")
@@ -50,40 +50,42 @@ def _file_outside(module: str) -> Path:
 
 
 def _imports(module: str, path: Path) -> tuple[str, ...]:
-    """Names that may be modules of this package; `from a import b` gives both a and a.b."""
+    """Return imported names that may be modules of this package; `from a import b` gives both a and a.b."""
     return _imported(module if path.name == "__init__.py" else module.rpartition(".")[0], path.read_text())
 
 
 @cache
 def _imported(package: str, text: str) -> tuple[str, ...]:
-    """_imports of a text inside a package; parsed once for all the kernels that share it."""
+    """Return the imported names of a module's text inside a package. Cached, because kernels share modules."""
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            around = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
-            base = ".".join(part for part in (around, node.module) if part)
+            parent = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else ""
+            base = ".".join(part for part in (parent, node.module) if part)
             found.append(base)
             found.extend(f"{base}.{alias.name}" for alias in node.names)
     return tuple(found)
 
 
 def _file_of(module: str, package_folder: Path) -> Path | None:
-    """The file of a module inside this package; None for others, and for the package itself, which only re-exports."""
+    """Return the file of a module of this package; None for other modules, and for the package itself, which only re-exports."""
     outer, *inner = module.split(".")
     if outer != PACKAGE or not inner:
         return None
-    place = package_folder.joinpath(*inner)
-    for path in (place.with_suffix(".py"), place / "__init__.py"):
+    stem = package_folder.joinpath(*inner)
+    for path in (stem.with_suffix(".py"), stem / "__init__.py"):
         if path.is_file():
             return path
     return None
 
 
 def _build_sources() -> dict[str, Path]:
-    """The build itself; not what is in its folder and only packs or compares what it made, nor the list of kernels, whose word on each is
-    hashed as its variant."""
+    """Return the build's own modules.
+
+    Modules that only pack or compare artefacts are left out. So is the list of kernels: its entry for a kernel is hashed as the variant.
+    """
     room = f"{PACKAGE}.{_BUILD_FOLDER.name}"
     sources = transitive_sources(f"{room}.build", _BUILD_FOLDER.parent)
     return {name: path for name, path in sources.items() if name.startswith(room) and name != f"{room}.variants"}

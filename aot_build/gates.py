@@ -1,24 +1,23 @@
-"""What must hold of a kernel before it may ship. A gate that fails names the kernel, the figure and the limit.
+"""Gates: checks that a kernel must pass before it ships. A failed gate names the kernel, the figure and the limit.
 
-The PTX is what the simulator executes and the cubin is what a GPU executes, so most gates compare the two. The strongest is
-`reassembly`: the ptxas program of the very release that the DSL has built in assembles the PTX again, and every section of the
-two cubins must be equal, but for the note in which each assembler signs its work. The instruction counts stand beside it for
-machines without that program.
+The simulator executes the PTX and a GPU executes the cubin, so most gates compare the two. The strongest is `reassembly`: it assembles
+the PTX again with the ptxas program of the release that the DSL has built in. Every section of the two cubins must be equal, except the
+note in which each assembler signs its work. The instruction counts serve machines without that program.
 
-How ptxas 13.4 translates what is counted, found on 26 PTX files of NVIDIA's Hopper examples and of this project:
+How ptxas 13.4 translates the counted instructions, found on 26 PTX files of NVIDIA's Hopper examples and of this project:
 - one to one: wgmma.mma_async -> *GMMA, tensor copies to shared memory -> UTMALDG, bulk copies -> UBLKCP,
   mbarrier.init -> SYNCS.EXCH, setmaxnreg -> USETMAXREG, cluster barriers -> UCGABAR_ARV and UCGABAR_WAIT;
-- at least one: tensor copies from shared memory -> UTMASTG, whose loops are unrolled; mbarrier.arrive -> SYNCS.ARRIVE, mbarrier
-  waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR: code that holds one is sometimes duplicated (a first try before the loop, for a
-  wait), and a cluster barrier brings a BAR of its own; likewise fence.proxy.async -> FENCE;
-- wgmma.wait_group -> WARPGROUP.DEPBAR. Where ptxas cannot prove that the accumulators stay untouched it serialises: a DEPBAR
-  after every MMA (44 where the PTX has 2 waits), at a heavy cost in speed.
+- at least one: tensor copies from shared memory -> UTMASTG, because ptxas unrolls their loops; mbarrier.arrive -> SYNCS.ARRIVE,
+  mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR, because ptxas may duplicate the code around one (for a wait, a first try
+  before the loop), and because a cluster barrier adds a BAR; likewise fence.proxy.async -> FENCE;
+- wgmma.wait_group -> WARPGROUP.DEPBAR. If ptxas cannot prove that the accumulators stay untouched, it serialises the MMAs: a DEPBAR
+  follows each of them (44 for 2 waits in the PTX), and the kernel is much slower.
 
-For Blackwell, found on 18 PTX files of NVIDIA's examples: tcgen05.mma -> UTC*MMA and tcgen05.commit -> UTCBAR one to one,
-each with .2CTA for a pair of CTAs (as have UTMALDG); at least one, since loops are unrolled: tcgen05.ld -> LDTM, tcgen05.st ->
-STTM, tcgen05.cp -> UTCCP, tcgen05.alloc -> UTCATOMSWS (two of them, and a loop that waits for its turn), tcgen05.dealloc ->
-UTCATOMSWS.AND, tcgen05.wait::st -> FENCE.VIEW.ASYNC.T. tcgen05.wait::ld and the tcgen05 fences leave no instruction of their own:
-they order what ptxas may move, and become scoreboards.
+For Blackwell, found on 18 PTX files of NVIDIA's examples:
+- one to one: tcgen05.mma -> UTC*MMA, tcgen05.commit -> UTCBAR; both, like UTMALDG, have .2CTA for a CTA pair;
+- at least one, because ptxas unrolls loops: tcgen05.ld -> LDTM, tcgen05.st -> STTM, tcgen05.cp -> UTCCP, tcgen05.alloc -> UTCATOMSWS
+  (two, and a loop that waits for its turn), tcgen05.dealloc -> UTCATOMSWS.AND, tcgen05.wait::st -> FENCE.VIEW.ASYNC.T;
+- none: tcgen05.wait::ld and the tcgen05 fences, which constrain what ptxas may move and become scoreboards.
 """
 
 from __future__ import annotations
@@ -30,16 +29,18 @@ from dataclasses import dataclass, field
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.arch import Arch
 
-from .inspect import TOOL_NOTE, CubinInfo, KernelParam, PtxInfo, count_matching
+from .cubin import TOOL_NOTE, CubinInfo
+from .opcode_counts import count_matching
+from .ptx import KernelParam, PtxInfo
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the gates look at.
+    """Input of the gates.
 
-    params, block, smem_bytes, tmem_columns, expected: what the kernel's source declares. ptx, cubin, sass: what the compiler made.
-    overlapped: what the source declares to run while products are under way; overlap: what does (see read_overlap).
-    reassembled: the cubin that the ptxas program makes of the PTX, or None where that program is not at hand.
+    params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
+    overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see read_overlap).
+    reassembled: cubin that the ptxas program makes of the PTX, or None without that program.
     """
 
     kernel: str
@@ -59,7 +60,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Violation:
-    """figure: what was found. limit: what is allowed."""
+    """One failed check. figure: the value found. limit: the value allowed."""
 
     gate: str
     figure: str
@@ -67,7 +68,7 @@ class Violation:
 
 
 class GateError(RuntimeError):
-    """A kernel that may not ship."""
+    """A kernel failed gates and must not ship."""
 
     def __init__(self, kernel: str, violations: tuple[Violation, ...]) -> None:
         super().__init__(kernel, violations)
@@ -75,7 +76,7 @@ class GateError(RuntimeError):
         self.violations = violations
 
     def __str__(self) -> str:
-        """One line per violation."""
+        """Return one line per violation."""
         return "\n".join(f"{self.kernel}: gate {found.gate}: {found.figure}, limit: {found.limit}" for found in self.violations)
 
 
@@ -83,7 +84,7 @@ Finding = tuple[str, str]  # figure, limit
 
 
 def stack(evidence: Evidence) -> Iterator[Finding]:
-    """No thread-local memory: a spilled register costs a memory round trip in the main loop."""
+    """Require no thread-local memory: a spilled register costs a memory round trip in the main loop."""
     if evidence.cubin.stack_bytes:
         yield f"stack {evidence.cubin.stack_bytes} bytes", "0 bytes"
     spills = count_matching(evidence.sass, r"LDL\b", r"STL\b")
@@ -92,7 +93,7 @@ def stack(evidence: Evidence) -> Iterator[Finding]:
 
 
 def registers(evidence: Evidence) -> Iterator[Finding]:
-    """A block's registers fit into one multiprocessor. ptxas allots them to a warp in units of 256."""
+    """Require that a block's registers fit into one SM. A warp's registers are allocated in units of 256."""
     x, y, z = evidence.block
     warps = -(-x * y * z // 32)
     needed = warps * (-(-evidence.cubin.registers * 32 // 256) * 256)
@@ -101,13 +102,13 @@ def registers(evidence: Evidence) -> Iterator[Finding]:
 
 
 def shared_memory(evidence: Evidence) -> Iterator[Finding]:
-    """Dynamic shared memory within the architecture's limit."""
+    """Require dynamic shared memory within the architecture's limit."""
     if evidence.smem_bytes > evidence.arch.smem_per_block:
         yield f"{evidence.smem_bytes} bytes of dynamic shared memory", f"{evidence.arch.smem_per_block} bytes on {evidence.arch.name}"
 
 
 def tensor_memory(evidence: Evidence) -> Iterator[Finding]:
-    """What the PTX allocates of tensor memory is what is declared, is given back, and is there."""
+    """Require that the PTX allocates the declared columns of tensor memory, within the architecture's limit, and frees them."""
     asked = evidence.ptx.tmem_columns
     if None in asked:
         yield "a tcgen05.alloc of a number of columns that is computed", "an immediate"
@@ -121,7 +122,7 @@ def tensor_memory(evidence: Evidence) -> Iterator[Finding]:
 
 
 def entry_name(evidence: Evidence) -> Iterator[Finding]:
-    """One kernel, of one name in both texts. ptxas generates other code for names that contain "cutlass"."""
+    """Require one kernel with the same name in PTX and cubin. ptxas generates other code for names that contain "cutlass"."""
     if len(evidence.ptx.entries) != 1 or evidence.ptx.entries != evidence.cubin.entries:
         yield f"entries {list(evidence.ptx.entries)} in the PTX, {list(evidence.cubin.entries)} in the cubin", "one and the same"
     for name in evidence.cubin.entries:
@@ -130,13 +131,13 @@ def entry_name(evidence: Evidence) -> Iterator[Finding]:
 
 
 def block_size(evidence: Evidence) -> Iterator[Finding]:
-    """The PTX requires the block that the runtime will launch."""
+    """Require that the PTX's .reqntid is the block that the runtime launches."""
     if evidence.ptx.block != evidence.block:
         yield f".reqntid {evidence.ptx.block} in the PTX", f"the declared block {evidence.block}"
 
 
 def parameters(evidence: Evidence) -> Iterator[Finding]:
-    """The declared parameters, the PTX's .param list and the cubin's KPARAM records are one list."""
+    """Require that the declared parameters, the PTX's .param list and the cubin's KPARAM records agree."""
     declared = [(param.name, param.kind.value) for param in evidence.params]
     if len(evidence.ptx.params) != len(declared):
         yield f"{len(evidence.ptx.params)} parameters in the PTX", f"the {len(declared)} declared"
@@ -151,7 +152,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _is_passed_as(found: KernelParam, kind: ParamKind) -> bool:
-    """Whether the PTX declares a parameter as its kind is passed."""
+    """Return whether the PTX declares a parameter as the runtime passes its kind."""
     if kind is ParamKind.POINTER:
         return found.size == 8 and found.pointer
     if kind is ParamKind.TENSOR_MAP:
@@ -166,7 +167,10 @@ def _describe(found: KernelParam) -> str:
 
 @dataclass(frozen=True)
 class Relation:
-    """How many SASS instructions ptxas makes of some PTX instructions, both as regular expressions of opcodes."""
+    """Relation between counts of PTX and SASS instructions, given as regular expressions of opcodes.
+
+    exact: the counts must be equal; otherwise the SASS may have more.
+    """
 
     meaning: str
     ptx: tuple[str, ...]
@@ -204,7 +208,7 @@ RELATIONS = (
 
 
 def translation(evidence: Evidence) -> Iterator[Finding]:
-    """Barrier, tensor-core and TMA instructions of the PTX are all in the SASS, and no others of those that map one to one."""
+    """Require all barrier, tensor-core and TMA instructions of the PTX in the SASS, and equal counts for those that map one to one."""
     for relation in RELATIONS:
         written, made = evidence.ptx.count(*relation.ptx), count_matching(evidence.sass, *relation.sass)
         if made < written or (relation.exact and made != written):
@@ -212,7 +216,7 @@ def translation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def serialisation(evidence: Evidence) -> Iterator[Finding]:
-    """ptxas left the MMAs asynchronous."""
+    """Require that ptxas left the MMAs asynchronous."""
     allowed = evidence.ptx.count(r"wgmma\.(wait_group|commit_group)")
     waits = count_matching(evidence.sass, r"WARPGROUP\.DEPBAR")
     if waits > allowed:
@@ -220,7 +224,7 @@ def serialisation(evidence: Evidence) -> Iterator[Finding]:
 
 
 def expected_counts(evidence: Evidence) -> Iterator[Finding]:
-    """The numbers derived from the tile shapes."""
+    """Require the instruction counts that the source derives from its tile shapes."""
     for opcode, number in evidence.expected.items():
         pattern = rf"{opcode.replace('.', '[.]')}(?![A-Za-z0-9_])"
         found = count_matching(evidence.sass, pattern) if opcode.isupper() else evidence.ptx.count(pattern)
@@ -229,7 +233,7 @@ def expected_counts(evidence: Evidence) -> Iterator[Finding]:
 
 
 def overlap(evidence: Evidence) -> Iterator[Finding]:
-    """Enough is left to do beside the products: ptxas moves a wait for them up, to wherever it may stand in its block."""
+    """Require enough instructions between products and the wait for them: ptxas hoists the wait as far as its basic block allows."""
     for opcode, number in evidence.overlapped.items():
         found = count_matching(evidence.overlap, rf"{opcode.replace('.', '[.]')}(?![A-Za-z0-9_])")
         if found < number:
@@ -237,14 +241,14 @@ def overlap(evidence: Evidence) -> Iterator[Finding]:
 
 
 def tool_note(evidence: Evidence) -> Iterator[Finding]:
-    """Assembled with the options asked for: nothing in the environment has added to them."""
+    """Require that ptxas ran with exactly the requested options: the environment may add options."""
     options = f"-O 3 -arch {evidence.arch.gpu_arch}"
     if evidence.cubin.options != options:
         yield f"ptxas options {evidence.cubin.options!r}", repr(options)
 
 
 def reassembly(evidence: Evidence) -> Iterator[Finding]:
-    """The cubin is what ptxas makes of this PTX: equal in every section but the tool note."""
+    """Require that ptxas makes this cubin of this PTX: equal in every section except the tool note."""
     again = evidence.reassembled
     if again is None:
         return
@@ -275,7 +279,7 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
 
 
 def check(evidence: Evidence) -> None:
-    """Runs every gate. GateError with all that failed."""
+    """Run every gate. GateError with all violations."""
     violations = tuple(Violation(gate.__name__, figure, limit) for gate in GATES for figure, limit in gate(evidence))
     if violations:
         raise GateError(evidence.kernel, violations)

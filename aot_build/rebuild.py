@@ -1,7 +1,8 @@
-"""Builds the kernels of a wheel again, from the commit that it records, and compares the bytes: of every kernel, then of the wheel.
+"""Reproducibility check of a wheel: rebuilds its kernels from the recorded commit, and compares every kernel and the wheel byte by byte.
 
-Run as `python -m cute_mla.aot_build.rebuild WHEEL [--kernel NAME].. [--jobs N]`, in a checkout that has the commit and with the tools that
-the wheel names.
+    python -m cute_mla.aot_build.rebuild WHEEL [--kernel NAME].. [--jobs N]
+
+Runs in a checkout that has the commit, with the tools that the wheel names.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ARTIFACTS = f"{PACKAGE}/artifacts/"
 
 @dataclass(frozen=True)
 class Shipped:
-    """What a wheel holds. folder: where its artefacts have been unpacked to."""
+    """Contents of a wheel. folder: its unpacked artefacts."""
 
     wheel: Path
     folder: Path
@@ -35,21 +36,21 @@ class Shipped:
 
 
 def unpack(wheel: Path, folder: Path) -> Shipped:
-    """Unpacks a wheel's artefacts. ToolError if it does not say where they come from, ManifestError if the record is damaged."""
+    """Unpack a wheel's artefacts. ToolError if the wheel has no provenance, ManifestError if its manifest or provenance is damaged."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.startswith(_ARTIFACTS)])
     artifacts = folder / _ARTIFACTS
     provenance = Provenance.load(artifacts)
     if provenance is None:
-        raise ToolError(f"{wheel} has no provenance; `make wheel` makes one that has")
+        raise ToolError(f"{wheel} has no provenance; `make wheel` makes a wheel with provenance")
     return Shipped(wheel, artifacts, Manifest.load(artifacts), provenance)
 
 
 def rebuild(shipped: Shipped, kernels: Sequence[str], tree: Path, folder: Path, jobs: int | None = None) -> list[str]:
-    """What differs between a wheel and what its commit gives now, nothing if all is equal. ToolError if it cannot be built.
+    """Return the differences between a wheel and a rebuild from its commit; an empty list if all bytes are equal.
 
-    kernels: which to build again, all if none is named; those that are not built again are taken from the wheel. tree: a checkout that
-    has the commit. folder: an empty one to work in.
+    kernels: names to rebuild, all if empty; other kernels are taken from the wheel. tree: a checkout that has the commit.
+    folder: an empty folder to work in. ToolError if the rebuild fails.
     """
     _check_tools(shipped, kernels)
     source, built, made = folder / "source", folder / "built", folder / "wheel"
@@ -73,7 +74,7 @@ def rebuild(shipped: Shipped, kernels: Sequence[str], tree: Path, folder: Path, 
 
 
 def _check_tools(shipped: Shipped, kernels: Sequence[str]) -> None:
-    """ToolError where no rebuild could give the same bytes."""
+    """Raise ToolError if no rebuild here could give the same bytes: local changes, an unknown kernel, or other tool versions."""
     if not shipped.provenance.clean:
         raise ToolError(f"{shipped.wheel} is of {shipped.provenance.source}, which no checkout has")
     for name in kernels or shipped.manifest.kernels:
@@ -86,9 +87,9 @@ def _check_tools(shipped: Shipped, kernels: Sequence[str]) -> None:
 
 
 def _differences(shipped: Shipped, again: KernelEntry | None, built: Path) -> list[str]:
-    """How a kernel that was built again differs from the wheel's, which must also be what the wheel's manifest says."""
+    """Return the differences between a rebuilt kernel and the wheel's: in its files, and in its manifest entry."""
     if again is None:
-        return ["a kernel was not built again"]
+        return ["a kernel was not rebuilt"]
     entry = shipped.manifest.kernels[again.name]
     found = [name for name in (entry.cubin, entry.ptx) if (shipped.folder / name).read_bytes() != (built / name).read_bytes()]
     fields = [field for field in entry.__dataclass_fields__ if getattr(entry, field) != getattr(again, field)]
@@ -96,7 +97,7 @@ def _differences(shipped: Shipped, again: KernelEntry | None, built: Path) -> li
 
 
 def _wheel_differences(shipped: Path, again: Path) -> list[str]:
-    """Which members of two wheels differ, or that only their packing does."""
+    """Return the members in which two wheels differ, or that they differ only in their packing."""
     with zipfile.ZipFile(shipped) as one, zipfile.ZipFile(again) as other:
         names = {*one.namelist(), *other.namelist()}
         common = {*one.namelist()} & {*other.namelist()}
@@ -105,7 +106,7 @@ def _wheel_differences(shipped: Path, again: Path) -> list[str]:
 
 
 def _python(source: Path, module: str, *arguments: str) -> None:
-    """Runs a module of the checkout: what lies in the current folder goes before whatever is installed."""
+    """Run a module of the checkout: the current folder precedes installed packages on Python's path."""
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=source, check=False)
     if done.returncode:
@@ -113,11 +114,11 @@ def _python(source: Path, module: str, *arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 if all bytes are the same, else 1."""
-    parser = argparse.ArgumentParser(description="Builds a wheel's kernels again from its commit and compares all bytes.")
+    """Run the command. Return 0 if all bytes are equal, else 1."""
+    parser = argparse.ArgumentParser(description="Rebuild a wheel's kernels from its commit and compare all bytes.")
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("--kernel", action="append", default=[], help="only this kernel; may be repeated")
-    parser.add_argument("--jobs", type=int, help="kernels compiled at a time; one per CPU unless given")
+    parser.add_argument("--kernel", action="append", default=[], help="rebuild only this kernel; may be repeated")
+    parser.add_argument("--jobs", type=int, help="kernels compiled at a time; default: one per CPU")
     options = parser.parse_args(arguments)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if differences:
         return 1
     number, total = len(options.kernel) or len(shipped.manifest.kernels), len(shipped.manifest.kernels)
-    print(f"{number} of {total} kernels built again from {shipped.provenance.source}: the same bytes, and so has the wheel of them")
+    print(f"{number} of {total} kernels rebuilt from {shipped.provenance.source}: all bytes are equal, and so are those of the wheel")
     return 0
 
 

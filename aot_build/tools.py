@@ -1,4 +1,4 @@
-"""The programs that the build calls, all of them from pip packages, and the versions that decide what it generates."""
+"""NVIDIA's programs that the build calls, all from pip packages, and the versions that decide the generated code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ToolError(RuntimeError):
 
 
 def package_version(package: str) -> str:
-    """The installed version, or "absent"."""
+    """Return the installed version of a package, or "absent"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -29,13 +29,13 @@ def package_version(package: str) -> str:
 
 @cache
 def tool_versions() -> dict[str, str]:
-    """Everything that decides the bytes of a cubin or what the gates look at, by package."""
+    """Return the versions, by package, of all tools that decide the bytes of a cubin or the input of the gates."""
     return {package: package_version(package) for package in (*GENERATORS, DISASSEMBLER, ASSEMBLER)}
 
 
 @cache
 def find_program(name: str) -> Path | None:
-    """A program of NVIDIA's CUDA 13 wheels, or None. Programs elsewhere on the machine are of unknown version and not used."""
+    """Return a program of NVIDIA's CUDA 13 wheels, or None. Programs elsewhere on the machine have unknown versions and are not used."""
     spec = find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         program = Path(folder) / "cu13" / "bin" / name
@@ -45,7 +45,7 @@ def find_program(name: str) -> Path | None:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of a cubin. ToolError if nvdisasm is not installed or refuses the file."""
+    """Return the SASS of a cubin. ToolError if nvdisasm is not installed, or fails on the file."""
     program = find_program("nvdisasm")
     if program is None:
         raise ToolError(f"nvdisasm was not found; install {DISASSEMBLER} (the build extra)")
@@ -56,7 +56,7 @@ def disassemble(cubin: bytes) -> str:
 
 
 def assemble(ptx: str, gpu_arch: str) -> bytes | None:
-    """The cubin that the ptxas program makes of a PTX text, or None if it is not installed."""
+    """Return the cubin that the ptxas program makes of a PTX text, or None if ptxas is not installed. ToolError if it fails."""
     program = find_program("ptxas")
     if program is None:
         return None
@@ -69,7 +69,7 @@ def assemble(ptx: str, gpu_arch: str) -> bytes | None:
 
 @cache
 def assembler_version() -> str | None:
-    """Such as "13.4.59", or None if ptxas is not installed."""
+    """Return the version of ptxas, such as "13.4.59", or None if ptxas is not installed."""
     program = find_program("ptxas")
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""The closed list of kernels that ship: nothing is compiled on a user's machine."""
+"""Closed list of the kernels that ship. Nothing is compiled on a user's machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from cute_mla.kernels.source import KernelConfig, KernelSource
+from cute_mla.kernels.definition import KernelConfig, KernelDefinition
 from cute_mla.manifest import kernel_name
 from cute_mla.spec import cache_rows, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from cute_mla.spec.arch import Arch
@@ -22,7 +22,7 @@ OPS = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel to build. module: the kernel file, whose build(config, arch) gives the source."""
+    """One kernel to build. module: the kernel's module, whose build(config, arch) returns the source."""
 
     op: str
     arch: Arch
@@ -31,17 +31,17 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The key in the manifest."""
+        """Key of the kernel in the manifest."""
         return kernel_name(self.op, self.arch.name, self.config.name)
 
-    def source(self) -> KernelSource:
-        """Imports the kernel file, and with it the DSL."""
-        source: KernelSource = import_module(self.module).build(self.config, self.arch)
+    def source(self) -> KernelDefinition:
+        """Import the kernel's module, and with it the DSL, and return the kernel's source."""
+        source: KernelDefinition = import_module(self.module).build(self.config, self.arch)
         return source
 
 
 def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]:
-    """Every variant that ships for an architecture, the longest compilations first. ValueError for an unknown op."""
+    """Return every variant that ships for an architecture, longest compilations first. ValueError for an unknown op."""
     for op in ops:
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; supported: {', '.join(OPS)}")
@@ -51,12 +51,12 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("dense_prefill", dense_prefill.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),
     )
-    moving = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
+    cache_kernels = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
     listed = (
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
         *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
-        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in moving),
+        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in cache_kernels),
     )
     return tuple(variant for variant in listed if variant.op in ops)

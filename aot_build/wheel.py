@@ -1,7 +1,9 @@
-"""Packs a built tree into one wheel for every platform, with the record of where its kernels come from.
+"""Packing of a built tree into one wheel for every platform, with the provenance of its kernels.
 
-Run as `python -m cute_mla.aot_build.wheel [--artifacts FOLDER] [--out FOLDER]`. The same commit, artefacts and tools give the same bytes:
-times are the commit's, permissions are set, and nothing goes in but the files that git knows and those that the manifest names.
+    python -m cute_mla.aot_build.wheel [--artifacts FOLDER] [--out FOLDER]
+
+The same commit, artefacts and tools give the same bytes: time stamps are the commit's, permissions are fixed, and the wheel holds
+only files that git knows and files that the manifest names.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ import argparse
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,14 +31,15 @@ from .variants import closed_variants
 
 TREE = Path(__file__).absolute().parent.parent.parent
 
-_SHOWN = 5  # kernels in a message
-_UMASK = 0o022  # the modes of files that the packer writes are in the wheel
+_MOST_NAMED = 5  # kernels named in a message
+_UMASK = 0o022  # fixed, because the wheel records the modes of files that the packer writes
 
 
 def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
-    """The wheel of a checkout with these artefacts, in the folder out. ToolError if git or pip fails, ManifestError without artefacts.
+    """Pack a checkout with these artefacts, and return the wheel in the folder `out`.
 
-    What git does not know, and does not ignore, goes in as well; the provenance then says that there were local changes.
+    Untracked files that git does not ignore are packed as well; the provenance then records local changes.
+    ToolError if git or pip fails, ManifestError without artefacts.
     """
     commit = git(tree, "rev-parse", "HEAD").strip()
     manifest = Manifest.load(artifacts)
@@ -58,8 +61,8 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
         return Path(shutil.move(wheel, out / wheel.name))
 
 
-def not_of_these_sources(manifest: Manifest) -> list[str]:
-    """Kernels of the closed list that are missing or were built of other sources, and those that are not on the list."""
+def stale_kernels(manifest: Manifest) -> list[str]:
+    """Return the kernels of the closed list that are missing or built from other sources, and kernels that are not on the list."""
     variants = {variant.name: variant for arch in ARCHS.values() for variant in closed_variants(arch)}
     stale = []
     for name, variant in variants.items():
@@ -70,21 +73,21 @@ def not_of_these_sources(manifest: Manifest) -> list[str]:
 
 
 def git(tree: Path, *arguments: str) -> str:
-    """What a git command prints. ToolError with git's words if it fails."""
+    """Return the output of a git command. ToolError with git's message if it fails."""
     return _run(["git", "-C", str(tree), *arguments])
 
 
 def is_clean(tree: Path) -> bool:
-    """Whether a checkout has the files of its commit and no others but ignored ones."""
+    """Return whether a checkout has exactly the files of its commit, ignored files aside."""
     return not git(tree, "status", "--porcelain").strip()
 
 
 def stage(tree: Path, staged: Path) -> None:
-    """Copies the files of a checkout that git knows or would add, with links as links and modes of their own."""
+    """Copy the files of a checkout that git knows or would add. Links stay links; modes are 755 or 644."""
     for name in filter(None, git(tree, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")):
         source, target = tree / name, staged / name
         if not os.path.lexists(source):
-            continue  # deleted, and not committed yet
+            continue  # deleted without a commit
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target, follow_symlinks=False)
         if not target.is_symlink():
@@ -93,9 +96,9 @@ def stage(tree: Path, staged: Path) -> None:
 
 def _provenance(tree: Path, commit: str, artifacts: Path) -> Provenance:
     sha256 = manifest_sha256(artifacts)
-    assert sha256 is not None  # written before
+    assert sha256 is not None  # make_wheel has written the manifest
     return Provenance(
-        version=tomllib.loads((tree / "pyproject.toml").read_text())["project"]["version"],
+        version=_version(tree),
         commit=commit,
         clean=is_clean(tree),
         tools={
@@ -107,6 +110,15 @@ def _provenance(tree: Path, commit: str, artifacts: Path) -> Provenance:
     )
 
 
+def _version(tree: Path) -> str:
+    """Return the version of a checkout, from the source that pip reads it from. ToolError if it is not there."""
+    source = tree / PACKAGE / "__init__.py"
+    found = re.search(r'^__version__ = "([^"]+)"$', source.read_text(), re.MULTILINE)
+    if found is None:
+        raise ToolError(f"{source} assigns no __version__")
+    return found[1]
+
+
 def _run(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, umask=_UMASK)
     if done.returncode:
@@ -115,16 +127,16 @@ def _run(command: Sequence[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 if the wheel was made, else 1."""
-    parser = argparse.ArgumentParser(description="Packs this tree, in which the kernels have been built, into a wheel.")
-    parser.add_argument("--artifacts", type=Path, default=TREE / PACKAGE / "artifacts", help="folder of the kernels")
-    parser.add_argument("--out", type=Path, default=TREE / "dist", help="folder of the wheel")
+    """Run the command. Return 0 if the wheel was made, else 1."""
+    parser = argparse.ArgumentParser(description="Pack this tree, with its built kernels, into a wheel.")
+    parser.add_argument("--artifacts", type=Path, default=TREE / PACKAGE / "artifacts", help="folder of the built kernels")
+    parser.add_argument("--out", type=Path, default=TREE / "dist", help="folder for the wheel")
     options = parser.parse_args(arguments)
     try:
-        stale = not_of_these_sources(Manifest.load(options.artifacts))
+        stale = stale_kernels(Manifest.load(options.artifacts))
         if stale:
-            shown = ", ".join(stale[:_SHOWN]) + (", ..." if len(stale) > _SHOWN else "")
-            print(f"{len(stale)} kernels are not of these sources: {shown}; run `cute-mla build`", file=sys.stderr)
+            names = ", ".join(stale[:_MOST_NAMED]) + (", ..." if len(stale) > _MOST_NAMED else "")
+            print(f"{len(stale)} kernels were not built from these sources: {names}; run `cute-mla build`", file=sys.stderr)
             return 1
         wheel = make_wheel(TREE, options.artifacts, options.out)
     except (ToolError, ManifestError) as error:
@@ -133,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     content = wheel.read_bytes()
     print(f"{wheel}: {len(content) / 1e6:.1f} MB, sha256 {hashlib.sha256(content).hexdigest()}")
     if not is_clean(TREE):
-        print("the tree has local changes: no commit gives this wheel again")
+        print("the tree has local changes: no commit reproduces this wheel")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command `cute-mla`, one file per subcommand. A command is imported when it is called, so that none pays for another."""
+"""Command line `cute-mla`, one module a subcommand. A subcommand's module is imported only when it is called, to start fast."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from cute_mla.runtime.errors import ArtifactError, DeviceError
 _HELP_OF = {
     "build": "Compile the closed list of kernels into cubins, PTX and the manifest.",
     "verify": "Run cases of every kernel and compare with the reference, on a GPU or on the simulated device.",
-    "profile": "Report on the built kernels, and time them where there is a GPU.",
-    "show": "Print what is built, one kernel, or the environment.",
+    "profile": "Report on the built kernels, and time them if there is a GPU.",
+    "show": "Print the built kernels, one kernel, the environment, or what is supported.",
 }
 
 
 class LazyGroup(click.Group):
-    """Finds the command NAME as cute_mla.cli.NAME.NAME."""
+    """Group that imports the command NAME as cute_mla.cli.NAME.NAME on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The commands, in the order in which they are used."""
+        """Return the names of the commands, in the order of their usual use."""
         del ctx
         return list(_HELP_OF)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports a command's file. None if there is no such command."""
+        """Import a command. Returns None for an unknown name."""
         del ctx
         if cmd_name not in _HELP_OF:
             return None
@@ -35,13 +35,13 @@ class LazyGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list of commands in --help, without importing them."""
+        """Write the list of commands for --help without importing them."""
         del ctx
         with formatter.section("Commands"):
             formatter.write_dl(list(_HELP_OF.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. What is wrong with artefacts or the device becomes one line and exit code 1."""
+        """Run a command. An ArtifactError or DeviceError becomes one line on stderr and exit code 1."""
         try:
             return super().invoke(ctx)
         except (ArtifactError, DeviceError) as error:
@@ -58,5 +58,5 @@ def commands() -> None:
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     commands(prog_name="cute-mla")

@@ -1,4 +1,4 @@
-"""`python -m cute_mla.cli`, the same as the console script."""
+"""Entry point of `python -m cute_mla.cli`, equal to the console script."""
 
 from cute_mla.cli import main
 

@@ -1,4 +1,4 @@
-"""cute-mla build: the closed list of variants -> cubins, PTX and manifest."""
+"""Command `cute-mla build`: compiles the closed list of variants to cubins, PTX and the manifest."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ _COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "tmem",
 
 @click.command()
 @click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", show_default=True, help="Architecture to build for.")
-@click.option("--op", "ops", type=click.Choice(OPS), multiple=True, help="Only this op; may be repeated. Default: all.")
-@click.option("--kernel", "kernels", multiple=True, help="Only the kernel of this name in the manifest; may be repeated.")
+@click.option("--op", "ops", type=click.Choice(OPS), multiple=True, help="Build only this op; may be repeated. Default: all.")
+@click.option("--kernel", "kernels", multiple=True, help="Build only the kernel with this manifest name; may be repeated.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Kernels compiled at a time. Default: one per CPU.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to build into. Default: where they are loaded from.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to build into. Default: the folder they are loaded from."
+)
 def build(arch: str, ops: tuple[str, ...], kernels: tuple[str, ...], jobs: int | None, out: Path | None) -> None:
-    """Compile the closed list of kernels. What is up to date is left alone; a kernel that fails a gate does not ship."""
+    """Compile the closed list of kernels. Kernels that are up to date are skipped; a kernel that fails a gate does not ship."""
     archs = list(ARCHS) if arch == "all" else [arch]
     folder = out or artifacts_folder()
     try:
         if kernels:
             chosen = _chosen(archs, ops or OPS, kernels)
-            report = _shown(lambda progress: build_variants(chosen, jobs, folder, progress))
+            report = _run_with_progress(lambda progress: build_variants(chosen, jobs, folder, progress))
         else:
-            report = _shown(lambda progress: build_all(archs, ops or OPS, jobs, folder, progress))
+            report = _run_with_progress(lambda progress: build_all(archs, ops or OPS, jobs, folder, progress))
     except ToolError as error:
         raise click.ClickException(str(error)) from error
     print_table(_COLUMNS, [_row(kernel) for kernel in report.kernels])
@@ -48,7 +50,7 @@ def build(arch: str, ops: tuple[str, ...], kernels: tuple[str, ...], jobs: int |
 
 
 def _chosen(archs: list[str], ops: tuple[str, ...], kernels: tuple[str, ...]) -> list[Variant]:
-    """The variants of these names. UsageError for a name that is not on the closed list of these architectures and ops."""
+    """Return the variants with these names. UsageError for a name that is not on the closed list of these architectures and ops."""
     listed = {variant.name: variant for arch in archs for variant in closed_variants(ARCHS[arch], ops)}
     for name in kernels:
         if name not in listed:
@@ -56,8 +58,8 @@ def _chosen(archs: list[str], ops: tuple[str, ...], kernels: tuple[str, ...]) ->
     return [listed[name] for name in dict.fromkeys(kernels)]
 
 
-def _shown(run: Callable[[Progress], BuildReport]) -> BuildReport:
-    """Builds, and shows each kernel as it is finished."""
+def _run_with_progress(run: Callable[[Progress], BuildReport]) -> BuildReport:
+    """Run a build, and show each kernel as it finishes."""
     if not is_terminal():
         return run(lambda kernel, done, total: click.echo(f"[{done}/{total}] {kernel.name}: {kernel.status}"))
     columns = (TextColumn("build"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))

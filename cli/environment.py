@@ -1,4 +1,4 @@
-"""What `cute-mla show env` says: all that a bug report needs of the machine, the packages, the artefacts and the GPUs."""
+"""Environment for `cute-mla show env` and bug reports: machine, packages, artefacts and GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SUPPORTED = "supported"
 
 
 def environment() -> dict[str, Any]:
-    """Versions, artefacts and GPUs, ready for JSON. What is missing or broken is named, not an error."""
+    """Return versions, artefacts and GPUs, ready for JSON. Missing or broken parts are described; none raises."""
     artifacts, about = _artifacts()
     gpus, driver_found = _gpus(artifacts)
     return {
@@ -47,8 +47,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """The same for a table: one line for every value."""
+def table_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Flatten an environment to (key, value) rows of a table."""
     lines: list[tuple[str, str]] = []
     for key, value in found.items():
         _lines(key, value, lines)
@@ -74,7 +74,7 @@ def _version(package: str) -> str | None:
 
 
 def _torch_build() -> dict[str, Any] | str:
-    """What torch was built for, which its version alone does not say."""
+    """Return the CUDA version and commit that torch was built with, and whether it sees a GPU."""
     try:
         import torch
     except ImportError as error:
@@ -83,7 +83,7 @@ def _torch_build() -> dict[str, Any] | str:
 
 
 def _blas() -> str | None:
-    """The library behind NumPy's matrix products, which are most of the simulator's time."""
+    """Return the BLAS of NumPy, whose matrix products take most of the simulator's time."""
     try:
         import numpy
     except ImportError:
@@ -93,7 +93,7 @@ def _blas() -> str | None:
 
 
 def _artifacts() -> tuple[Artifacts | None, dict[str, Any]]:
-    """The artefacts, where they can be read, and what is to be said of them."""
+    """Return the artefacts, or None if they cannot be read, and their description."""
     folder = artifacts_folder()
     found: dict[str, Any] = {"folder": str(folder)}
     try:
@@ -114,7 +114,7 @@ def _artifacts() -> tuple[Artifacts | None, dict[str, Any]]:
 
 
 def _tools(entries: list[KernelEntry]) -> dict[str, str]:
-    """What compiled the kernels, by name; several versions where they differ."""
+    """Return the versions of the tools that compiled the kernels, by tool; several versions if kernels differ."""
     seen: dict[str, set[str]] = {}
     for entry in entries:
         for tool, found in entry.tools.items():
@@ -123,7 +123,7 @@ def _tools(entries: list[KernelEntry]) -> dict[str, str]:
 
 
 def _gpus(artifacts: Artifacts | None) -> tuple[list[dict[str, Any]], str]:
-    """Every GPU with the ops that run on it, and the driver's CUDA version or why there is none."""
+    """Return every GPU with the ops that run on it, and the driver's CUDA version or the reason why there is no driver."""
     try:
         driver.init()
         found = driver.version()
@@ -151,7 +151,7 @@ def _no_kernels() -> str:
 
 
 def _ops(artifacts: Artifacts | None, arch: Arch, driver_version: int | None) -> dict[str, str] | str:
-    """For every op that was built for any architecture whether it runs, or why not. driver_version: None for the simulated device."""
+    """Return for every built op whether it runs on an architecture, or why not. driver_version: None for the simulated device."""
     if artifacts is None:
         return "none: there are no artefacts"
     entries = [entry for entry in artifacts.manifest.kernels.values() if entry.arch == arch.name]

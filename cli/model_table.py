@@ -1,4 +1,4 @@
-"""The tables of `profile --device model`: clocks of a block by kernel, then every row as predicted."""
+"""Tables of `profile --device model`: clocks of a block by kernel, then the prediction of every row."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import click
 
-from .output import print_table
+from .output import four_digits, print_table
 
 _NOTE = (
-    "Predicted by the model of profiles/model.py, not measured: low and high are the two ends of profiles/definitions/machines.toml. "
-    "binds: what takes most of the time, at either end."
+    "Predicted by the model of profiles/model, not measured: low and high have every constant of profiles/definitions/machines.toml at its "
+    "best and at its worst. binds: the cause of most of the time, in either case."
 )
 
 
 def show_model(document: dict[str, Any]) -> None:
-    """One pair of tables for each GPU of a document."""
+    """Print both tables for each GPU of a document."""
     for gpu in document["gpus"]:
         _show_blocks(document["rows"], gpu["name"])
         _show_rows(document["rows"], gpu["name"])
@@ -23,7 +23,7 @@ def show_model(document: dict[str, Any]) -> None:
 
 
 def _show_blocks(rows: list[dict[str, Any]], gpu: str) -> None:
-    """Of each kernel, as its first row has it: L2 and HBM depend on how many CTAs run."""
+    """Print the clocks of a block for each kernel. Its first row counts, because L2 and HBM depend on how many CTAs run."""
     kernels: dict[str, dict[str, Any]] = {}
     for row in rows:
         model = row["model"][gpu]
@@ -55,27 +55,22 @@ def _show_rows(rows: list[dict[str, Any]], gpu: str) -> None:
 
 def _row(row: dict[str, Any], model: dict[str, Any], roof_us: float) -> tuple[object, ...]:
     if "reason" in model:
-        return row["name"], row["text"], _short(roof_us), None, None, None, None, None, None, _short(row["goal_us"])
+        return row["name"], row["text"], four_digits(roof_us), None, None, None, None, None, None, four_digits(row["goal_us"])
     error = model["error"]
     return (
         row["name"],
         row["text"],
-        _short(roof_us),
-        _short(model["low_us"]),
-        _short(model["high_us"]),
+        four_digits(roof_us),
+        four_digits(model["low_us"]),
+        four_digits(model["high_us"]),
         ", ".join(dict.fromkeys(model["binds"])),
         _ends(*(100 * share for share in model["fraction_of_roof"])),
-        _short(model["measured_us"]),
+        four_digits(model["measured_us"]),
         None if error is None else round(100 * error, 1),
-        _short(row["goal_us"]),
+        four_digits(row["goal_us"]),
     )
 
 
 def _ends(low: float, high: float) -> str:
     first, last = (f"{number:.0f}" for number in sorted((low, high)))
     return first if first == last else f"{first}-{last}"
-
-
-def _short(value: float | None) -> float | None:
-    """Four digits."""
-    return None if value is None else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Tables and progress: with rich on a terminal, plain aligned text in a pipe."""
+"""Output of commands: tables with rich on a terminal, plain aligned text in a pipe; JSON; rounding."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from rich.table import Table
 
 
 def is_terminal() -> bool:
-    """Whether a person is likely to watch."""
+    """Return whether the output is a terminal."""
     return Console().is_terminal
 
 
 def print_json(value: Any) -> None:
-    """JSON, one field a line, keys in the order given."""
+    """Print JSON, one field a line, keys in the given order."""
     click.echo(json.dumps(value, indent=1))
 
 
+def four_digits(value: float | None) -> float | None:
+    """Round to four significant digits; None stays None."""
+    return None if value is None else float(f"{value:.4g}")
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Numbers to the right, everything else to the left. None is shown as "-"."""
+    """Print a table: numbers right-aligned, other cells left-aligned, None as "-"."""
     texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     numeric = [bool(rows) and all(isinstance(row[index], int | float | None) for row in rows) for index in range(len(columns))]
     if is_terminal():

@@ -1,4 +1,4 @@
-"""cute-mla profile: what kernels ask of the machine, how little time a problem can take, and how long it takes."""
+"""Command `cute-mla profile`: static figures of the kernels, rooflines with predictions, and measured times."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ _DEFAULT_BUDGET_S = 300.0
 
 
 @click.command()
-@click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", help="Architecture whose kernels are reported.")
-@click.option("--op", type=click.Choice([*OPS, "all"]), default="all", help="Operation that is reported.")
+@click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", help="Architecture of the kernels to report.")
+@click.option("--op", type=click.Choice([*OPS, "all"]), default="all", help="Operation to report.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "model"]),
     default="auto",
-    help="cuda: times on the GPU. model: static report and predictions, nothing is timed. auto: cuda if a matching GPU is there.",
+    help="cuda: time on the GPU. model: static figures and predictions, nothing is timed. auto: cuda if there is a matching GPU.",
 )
-@click.option("--rows", default="", help="Rows or cases, comma-separated, as in D1,D5.fixed; default all.")
-@click.option("--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Seconds; rows not run are named.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for everything found.")
+@click.option("--rows", default="", help="Rows or cases, comma-separated, such as D1,D5.fixed. Default: all.")
+@click.option(
+    "--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named."
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the whole document.")
 @click.option(
     "--plot",
     "plot_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="SVG file for a roofline; times against batch and length go to a file beside it, NAME-latency.svg.",
+    help="SVG file for the roofline. Times against batch and length go to NAME-latency.svg in the same folder.",
 )
 def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file: Path | None, plot_file: Path | None) -> None:
-    """Report on the built kernels and the limits of each problem, and time problems on a GPU.
+    """Report static figures of the built kernels and the bounds of each problem, and time problems on a GPU.
 
-    On a GPU this succeeds if at least one row was timed and none was wrong or failed.
+    On a GPU this succeeds if at least one row was timed and no row was wrong or failed.
     """
     from cute_mla.profiles import report
 
@@ -71,7 +73,7 @@ def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file
 
 
 def succeeded(document: dict[str, Any]) -> bool:
-    """Whether the exit code is 0."""
+    """Return whether a document counts as success: nothing to time, or rows timed and none wrong or failed."""
     if document["device"] == "model":
         return True
     states = {row["status"] for row in document["rows"]}
@@ -79,14 +81,14 @@ def succeeded(document: dict[str, Any]) -> bool:
 
 
 def _is_timed(device: str, archs: list[Arch]) -> bool:
-    """Whether there is a GPU to time on. DeviceError if one is demanded and none matches."""
+    """Return whether to time on a GPU. DeviceError if --device cuda finds no matching GPU."""
     if device == "model":
         return False
-    from cute_mla.profiles.cuda_bench import GpuMismatch, matching_arch
+    from cute_mla.profiles.measure.cuda_bench import GpuMismatchError, matching_arch
 
     try:
         matching_arch(archs)
-    except GpuMismatch as mismatch:
+    except GpuMismatchError as mismatch:
         if device == "cuda":
             raise
         click.echo(f"{mismatch}: static report and predictions only", err=True)
@@ -95,7 +97,7 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
 
 
 def _show_progress(json_file: Path | None, name: str, so_far: dict[str, Any]) -> None:
-    """Names the row about to be timed, and keeps what was found so far: a kernel that hangs takes the process with it."""
+    """Name the row about to be timed, and write the document so far, because a kernel that hangs ends the process."""
     click.echo(f"timing {name}", err=True)
     _write_document(json_file, so_far)
 

@@ -1,4 +1,4 @@
-"""The tables of `profile`: static figures, predictions, and times."""
+"""Tables of `cute-mla profile`: static figures, then predictions or times."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import click
 
 from .model_table import show_model
-from .output import print_table
+from .output import four_digits, print_table
 
 
 def show(document: dict[str, Any]) -> None:
-    """A document of cute_mla.profiles.report: static figures, then predictions or times."""
+    """Print a document of cute_mla.profiles.report."""
     if document["kernels"]:
         _show_kernels(document["kernels"])
     else:
@@ -46,54 +46,49 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
 
 def _show_timings(document: dict[str, Any]) -> None:
     timed = [row for row in document["rows"] if row["status"] == "timed"]
-    peers = [name for name in _peers_of(document) if any("ratio" in row["peers"].get(name, {}) for row in timed)]
+    baselines = [name for name in _baselines_of(document) if any("ratio" in row["peers"].get(name, {}) for row in timed)]
     columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "H200 goal us")
     click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, operands not in L2")
     rows = [
         (
             row["name"],
             row["text"],
-            *(_short(row["cold_us"][part]) for part in ("median", "p10", "p90")),
-            _short(row["control_ratio"]["median"]),
-            _short(row["kernel_us"].get(row["op"])),
-            _short(row["tflops"]),
-            _short(row["gbytes_per_s"]),
-            _short(row["limit_us"]),
+            *(four_digits(row["cold_us"][part]) for part in ("median", "p10", "p90")),
+            four_digits(row["control_ratio"]["median"]),
+            four_digits(row["kernel_us"].get(row["op"])),
+            four_digits(row["tflops"]),
+            four_digits(row["gbytes_per_s"]),
+            four_digits(row["limit_us"]),
             round(100 * row["fraction_of_limit"], 1),
-            _short(row["goal_us"]),
-            *(_short(row["peers"].get(name, {}).get("ratio", {}).get("median")) for name in peers),
+            four_digits(row["goal_us"]),
+            *(four_digits(row["peers"].get(name, {}).get("ratio", {}).get("median")) for name in baselines),
         )
         for row in timed
     ]
-    print_table((*columns, *(f"/ {name}" for name in peers)), rows)
+    print_table((*columns, *(f"/ {name}" for name in baselines)), rows)
     click.echo()
     click.echo(
-        "limit: by the matrix product and the copy of this run. A/A: the same calls again. main: the op's own kernel without combine."
+        "limit: by the matmul and copy rates of this run. A/A: the same calls timed twice. main: the op's own kernel without combine."
     )
-    if peers:
+    if baselines:
         click.echo("/ NAME: our time over that library's, round by round; below 1 ours is faster.")
-    for peer, status, reason, where in _left_out(timed):
-        click.echo(f"{peer} {status.replace('_', ' ')} in {where}: {reason}")
+    for baseline, status, reason, where in _left_out(timed):
+        click.echo(f"{baseline} {status.replace('_', ' ')} in {where}: {reason}")
     for row in document["rows"]:
         if row["status"] != "timed":
             click.echo(f"{row['name']} {row['status'].replace('_', ' ')}: {row['reason']}")
 
 
-def _peers_of(document: dict[str, Any]) -> list[str]:
-    """The peers that any row names, in that order."""
+def _baselines_of(document: dict[str, Any]) -> list[str]:
+    """Return the names of the baselines in any row, in order of appearance."""
     return list(dict.fromkeys(name for row in document["rows"] for name in row.get("peers", {})))
 
 
 def _left_out(timed: list[dict[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """(peer, status, reason, the rows) of peers that took no part, those with one reason together."""
+    """Return (baseline, status, reason, rows) of the baselines that were not timed, grouped by reason."""
     rows: dict[tuple[str, str, str], list[str]] = {}
     for row in timed:
-        for name, peer in row["peers"].items():
-            if peer["status"] != "timed":
-                rows.setdefault((name, peer["status"], peer["reason"]), []).append(row["name"])
+        for name, baseline in row["peers"].items():
+            if baseline["status"] != "timed":
+                rows.setdefault((name, baseline["status"], baseline["reason"]), []).append(row["name"])
     return [(*key, ", ".join(names)) for key, names in rows.items()]
-
-
-def _short(value: float | None) -> float | None:
-    """Four digits."""
-    return None if value is None else float(f"{value:.4g}")

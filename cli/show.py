@@ -1,4 +1,4 @@
-"""cute-mla show: what is built, one kernel, the environment, or what is supported."""
+"""Command `cute-mla show`: the built kernels, one kernel, the environment, or what is supported."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import Artifacts, load_artifacts
 from cute_mla.spec.arch import ARCHS
 
-from .environment import environment, rows
+from .environment import environment, table_rows
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
-    from cute_mla.profiles.dynamic_counts import DynamicCounts
+    from cute_mla.profiles.kernel_stats.dynamic_counts import DynamicCounts
 
 
 @click.command()
 @click.argument("what", type=click.Choice(["manifest", "kernel", "env", "support"]), default="manifest")
 @click.argument("name", required=False)
-@click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count what it executes (seconds).")
+@click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count its instructions (takes seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(what: str, name: str | None, counts: bool, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, the environment, or what this version supports."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
     if counts and what != "kernel":
-        raise click.UsageError("--counts is of one kernel: `show kernel NAME --counts`")
+        raise click.UsageError("--counts needs one kernel: `show kernel NAME --counts`")
     if what == "env":
         _show_env(as_json)
         return
@@ -58,7 +58,7 @@ def _show_manifest(artifacts: Artifacts, as_json: bool) -> None:
 
 
 def _proof(entries: Iterable[KernelEntry]) -> dict[str, str]:
-    """What stands behind the kernels, by architecture."""
+    """Return the verification status of the kernels, by architecture."""
     built = {entry.arch for entry in entries}
     return {arch.name: arch.proof for arch in ARCHS.values() if arch.name in built}
 
@@ -113,7 +113,7 @@ def _show_kernel(entry: KernelEntry, with_counts: bool, as_json: bool) -> None:
 
 
 def _executed(entry: KernelEntry) -> DynamicCounts:
-    from cute_mla.profiles.dynamic_counts import dynamic_counts
+    from cute_mla.profiles.kernel_stats.dynamic_counts import dynamic_counts
 
     counts = dynamic_counts(entry)
     if counts is None:
@@ -146,7 +146,7 @@ def _show_env(as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        print_table(("what", "found"), rows(found))
+        print_table(("what", "found"), table_rows(found))
 
 
 def _show_support(as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""What is supported, as the tables that the README shows: kernels from the closed list, options as is_supported answers for them."""
+"""Tables of what is supported, as the README shows them: kernels from the closed list, options from is_supported."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
 
-# How a kernel takes up its rows: every combination that the table shows has all that a call may need of these.
-_SHAPES = ("cluster", "access_bytes")
-_PARTS = ("split_plan", "combine")  # of decode: no one calls them by themselves
+# Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
+_UNLISTED_FIELDS = ("cluster", "access_bytes")
+_INTERNAL_OPS = ("split_plan", "combine")  # run inside a decode; no public function calls them alone
 
-# What the values of a configuration mean, but for the element type. A kernel without its words here cannot be listed.
+# Meaning of the values of a configuration, except the element type. A kernel without an entry here cannot be listed.
 _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_decode": {
         "operands": {
@@ -50,12 +50,14 @@ _ON, _OFF = "yes", "no"
 
 
 def kernels() -> list[tuple[str, dict[str, str]]]:
-    """(what, element types by architecture) for everything that ships, in the order of the words above. KeyError for a kernel without
-    words."""
+    """Return (description, element types by architecture) for every kernel that ships, in the order of _WORDS.
+
+    KeyError for a kernel without a description.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for arch in ARCHS.values():
         for variant in closed_variants(arch):
-            if variant.op not in _PARTS:
+            if variant.op not in _INTERNAL_OPS:
                 types = found.setdefault(_what(variant), {}).setdefault(arch.name, [])
                 types.append(asdict(variant.config)["dtype"])  # type: ignore[call-overload]  # every config is a dataclass
     order = [text for fields in _WORDS.values() for texts in fields.values() for text in texts.values()]
@@ -67,20 +69,20 @@ def _joined(types: Sequence[str]) -> str:
 
 
 def _what(variant: Variant) -> str:
-    fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_SHAPES, "dtype")}  # type: ignore[call-overload]
+    fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_UNLISTED_FIELDS, "dtype")}  # type: ignore[call-overload]
     ((name, value),) = fields.items()
     return _WORDS[variant.op][name][value]
 
 
 def options() -> list[tuple[str, dict[str, str]]]:
-    """(feature, what is supported by op) as is_supported answers: the same on every architecture, which is checked."""
+    """Return (feature, supported values by op), as is_supported answers. The answers must be equal on all architectures."""
     from cute_mla.support import FEATURES, OPS
 
     return [(feature, {op: _answer(op, feature) for op in OPS}) for feature in FEATURES]
 
 
 def _answer(op: str, feature: str) -> str:
-    """What is_supported says is supported instead of a value that never is."""
+    """Return the supported values of a feature. is_supported names them in its answer to -1, which no feature supports."""
     from cute_mla.support import is_supported
 
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
@@ -89,10 +91,10 @@ def _answer(op: str, feature: str) -> str:
 
 
 def markdown() -> str:
-    """Both tables; the first ends with what stands behind the kernels of each architecture."""
+    """Return both tables; the first ends with the verification status of each architecture's kernels."""
     heads = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
     shipped = [[what, *(types.get(arch, "–") for arch in ARCHS)] for what, types in kernels()]
-    shipped.append(["what stands behind them", *(arch.proof for arch in ARCHS.values())])
+    shipped.append(["verification status", *(arch.proof for arch in ARCHS.values())])
     listed = options()
     ops = list(listed[0][1])
     asked = [[f"`{name}`", *answers.values()] for name, answers in listed]

@@ -1,1 +1,9 @@
-"""Measuring: the benchmark rows, their rooflines, static reports of built kernels, and timings on a GPU."""
+"""Performance of the kernels: benchmark rows, rooflines, an analytic model, figures of built kernels, and timing on a GPU.
+
+rows, shapes, roofline, definitions/   the benchmark rows, the least work of each, and their bounds
+model/                                 predicted times
+kernel_stats/                          static figures and executed instructions of built kernels, with golden values
+workloads/, baselines/, measure/       operands and checks of a row, other libraries, timing
+report, results, plots/                the document that `profile` writes, stored measurements, SVG plots
+host_cost, preflight, on_gpu.sh        host time of a call; the offline run on a GPU machine
+"""

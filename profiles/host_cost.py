@@ -1,10 +1,10 @@
-"""What a decode call costs on the host: Python and the driver's bindings, down to a driver that does nothing.
+"""Host time of a decode call: Python and the driver bindings, on a stub driver that does nothing.
 
-    python -m cute_mla.profiles.host_cost [FILE]        to FILE as JSON, too
+    python -m cute_mla.profiles.host_cost [FILE]        also writes FILE as JSON
 
-From a checkout with built kernels; needs cuda-python and a C compiler, and no GPU. A call is flash_mla_with_kvcache with out,
-lse and workspace given, of a shape that was called before, on other tensors each time, as the layers of a model have: two launches,
-decode and combine. The least time of many short runs counts, because whatever else the machine does only adds to it.
+Runs from a checkout with built kernels; needs cuda-python and a C compiler, but no GPU. A call is flash_mla_with_kvcache with out,
+lse and workspace given: two launches, decode and combine. Its shape was called before; its tensors differ from call to call, as those
+of a model's layers do. The minimum over many short runs counts, because other load on the machine only adds time.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from ..spec.mla import D_QK, D_V
 GOAL_US = 6.0
 _LAYERS = 8
 _HEADS, _PAGE, _PAGES = 128, 64, 64
-_CALLS, _RUNS = 16, 2000  # calls of a run, and runs: short ones, so that some are left in peace
+_CALLS, _RUNS = 16, 2000  # calls of a run, and runs: short ones, so that some run undisturbed
 _STREAM = 0x5757
 _LIBRARY = "libcuda.so.1"
 
 
 def measure(device: cuda.CudaDevice) -> dict[str, float]:
-    """Microseconds of a call, by kind, and what to compare them with.
+    """Return the microseconds of a call by kind, with figures to compare them with.
 
-    call_us: dense, with a plan. schedule_us: with a schedule object. sparse_us: sparse, over a 656-byte cache. turns_us: dense, of two
-    batch sizes in turn. driver_us: of each of them the bindings of the driver, asked for the current context and two launches.
-    first_us: dense, of a shape that was not called before.
+    call_us: dense, with a plan. schedule_us: dense, with a schedule object. sparse_us: sparse, over a 656-byte cache.
+    turns_us: dense, alternating between two batch sizes. first_us: dense, of a shape that was not called before.
+    driver_us: share of the driver bindings in each call: the current context and two launches.
+    python_us: fixed Python work, which compares machines. goal_us: GOAL_US.
     """
     batch = 128
     with cpu_tensors_on(device):
@@ -70,7 +71,7 @@ def _run_anew(device: cuda.CudaDevice, call: Callable[[], Any]) -> None:
 
 
 def _dense(batch: int, planned: tuple[Any, Any] | None = None) -> Callable[[], Any]:
-    """A dense call on a cache of its own; so are all of its tensors."""
+    """Return a dense call that shares no tensor with other calls."""
     q, out, lse, workspace = _queries_and_results("dense_decode", batch)
     cache = torch.zeros(_PAGES, _PAGE, 1, D_QK, dtype=torch.bfloat16)
     table, lengths = torch.zeros(batch, _PAGES, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
@@ -79,7 +80,7 @@ def _dense(batch: int, planned: tuple[Any, Any] | None = None) -> Callable[[], A
 
 
 def _sparse(batch: int) -> Callable[[], Any]:
-    """A sparse call, likewise."""
+    """Return a sparse call that shares no tensor with other calls."""
     topk = 2048
     q, out, lse, workspace = _queries_and_results("sparse_decode", batch)
     cache = torch.zeros(_PAGES, _PAGE, 1, FP8_656.page_bytes(1), dtype=torch.uint8)
@@ -102,35 +103,35 @@ def _least_us(work: Callable[[], Any], number: int = _CALLS) -> float:
 
 
 def _fixed_work() -> int:
-    """Some Python, by which machines can be compared."""
+    """Run some fixed Python work, which compares machines."""
     total = 0
     for i in range(100):
         total += i * i
     return total
 
 
-def build_no_driver(folder: Path) -> None:
-    """Compiles no_driver.c to libcuda.so.1. CalledProcessError if the compiler refuses, FileNotFoundError without one."""
+def build_stub_driver(folder: Path) -> None:
+    """Compile stub_driver.c to libcuda.so.1. CalledProcessError if the compiler fails, FileNotFoundError without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
-        raise FileNotFoundError("no C compiler (cc) to build a driver with that does nothing")
-    source = Path(__file__).with_name("no_driver.c")
+        raise FileNotFoundError("no C compiler (cc) to build the stub driver")
+    source = Path(__file__).with_name("stub_driver.c")
     command = [compiler, "-shared", "-fPIC", "-O1", f"-Wl,-soname,{_LIBRARY}", "-o", str(folder / _LIBRARY), str(source)]
     subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def without_driver(folder: str) -> None:
-    """Measures on the driver in a folder, and prints the figures. In a process of its own: the bindings load a driver once."""
+def measure_on_stub(folder: str) -> None:
+    """Measure on the stub driver in a folder, and print the figures. Needs its own process: the bindings load a driver only once."""
     cuda_launches.current_stream = lambda index: _STREAM
     ctypes.CDLL(str(Path(folder) / _LIBRARY), ctypes.RTLD_GLOBAL)  # the bindings find it by its name
     print(json.dumps(measure(cuda.CudaDevice(0))))
 
 
 def main(file: Path | None = None) -> None:
-    """Times a decode call on the host, without a GPU."""
+    """Measure in a subprocess on a freshly built stub driver; print the figures, and write them to `file` as JSON if given."""
     with tempfile.TemporaryDirectory() as folder:
-        build_no_driver(Path(folder))
-        program = f"from cute_mla.profiles.host_cost import without_driver; without_driver({folder!r})"
+        build_stub_driver(Path(folder))
+        program = f"from cute_mla.profiles.host_cost import measure_on_stub; measure_on_stub({folder!r})"
         answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     if file is not None:
         file.write_text(answer)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The one command for a machine with a Hopper or Blackwell GPU and no network: verifies the kernels that came along in
-# cute_mla/artifacts, then times the benchmark rows of all ops, the most wanted first. Runs from the tree and installs nothing.
+# One command for a machine with a Hopper or Blackwell GPU and no network: verifies the kernels in cute_mla/artifacts, then times
+# the benchmark rows of all ops by priority. Runs from the tree and installs nothing.
 #
 #   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite smoke|full] [--rows D1,D5]
 #                      [--wheels FOLDER]
 #
-# Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. --wheels: libraries to be timed beside ours, such as
-# sgl-flash-mla and flash-attn-4 with what they need; they go to a temporary folder, and what cannot be installed is left out.
-# Leaves in OUTDIR: preflight.json, verify.json, profile.json, roofline.svg, roofline-latency.svg, a .log of each step, and
-# status.json, which says how each step ended.
+# Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. --wheels: libraries to time beside ours, such as
+# sgl-flash-mla and flash-attn-4 with their dependencies. They go to a temporary folder; a wheel that cannot be installed is left out.
+# Writes to OUTDIR: preflight.json, verify.json, profile.json, roofline.svg, roofline-latency.svg, a .log of each step, and
+# status.json with the exit status of each step.
 # Exit: 0 all passed, 2 usage, 3 this machine cannot run the kernels, 4 verify failed, 5 profile failed, 6 both failed.
 set -u
 
@@ -45,7 +45,7 @@ export PYTHONPATH="$TREE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 rm -f "$OUT"/{preflight,verify,profile,status}.json "$OUT"/{wheels,preflight,verify,profile}.log "$OUT"/roofline{,-latency}.svg
 trap '[ -z "$SITE" ] || rm -rf "$SITE"' EXIT
 
-# step NAME SECONDS COMMAND...: runs it for at most that long, its output to the terminal and NAME.log; its status returned.
+# step NAME SECONDS COMMAND...: runs a command with a time limit, copies its output to NAME.log, and returns its status.
 step() {
     local name="$1" limit="$2"
     shift 2
@@ -56,7 +56,7 @@ step() {
     return "$status"
 }
 
-# finish EXIT PREFLIGHT VERIFY PROFILE: writes status.json ("null": the step was not run) and exits.
+# finish EXIT PREFLIGHT VERIFY PROFILE: writes status.json (null: the step was not run) and exits.
 finish() {
     printf '{"exit": %s, "wheels": %s, "preflight": %s, "verify": %s, "profile": %s, "seconds": %s}\n' \
         "$1" "$wheels" "$2" "$3" "$4" "$SECONDS" >"$OUT/status.json"
@@ -70,7 +70,7 @@ if ! command -v "$PYTHON" >/dev/null; then
     finish 3 127 null null
 fi
 if [ -n "$WHEELS" ]; then
-    # Behind everything that is on the path already. Packages that place themselves by a .pth file need a folder that is a site.
+    # The folder comes last on the path. It must be a site directory, because some packages install a .pth file.
     SITE="$(mktemp -d)" || exit 2
     wheels=0
     for wheel in "$WHEELS"/*.whl; do
@@ -86,7 +86,7 @@ preflight=$?
 step verify "$VERIFY_SECONDS" "$PYTHON" -m cute_mla.cli verify --arch all --device cuda --suite "$SUITE" --json "$OUT/verify.json"
 verify=$?
 
-# The budget ends before the limit does, so that what was timed by then is written.
+# The budget ends before the time limit, so that the rows timed by then are written.
 budget=$((PROFILE_SECONDS > 60 ? PROFILE_SECONDS - 40 : PROFILE_SECONDS / 3))
 step profile "$PROFILE_SECONDS" "$PYTHON" -m cute_mla.cli profile --arch all --device cuda --budget "$budget" \
     --json "$OUT/profile.json" --plot "$OUT/roofline.svg" ${ROWS:+--rows "$ROWS"}

@@ -1,7 +1,8 @@
-"""Whether this machine can verify and time the kernels: packages, artefacts, driver and GPU, each with one clear answer.
+"""Check that this machine can verify and time the kernels: packages, artefacts, driver and GPU.
 
-Run as `python -m cute_mla.profiles.preflight FILE`: writes what it found to FILE as JSON, and exits 1 with the reason on
-stderr if something is missing.
+    python -m cute_mla.profiles.preflight FILE      writes the findings to FILE as JSON
+
+Exits with 1, and the reasons on stderr, if something is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LEAST_PYTHON = (3, 11)
 
 
 def missing_packages() -> list[str]:
-    """Reasons why packages that a user's machine needs cannot be imported."""
+    """Return the reasons why required packages cannot be imported, or why Python is too old."""
     if sys.version_info < LEAST_PYTHON:
         return [f"Python {platform.python_version()} is older than {'.'.join(map(str, LEAST_PYTHON))}"]
     problems = []
@@ -35,9 +36,10 @@ def missing_packages() -> list[str]:
 
 
 def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
-    """The newest CUDA that made one of the artefacts for these architectures, which are checked against their hashes.
+    """Check the hashes of all artefacts for these architectures, and return the newest CUDA version that built one of them.
 
-    ArtifactError if one cannot be used or there is none."""
+    ArtifactError if an artefact is unusable, or if there is none.
+    """
     from ..runtime.errors import ArtifactError
     from ..runtime.library import cubin_toolkit, load_artifacts
 
@@ -50,10 +52,10 @@ def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
 
 
 def device_problems(archs: Sequence[Arch]) -> list[str]:
-    """Reasons why the artefacts that came along cannot run on the current GPU, of one of these architectures, with its driver."""
+    """Return the reasons why the artefacts cannot run on the current GPU with its driver. The GPU must have one of `archs`."""
     from ..runtime import driver
     from ..runtime.errors import ArtifactError, DeviceError
-    from .cuda_bench import matching_arch
+    from .measure.cuda_bench import matching_arch
 
     problems = []
     toolkit, version = (0, 0), None
@@ -73,12 +75,12 @@ def device_problems(archs: Sequence[Arch]) -> list[str]:
 
 
 def examine() -> dict[str, Any]:
-    """What is here, and the reasons, if any, why the kernels cannot run here. Later checks need what earlier ones found."""
+    """Return the findings, with the reasons why the kernels cannot run here under "problems". Later checks depend on earlier ones."""
     found: dict[str, Any] = {"python": platform.python_version(), "executable": sys.executable}
     problems = missing_packages()
     if not problems:
         from ..spec.arch import ARCHS
-        from .cuda_bench import environment
+        from .measure.environment import environment
 
         archs = list(ARCHS.values())
         found["environment"] = environment()
@@ -87,7 +89,7 @@ def examine() -> dict[str, Any]:
 
 
 def main(file: Path) -> int:
-    """Examines and writes the outcome; 0 if the kernels can run here, else 1."""
+    """Write the findings to a file. Return 0 if the kernels can run here, else 1."""
     outcome = examine()
     file.write_text(json.dumps(outcome, indent=1, default=str) + "\n", encoding="utf-8")
     for problem in outcome["problems"]:

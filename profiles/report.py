@@ -1,4 +1,4 @@
-"""The document that `profile` leaves behind: static report, rooflines and predictions, and timings where there is a GPU."""
+"""JSON document of `cute-mla profile`: static figures, with rooflines and predictions (model) or timed rows (cuda)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS, Arch
-from .latency_plot import latency_svg, timed_of
-from .machines import machines
-from .model_report import model_of
-from .plot import Point, roofline_svg
+from .kernel_stats.static_report import static_report
+from .model.machines import machines
+from .model.report import model_of
+from .plots.latency_plot import latency_svg, timed_of
+from .plots.roofline_plot import Point, roofline_svg
 from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
-from .static_report import static_report
 
 FORMAT = 3
 MODEL, CUDA = "model", "cuda"
 
 
 def cases_for(ops: Sequence[str], names: Sequence[str]) -> list[Case]:
-    """The cases of some ops, or those of them that are named. ValueError for an unknown name."""
+    """Return the cases of some ops, or only the named rows and cases of these ops. ValueError for an unknown name."""
     cases = [case for op in OPS if op in ops for case in load(op)]
     if names and not cases:
         raise ValueError(f"no row named {', '.join(names)}: {', '.join(ops)} has no benchmark rows; {', '.join(OPS)} have some")
@@ -32,7 +32,7 @@ def cases_for(ops: Sequence[str], names: Sequence[str]) -> list[Case]:
 
 
 def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
-    """The static report of the built kernels, or why there is none."""
+    """Return the static figures of the built kernels, or the reason why there are none."""
     try:
         manifest = load_artifacts().manifest
     except ArtifactError as error:
@@ -43,7 +43,7 @@ def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
 
 
 def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """The roofline and the model of every case on every GPU of these architectures, beside what was measured of it."""
+    """Return a row for every case: its roofline, prediction and latest measurement on every GPU of these architectures."""
     rows = []
     for case in cases:
         padding = {arch.name: case.shape.tile_padding(arch) for arch in archs}
@@ -69,7 +69,7 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
 
 
 def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case]) -> dict[str, Any]:
-    """Without a GPU: static report, rooflines and predictions, with the constants that these rest on."""
+    """Return the document that needs no GPU: static figures, rooflines and predictions, with the constants behind them."""
     return {
         "format": FORMAT,
         "device": MODEL,
@@ -84,12 +84,14 @@ def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Ca
 def cuda_document(
     archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], budget_s: float, progress: Callable[[str, dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """With a GPU: the static report and the timed rows. GpuMismatch without a matching GPU, ArtifactError without kernels.
+    """Time the cases on the current GPU; return the document with static figures and timed rows.
 
+    GpuMismatchError without a matching GPU, ArtifactError without kernels. budget_s: seconds for everything.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
-    from .cuda_bench import cuda_bench, environment, matching_arch
-    from .measure import run_rows
+    from .measure.cuda_bench import cuda_bench, matching_arch
+    from .measure.environment import environment
+    from .measure.runner import run_rows
 
     begin = time.monotonic()
     arch = matching_arch(archs)
@@ -112,8 +114,10 @@ def cuda_document(
 
 
 def plot(document: dict[str, Any]) -> str:
-    """The roofline of a document as SVG: bounds of the model, or what was measured beside the ceilings of the run. Rows whose
-    products have another rate than bf16, and so another roof, are not in it."""
+    """Draw the roofline of a document as SVG: the bound of each row, or the measured rates.
+
+    Rows whose products do not run at the bf16 rate have another roof and are left out.
+    """
     if document["device"] == MODEL:
         gpu = GPUS[document["gpus"][0]["name"]]
         points = [
@@ -128,7 +132,7 @@ def plot(document: dict[str, Any]) -> str:
 
 
 def latency_plot(document: dict[str, Any]) -> str | None:
-    """What was measured, against batch and length, as SVG. None of a document that measured nothing."""
+    """Draw the measured times against batch and length as SVG; None if nothing was measured."""
     times = [time for row in _timed(document) for time in timed_of(row)]
     return latency_svg(times, f"Times on {document['environment']['gpu']}") if times else None
 
@@ -138,12 +142,12 @@ def _timed(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def gpu_key(name: str) -> str:
-    """The table's name of a GPU that calls itself like "NVIDIA H200"; "" if it is none of the table."""
+    """Return the key in GPUS of a device name such as "NVIDIA H200"; "" if it has none."""
     return next((key for key in GPUS if key in name), "")
 
 
 def plain(value: Any) -> Any:
-    """The value with NaN and infinities, which JSON does not have, as strings."""
+    """Return the value with NaN and infinities, which JSON lacks, as strings."""
     if isinstance(value, dict):
         return {key: plain(member) for key, member in value.items()}
     if isinstance(value, list | tuple):

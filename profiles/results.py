@@ -1,6 +1,8 @@
-"""Keeping measurements: rows of a `profile --device cuda --json FILE` are appended to results/<gpu>/<op>.jsonl.
+"""Store of measurements: appends the rows of `profile --device cuda --json FILE` to results/<gpu>/<op>.jsonl.
 
-Run in the tree as `python -m cute_mla.profiles.results FILE...`; nothing is ever changed or removed there.
+    python -m cute_mla.profiles.results FILE...      run from the tree
+
+Stored rows are never changed or removed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def folder_name(gpu: str) -> str:
-    """ "NVIDIA H200" as "h200"."""
+    """Return the folder of a GPU: "h200" for "NVIDIA H200"."""
     name = re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")
     if not name:
         raise ValueError(f"gpu is {gpu!r}; supported: a name with letters or digits besides NVIDIA")
@@ -23,9 +25,10 @@ def folder_name(gpu: str) -> str:
 
 
 def append(document: dict[str, Any], folder: Path = RESULTS) -> int:
-    """Appends the rows that were run, each with the machine it ran on, and returns how many were new.
+    """Append the rows that were run, each with its environment; return the number of new rows.
 
-    ValueError for a document that holds no measurements."""
+    ValueError for a document that holds no measurements.
+    """
     if document.get("device") != "cuda" or not document.get("environment", {}).get("gpu"):
         raise ValueError(f"got a document of device {document.get('device')!r}; supported: one of `profile --device cuda`")
     added = 0
@@ -44,7 +47,7 @@ def append(document: dict[str, Any], folder: Path = RESULTS) -> int:
 
 
 def main(files: list[str]) -> int:
-    """Appends the documents in some files; 0 if all held measurements, else 1."""
+    """Append the documents in some files. Return 0 if all of them held measurements, else 1."""
     for name in files:
         try:
             added = append(json.loads(Path(name).read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""The least time a problem can take: its arithmetic over a GPU's matrix rate, its bytes over the memory bandwidth.
+"""Roofline bounds: the greater of a problem's arithmetic over a GPU's matrix rate and its bytes over the memory bandwidth.
 
 Nothing here is a measurement of this project's kernels.
 """
@@ -13,10 +13,10 @@ from ..spec.arch import Arch
 
 @dataclass(frozen=True)
 class Gpu:
-    """The two rates that bound a kernel.
+    """A GPU with the two rates that bound a kernel.
 
-    name: as in the tables. arch: whose kernels it runs. tflops: dense bf16 matrix rate in TFLOP/s. tbytes: device memory in TB/s.
-    source: where the two come from.
+    arch: architecture of its kernels. tflops: dense bf16 matrix rate in TFLOP/s. tbytes: device memory bandwidth in TB/s.
+    source: origin of the two rates.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Gpu:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte above which arithmetic is the limit."""
+        """FLOP per byte above which arithmetic binds."""
         return self.tflops / self.tbytes
 
 
@@ -43,14 +43,14 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpus_of(archs: Sequence[Arch]) -> list[Gpu]:
-    """The GPUs of the table that run the kernels of these architectures, in its order."""
+    """Return the GPUs that run the kernels of these architectures, in the order of GPUS."""
     names = {arch.name for arch in archs}
     return [gpu for gpu in GPUS.values() if gpu.arch in names]
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem costs at least: flops (useful ones) and bytes of device memory. rate: of its products, in those of bf16."""
+    """Least work of a problem: useful flops and compulsory bytes of device memory. rate: matrix rate of its products over that of bf16."""
 
     flops: float
     bytes: float
@@ -64,14 +64,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Roof:
-    """The bound of one problem on one GPU, in microseconds: both terms, and the name of the one that binds."""
+    """Bound of one problem on one GPU: both terms in microseconds, and the name of the binding one."""
 
     compute_us: float
     memory_us: float
 
     @property
     def us(self) -> float:
-        """The least time."""
+        """The least time in microseconds."""
         return max(self.compute_us, self.memory_us)
 
     @property
@@ -81,5 +81,5 @@ class Roof:
 
 
 def roof(work: Work, gpu: Gpu) -> Roof:
-    """The roofline bound of `work` on `gpu`."""
+    """Return the roofline bound of `work` on `gpu`."""
     return Roof(compute_us=work.flops / (gpu.tflops * work.rate * 1e6), memory_us=work.bytes / (gpu.tbytes * 1e6))

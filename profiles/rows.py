@@ -1,4 +1,4 @@
-"""The benchmark rows of `definitions/<op>.toml`: shapes, seeds, priorities, rooflines and goals."""
+"""Benchmark rows, read from definitions/<op>.toml: shapes, seeds, priorities, rooflines and goals."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .shapes import (
 
 DEFINITIONS = Path(__file__).resolve().parent / "definitions"
 
-Table = dict[str, Any]  # of a definition
+Table = dict[str, Any]  # a TOML table of a definition
 
 
 @dataclass(frozen=True)
 class Case:
     """One problem to measure.
 
-    row, case: its names ("D1", "varlen"). title: what the row stands for. priority: 1 runs first.
-    shape: the problem. seed: of lengths, page order, indices and values.
-    roof_us: bound on `roof_gpu` as recorded in the definition. goal_us: wanted there, or None.
+    row, case: names such as "D1" and "varlen". title: purpose of the row. priority: 1 runs first.
+    seed: for lengths, page order, indices and values.
+    roof_us: bound on `roof_gpu` as written in the definition. goal_us: target time on that GPU, or None.
     """
 
     op: str
@@ -53,12 +53,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """ "<row>.<case>", unique."""
+        """Unique name, "<row>.<case>"."""
         return f"{self.row}.{self.case}"
 
     @property
     def work(self) -> Work:
-        """Useful arithmetic and compulsory bytes."""
+        """Useful arithmetic and compulsory bytes of the shape."""
         return self.shape.work
 
     @property
@@ -68,13 +68,13 @@ class Case:
 
 
 def varlen_lengths(batch: int, mean: int, s_q: int, seed: int) -> tuple[int, ...]:
-    """Lengths drawn from N(mean, mean / 2), clipped below at s_q; equal seeds give equal lengths."""
+    """Draw lengths from N(mean, mean / 2), clipped below at s_q. Equal seeds give equal lengths."""
     generator = random.Random(seed)
     return tuple(max(int(generator.normalvariate(mean, mean / 2)), s_q) for _ in range(batch))
 
 
 def _lengths(document: Table, entry: Table, least: int) -> tuple[int, ...]:
-    """One by one, or `length` for each of `batch`, or drawn around it; none below `least` then."""
+    """Return `lengths`, or `batch` times `length`, or with `varlen` lengths drawn around `length` and at least `least`."""
     if "lengths" in entry:
         return tuple(entry["lengths"])
     if entry.get("varlen", False):
@@ -128,7 +128,7 @@ def _cache_write(document: Table, entry: Table) -> Shape:
 
 
 _LENGTHS = {"batch", "length", "lengths", "varlen"}
-# of each op: what makes a shape of a case, and the keys that it knows
+# for each op: the function that makes a shape from a case's table, and the keys that the table may have
 _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands"}),
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
@@ -149,7 +149,7 @@ def _known(name: str, value: Any, supported: Sequence[str]) -> str:
 
 
 def parse(text: str) -> tuple[Case, ...]:
-    """The cases of one definition file, in its order. Raises ValueError where a key is missing, unknown or used twice."""
+    """Return the cases of one definition file, in its order. ValueError for a missing or unknown key, or a duplicate case."""
     document = tomllib.loads(text)
     if document.get("op") not in OPS:
         raise ValueError(f"op is {document.get('op')!r}; benchmark rows exist for {', '.join(OPS)}")
@@ -190,19 +190,19 @@ def _case(document: Table, row: Table, entry: Table) -> Case:
 
 @cache
 def load(op: str) -> tuple[Case, ...]:
-    """The cases of an op, in the order of its definition."""
+    """Return the cases of an op, in the order of its definition. ValueError for an op without benchmark rows."""
     if op not in OPS:
         raise ValueError(f"op is {op!r}; benchmark rows exist for {', '.join(OPS)}")
     return parse((DEFINITIONS / f"{op}.toml").read_text(encoding="utf-8"))
 
 
 def by_priority(cases: Sequence[Case]) -> list[Case]:
-    """The order in which to run: most wanted first, else as defined."""
+    """Return the cases in the order to run them: by priority, then as defined."""
     return sorted(cases, key=lambda case: case.priority)
 
 
 def select(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """The cases of the named rows ("D1") or cases ("D1.varlen"); ValueError for a name that none has."""
+    """Return the cases of the named rows ("D1") or cases ("D1.varlen"). ValueError for an unknown name."""
     known = {case.row for case in cases} | {case.name for case in cases}
     unknown = [name for name in names if name not in known]
     if unknown:

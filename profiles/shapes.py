@@ -1,11 +1,11 @@
-"""The shapes of benchmark rows, one class an op, and what each costs at least.
+"""Shapes of benchmark rows, one class an op, with the least work of each.
 
-Every input byte is counted as read once and every output byte as written once. Keys that several query tokens select are
-counted for each of them in sparse decode, whose tokens choose among far more than they take; in sparse prefill, where all
-tokens choose among the same rows, those are counted once.
+Every input byte counts as read once and every output byte as written once. In sparse decode a key counts once for each query token
+that selects it, because tokens choose from far more keys than they take. In sparse prefill all tokens choose from the same rows, and
+each row counts once.
 
-Of each shape: work, its useful arithmetic and compulsory bytes; text, the shape in one short line; tile_padding, arithmetic done
-over arithmetic useful as far as whole tiles of query rows go, None where there are no such tiles.
+Each shape has three properties. work: useful arithmetic and compulsory bytes. text: the shape in one short line. tile_padding:
+executed over useful arithmetic, because tiles of query rows are whole; None for kernels without such tiles.
 """
 
 from __future__ import annotations
@@ -22,35 +22,43 @@ from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, ceil_div
 from .roofline import Work
 
 E4M3_BYTES = 1
-FP8_RATE = 2.0  # of products of e4m3, in those of bf16
-FLOAT_BYTES = 4  # of lse, of max_logits and of accumulators
-INDEX_BYTES = 4  # of entries of page tables and of selected indices
-SLOT_BYTES = 8  # of entries of slot mappings
+FP8_RATE = 2.0  # matrix rate of e4m3 over that of bf16
+FLOAT_BYTES = 4  # an element of lse, max_logits and accumulators
+INDEX_BYTES = 4  # an entry of page tables and of selected indices
+SLOT_BYTES = 8  # an entry of slot mappings
 
 
 def pair_flops(d_qk: int, d_v: int) -> int:
-    """Of one query row and one key: multiply-adds of q k^T and of p v."""
+    """Return the FLOP of one query row and one key: multiply-adds of q k^T and of p v."""
     return 2 * (d_qk + d_v)
 
 
 def _row_padding(arch: Arch, rows: int) -> float:
-    """A CTA of the latent ops always computes 64 query rows, and on Blackwell CTAs come in pairs."""
+    """Return executed over useful rows: a CTA of the latent ops computes 64 query rows, and on Blackwell CTAs come in pairs."""
     return row_ctas(arch, rows) * TILE_ROWS / rows
 
 
 def lengths_text(lengths: tuple[int, ...]) -> str:
-    """ "L4096", or least, greatest and mean of lengths that differ."""
+    """Format lengths: "L4096" if all are equal, else least, greatest and mean."""
     if len(set(lengths)) == 1:
         return f"L{lengths[0]}"
     return f"L{min(lengths)}-{max(lengths)} (mean {sum(lengths) // len(lengths)})"
+
+
+class UntiledShape:
+    """Base of shapes whose tiles of query rows add no arithmetic."""
+
+    def tile_padding(self, arch: Arch) -> float | None:
+        """Return None: a warp takes one row or key, or long sequences fill the tiles."""
+        return None
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     """A dense decode.
 
-    lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page. operands: as in
-    DenseDecodeConfig.
+    lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page.
+    operands: as in DenseDecodeConfig.
     """
 
     lengths: tuple[int, ...]
@@ -62,17 +70,17 @@ class DecodeShape:
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Number of requests."""
         return len(self.lengths)
 
     @property
     def keys(self) -> int:
-        """Keys of all requests."""
+        """Number of keys of all requests."""
         return sum(self.lengths)
 
     @property
     def work(self) -> Work:
-        """The cache rows, q, out, lse and the page table."""
+        """Products over all keys; bytes of cache rows, q, out, lse and the page table."""
         rows = self.batch * self.s_q * self.h_q
         pages = sum(ceil_div(length, self.page_size) for length in self.lengths)
         q_bytes = D_QK * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
@@ -86,19 +94,22 @@ class DecodeShape:
 
     @property
     def text(self) -> str:
-        """Like "b128 L4096 h128 s1"."""
+        """Short form such as "b128 L4096 h128 s1"."""
         operands = "" if self.operands == LATENT else f" {self.operands}"
         return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} s{self.s_q}{operands}"
 
     def tile_padding(self, arch: Arch) -> float | None:
-        """Of the query rows of a KV head."""
+        """Return the padding of the query rows of one KV head."""
         return _row_padding(arch, self.s_q * (self.h_q // self.h_kv))
 
 
 @dataclass(frozen=True)
 class SparseDecodeShape:
-    """A sparse decode. topk: indices of a query token, all valid. context: keys of each request, from which they are chosen.
-    cache: the name of a CacheFormat."""
+    """A sparse decode.
+
+    topk: indices of a query token, all valid. context: keys of each request, from which the indices select.
+    cache: name of a CacheFormat.
+    """
 
     batch: int
     s_q: int
@@ -115,7 +126,7 @@ class SparseDecodeShape:
 
     @property
     def work(self) -> Work:
-        """The selected rows of each query token, its indices, q, out and lse."""
+        """Products over the selected keys; bytes of the selected rows, indices, q, out and lse of each query token."""
         tokens, layout = self.batch * self.s_q, self.format
         row_bytes = ELEMENT_BYTES * (layout.d_qk + D_V) + FLOAT_BYTES
         return Work(
@@ -125,17 +136,17 @@ class SparseDecodeShape:
 
     @property
     def text(self) -> str:
-        """Like "b128 topk2048 of 32768 h128 s2 fp8_656"."""
+        """Short form such as "b128 topk2048 of 32768 h128 s2 fp8_656"."""
         return f"b{self.batch} topk{self.topk} of {self.context} h{self.h_q} s{self.s_q} {self.cache}"
 
     def tile_padding(self, arch: Arch) -> float | None:
-        """Of the heads of a query token."""
+        """Return the padding of the heads of one query token."""
         return _row_padding(arch, self.h_q)
 
 
 @dataclass(frozen=True)
 class SparsePrefillShape:
-    """A sparse prefill of one request. s_kv: rows of the latent, from which each token's topk indices are chosen, all valid."""
+    """A sparse prefill of one request. s_kv: rows of the latent, of which each token selects topk; all indices are valid."""
 
     s_q: int
     h_q: int
@@ -145,7 +156,7 @@ class SparsePrefillShape:
 
     @property
     def work(self) -> Work:
-        """The latent once, and of each query token its indices, q, out, lse and max_logits."""
+        """Products over the selected rows; bytes of the latent once, and indices, q, out, lse and max_logits of each query token."""
         row_bytes = ELEMENT_BYTES * (self.d_qk + D_V) + 2 * FLOAT_BYTES
         return Work(
             flops=float(pair_flops(self.d_qk, D_V) * self.s_q * self.h_q * self.topk),
@@ -154,17 +165,17 @@ class SparsePrefillShape:
 
     @property
     def text(self) -> str:
-        """Like "s4096 topk2048 of 131072 h128"."""
+        """Short form such as "s4096 topk2048 of 131072 h128"."""
         return f"s{self.s_q} topk{self.topk} of {self.s_kv} h{self.h_q}"
 
     def tile_padding(self, arch: Arch) -> float | None:
-        """Of the heads of a query token."""
+        """Return the padding of the heads of one query token."""
         return _row_padding(arch, self.h_q)
 
 
 @dataclass(frozen=True)
-class DensePrefillShape:
-    """A dense prefill, forward only, in which sequences attend to themselves. lengths: tokens of each sequence."""
+class DensePrefillShape(UntiledShape):
+    """A dense prefill, forward only, of sequences that attend to themselves. lengths: tokens of each sequence."""
 
     lengths: tuple[int, ...]
     h_q: int
@@ -174,17 +185,17 @@ class DensePrefillShape:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return len(self.lengths)
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return sum(self.lengths)
 
     @property
     def work(self) -> Work:
-        """The pairs that a token sees, itself included where the mask is causal; q, k, v, out and lse."""
+        """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
         pairs = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
         q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
@@ -195,18 +206,14 @@ class DensePrefillShape:
 
     @property
     def text(self) -> str:
-        """Like "b1 L8192 h128 causal"."""
+        """Short form such as "b1 L8192 h128 causal"."""
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
         return f"b{self.batch} {lengths_text(self.lengths)} {heads} {'causal' if self.causal else 'full'}"
 
-    def tile_padding(self, arch: Arch) -> float | None:
-        """None: tiles are blocks of a sequence's tokens, which long sequences fill."""
-        return None
-
 
 @dataclass(frozen=True)
-class CombineShape:
-    """A combine: `splits` partial results for every one of batch * s_q * h_q rows."""
+class CombineShape(UntiledShape):
+    """A combine of `splits` partial results for each of batch * s_q * h_q rows."""
 
     batch: int
     s_q: int
@@ -215,10 +222,7 @@ class CombineShape:
 
     @property
     def work(self) -> Work:
-        """fp32 partial outputs and lse in, out (and lse) out.
-
-        The arithmetic (one multiply-add per element read) is far below any limit, and is counted all the same.
-        """
+        """One multiply-add for each element read, far below any limit; bytes of fp32 partial outputs and lse in, and of out."""
         rows = self.batch * self.s_q * self.h_q
         partial = FLOAT_BYTES * (D_V + 1)
         return Work(
@@ -228,17 +232,13 @@ class CombineShape:
 
     @property
     def text(self) -> str:
-        """Like "b128 splits2 h128 s1"."""
+        """Short form such as "b128 splits2 h128 s1"."""
         return f"b{self.batch} splits{self.splits} h{self.h_q} s{self.s_q}"
-
-    def tile_padding(self, arch: Arch) -> float | None:
-        """None: a warp takes one row."""
-        return None
 
 
 @dataclass(frozen=True)
-class MergeShape:
-    """A merge_states: `states` results for every one of tokens * h_q rows of head_dim columns."""
+class MergeShape(UntiledShape):
+    """A merge_states of `states` results for each of tokens * h_q rows of head_dim columns."""
 
     tokens: int
     h_q: int
@@ -247,23 +247,19 @@ class MergeShape:
 
     @property
     def work(self) -> Work:
-        """16-bit outs and fp32 lse of each state in, of the result out."""
+        """One multiply-add for each element read; bytes of 16-bit outs and fp32 lse, of each state and of the result."""
         rows, state = self.tokens * self.h_q, ELEMENT_BYTES * self.head_dim + FLOAT_BYTES
         return Work(flops=float(2 * rows * self.states * self.head_dim), bytes=float(rows * state * (self.states + 1)))
 
     @property
     def text(self) -> str:
-        """Like "tokens4096 states2 h128 d512"."""
+        """Short form such as "tokens4096 states2 h128 d512"."""
         return f"tokens{self.tokens} states{self.states} h{self.h_q} d{self.head_dim}"
-
-    def tile_padding(self, arch: Arch) -> float | None:
-        """None: a warp takes one row."""
-        return None
 
 
 @dataclass(frozen=True)
-class CacheWriteShape:
-    """A write_kv_cache: keys of so many tokens, to slots in random order. cache: the name of a CacheFormat."""
+class CacheWriteShape(UntiledShape):
+    """A write_kv_cache of one key for each token, to slots in random order. cache: name of a CacheFormat."""
 
     tokens: int
     cache: str
@@ -276,18 +272,14 @@ class CacheWriteShape:
 
     @property
     def work(self) -> Work:
-        """16-bit keys and their slots in, rows of the cache out. What quantising takes is no useful arithmetic."""
+        """Zero flops, as quantisation is not counted as useful arithmetic; bytes of 16-bit keys and slots in, and of cache rows out."""
         layout = self.format
         return Work(flops=0.0, bytes=float(self.tokens * (ELEMENT_BYTES * layout.d_qk + SLOT_BYTES + layout.page_bytes(1))))
 
     @property
     def text(self) -> str:
-        """Like "tokens4096 fp8_656"."""
+        """Short form such as "tokens4096 fp8_656"."""
         return f"tokens{self.tokens} {self.cache}"
-
-    def tile_padding(self, arch: Arch) -> float | None:
-        """None: a warp takes one key."""
-        return None
 
 
 Shape: TypeAlias = DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape | CacheWriteShape

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bench import Bench
 from hypothesis import settings
 
 from cute_mla.spec.arch import ARCHS, Arch
+from tests.support.bench import Bench
 
 # The same examples in every run: a test that fails on one machine fails on the others.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)

@@ -1,4 +1,4 @@
-"""A PTX simulator: runs the text of a kernel on host memory and reports what is wrong with it.
+"""PTX simulator: runs the text of a kernel on host memory and reports what is wrong with it.
 
 module = load_module(ptx)
 memory = GlobalMemory(); memory.add("x", address, nbytes)
@@ -8,13 +8,15 @@ report = run(Launch(module, "kernel", grid, block, cluster, smem_bytes, args, na
 from __future__ import annotations
 
 from .codegen.module import Entry, Module, load_module
-from .engine.launch import Launch, Names
+from .engine.launch import Launch
 from .engine.machine import run
 from .engine.policy import Policy
-from .findings import Finding, PtxError, Report, SimulationError, UnsupportedInstruction
+from .engine.report import Report
+from .findings import Finding, PtxError, SimulationError, UnsupportedInstruction
 from .frontend.ptx import ParamDecl
 from .state.memory import GlobalMemory
-from .state.observers import Observer
+from .state.names import Names
+from .state.window import Observer
 
 __all__ = [
     "Entry",

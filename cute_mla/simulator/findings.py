@@ -1,10 +1,8 @@
-"""What a run can complain about, and how it is reported."""
+"""Findings, and the errors that the simulator raises."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from .engine.counts import Executed
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -67,31 +65,3 @@ class Fault(Exception):
         self.kind = kind
         self.message = message
         self.barrier = barrier
-
-
-@dataclass
-class Report:
-    """The outcome of one launch.
-
-    executed: warp instructions. seconds: wall-clock time of the run.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    executed: Executed = field(default_factory=Executed)
-    seconds: float = 0.0
-
-    @property
-    def instructions(self) -> int:
-        """Warp instructions executed."""
-        return self.executed.instructions
-
-    @property
-    def ok(self) -> bool:
-        """True when nothing was found."""
-        return not self.findings
-
-    def raise_for_findings(self) -> None:
-        """Raise SimulationError with all findings, if there are any."""
-        if self.findings:
-            text = "\n".join(str(finding) for finding in self.findings)
-            raise SimulationError(text, tuple(self.findings))

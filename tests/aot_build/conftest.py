@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 from cute_mla.aot_build.build import BuildReport, build_variants
+from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 from cute_mla.aot_build import build as build_module
 from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, build_all, build_variants
@@ -15,6 +14,7 @@ from cute_mla.aot_build.tools import ToolError, find_program
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.manifest import MANIFEST_NAME, Manifest
 from cute_mla.spec.arch import ARCHS, Arch
+from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 ATTENTION = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 

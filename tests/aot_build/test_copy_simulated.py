@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tma_copy import GOOD, TILE
 
 import cute_mla
 from cute_mla.manifest import Manifest
 from cute_mla.spec.tensor_map import TensorMap
+from tests.aot_build.tma_copy import GOOD, TILE
 
 ROWS = 5 * TILE
 FIRST_ROW = 7

@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tma_copy import TmaCopyConfig
 
 from cute_mla.aot_build import fingerprint as module
 from cute_mla.aot_build.fingerprint import fingerprint, transitive_sources
 from cute_mla.aot_build.variants import Variant
 from cute_mla.spec.arch import SM90
+from tests.aot_build.tma_copy import TmaCopyConfig
 
 KERNEL = "cute_mla.kernels.sample.kernel"
 VARIANT = Variant("sample", SM90, TmaCopyConfig(), KERNEL)

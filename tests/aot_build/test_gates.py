@@ -7,13 +7,15 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tma_copy import GOOD, PARAMS
 
+from cute_mla.aot_build.cubin import TOOL_NOTE, read_cubin
 from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
-from cute_mla.aot_build.inspect import TOOL_NOTE, read_cubin, read_ptx, read_sass
+from cute_mla.aot_build.ptx import read_ptx
+from cute_mla.aot_build.sass import read_sass
 from cute_mla.aot_build.tools import assemble, disassemble, find_program
 from cute_mla.spec.abi import Param, int64s
 from cute_mla.spec.arch import SM90
+from tests.aot_build.tma_copy import GOOD, PARAMS
 
 
 @pytest.fixture(scope="module")

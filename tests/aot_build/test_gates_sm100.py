@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from cute_mla.aot_build.cubin import read_cubin
 from cute_mla.aot_build.gates import Evidence, GateError, check
-from cute_mla.aot_build.inspect import read_cubin, read_ptx, read_sass
+from cute_mla.aot_build.ptx import read_ptx
+from cute_mla.aot_build.sass import read_sass
 from cute_mla.aot_build.tools import assemble, disassemble, find_program
 from cute_mla.spec.abi import pointers
 from cute_mla.spec.arch import SM90, SM100

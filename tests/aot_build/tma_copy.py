@@ -13,7 +13,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.experimental import primitives
 
 from cute_mla.aot_build.variants import Variant
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import Barrier, Role, kernel_name
 from cute_mla.spec.abi import int32s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, Arch
@@ -81,10 +81,10 @@ def launch(src: cute.Pointer, dst: cute.Pointer, row: Int32, name: cutlass.Const
     tma_copy(described, dst, row, fault).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=Smem.size_in_bytes())
 
 
-def build(config: TmaCopyConfig, arch: Arch) -> KernelSource:
+def build(config: TmaCopyConfig, arch: Arch) -> KernelDefinition:
     """The kernel's source, ready to compile."""
     matrix = make_ptr(BFloat16, 0, cute.AddressSpace.gmem, assumed_align=16)
-    return KernelSource(
+    return KernelDefinition(
         op="tma_copy",
         config=config,
         host=launch,

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 import cute_mla
 from cute_mla.cli import LazyGroup, commands
 from cute_mla.runtime.errors import ArtifactError, DeviceError
-
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests.support.tree import ROOT
 
 
 def test_help_lists_the_commands_without_importing_them() -> None:

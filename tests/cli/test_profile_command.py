@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from cute_mla.cli import commands
 from cute_mla.cli.profile import succeeded
 from cute_mla.manifest import KernelEntry, Manifest
-from cute_mla.profiles.static_report import MIX_CLASSES
+from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
 from cute_mla.runtime.library import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -46,7 +46,7 @@ def test_model_shows_static_figures_and_predictions(artifacts: Path, tmp_path: P
     header, row = (line.split() for line in result.output.splitlines()[:2])
     assert (row[0], row[header.index("registers")]) == ("dense_decode_sm90_bf16_cluster1", "128")
     assert dict(zip(header[-11:], row[-11:], strict=True)) == dict.fromkeys(MIX_CLASSES, "0") | {"tensor": "44", "tma": "9"}
-    assert "Predicted by the model of profiles/model.py, not measured" in result.output
+    assert "Predicted by the model of profiles/model, not measured" in result.output
     lines = result.output.splitlines()
     block = lines[lines.index("H200: clocks of an SM for a block of keys") + 2].split()
     assert block[:3] == ["dense_decode_sm90_bf16_cluster2", "2176", "2240"]
@@ -139,7 +139,8 @@ def timed_document(**changes: Any) -> dict[str, Any]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that gave timed_document()."""
-    from cute_mla.profiles import cuda_bench, report
+    from cute_mla.profiles import report
+    from cute_mla.profiles.measure import cuda_bench
 
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: archs[0])
     monkeypatch.setattr(report, "cuda_document", lambda *args: timed_document())

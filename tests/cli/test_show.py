@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands
 from cute_mla.manifest import Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
-from cute_mla.profiles.dynamic_counts import DynamicCounts, PeerCounts
+from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, DynamicCounts
 from cute_mla.runtime import driver
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.runtime.library import Artifacts
@@ -106,8 +106,8 @@ def test_kernel_as_json() -> None:
 
 def test_counts_stand_beside_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
     slope = {"load": {"bulk copy": 9.0, "integer": 31.0}, "score": {"matrix product": 144.0, "integer": 16.0}}
-    counts = DynamicCounts(slope, {"load": 40.0, "score": 60.0}, PeerCounts("dense", 400.0, 1000.0))
-    monkeypatch.setattr("cute_mla.profiles.dynamic_counts.dynamic_counts", lambda entry: counts)
+    counts = DynamicCounts(slope, {"load": 40.0, "score": 60.0}, BaselineCounts("dense", 400.0, 1000.0))
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry: counts)
     lines = run("kernel", NAME, "--counts").output.splitlines()
     assert [line.split() for line in lines[-6:-1]] == [
         ["matrix", "product", "144.0", "0", "144.0"],
@@ -121,7 +121,7 @@ def test_counts_stand_beside_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_counts_of_a_kernel_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_mla.profiles.dynamic_counts.dynamic_counts", lambda entry: None)
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry: None)
     result = run("kernel", NAME, "--counts")
     assert result.exit_code == 2
     assert f"{NAME} does not walk over keys" in result.stderr

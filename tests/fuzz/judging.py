@@ -25,7 +25,7 @@ from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.host_subjects import HOST_SUBJECTS
 from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, anything
-from tests.recording_device import RecordingDevice
+from tests.support.recording_device import RecordingDevice
 
 SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **HOST_SUBJECTS}
 

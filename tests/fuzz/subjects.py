@@ -33,7 +33,7 @@ from cute_mla.testing.operations import operation
 from cute_mla.testing.plan_reference import reference_plan
 from tests.fuzz import contract
 from tests.fuzz.calls import MergeCase, PlanCase, Setting
-from tests.recording_device import RecordingDevice
+from tests.support.recording_device import RecordingDevice
 
 Arguments = dict[str, Any]
 Verify = Callable[[Any], str]  # of what a call returned: what is wrong with it, or nothing

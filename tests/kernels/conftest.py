@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import launching
 import pytest
 
 from cute_mla.spec.arch import Arch
+from tests.kernels import launching
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cute_mla import simulator
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
@@ -25,7 +25,7 @@ FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q"
 class CompiledKernel:
     """A kernel's PTX with what its source says of it."""
 
-    source: KernelSource
+    source: KernelDefinition
     entry: str
     ptx: str
 

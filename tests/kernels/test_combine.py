@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from caches import Keys
-from launching import CompiledKernel, compiled, launch, nbytes
 
 from cute_mla import simulator
 from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
+from tests.kernels.caches import Keys
+from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
 
 pytestmark = pytest.mark.usefixtures("built_for")
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from launching import CompiledKernel, compiled, launch, nbytes
 
 from cute_mla import simulator
 from cute_mla.spec.merge_states import LISTED_STATES, grid
+from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
 
 pytestmark = pytest.mark.usefixtures("built_for")
 

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
+from cute_mla.kernels.attention import lengths
 from cute_mla.kernels.dense_prefill import operands
-from cute_mla.kernels.parts import lengths
-from cute_mla.profiles.partition import item_order
+from cute_mla.profiles.model.partition import dense_prefill_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 
@@ -60,7 +60,7 @@ def test_every_item_is_handed_out_once(monkeypatch: pytest.MonkeyPatch, heads: i
 
 @pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(1, 1, 1), (16, 64, 132), (3, 5, 7), (2, 200, 132), (1, 3, 8)])
 def test_the_model_hands_out_alike(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, ctas: int) -> None:
-    assert list(item_order(heads * row_blocks, row_blocks, ctas)) == handed_out(monkeypatch, heads, row_blocks, ctas)
+    assert list(dense_prefill_order(heads * row_blocks, row_blocks, ctas)) == handed_out(monkeypatch, heads, row_blocks, ctas)
 
 
 @pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(16, 64, 132), (8, 64, 132), (16, 256, 132), (128, 16, 132), (16, 64, 148)])

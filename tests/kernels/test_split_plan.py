@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from caches import Keys
-from launching import CompiledKernel, compiled, launch, nbytes
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 from cute_mla.testing.plan_reference import Plan, reference_plan
+from tests.kernels.caches import Keys
+from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1

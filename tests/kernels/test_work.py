@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from caches import Keys
-from launching import CompiledKernel, launch, nbytes
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
@@ -18,6 +16,8 @@ from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
 from cute_mla.testing.plan_reference import Plan, actual_tiles, pieces, reference_plan
+from tests.kernels.caches import Keys
+from tests.kernels.launching import CompiledKernel, launch, nbytes
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
@@ -29,9 +29,8 @@ EXTREMES = [0, 1, 2, 3, 127, 128, 129, -1, 1 << 24, 1 << 25, (1 << 25) - 1, 1 <<
 
 def compile_walk(arch: Arch) -> CompiledKernel:
     """The walk kernel."""
-    import walk_kernel
-
     from cute_mla.aot_build.compile import compile_source
+    from tests.kernels import walk_kernel
 
     source = walk_kernel.source()
     result = compile_source(source, arch)
@@ -169,7 +168,7 @@ def test_the_same_number_everywhere(kernel: CompiledKernel, value: int, invarian
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_unclipped_plans_are_seen_to_lead_outside(monkeypatch: pytest.MonkeyPatch, built_for: Arch, invariant: bool) -> None:
-    monkeypatch.setattr("cute_mla.kernels.parts.work.clip", lambda value, most: value)
+    monkeypatch.setattr("cute_mla.kernels.attention.split_kv_scheduler.clip", lambda value, most: value)
     broken = compile_walk(built_for)
     assert any(list(faults(broken, nonsense(seed, 7, 2), [500, 700], 1024, invariant)) for seed in range(5))
 

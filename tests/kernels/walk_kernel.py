@@ -8,9 +8,9 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_ptr
 
-from cute_mla.kernels.parts.lengths import Lengths
-from cute_mla.kernels.parts.work import Schedule
-from cute_mla.kernels.source import KernelSource
+from cute_mla.kernels.attention.lengths import Lengths
+from cute_mla.kernels.attention.split_kv_scheduler import Schedule
+from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.abi import int32s, pointers
 
 RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
@@ -82,10 +82,10 @@ def host(
     ).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
-def source() -> KernelSource:
+def source() -> KernelDefinition:
     """The kernel, ready to compile."""
     int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
-    return KernelSource(
+    return KernelDefinition(
         op="walk",
         config=WalkConfig(),
         host=host,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mla_models import PREFIX, checkpoint, naive, project, reduced
 from torch import Tensor
 
 from cute_mla.layer import MlaAttention, MlaBatch, MlaConfig, MlaWeights, plan_batch
+from tests.layer.mla_models import PREFIX, checkpoint, naive, project, reduced
 
 Reference = Callable[[Tensor, dict[str, Tensor], dict[str, Any]], Tensor]
 

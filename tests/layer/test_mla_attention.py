@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_models import MODELS, PREFIX, V2_LITE, V3, absorbed, checkpoint, naive, project
-from mla_steps import Reference, Sequences
 
 from cute_mla.layer import DecodeRequests, MlaAttention, MlaConfig, MlaWeights, Shard, plan_batch
 from cute_mla.layer.path import say_reference
 from cute_mla.runtime.device import has_kernels
+from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, absorbed, checkpoint, naive, project
+from tests.layer.mla_steps import Reference, Sequences
 
 LENGTHS = (1, 63, 64, 65)
 REFERENCES = pytest.mark.parametrize("reference", [naive, absorbed], ids=lambda function: function.__name__)

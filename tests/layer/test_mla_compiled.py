@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from compiling import compiled, fresh
-from mla_models import V3
-from mla_steps import Sequences
 
 import cute_mla
+from tests.layer.mla_models import V3
+from tests.layer.mla_steps import Sequences
+from tests.support.compiling import compiled, fresh
 
 assert fresh
 

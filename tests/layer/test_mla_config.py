@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from mla_models import V2_LITE, V3, YARN
 
 from cute_mla.layer import MlaConfig, YarnScaling
+from tests.layer.mla_models import V2_LITE, V3, YARN
 
 
 def test_deepseek_v3() -> None:

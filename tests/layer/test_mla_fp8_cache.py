@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_models import V2_LITE, V3
-from mla_steps import TOLERANCE, Sequences
 from torch import Tensor
 
 import cute_mla
 from cute_mla.cache.torch_path import to_e4m3
 from cute_mla.spec.arch import Arch
+from tests.layer.mla_models import V2_LITE, V3
+from tests.layer.mla_steps import TOLERANCE, Sequences
 
 SCALE = torch.tensor([0.02])  # keys of these models reach about 4
 CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills

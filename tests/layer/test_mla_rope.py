@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_models import V3
 
 from cute_mla.layer import MlaConfig, YarnScaling
 from cute_mla.layer.rope import Rotation, frequencies, interleaved, rotation
+from tests.layer.mla_models import V3
 
 CONFIG = MlaConfig.from_hugging_face(V3)
 

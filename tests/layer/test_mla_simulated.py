@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mla_models import V2_LITE, V3
-from mla_steps import Sequences
 
 import cute_mla
 from cute_mla.spec.arch import Arch
+from tests.layer.mla_models import V2_LITE, V3
+from tests.layer.mla_steps import Sequences
 
 CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills
 SMS = 2

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, reduced
 from safetensors.torch import save_file
 from torch import Tensor
 
 from cute_mla.layer import MlaConfig, MlaWeights, Shard, load_weights
+from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, reduced
 
 SMALL = reduced(V3, hidden=24, heads=4) | {"q_lora_rank": 40}
 CONFIG = MlaConfig.from_hugging_face(SMALL)

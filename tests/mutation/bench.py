@@ -17,7 +17,7 @@ from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime import simulated
 from cute_mla.runtime.device import simulate
 from cute_mla.runtime.library import load_artifacts
-from cute_mla.simulator.engine import machine
+from cute_mla.simulator.engine import recorder
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.case import BaseCase
@@ -149,4 +149,4 @@ def prepare() -> None:
     """One thread, not too much memory; a run ends at its first finding."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    machine.MAX_FINDINGS = 1
+    recorder.MAX_FINDINGS = 1

@@ -12,8 +12,8 @@ from unittest.mock import patch
 from cute_mla import simulator
 from cute_mla.manifest import KernelEntry
 from cute_mla.simulator import Observer
-from cute_mla.simulator.engine import machine
 from cute_mla.simulator.engine.counts import NO_ROLE
+from cute_mla.simulator.state.origin import instruction_of_caller
 from tests.mutation.sites import Mutation
 
 ALL_ROLES = "all"
@@ -28,7 +28,7 @@ class _Listener(Observer):
         self.names = names
 
     def barrier(self, w: Any, barrier: Any, action: str, number: int) -> None:
-        instruction = machine.instruction_of_caller()
+        instruction = instruction_of_caller()
         if instruction is not None:
             self.places.note(instruction.line, w.warps, self.names)
             if hasattr(barrier, "name"):

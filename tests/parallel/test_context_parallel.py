@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from dealing import DealtCall, Result, expected, rank_main, run, undealt
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cute_mla.parallel import ContextParallel, ContextShard
 from cute_mla.runtime.device import simulate
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, SPARSE_DECODE_OUT, compare, same_bits
+from tests.parallel.dealing import DealtCall, Result, expected, rank_main, run, undealt
 
 # Requests with keys on all ranks, on the first alone, on none, and around the ends of blocks; with two tokens, the first of the second
 # request sees nothing.

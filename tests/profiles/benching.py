@@ -11,13 +11,13 @@ import torch
 
 from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
-from cute_mla.profiles.ceilings import Ceilings
-from cute_mla.profiles.measure import Bench
-from cute_mla.profiles.peers.peer import Peer
+from cute_mla.profiles.baselines.baseline import Baseline
+from cute_mla.profiles.measure.ceilings import Ceilings
+from cute_mla.profiles.measure.runner import Bench
+from cute_mla.profiles.measure.timing import Call, Recording
 from cute_mla.profiles.rows import Case, load
 from cute_mla.profiles.shapes import DecodeShape, Shape
-from cute_mla.profiles.subjects import dense_decode, subject
-from cute_mla.profiles.timing import Call, Recording
+from cute_mla.profiles.workloads import dense_decode, workload
 from cute_mla.spec.dense_decode import LATENT
 
 CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0, "l2_read": 250.0}
@@ -85,10 +85,10 @@ def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
     monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args: (None, None))
     monkeypatch.setattr(dense_decode, "workspace_size", lambda *args, **kwargs: 64)
-    monkeypatch.setattr(subject, "rotation_sets", lambda set_bytes, l2_bytes: 3)
+    monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 3)
 
 
-def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, peers: tuple[Peer, ...] = ()) -> Bench:
+def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, baselines: tuple[Baseline, ...] = ()) -> Bench:
     """A bench on the CPU with the fake stopwatch."""
     return Bench(
         device=torch.device("cpu"),
@@ -98,8 +98,8 @@ def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, peer
         state=state,
         kernel_times=lambda recording: {"dense_decode": 90.0},
         load_us=1.0,
-        peers=peers,
-        peer_kernel_times=lambda recording: {"their_kernel": 80.0},
+        baselines=baselines,
+        baseline_kernel_times=lambda recording: {"their_kernel": 80.0},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_mla.profiles import ceilings
+from cute_mla.profiles.measure import ceilings
 
 
 def test_ceilings_are_counted_as_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from cute_mla.aot_build.variants import closed_variants
 from cute_mla.manifest import KernelEntry
-from cute_mla.profiles import dynamic_counts as module
-from cute_mla.profiles.dynamic_counts import FEW, MANY, dynamic_counts, peer_counts
+from cute_mla.profiles.kernel_stats import dynamic_counts as module
+from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, dynamic_counts
 from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import Arch
 
@@ -58,11 +58,11 @@ def test_products_of_a_tile(name: str, products: dict[str, float]) -> None:
 
 def test_flashmla_has_kernels_for_hopper_alone() -> None:
     kernel = entry("sparse_decode_sm90_bf16_fp8_656_cluster2")
-    peer = peer_counts(kernel)
+    peer = baseline_counts(kernel)
     assert peer is not None
     assert (peer.slope, peer.fixed) == (6844, 5641)
-    single = peer_counts(entry("sparse_decode_sm90_bf16_fp8_656_cluster1"))
+    single = baseline_counts(entry("sparse_decode_sm90_bf16_fp8_656_cluster1"))
     assert single is not None
     assert single.slope == 9693
-    assert peer_counts(replace(kernel, arch="sm100")) is None
-    assert peer_counts(entry("sparse_decode_sm90_bf16_fp8_584_cluster2")) is None
+    assert baseline_counts(replace(kernel, arch="sm100")) is None
+    assert baseline_counts(entry("sparse_decode_sm90_bf16_fp8_584_cluster2")) is None

@@ -8,16 +8,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cute_mla.profiles.latency_plot import OURS, WIDTH, Timed, latency_svg, lines_against, timed_of
+from cute_mla.profiles.plots.latency_plot import OURS, WIDTH, Timed, latency_svg, lines_against, timed_of
 from cute_mla.profiles.rows import OPS, load
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def record(name: str, us: float, **peers: float) -> dict[str, Any]:
+def record(name: str, us: float, **baselines: float) -> dict[str, Any]:
     """A timed record of a row of the suite."""
     (case,) = (case for op in OPS for case in load(op) if case.name == name)
-    others = {peer: {"status": "timed", "us": {"median": median}} for peer, median in peers.items()}
+    others = {baseline: {"status": "timed", "us": {"median": median}} for baseline, median in baselines.items()}
     others["Absent"] = {"status": "absent"}  # type: ignore[dict-item]
     return {"op": case.op, "shape": asdict(case.shape), "cold_us": {"median": us}, "peers": others}
 
@@ -33,7 +33,7 @@ def test_rows_that_differ_in_batch_alone_are_a_line() -> None:
     assert found == {("dense_decode", "h128 s1 L4096", OURS): [(74, 120.0), (128, 200.0)]}
 
 
-def test_rows_that_differ_in_length_alone_are_a_line_and_so_are_a_peers() -> None:
+def test_rows_that_differ_in_length_alone_are_a_line_and_so_are_a_baselines() -> None:
     rows = times(
         record("D1.fixed", 200.0, Theirs=240.0), record("D5.fixed", 60.0, Theirs=100.0), record("D14.len0", 9.0), record("F1.s1", 100.0)
     )

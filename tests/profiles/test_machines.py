@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from cute_mla.profiles.machines import FILE, Machine, machines, parse
+from cute_mla.profiles.model.machines import FILE, Machine, machines, parse
 from cute_mla.profiles.roofline import GPUS
 from cute_mla.spec.arch import ARCHS
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
-from cute_mla.profiles.ceilings import Ceilings
-from cute_mla.profiles.measure import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
+from cute_mla.profiles.measure.ceilings import Ceilings
+from cute_mla.profiles.measure.runner import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
 from cute_mla.profiles.roofline import Work
-from cute_mla.profiles.subjects.dense_decode import DenseDecode, sample_requests
+from cute_mla.profiles.workloads.dense_decode import DenseDecode, sample_requests
+from tests.profiles.benching import FakeKernel, bench, install, small_case
 
 
 def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_a_set_that_the_graph_does_not_write_is_found(monkeypatch: pytest.Monkey
     """Only the first and last set are compared; the others are still looked at for poison."""
     kernel = FakeKernel()
     install(monkeypatch, kernel)
-    subject = DenseDecode(small_case(), torch.device("cpu"), 1)
-    subject.poison()
-    for operands in (subject.sets[0], subject.sets[2]):
-        subject.call(operands)
-    outcome = subject.check_sets(subject.sets, [subject.sets[0], subject.sets[-1]])
+    workload = DenseDecode(small_case(), torch.device("cpu"), 1)
+    workload.poison()
+    for operands in (workload.sets[0], workload.sets[2]):
+        workload.call(operands)
+    outcome = workload.check_sets(workload.sets, [workload.sets[0], workload.sets[-1]])
     assert outcome.reason == "a result has NaN, or was not written everywhere"
 
 
@@ -103,8 +103,8 @@ def test_results_left_over_from_before_do_not_pass(monkeypatch: pytest.MonkeyPat
 
 def test_operands_are_nasty_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
-    subject = DenseDecode(small_case(lengths=(300, 64, 0)), torch.device("cpu"), 1)
-    one, same, other = (subject.make_operands(seed) for seed in (1, 1, 2))
+    workload = DenseDecode(small_case(lengths=(300, 64, 0)), torch.device("cpu"), 1)
+    one, same, other = (workload.make_operands(seed) for seed in (1, 1, 2))
     assert torch.equal(one.k_cache, same.k_cache)
     assert not torch.equal(one.k_cache, other.k_cache)
     assert sorted(one.block_table[one.block_table < 1000].tolist()) == list(range(6))  # each page once

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cute_mla.kernels.blocks import Block, Stage, block_of
-from cute_mla.profiles.machines import BEST, WORST, Machine, machines
-from cute_mla.profiles.model import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
-from cute_mla.profiles.model_launch import NoModel, launch_of
-from cute_mla.profiles.model_report import launch_on, predictions
-from cute_mla.profiles.partition import Part
-from cute_mla.profiles.recorded_counts import RoleCounts, read
+from cute_mla.profiles.kernel_stats.golden_counts import RoleCounts, read
+from cute_mla.profiles.model.launches import NoModelError, Target, launch_of
+from cute_mla.profiles.model.machines import BEST, WORST, Machine, machines
+from cute_mla.profiles.model.partition import CtaWork
+from cute_mla.profiles.model.prediction import Combine, Launch, block_clocks, combine_us, issued, predict, predict_combine
+from cute_mla.profiles.model.report import launch_on, predictions
+from cute_mla.profiles.model.tile_costs import Block, Stage, block_of
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.spec.arch import SM90, SM100
@@ -126,7 +126,7 @@ def machine(**changes: Any) -> Machine:
 
 
 def simple(**changes: Any) -> Launch:
-    made = Launch("op", "arch", {}, "k", SIMPLE, COUNTS, (Part(10, 1), Part(8, 3)), row_ctas=1, ctas=132, bytes=0.0)
+    made = Launch("op", "arch", {}, "k", SIMPLE, COUNTS, (CtaWork(10, 1), CtaWork(8, 3)), row_ctas=1, ctas=132, bytes=0.0)
     return replace(made, **changes)
 
 
@@ -198,7 +198,7 @@ def test_more_sms_are_never_slower(name: str) -> None:
     case, bounds = case_named(name), machines()["H200"]
     times = []
     for sm_count in (16, 32, 66, 132, 264):
-        launch = launch_of(case, SM90.name, sm_count, read())
+        launch = launch_of(case, Target(SM90, sm_count, read()))
         assert isinstance(launch, Launch)
         faster = {"l2_tbytes": 1e9, "sm_count": sm_count}  # rates of the whole GPU as they are would be shared by more
         times.append(predict(replace(launch, combine=None), replace(bounds.best, **faster), BEST).us)
@@ -223,10 +223,10 @@ def test_every_row_has_a_model(case: Case, gpu: str) -> None:
 
 def test_a_kernel_without_counts_is_named() -> None:
     case = case_named("D1.fixed")
-    with pytest.raises(NoModel, match="the instructions of dense_decode_sm90_bf16_cluster2 are not recorded"):
-        launch_of(case, SM90.name, 132, {})
-    with pytest.raises(NoModel, match="fp16"):
-        launch_of(replace(case, dtype="fp16"), SM90.name, 132, read())
+    with pytest.raises(NoModelError, match="the instructions of dense_decode_sm90_bf16_cluster2 are not recorded"):
+        launch_of(case, Target(SM90, 132, {}))
+    with pytest.raises(NoModelError, match="fp16"):
+        launch_of(replace(case, dtype="fp16"), Target(SM90, 132, read()))
 
 
 def test_longer_requests_take_longer() -> None:
@@ -234,7 +234,7 @@ def test_longer_requests_take_longer() -> None:
     times = []
     for length in (64, 640, 4096, 40960):
         longer = replace(case, shape=DecodeShape((length,) * 128, 1, 128))
-        launch = launch_of(longer, SM90.name, 132, read())
+        launch = launch_of(longer, Target(SM90, 132, read()))
         times.append(predict(launch, machines()["H200"].best, BEST).us)  # type: ignore[arg-type]
     assert times == sorted(times)
 

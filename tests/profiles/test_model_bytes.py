@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from cute_mla import simulator
-from cute_mla.kernels.blocks import block_of
-from cute_mla.profiles import dynamic_counts as module
-from cute_mla.profiles.dynamic_counts import FEW, MANY
+from cute_mla.profiles.kernel_stats import dynamic_counts as module
+from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY
+from cute_mla.profiles.model.tile_costs import block_of
 from cute_mla.runtime.library import load_artifacts
-from cute_mla.simulator.state.observers import Observer
+from cute_mla.simulator import Observer
 
 
 class Bytes(Observer):

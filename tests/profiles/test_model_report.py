@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_mla.profiles.model_report import against, between, markdown, measured_us, model_of
+from cute_mla.profiles.model.report import against, between, markdown, measured_us, model_of
 from cute_mla.profiles.roofline import GPUS, roof
 from cute_mla.profiles.rows import Case, load
 

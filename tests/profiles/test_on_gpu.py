@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "profiles" / "on_gpu.sh"
+from tests.support.tree import ROOT
+
+SCRIPT = ROOT / "profiles" / "on_gpu.sh"
 
 # Stands in for Python: plays each step as told by a file named after it, and notes how it was called.
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -106,7 +108,7 @@ def test_wheels_go_to_a_temporary_folder_behind_everything_else(tmp_path: Path, 
         (carried / name).touch()
     (fake_python.parent / "pip").write_text(outcome)
     result = run(tmp_path / "out", "--python", fake_python, "--wheels", carried)
-    assert result.returncode == 0  # a peer that cannot be installed is left out
+    assert result.returncode == 0  # a baseline that cannot be installed is left out
     assert (status(tmp_path / "out")["wheels"], status(tmp_path / "out")["preflight"]) == (code, 0)
     calls = [call.split(" -m ")[1] for call in (fake_python.parent / "calls").read_text().splitlines()]
     installs = [call for call in calls if call.startswith("pip")]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benching import FakeKernel, bench, install, small_case
 
-from cute_mla.profiles import cuda_bench, report
-from cute_mla.profiles.plot import Point
+from cute_mla.profiles import report
+from cute_mla.profiles.measure import cuda_bench, environment
+from cute_mla.profiles.plots.roofline_plot import Point
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
+from tests.profiles.benching import FakeKernel, bench, install, small_case
+from tests.support.tree import ROOT
 
-PLOT = Path(__file__).resolve().parents[2] / "profiles" / "plots" / "roofline.svg"
+PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_run_that_is_cut_short_has_left_its_rows_and_the_name_of_the_last(monk
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: SM90)
     monkeypatch.setattr(cuda_bench, "cuda_bench", lambda arch: bench())
-    monkeypatch.setattr(cuda_bench, "environment", lambda: {"gpu": "NVIDIA H200"})
+    monkeypatch.setattr(environment, "environment", lambda: {"gpu": "NVIDIA H200"})
     left: list[dict[str, Any]] = []
     cases = [small_case("A.x"), small_case("B.x")]
     document = report.cuda_document([SM90], ["dense_decode"], cases, 1000.0, lambda name, so_far: left.append(report.plain(so_far)))
@@ -93,5 +94,5 @@ def test_a_gpu_that_does_not_match_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    with pytest.raises(cuda_bench.GpuMismatch, match=message):
+    with pytest.raises(cuda_bench.GpuMismatchError, match=message):
         cuda_bench.matching_arch([SM90])

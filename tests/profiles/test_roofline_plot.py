@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from xml.etree import ElementTree
 
-from cute_mla.profiles.plot import HEIGHT, OP_COLORS, WIDTH, Point, roofline_svg
+from cute_mla.profiles.plots.roofline_plot import HEIGHT, OP_COLORS, WIDTH, Point, roofline_svg
 from cute_mla.profiles.roofline import GPUS, roof
 from cute_mla.profiles.rows import OPS, load
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benching import ENTRY
 
 from cute_mla.manifest import Manifest
-from cute_mla.profiles.static_report import MIX_CLASSES, instruction_mix, kernel_report, static_report
+from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES, instruction_mix, static_figures, static_report
+from tests.profiles.benching import ENTRY
 
 
 def test_a_kernel_is_set_against_what_the_machine_has() -> None:
-    report = kernel_report(ENTRY)
+    report = static_figures(ENTRY)
     assert (report.threads, report.cluster, report.stack_bytes) == (512, 2, 8)
     assert report.register_share == 1.0
     assert report.smem_share == 0.5

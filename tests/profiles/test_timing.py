@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cute_mla.profiles.timing import (
-    LEAST_ROTATION_BYTES,
+from cute_mla.profiles.measure.timing import (
     Call,
     CudaStopwatch,
     Recording,
@@ -18,9 +17,9 @@ from cute_mla.profiles.timing import (
     graph_launches,
     interleave,
     ratios,
-    rotation_sets,
     rounds_for,
 )
+from cute_mla.profiles.workloads.workload import LEAST_ROTATION_BYTES, rotation_sets
 
 MIB = 1 << 20
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from cuda.bindings import driver as real
-from fake_driver import STREAM, FakeDriver, RecordedLaunch, RecordedMap
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +22,7 @@ from cute_mla.runtime.library import load_artifacts
 from cute_mla.runtime.simulated import SimulatedDevice
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.runtime.fake_driver import STREAM, FakeDriver, RecordedLaunch, RecordedMap
 
 MODES = real.CUstreamCaptureMode
 RELAXED, GLOBAL = MODES.CU_STREAM_CAPTURE_MODE_RELAXED, MODES.CU_STREAM_CAPTURE_MODE_GLOBAL

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_artifacts import write_artifacts
-from fake_driver import FakeDriver, installed
 
 from cute_mla.runtime import library
+from tests.runtime.fake_artifacts import write_artifacts
+from tests.runtime.fake_driver import FakeDriver, installed
 
 
 @pytest.fixture

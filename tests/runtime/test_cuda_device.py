@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cuda.bindings import driver as real
-from fake_artifacts import dense_entries, fake_cubin, write_artifacts
-from fake_driver import FakeDriver, scalar
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
@@ -26,6 +24,8 @@ from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.split_plan import NO_LIMIT
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
+from tests.runtime.fake_driver import FakeDriver, scalar
 
 CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
 PDL = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.value

@@ -11,9 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from bench import expect
-from captured_graph import CapturingDriver, Graph, captured
-from fake_driver import installed
 from torch import Tensor
 
 import cute_mla
@@ -29,6 +26,9 @@ from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_pr
 from cute_mla.testing.operations import operation
 from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tensors
 from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
+from tests.runtime.captured_graph import CapturingDriver, Graph, captured
+from tests.runtime.fake_driver import installed
+from tests.support.bench import expect
 
 SM_COUNT = 6
 LENGTHS = (140, 70, 100, 64)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_driver import FakeDriver
 
 from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.device import device_for, simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import SM90, SM100
+from tests.runtime.fake_driver import FakeDriver
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from decode_arguments import dense, dense_fp8, sparse, sparse_extra
-from fake_driver import FakeDriver, RecordedLaunch, installed
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cute_mla import decode_call
@@ -19,6 +17,8 @@ from cute_mla.runtime.cuda import CudaDevice
 from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
 from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import Arch
+from tests.runtime.fake_driver import FakeDriver, RecordedLaunch, installed
+from tests.support.decode_arguments import dense, dense_fp8, sparse, sparse_extra
 
 Make = Callable[..., dict[str, Any]]
 

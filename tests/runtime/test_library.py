@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from fake_artifacts import dense_entries, fake_cubin, write_artifacts
 
 from cute_mla.manifest import MANIFEST_NAME, Provenance, manifest_sha256
 from cute_mla.runtime import library
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import cubin_sm, cubin_toolkit, load_artifacts
 from cute_mla.spec.arch import SM100
+from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
 
 NAME = "dense_decode_sm90_bf16_cluster1"
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_artifacts import entry, fake_cubin, write_artifacts
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime import library, simulated
@@ -17,6 +16,7 @@ from cute_mla.runtime.device import simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.simulator import SimulationError, load_module
 from cute_mla.spec.abi import Param, float32s, int32s, int64s, pointers
+from tests.runtime.fake_artifacts import entry, fake_cubin, write_artifacts
 
 # target[i + shift] = source[i] + addend for i < count, one block of 32 threads
 PTX = """

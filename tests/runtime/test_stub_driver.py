@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_artifacts import fake_cubin
 
 from cute_mla.profiles import host_cost
+from tests.runtime.fake_artifacts import fake_cubin
+from tests.support.tree import ROOT
 
 HERE = Path(__file__).parent
 
@@ -27,14 +28,13 @@ pytestmark = [
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stub as libcuda.so.1."""
     folder = tmp_path_factory.mktemp("stub")
-    host_cost.build_no_driver(folder)
+    host_cost.build_stub_driver(folder)
     return folder
 
 
 def run_session(stub: Path, artifacts: Path, *capability: int) -> subprocess.CompletedProcess[str]:
     """Runs stub_session.py."""
-    root = HERE.parents[1]
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(root), "CUTE_MLA_ARTIFACTS": str(artifacts)}
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "CUTE_MLA_ARTIFACTS": str(artifacts)}
     command = [sys.executable, str(HERE / "stub_session.py"), *map(str, capability)]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 

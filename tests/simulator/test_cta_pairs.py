@@ -7,8 +7,8 @@ import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
-from tests.simulator.test_copies import ALL, WAIT, barrier, each_policy
 
 LOAD = """
     and.b32 %r103, %r101, 1;

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cute_mla.simulator import Policy
-from tests.simulator import test_warp_wide_stores as stores
+from tests.simulator import warp_wide_store as stores
 from tests.simulator.small_kernels import LAZY, kinds
-from tests.simulator.test_wgmma_kernels import BODY, run
+from tests.simulator.wgmma_kernel import BODY, run
 
 ORDERED = [Policy.named("round_robin"), LAZY, Policy.named("adversarial")]
 each_policy = pytest.mark.parametrize("policy", ORDERED)

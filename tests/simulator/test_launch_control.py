@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy
+from tests.simulator.barrier_kernels import barrier, each_policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
-from tests.simulator.test_copies import barrier, each_policy
 
 # every CTA counts the work of its own cluster and of those it cancels: out[ctaid] += 1 + its rank
 LOOP = """

@@ -7,7 +7,7 @@ import pytest
 
 from cute_mla.simulator import Policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
-from tests.simulator.test_overwrites import BAR, CP_ASYNC, PAIR, POLICIES, SETUP, copy, findings, wait
+from tests.simulator.two_warps import BAR, CP_ASYNC, PAIR, POLICIES, SETUP, copy, findings, wait
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 FENCE = "fence.mbarrier_init.release.cluster;\n"

@@ -7,46 +7,11 @@ import pytest
 
 from cute_mla.simulator import Policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
-from tests.simulator.test_wgmma_kernels import A_BYTES, B_BYTES
-from tests.simulator.test_wgmma_kernels import BODY as PRODUCT
+from tests.simulator.two_warps import BAR, CP_ASYNC, LOAD, MINE, PAIR, POLICIES, THEIRS, copy, findings, wait
+from tests.simulator.wgmma_kernel import A_BYTES, B_BYTES
+from tests.simulator.wgmma_kernel import BODY as PRODUCT
 
-POLICIES = [Policy.named("round_robin"), Policy.named("lazy"), Policy.named("random", 3), Policy.named("adversarial")]
 each_policy = pytest.mark.parametrize("policy", POLICIES)
-
-SETUP = """
-    mov.u32 %r1, smem; shl.b32 %r2, %r0, 2; add.u32 %r3, %r1, %r2; xor.b32 %r4, %r0, 32; shl.b32 %r4, %r4, 2; add.u32 %r4, %r4, %r1;
-    setp.eq.u32 %p0, %r0, 0; setp.ge.u32 %p1, %r0, 32; setp.eq.u32 %p2, %r0, 32; ld.param.u64 %rd4, [p1]; mov.u32 %r5, %cluster_ctarank;
-    xor.b32 %r6, %r5, 1; mapa.shared::cluster.u32 %r7, %r1, %r6; mapa.shared::cluster.u32 %r8, %r3, %r6;
-    @%p0 mbarrier.init.shared.b64 [%r1], 1;
-    @%p0 mbarrier.init.shared.b64 [%r1+8], 1;
-    fence.mbarrier_init.release.cluster;
-    bar.sync 0;
-"""
-MINE = "st.shared.u32 [%r3+1024], %r0;\n"  # every thread its own word
-THEIRS = "st.shared.u32 [%r4+1024], %r0;\n"  # the word of a thread of the other warp
-LOAD = "ld.shared.u32 %r20, [%r3+1024];\n"
-BAR = "bar.sync 0;\n"
-PAIR = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;\n"
-
-
-def copy(barrier: int = 0, to: int = 1024) -> str:
-    """Thread 0 copies 256 bytes, one word for each thread."""
-    return (
-        f"@%p0 mbarrier.arrive.expect_tx.shared.b64 _, [%r1+{barrier}], 256;\n@%p0 cp.async.bulk.shared::cluster.global"
-        f".mbarrier::complete_tx::bytes [%r1+{to}], [%rd4], 256, [%r1+{barrier}];\n"
-    )
-
-
-def wait(name: str, barrier: int = 0, parity: int = 0) -> str:
-    """Everybody waits."""
-    return f"{name}: mbarrier.try_wait.parity.shared.b64 %p9, [%r1+{barrier}], {parity}, 10000;\n@!%p9 bra {name};\n"
-
-
-def findings(program: str, policy: Policy, ctas: int = 1) -> set[str]:
-    """The kinds of findings of 64 threads."""
-    source = aligned(1024, np.uint8)
-    kernel = Kernel(SETUP + program, threads=64, smem=4096, grid=ctas, cluster=ctas)
-    return kinds(kernel.run(aligned(256, np.uint32), source, policy=policy))
 
 
 @each_policy
@@ -95,7 +60,6 @@ def test_stores_of_bytes(policy: Policy) -> None:
         assert findings(place.replace("@%p1 add.u32 %r9, %r9, 1;", "") + store, policy) == {"race"}
 
 
-CP_ASYNC = "shl.b32 %r9, %r0, 4; add.u32 %r9, %r9, %r1; cp.async.cg.shared.global [%r9+1024], [%rd4], 16;\n"
 LOAD_COPIED = "ld.shared.u32 %r10, [%r9+1024];\n"
 
 

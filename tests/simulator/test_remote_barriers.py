@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction, load_module
+from tests.simulator.barrier_kernels import WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, kinds
-from tests.simulator.test_copies import WAIT, barrier, each_policy
 
 # the odd CTA writes to the even one's shared memory and arrives at its mbarrier; the even CTA waits and stores what it got
 SEND = """

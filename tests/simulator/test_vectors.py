@@ -16,7 +16,7 @@ import pytest
 from cute_mla.simulator.isa import table
 from tests.simulator import exact
 from tests.simulator.exact import decode, encode, flush, signed
-from tests.simulator.test_packed_vectors import PACKED
+from tests.simulator.packed_vectors import PACKED
 from tests.simulator.vectors import (
     BANK,
     MODES,

@@ -9,7 +9,6 @@ from typing import get_args
 
 import pytest
 import torch
-from bench import expect
 
 from cute_mla.testing import case as base
 from cute_mla.testing import dense_prefill_cases
@@ -17,6 +16,7 @@ from cute_mla.testing.compare import compare, same_bits
 from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.low_precision import error_limits, low_precision_attention
 from cute_mla.testing.operations import OPERATIONS
+from tests.support.bench import expect
 
 SMALL = DensePrefillCase(lengths=((20, 30), (7, 5), (0, 9), (4, 0), (3, 40)), h_kv=2, group=3, outputs="given")
 OPERATION = OPERATIONS[SMALL.op]

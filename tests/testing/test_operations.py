@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recording_device import RecordingDevice
 from torch import Tensor
 
 from cute_mla.manifest import kernel_name
@@ -15,6 +14,7 @@ from cute_mla.testing.dense_prefill_cases import DensePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
 from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.sparse_cases import Pool, SparseCase
+from tests.support.recording_device import RecordingDevice
 
 SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_suites.SMOKE, *dense_prefill_suites.SMOKE]
 

@@ -2,7 +2,7 @@
 
     grid      (ceil(rows / 4), 1, 1), 128 threads, no shared memory; one warp gathers one row of out
     a row     its request is the number of those that end at or before it: lanes look at 32 ends at once, and a vote counts them
-    a key     as in parts/key_rows.py: all of it, and its scales, are on their way before the first column is worked out
+    a key     as in primitives/key_rows.py: all of it, and its scales, are on their way before the first column is worked out
 
 A column times its scale is rounded once, to the type of out. A key that no page holds (a page number outside the cache, a position
 beyond the block table) is a row of zeros, and nothing is read for it. Operands and their meaning: cute_mla/spec/cache_gather.py.
@@ -18,10 +18,11 @@ from ...spec.cache_format import CacheFormat
 from ...spec.cache_gather import PARAMS
 from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns
 from ...spec.mla import ELEMENT_BYTES
-from ..parts.attention_kernel import ELEMENT_TYPES
-from ..parts.example_arguments import example_arguments
-from ..parts.fragments import pack_word
-from ..parts.key_rows import (
+from ..attention.kernel import ELEMENT_TYPES
+from ..definition import KernelDefinition
+from ..example_arguments import example_arguments
+from ..primitives.fragments import pack_word
+from ..primitives.key_rows import (
     E8M0_NAN,
     MANTISSA_BITS,
     NAN,
@@ -38,7 +39,6 @@ from ..parts.key_rows import (
     registers,
     store_elements,
 )
-from ..source import KernelSource
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
@@ -194,10 +194,10 @@ class CacheGather:
         return as_float(cutlass.select_(code == E8M0_NAN, Int32(NAN), power))
 
 
-def build(config: CacheRowsConfig, arch: Arch) -> KernelSource:
+def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = CacheGather(config, arch)
-    return KernelSource(
+    return KernelDefinition(
         op="cache_gather",
         config=config,
         host=kernel.host,

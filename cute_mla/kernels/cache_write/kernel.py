@@ -1,7 +1,7 @@
 """cache_write: writes keys to their slots in a paged cache, quantised where the cache is. Every architecture.
 
     grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
-    a key     as in parts/key_rows.py: all of it is loaded before anything is worked out
+    a key     as in primitives/key_rows.py: all of it is loaded before anything is worked out
     a group   (128 columns of fp8_656, 64 of fp8_584) lies in 16 or 8 neighbouring lanes: a butterfly of shuffles gives each of them the
               largest magnitude, as bits, so that what is not finite comes out on top; each works out the scale, one of them writes it
     division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
@@ -28,10 +28,11 @@ from ...spec.cache_rows import (
 )
 from ...spec.cache_write import PARAMS
 from ...spec.mla import ELEMENT_BYTES
-from ..parts.attention_kernel import ELEMENT_TYPES
-from ..parts.example_arguments import example_arguments
-from ..parts.fragments import pack_word
-from ..parts.key_rows import (
+from ..attention.kernel import ELEMENT_TYPES
+from ..definition import KernelDefinition
+from ..example_arguments import example_arguments
+from ..primitives.fragments import pack_word
+from ..primitives.key_rows import (
     E8M0_NAN,
     INFINITE,
     MANTISSA_BITS,
@@ -50,7 +51,6 @@ from ..parts.key_rows import (
     registers,
     store_words,
 )
-from ..source import KernelSource
 
 THREADS = 32 * KEYS_PER_BLOCK
 MAGNITUDE = 0x7FFFFFFF
@@ -223,10 +223,10 @@ def expected(cache: CacheFormat) -> dict[str, int]:
     }
 
 
-def build(config: CacheRowsConfig, arch: Arch) -> KernelSource:
+def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = CacheWrite(config, arch)
-    return KernelSource(
+    return KernelDefinition(
         op="cache_write",
         config=config,
         host=kernel.host,

@@ -7,7 +7,7 @@
              merges one row (query token, head)
              z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane, for batches too small to fill
              the GPU. The bits are the same: a column is summed over the splits in their order, whoever does it.
-    a row    as in parts/merging.py, 2 splits of 16 columns a lane in flight per buffer, or 8 of 4
+    a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, or 8 of 4
 
 The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
 a split whose weight is 0 (it was empty, and nobody wrote its row) is not read. Operands and their meaning: cute_mla/spec/combine.py.
@@ -25,12 +25,12 @@ from ...spec.arch import Arch
 from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from ..parts.attention_kernel import ELEMENT_TYPES
-from ..parts.example_arguments import example_arguments
-from ..parts.lengths import Lengths, clip
-from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
-from ..parts.softmax import LN2
-from ..source import KernelSource
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.lengths import Lengths, clip
+from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
+from ..attention.softmax import LN2
+from ..definition import KernelDefinition
+from ..example_arguments import example_arguments
 
 THREADS = 32 * ROWS_PER_BLOCK
 assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns or all of them"
@@ -203,11 +203,11 @@ def launch(
     )
 
 
-def build(config: CombineConfig, arch: Arch) -> KernelSource:
+def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
     """The kernel's source for one element type of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
     args = (*example_arguments(PARAMS, elements), kernel_name("combine", arch.name, config.name))
-    return KernelSource(
+    return KernelDefinition(
         op="combine",
         config=config,
         host=launch,

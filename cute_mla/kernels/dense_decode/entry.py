@@ -10,9 +10,9 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, LATENT, PARAMS, DenseDecodeConfig
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.attention_kernel import AttentionKernel
-from ..parts.lengths import Lengths
-from ..parts.work import Schedule
+from ..attention.kernel import AttentionKernel
+from ..attention.lengths import Lengths
+from ..attention.split_kv_scheduler import Schedule
 from .operands import BOX_BYTES_PER_KEY, Fp8Cache, Operands
 
 

@@ -10,9 +10,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
-from ..parts.lengths import larger, smaller
-from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..parts.work import Piece, Schedule
+from ..attention.lengths import larger, smaller
+from ..attention.split_kv_scheduler import Piece, Schedule
+from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros

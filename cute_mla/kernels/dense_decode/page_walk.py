@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.lengths import smaller
+from ..attention.lengths import smaller
 from .operands import NO_PAGE, LaneBox, Operands, count_boxes
 
 

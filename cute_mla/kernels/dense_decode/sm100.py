@@ -32,7 +32,7 @@ commits arrives in both:
 
 With e4m3 operands all is the same but for what the half of the bytes brings about: 7 slots of two latent boxes, Q in 72
 columns of tensor memory, two groups of score warps that take tiles in turn (512 threads, S of two tiles, S two tiles ahead of
-P V; ../parts/sm100_alternating.py), rings of 3 where the table says 2 and of 2 for the scores. P is e4m3, too: its reference
+P V; sm100/alternating.py), rings of 3 where the table says 2 and of 2 for the scores. P is e4m3, too: its reference
 follows every tile, and what O is divided by is the sum of P as it was rounded, which the tensor cores add up as P times ones.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
@@ -55,10 +55,12 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import barrier_table
-from ..parts.sm100_alternating import AlternatingDecode
-from ..parts.sm100_boxes import clear_rows
-from ..parts.sm100_geometry import (
+from ..definition import KernelDefinition
+from ..primitives.pipeline import barrier_table
+from ..primitives.tma import pair_box, prefetch_map
+from ..sm100.alternating import AlternatingDecode
+from ..sm100.boxes import clear_rows
+from ..sm100.config import (
     BOX_BYTES,
     CTA_COLUMNS,
     CTA_ROPE,
@@ -70,11 +72,9 @@ from ..parts.sm100_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm100_mma import PairGemm
-from ..parts.sm100_roles import EVEN_CTA
-from ..parts.sm100_score import ScoreRows
-from ..parts.tma import pair_box, prefetch_map
-from ..source import KernelSource
+from ..sm100.gemm import PairGemm
+from ..sm100.roles import EVEN_CTA
+from ..sm100.score_rows import ScoreRows
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 from .sm100_convert import ConvertingSm100
@@ -171,7 +171,7 @@ class DenseDecodeSm100(DenseRowsSm100):
         if left < TILE_KEYS:
             clear_rows(rows.tiles.slot(slot), self.geometry.latent_boxes, left, rows.half * TILE_ROWS + rows.row)
 
-    def variant(self) -> KernelSource:
+    def variant(self) -> KernelDefinition:
         """Ready to compile."""
         geometry = self.geometry
         return self.source(
@@ -203,6 +203,6 @@ class DenseDecodeSm100Fp8(AlternatingDecode, DenseDecodeSm100):
 KERNELS: dict[str, type[DenseRowsSm100]] = {LATENT: DenseDecodeSm100, FP8_CACHE: ConvertingSm100, FP8: DenseDecodeSm100Fp8}
 
 
-def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
+def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     return KERNELS[config.operands](config, arch).variant()

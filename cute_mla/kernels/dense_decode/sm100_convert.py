@@ -2,7 +2,7 @@
 
 The kernel of sm100.py with another role in front: four warps of each CTA load its half of the columns of every key, page by page,
 and write them as 16-bit columns where the TMA would. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the
-scale of the cache goes into those of the scores and of the output. Roles and pipelines: ../parts/sm100_filled.py, whose gather role
+scale of the cache goes into those of the scores and of the output. Roles and pipelines: sm100/row_producer.py, whose gather role
 is called convert here; the other roles are the 16-bit kernel's.
 
 Of a key behind the end of the request, or in a page that the cache does not have, nothing is read, and its row is zeros: nothing is
@@ -18,13 +18,13 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
 from ...spec.mla import D_LATENT
-from ..parts.e4m3 import widen_in_pairs
-from ..parts.sm100_columns import PIECE, LaneKeys, make_pieces
-from ..parts.sm100_converted import ConvertedTile, E4m3Columns, latent_e4m3_columns
-from ..parts.sm100_filled import FilledPair, filled_source
-from ..parts.sm100_geometry import CTA_ROPE, SIXTEEN_BIT, VECTOR, Tiles
-from ..parts.tiles import ELEMENT_BYTES
-from ..source import KernelSource
+from ..attention.tiles import ELEMENT_BYTES
+from ..definition import KernelDefinition
+from ..primitives.e4m3 import widen_in_pairs
+from ..sm100.config import CTA_ROPE, SIXTEEN_BIT, VECTOR, Tiles
+from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
+from ..sm100.row_copy import PIECE, LaneKeys, make_pieces
+from ..sm100.row_producer import FilledPair, filled_source
 from .operands import NO_PAGE, Operands
 from .sm100_rows import DenseRowsSm100
 
@@ -111,6 +111,6 @@ class ConvertingSm100(DenseRowsSm100, FilledPair):
         """Where a key's row lies."""
         return LaneKeys(operands.fp8_cache.address(*found, Int32(0)))
 
-    def variant(self) -> KernelSource:
+    def variant(self) -> KernelDefinition:
         """Ready to compile."""
         return filled_source(self)

@@ -7,10 +7,10 @@ from typing import Any
 from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.sm100_roles import PairDecode
-from ..parts.sm100_score import ScoreRows
-from ..parts.tiles import first_query_row
-from ..source import KernelSource
+from ..attention.tiles import first_query_row
+from ..definition import KernelDefinition
+from ..sm100.roles import PairDecode
+from ..sm100.score_rows import ScoreRows
 from .entry import DenseDecode
 from .operands import Operands
 
@@ -28,6 +28,6 @@ class DenseRowsSm100(PairDecode, DenseDecode):
         """1 / row sum, and the scale of the values."""
         return operands.row_weight(self.config.operands, total)
 
-    def variant(self) -> KernelSource:
+    def variant(self) -> KernelDefinition:
         """Ready to compile."""
         raise NotImplementedError

@@ -43,9 +43,11 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Place
-from ..parts.sm90_gemm import OutputGemm, clear_rows
-from ..parts.sm90_geometry import (
+from ..attention.tiles import BOX_COLUMNS
+from ..definition import KernelDefinition
+from ..primitives.pipeline import Place
+from ..primitives.tma import load_box, multicast_box, prefetch_map
+from ..sm90.config import (
     OUTPUT_BARRIER,
     SLOT_COLUMNS,
     SLOTS_PER_TILE,
@@ -55,10 +57,8 @@ from ..parts.sm90_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import group_of, set_registers
-from ..parts.tiles import BOX_COLUMNS
-from ..parts.tma import load_box, multicast_box, prefetch_map
-from ..source import KernelSource
+from ..sm90.gemm import OutputGemm, clear_rows
+from ..sm90.roles import group_of, set_registers
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 from .sm90_convert import ConvertingSm90
@@ -176,6 +176,6 @@ class DenseDecodeSm90(DenseRowsSm90):
 KERNELS: dict[str, type[DenseRowsSm90]] = {LATENT: DenseDecodeSm90, FP8_CACHE: ConvertingSm90, FP8: NativeSm90}
 
 
-def build(config: DenseDecodeConfig, arch: Arch) -> KernelSource:
+def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     return KERNELS[config.operands](config, arch).variant()

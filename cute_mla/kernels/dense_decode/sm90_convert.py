@@ -22,12 +22,11 @@ from cutlass import Int32, Int64, Uint32, cute
 
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import arrive
-from ..parts.e4m3 import widen
-from ..parts.lengths import smaller
-from ..parts.sm90_converted import LANES_PER_KEY, ROPE_SLOT, Lane, Run, Step, load_runs, steps_ahead, store_runs
-from ..parts.sm90_gathered import GatheredRolesSm90
-from ..parts.sm90_geometry import (
+from ..attention.lengths import smaller
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.e4m3 import widen
+from ..primitives.pipeline import arrive
+from ..sm90.config import (
     ALL_REGISTERS,
     BOX_BYTES,
     OUTPUT_GROUPS,
@@ -39,8 +38,9 @@ from ..parts.sm90_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm90_shares import HALF_BYTES, HALF_KEYS, HALVES
-from ..parts.tiles import BOX_COLUMNS
+from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES
+from ..sm90.gathered import GatheredRolesSm90
+from ..sm90.row_conversion import LANES_PER_KEY, ROPE_SLOT, Lane, Run, Step, load_runs, steps_ahead, store_runs
 from .operands import NO_PAGE, Operands
 from .sm90_rows import DenseRowsSm90
 

@@ -26,7 +26,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
 The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
 pairs, two byte permutations and a matrix store do it, if the keys of P and V^T may lie in the order that falls out, which is
 the one that the scores have in registers, and the columns of O in another, which gives each thread four neighbouring ones.
-parts/sm90_bytes.py has the orders, README.md the clocks. Eight rows of ones behind the last 128 of a side's V^T make the row sums of P
+sm90/matrix_store.py has the orders, README.md the clocks. Eight rows of ones behind the last 128 of a side's V^T make the row sums of P
 as it was rounded, with the tensor cores, and O is divided by those: what rounding takes from one key it does not take from the sum.
 """
 
@@ -42,14 +42,14 @@ from cutlass.cute.nvgpu import warpgroup
 from ...manifest import NamedBarrier, Role
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import arrive, arrive_cluster, barrier_at, barrier_table
-from ..parts.fragments import ROWS_PER_THREAD, load_word
-from ..parts.sm90_bytes import ONES, smem_pointer, transpose_box
-from ..parts.sm90_geometry import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP, TilePlace
-from ..parts.sm90_roles import NOTHING, group_of, query_row, set_registers
-from ..parts.softmax import TileSoftmax
-from ..parts.tma import load_box, multicast_box, prefetch_map
-from ..source import KernelSource
+from ..attention.softmax import TileSoftmax
+from ..definition import KernelDefinition
+from ..primitives.fragments import ROWS_PER_THREAD, load_word
+from ..primitives.pipeline import arrive, arrive_cluster, barrier_at, barrier_table
+from ..primitives.tma import load_box, multicast_box, prefetch_map
+from ..sm90.config import OUTPUT_BARRIER, OUTPUT_GROUPS, THREADS, WARPGROUP, WARPS_PER_GROUP, TilePlace
+from ..sm90.matrix_store import ONES, smem_pointer, transpose_box
+from ..sm90.roles import NOTHING, group_of, query_row, set_registers
 from .operands import LaneBox, Operands
 from .page_walk import load_pieces
 from .sm90_fp8_gemm import OutputGemmFp8, ScoreGemmFp8
@@ -314,7 +314,7 @@ class NativeSm90(DenseRowsSm90):
         arrive(pipes.probs_free.barrier(tile))
         return Boolean(True)
 
-    def variant(self) -> KernelSource:
+    def variant(self) -> KernelDefinition:
         """Ready to compile."""
         return self.source(
             smem_bytes=SMEM_BYTES,

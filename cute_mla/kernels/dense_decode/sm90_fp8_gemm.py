@@ -10,12 +10,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..parts.fragments import ROWS_PER_THREAD, RowPair, flat, pack_word
-from ..parts.kept import kept
-from ..parts.sm90_bytes import CHUNK, KEY_GROUPS, store_groups, writer_address
-from ..parts.sm90_gemm import WARP_ROWS, OutputGemm
-from ..parts.sm90_geometry import TilePlace
-from ..parts.softmax import DITHER
+from ..attention.softmax import DITHER
+from ..primitives.fragments import ROWS_PER_THREAD, RowPair, flat, pack_word
+from ..primitives.registers import kept
+from ..sm90.config import TilePlace
+from ..sm90.gemm import WARP_ROWS, OutputGemm
+from ..sm90.matrix_store import CHUNK, KEY_GROUPS, store_groups, writer_address
 from .sm90_fp8_tiles import (
     CHUNKS,
     K_STEP,

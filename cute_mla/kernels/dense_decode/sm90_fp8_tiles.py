@@ -11,8 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Place, Ring
-from ..parts.sm90_geometry import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT, TilePlace
+from ..primitives.pipeline import Place, Ring
+from ..sm90.config import ALL_REGISTERS, OUTPUT_COLUMNS, OUTPUT_GROUPS, TILE_ALIGNMENT, TilePlace
 
 SLOT_COLUMNS = 128  # of a box
 SLOT_BYTES = TILE_KEYS * SLOT_COLUMNS

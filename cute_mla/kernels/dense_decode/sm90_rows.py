@@ -5,13 +5,13 @@ from __future__ import annotations
 from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import barrier_table
-from ..parts.sm90_gemm import ScoreGemm
-from ..parts.sm90_geometry import TilePlace, Tiles
-from ..parts.sm90_roles import RolesSm90, named_barriers, query_row, role_table
-from ..parts.softmax import OnlineSoftmax, mask_keys
-from ..parts.work import Piece
-from ..source import KernelSource
+from ..attention.softmax import OnlineSoftmax, mask_keys
+from ..attention.split_kv_scheduler import Piece
+from ..definition import KernelDefinition
+from ..primitives.pipeline import barrier_table
+from ..sm90.config import TilePlace, Tiles
+from ..sm90.gemm import ScoreGemm
+from ..sm90.roles import RolesSm90, named_barriers, query_row, role_table
 from .entry import DenseDecode
 from .operands import Operands
 
@@ -37,7 +37,7 @@ class DenseRowsSm90(RolesSm90, DenseDecode):
         """1 / row sum, and the scale of the values."""
         return operands.row_weight(self.config.operands, total)
 
-    def variant(self) -> KernelSource:
+    def variant(self) -> KernelDefinition:
         """Ready to compile."""
         geometry = self.geometry
         return self.source(

@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, PARAMS
-from ..parts.attention_kernel import AttentionKernel
-from ..parts.tiles import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
+from ..attention.tiles import ELEMENT_BYTES
 from .operands import Items, Operands
 
 

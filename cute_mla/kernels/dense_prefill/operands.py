@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill import RANKED_ROUNDS
-from ..parts.lengths import clip, larger, smaller
+from ..attention.lengths import clip, larger, smaller
 
 
 @dataclass(frozen=True)

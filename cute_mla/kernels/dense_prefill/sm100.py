@@ -48,13 +48,13 @@ from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
-from ..parts import tcgen05
-from ..parts.barriers import Ring, barrier_table
-from ..parts.tma import prefetch_map
-from ..source import KernelSource
+from ..definition import KernelDefinition
+from ..primitives import tcgen05
+from ..primitives.pipeline import Ring, barrier_table
+from ..primitives.tma import prefetch_map
 from .entry import DensePrefill
 from .operands import Operands
-from .sm100_geometry import (
+from .sm100_config import (
     GROUP_WARPS,
     ITEM_SLOTS,
     ITEM_WORDS,
@@ -76,11 +76,11 @@ from .sm100_geometry import (
     Pipes,
     Tiles,
 )
-from .sm100_items import Board
 from .sm100_load import LoadRole, QueryRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
 from .sm100_softmax import SoftmaxRole
+from .sm100_work_items import Board
 
 
 class DensePrefillSm100(DensePrefill):
@@ -158,7 +158,7 @@ class DensePrefillSm100(DensePrefill):
         cute.arch.mbarrier_init_fence()
 
 
-def build(config: DensePrefillConfig, arch: Arch) -> KernelSource:
+def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = DensePrefillSm100(config, arch)
     geometry = kernel.geometry

@@ -6,13 +6,13 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
-from ..parts.barriers import arrive
-from ..parts.fragments import load_pair, store_words
-from ..parts.lengths import smaller
-from ..parts.sm100_boxes import PIECE, PIECES_PER_ROW, ROW_BYTES
-from ..parts.tma import load_box
+from ..attention.lengths import smaller
+from ..primitives.fragments import load_pair, store_words
+from ..primitives.pipeline import arrive
+from ..primitives.tma import load_box
+from ..sm100.boxes import PIECE, PIECES_PER_ROW, ROW_BYTES
 from .operands import Item, Operands
-from .sm100_geometry import (
+from .sm100_config import (
     BOX_BYTES,
     BOXES_PER_SLOT,
     HALF_KEYS,
@@ -30,7 +30,7 @@ from .sm100_geometry import (
     Use,
     key_tiles,
 )
-from .sm100_items import Board
+from .sm100_work_items import Board
 
 PIECE_COLUMNS = BOX_COLUMNS // PIECES_PER_ROW
 QUERY_THREADS = 32 * QUERY_WARPS

@@ -9,10 +9,10 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import D_V
-from ..parts import tcgen05
-from ..parts.lengths import larger
-from ..parts.sm100_boxes import ROW_BYTES
-from .sm100_geometry import (
+from ..attention.lengths import larger
+from ..primitives import tcgen05
+from ..sm100.boxes import ROW_BYTES
+from .sm100_config import (
     BOX_BYTES,
     FIRST_KEYS,
     K_STEP,
@@ -31,7 +31,7 @@ from .sm100_geometry import (
     Use,
     key_tiles,
 )
-from .sm100_items import Board
+from .sm100_work_items import Board
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows

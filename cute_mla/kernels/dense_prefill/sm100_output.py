@@ -8,12 +8,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import D_V
-from ..parts import tcgen05
-from ..parts.barriers import arrive
-from ..parts.fragments import store_row
+from ..primitives import tcgen05
+from ..primitives.fragments import store_row
+from ..primitives.pipeline import arrive
 from .operands import Operands
-from .sm100_geometry import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
-from .sm100_items import Board
+from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
+from .sm100_work_items import Board
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
 STORED_AT_ONCE = 32

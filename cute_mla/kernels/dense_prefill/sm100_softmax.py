@@ -1,6 +1,6 @@
 """The softmax role of the SM100 kernel: a thread has a row of a Q tile.
 
-Scores are exponentiated against a reference that follows the row maximum only when it has moved far (parts/softmax.py). Of
+Scores are exponentiated against a reference that follows the row maximum only when it has moved far (attention/softmax.py). Of
 every eight pairs of exponentials, POLYNOMIAL_PAIRS are computed on the FMA pipe, since the special function unit, at 16 a
 clock, would take as long as the matrix products.
 """
@@ -14,14 +14,14 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from ..parts import tcgen05
-from ..parts.barriers import arrive
-from ..parts.fragments import pack_pair
-from ..parts.lengths import larger
-from ..parts.sm100_boxes import clear_rows
-from ..parts.softmax import LN2, follow_maximum, shift_of
+from ..attention.lengths import larger
+from ..attention.softmax import LN2, follow_maximum, shift_of
+from ..primitives import tcgen05
+from ..primitives.fragments import pack_pair
+from ..primitives.pipeline import arrive
+from ..sm100.boxes import clear_rows
 from .operands import Item, Operands
-from .sm100_geometry import (
+from .sm100_config import (
     BOXES_PER_SLOT,
     FIRST_KEYS,
     GROUP,
@@ -37,7 +37,7 @@ from .sm100_geometry import (
     first_lane,
     key_tiles,
 )
-from .sm100_items import Board
+from .sm100_work_items import Board
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64

@@ -41,17 +41,16 @@ from ...manifest import NamedBarrier, Role
 from ...spec.arch import SM90, Arch
 from ...spec.dense_prefill import BOX_COLUMNS, D_V, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
-from ..parts.barriers import Ring, arrive, barrier_table
-from ..parts.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
-from ..parts.lengths import larger, smaller
-from ..parts.sm90_roles import set_registers
-from ..parts.softmax import LN2, OnlineSoftmax, mask_keys
-from ..parts.tma import prefetch_map
-from ..source import KernelSource
+from ..attention.lengths import larger, smaller
+from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
+from ..definition import KernelDefinition
+from ..primitives.fragments import ROWS_PER_THREAD, fragment_row, gather_eights, load_pair, store_pair, store_words
+from ..primitives.pipeline import Ring, arrive, barrier_table
+from ..primitives.tma import prefetch_map
+from ..sm90.roles import set_registers
 from .entry import DensePrefill
 from .operands import Item, Operands
-from .sm90_gemm import Products, QueryStage
-from .sm90_geometry import (
+from .sm90_config import (
     COMPUTE_REGISTERS,
     GROUP_ROWS,
     GROUPS,
@@ -71,6 +70,7 @@ from .sm90_geometry import (
     Tiles,
     key_tiles,
 )
+from .sm90_gemm import Products, QueryStage
 from .sm90_load import LoadRoles
 
 
@@ -118,7 +118,7 @@ class DensePrefillSm90(DensePrefill):
         return cute.tile_to_shape(atom, (rows, columns, slots), (0, 1, 2))
 
     def carve_smem(self) -> tuple[Tiles, Pipes]:
-        """Places tiles and barriers, in the order of sm90_geometry."""
+        """Places tiles and barriers, in the order of sm90_config."""
         geometry = self.geometry
         smem = cutlass.memory.SmemAllocator()
         shapes = (
@@ -340,7 +340,7 @@ def give_turn(group: Int32) -> None:
     cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)
 
 
-def build(config: DensePrefillConfig, arch: Arch) -> KernelSource:
+def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = DensePrefillSm90(config, arch)
     geometry = kernel.geometry

@@ -9,9 +9,9 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
-from ..parts.fragments import flat, half, pack_pair, packed, tile_writer
-from ..parts.sm90_gemm import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, tiled_mma
-from .sm90_geometry import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
+from ..primitives.fragments import flat, half, pack_pair, packed, tile_writer
+from ..sm90.gemm import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, tiled_mma
+from .sm90_config import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
 
 PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 

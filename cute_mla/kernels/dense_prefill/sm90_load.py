@@ -8,11 +8,11 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
-from ..parts.barriers import arrive
-from ..parts.sm90_gemm import clear_rows
-from ..parts.tma import load_box
+from ..primitives.pipeline import arrive
+from ..primitives.tma import load_box
+from ..sm90.gemm import clear_rows
 from .operands import Operands
-from .sm90_geometry import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
+from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
 
 
 class LoadRoles:

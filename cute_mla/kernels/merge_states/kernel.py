@@ -3,7 +3,7 @@
     w_s = exp(lse_s - max lse), 0 where lse_s is infinite     out = sum_s w_s out_s / sum_s w_s     lse = ln sum_s exp(lse_s)
 
     grid     (batch * tokens, ceil(heads / 8)), 256 threads, no shared memory; one warp merges one row (token, head)
-    a row    as in parts/merging.py, 2 states of 16 columns a lane in flight per buffer (head_dim 512), or 8 of 4 (128)
+    a row    as in attention/merge_rows.py, 2 states of 16 columns a lane in flight per buffer (head_dim 512), or 8 of 4 (128)
 
 The trick is shared with combine: every load of a row is on its way before the first is summed, and a state without weight is
 not read. A warp reads its row of every state before it writes it, so the result may replace a state. Operands and their
@@ -20,11 +20,11 @@ from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
 from ...spec.mla import LOG2E
-from ..parts.attention_kernel import ELEMENT_TYPES
-from ..parts.example_arguments import example_arguments
-from ..parts.merging import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
-from ..parts.softmax import LN2
-from ..source import KernelSource
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
+from ..attention.softmax import LN2
+from ..definition import KernelDefinition
+from ..example_arguments import example_arguments
 
 THREADS = 32 * ROWS_PER_BLOCK
 WIDE_BYTES = 2 * VECTOR
@@ -174,12 +174,12 @@ class MergeStates:
                 (lse + offset((lse_stride_batch, lse_stride_token, lse_stride_head), req, token, head)).store(value)
 
 
-def build(config: MergeStatesConfig, arch: Arch) -> KernelSource:
+def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = MergeStates(config, arch)
     outs, lses = ([f"state_{name}_{state}" for state in range(LISTED_STATES)] for name in ("out", "lse"))
     elements = {**dict.fromkeys((*outs, "out"), kernel.dtype), **dict.fromkeys((*lses, "lse"), Float32)}
-    return KernelSource(
+    return KernelDefinition(
         op="merge_states",
         config=config,
         host=kernel.host,

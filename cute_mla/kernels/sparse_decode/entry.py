@@ -7,9 +7,9 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import PARAMS
-from ..parts.attention_kernel import AttentionKernel
-from ..parts.lengths import Lengths
-from ..parts.work import Schedule
+from ..attention.kernel import AttentionKernel
+from ..attention.lengths import Lengths
+from ..attention.split_kv_scheduler import Schedule
 from .operands import Operands, SlotCache
 
 

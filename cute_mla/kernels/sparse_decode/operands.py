@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ..parts.work import Piece, Schedule
+from ..attention.split_kv_scheduler import Piece, Schedule
 
 NO_SLOT = -1
 

@@ -6,7 +6,7 @@ For every query token and head r, over the slots j that the token's indices name
 
 A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the pieces of one part of the plan, 64
 indices (one tile) at a time. Each CTA gathers its half of the columns of every key, converts what is e4m3, and puts it where
-the TMA of the dense kernel would. Roles and pipelines: ../parts/sm100_filled.py, ../parts/sm100_gathered.py, ../parts/sm100_roles.py.
+the TMA of the dense kernel would. Roles and pipelines: sm100/row_producer.py, sm100/indexed_producer.py, sm100/roles.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cutlass import Int32
 from ...spec.arch import Arch
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
-from ..parts.sm100_columns import CopiedTile
-from ..parts.sm100_filled import filled_source
-from ..parts.sm100_gathered import GatheredPair
-from ..source import KernelSource
+from ..definition import KernelDefinition
+from ..sm100.indexed_producer import GatheredPair
+from ..sm100.row_copy import CopiedTile
+from ..sm100.row_producer import filled_source
 from .entry import SparseDecode
 from .operands import IndexList, Operands, look_up, slot_address
 from .sm100_gather import ScaledKeys, ScaledTile, columns_of_cta
@@ -49,6 +49,6 @@ class SparseDecodeSm100(GatheredPair, SparseDecode):
         return ScaledKeys(*slot_address(operands, self.format, found, indices.in_extra(position)))
 
 
-def build(config: SparseDecodeConfig, arch: Arch) -> KernelSource:
+def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     return filled_source(SparseDecodeSm100(config, arch))

@@ -1,6 +1,6 @@
 """How rows of a quantised cache become a CTA's half of a key tile in shared memory: what is converted, on SM100.
 
-The columns of a key that its CTA holds fall into two runs, each of which is done in passes (../parts/sm100_columns.py).
+The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py).
 Where e4m3 is converted, both go through registers, which are loaded one tile ahead; where nothing is, both are copied.
 """
 
@@ -13,8 +13,11 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, D_ROPE
-from ..parts.fragments import pack_pair
-from ..parts.sm100_columns import (
+from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..primitives.fragments import pack_pair
+from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
+from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
+from ..sm100.row_copy import (
     PIECE,
     WARP_KEYS,
     CopiedColumns,
@@ -24,9 +27,6 @@ from ..parts.sm100_columns import (
     latent_columns,
     rope_columns,
 )
-from ..parts.sm100_converted import ConvertedTile, E4m3Columns, latent_e4m3_columns
-from ..parts.sm100_geometry import PAIR, SIXTEEN_BIT, VECTOR
-from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
 
 LATENT_BOXES = SIXTEEN_BIT.latent_boxes
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA

@@ -26,10 +26,11 @@ from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import Place, arrive, barrier_table
-from ..parts.kept import kept
-from ..parts.sm90_converted import Lane, kept_lane, steps_ahead
-from ..parts.sm90_geometry import (
+from ..attention.tiles import BOX_COLUMNS
+from ..definition import KernelDefinition
+from ..primitives.pipeline import Place, arrive, barrier_table
+from ..primitives.registers import kept
+from ..sm90.config import (
     ALL_REGISTERS,
     BOX_BYTES,
     OUTPUT_BARRIER,
@@ -44,11 +45,10 @@ from ..parts.sm90_geometry import (
     Pipes,
     Tiles,
 )
-from ..parts.sm90_roles import named_barriers, role_table
-from ..parts.sm90_shares import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over, peer_shift
-from ..parts.sm90_sparse import SparseRolesSm90
-from ..parts.tiles import BOX_COLUMNS
-from ..source import KernelSource
+from ..sm90.gather_split import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over, peer_shift
+from ..sm90.roles import named_barriers, role_table
+from ..sm90.row_conversion import Lane, kept_lane, steps_ahead
+from ..sm90.sparse import SparseRolesSm90
 from .entry import SparseDecode
 from .operands import Operands
 from .sm90_gather import Buffer, Indices, Keys, copy_rope, find_keys, load_step, position_in_tile, step_scales, store_step, tile_steps
@@ -223,7 +223,7 @@ def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
     return tuple(NamedBarrier(name, GATHER_BARRIER + i) for i, name in enumerate(names))
 
 
-def build(config: SparseDecodeConfig, arch: Arch) -> KernelSource:
+def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = SparseDecodeSm90(config, arch)
     geometry = kernel.geometry

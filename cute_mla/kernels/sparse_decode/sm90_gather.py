@@ -5,7 +5,7 @@ warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key 
 asked for several steps before they are converted and stored, across the end of the tile. The RoPE columns are no step: cp.async
 copies them while the tile's other columns are converted.
 
-Of a pair of CTAs each converts the slots' columns of one half of the keys (parts/sm90_shares.py). Their RoPE columns both
+Of a pair of CTAs each converts the slots' columns of one half of the keys (sm90/gather_split.py). Their RoPE columns both
 gather: they are not converted.
 """
 
@@ -18,12 +18,12 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT
-from ..parts.lengths import smaller
-from ..parts.sm90_converted import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
-from ..parts.sm90_copied import copy_chunk
-from ..parts.sm90_geometry import SLOT_COLUMNS
-from ..parts.sm90_shares import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
-from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..attention.lengths import smaller
+from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..sm90.config import SLOT_COLUMNS
+from ..sm90.gather_split import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
+from ..sm90.row_conversion import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
+from ..sm90.row_copy import copy_chunk
 from .operands import NO_SLOT, IndexList, Operands, slot_address
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie

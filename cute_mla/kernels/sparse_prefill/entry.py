@@ -6,8 +6,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ...spec.sparse_prefill import PARAMS
-from ..parts.attention_kernel import AttentionKernel
-from ..parts.tokens import TokenSchedule
+from ..attention.kernel import AttentionKernel
+from ..attention.token_scheduler import TokenSchedule
 from .operands import Latent, Operands
 
 

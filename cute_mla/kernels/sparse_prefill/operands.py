@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..parts.lengths import clip, entry_or, larger
-from ..parts.tokens import TokenSchedule
+from ..attention.lengths import clip, entry_or, larger
+from ..attention.token_scheduler import TokenSchedule
 
 NO_ROW = -1
 

@@ -6,7 +6,7 @@ For every query token and head r, over the rows j that the token's indices name 
 
 A pair of CTAs holds the heads of a token, 64 each, and walks every grid-th token, 64 indices (one tile) at a time. Each CTA
 gathers its half of the columns of every key, by cp.async: a key is fetched once, as key and as value, for all heads. Roles
-and pipelines: ../parts/sm100_filled.py, ../parts/sm100_gathered.py, ../parts/sm100_roles.py; what differs here:
+and pipelines: sm100/row_producer.py, sm100/indexed_producer.py, sm100/roles.py; what differs here:
 
   kv_free[5]       mma -> gather, output   1, and in the even CTA one more, when the bits have been read
   query_ready      output -> mma           8: Q of a token is in tensor memory, before the token before it is stored
@@ -29,17 +29,17 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
-from ..parts import tcgen05
-from ..parts.barriers import arrive, arrive_at
-from ..parts.sm100_columns import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
-from ..parts.sm100_filled import filled_source
-from ..parts.sm100_gathered import SEEN_WORDS, GatheredPair, SeenPipes
-from ..parts.sm100_geometry import CTA_COLUMNS, CTA_ROPE, HALF_KEYS, Tiles
-from ..parts.sm100_mma import PairGemm
-from ..parts.sm100_roles import EVEN_CTA
-from ..parts.sm100_score import ScoreRows
-from ..parts.tiles import ELEMENT_BYTES, first_query_row
-from ..source import KernelSource
+from ..attention.tiles import ELEMENT_BYTES, first_query_row
+from ..definition import KernelDefinition
+from ..primitives import tcgen05
+from ..primitives.pipeline import arrive, arrive_at
+from ..sm100.config import CTA_COLUMNS, CTA_ROPE, HALF_KEYS, Tiles
+from ..sm100.gemm import PairGemm
+from ..sm100.indexed_producer import SEEN_WORDS, GatheredPair, SeenPipes
+from ..sm100.roles import EVEN_CTA
+from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
+from ..sm100.row_producer import filled_source
+from ..sm100.score_rows import ScoreRows
 from .entry import SparsePrefill
 from .operands import IndexList, Operands
 
@@ -197,6 +197,6 @@ class SparsePrefillSm100(GatheredPair, SparsePrefill):
                 arrive_at(pipes.output_ready.barrier(use), EVEN_CTA)
 
 
-def build(config: SparsePrefillConfig, arch: Arch) -> KernelSource:
+def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     return filled_source(SparsePrefillSm100(config, arch))

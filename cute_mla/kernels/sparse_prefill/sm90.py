@@ -38,9 +38,10 @@ from ...spec.arch import Arch
 from ...spec.mla import D_LATENT, D_QK
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
-from ..parts.barriers import arrive, barrier_table
-from ..parts.sm90_copied import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
-from ..parts.sm90_geometry import (
+from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..definition import KernelDefinition
+from ..primitives.pipeline import arrive, barrier_table
+from ..sm90.config import (
     BOX_BYTES,
     SLOT_BYTES,
     SLOT_COLUMNS,
@@ -49,11 +50,10 @@ from ..parts.sm90_geometry import (
     TilePlace,
     Tiles,
 )
-from ..parts.sm90_roles import named_barriers, role_table
-from ..parts.sm90_shares import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
-from ..parts.sm90_sparse import SparseRolesSm90
-from ..parts.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..source import KernelSource
+from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
+from ..sm90.roles import named_barriers, role_table
+from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
+from ..sm90.sparse import SparseRolesSm90
 from .entry import SparsePrefill
 from .operands import IndexList, Operands
 from .sm90_walk import first_tile, for_each_tile, next_tile
@@ -195,7 +195,7 @@ class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
         return tiles.sKv.iterator.toint() + pipes.kv_ready.slot(use) * SLOT_BYTES
 
 
-def build(config: SparsePrefillConfig, arch: Arch) -> KernelSource:
+def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
     """The variant, ready to compile."""
     kernel = SparsePrefillSm90(config, arch)
     geometry = kernel.geometry

@@ -13,10 +13,10 @@ from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..parts.lengths import smaller
-from ..parts.sm90_shares import HALF_KEYS
-from ..parts.tiles import ELEMENT_BYTES, first_query_row
-from ..parts.tokens import TokenSchedule
+from ..attention.lengths import smaller
+from ..attention.tiles import ELEMENT_BYTES, first_query_row
+from ..attention.token_scheduler import TokenSchedule
+from ..sm90.gather_split import HALF_KEYS
 from .operands import IndexList, Operands
 
 LANES = 32

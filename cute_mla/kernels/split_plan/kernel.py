@@ -47,9 +47,9 @@ from ...spec.split_plan import (
     TILE_KEYS,
     SplitPlanConfig,
 )
-from ..parts.example_arguments import example_arguments
-from ..parts.lengths import Lengths
-from ..source import KernelSource
+from ..attention.lengths import Lengths
+from ..definition import KernelDefinition
+from ..example_arguments import example_arguments
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -290,10 +290,10 @@ def launch(
     )
 
 
-def build(config: SplitPlanConfig, arch: Arch) -> KernelSource:
+def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
     """The kernel's source, ready to compile."""
     name = kernel_name("split_plan", arch.name, config.name)
-    return KernelSource(
+    return KernelDefinition(
         op="split_plan",
         config=config,
         host=launch,

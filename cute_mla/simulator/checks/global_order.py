@@ -1,119 +1,48 @@
 """Order of accesses to global memory: among the warps of a launch, and after the grid ahead of it.
 
-Of each buffer that a launch writes, every unit (4, 2 or 1 bytes, as narrow as its accesses are) remembers its last writer and its last
-reader since. Warps of one cluster are ordered by their clocks (order.py); warps of different clusters by what both have executed since that
-may hand over through memory. Left out: reads before the first write to a buffer, and what TMA moves.
+Each unit (4, 2 or 1 bytes, as narrow as its accesses) of a buffer that a launch writes remembers its last writer and its last reader since
+(state/global_trace.py). Warps of one cluster are ordered by their clocks. Warps of different clusters are ordered by the atomic operations
+and strong accesses that both have executed since. Left out: reads before the first write to a buffer, and accesses by TMA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..engine.machine import Machine
-    from ..state.access import GlobalAccess
-    from ..state.cta import Cta
-    from ..state.memory import Buffer
-    from ..state.registers import Window
-
-
-class GlobalTrace:
-    """What happened last to each unit of a buffer. stores, loads: numbers of accesses in the launch's log, 0 for none.
-
-    A store makes its units forget who has read them; is_read: whether any load has been noted.
-    """
-
-    def __init__(self, buffer: Buffer, unit: int) -> None:
-        self.buffer = buffer
-        self.unit = unit
-        units = -(-buffer.nbytes // unit)
-        self.stores, self.loads = np.zeros(units, np.int32), np.zeros(units, np.int32)
-        self.is_read = False
-
-    def refine(self, unit: int) -> None:
-        """Go on with smaller units."""
-        self.stores, self.loads = (np.repeat(array, self.unit // unit) for array in (self.stores, self.loads))
-        self.unit = unit
-
-    def units(self, access: GlobalAccess) -> np.ndarray:
-        """The units that accesses touch: (accesses, units)."""
-        first = (access.low - self.buffer.address) // self.unit
-        return first + access.pattern.index(self.unit, access.nbytes // self.unit)
-
-    def take(self, access: GlobalAccess, values: np.ndarray) -> np.ndarray:
-        """What an array of the trace says of the units that accesses touch."""
-        return access.take(values, self.buffer.address, self.unit, access.nbytes // self.unit)
-
-    def put(self, access: GlobalAccess, values: np.ndarray, new: np.ndarray | int) -> None:
-        """Note something of these units."""
-        access.put(values, self.buffer.address, self.unit, access.nbytes // self.unit, new)
-
-
-class EventLog:
-    """The accesses of a launch to memory that it writes, one entry for each warp, and what its clusters know of each other.
-
-    agent: the warp (0 for entry 0, which stands for none). time: of that warp. event: how many events came before. line: PTX line.
-    strong: by cluster, when it last executed an atomic operation or a strong access.
-    """
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.strong: dict[int, int] = {}
-        self.traces: dict[int, GlobalTrace] = {}
-        self.length = 1
-        self.agent, self.time, self.event, self.line = (np.zeros(1024, np.int64) for _ in range(4))
-
-    def through_memory(self, cluster: int) -> None:
-        """A cluster executes an atomic operation, a strong load or store."""
-        self.now += 1
-        self.strong[cluster] = self.now
-
-    def add(self, w: Window, line: int) -> np.ndarray:
-        """Enter an access by the warps of a window. Returns the entry of each lane: (lanes, 1), or (1, 1) for a single warp."""
-        start, stop = self.length, self.length + len(w.warps)
-        if stop > len(self.agent):
-            for name in ("agent", "time", "event", "line"):
-                old = getattr(self, name)
-                setattr(self, name, np.concatenate([old, np.zeros_like(old)]))
-        cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
-        first = w.cta.rank * clocks.warps
-        for entry, warp in enumerate(w.warps, start):
-            self.agent[entry] = 1 + cluster.number * clocks.rows + first + warp
-            self.time[entry] = clocks.now[first + warp, first + warp] + 1
-        self.event[start:stop] = self.now
-        self.line[start:stop] = line
-        self.length = stop
-        return start + w.warp_positions
+from ..state.access import GlobalAccess
+from ..state.cta import Cta
+from ..state.engine_protocol import Engine
+from ..state.global_trace import GlobalTrace
+from ..state.window import Window
 
 
 def check_grid(w: Window, warps: tuple[int, ...]) -> None:
-    """A finding when warps access global memory that the grid ahead of this one may still write or read."""
+    """Report when warps access global memory that the grid ahead of this one may still write or read."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    if not cta.machine.launch.dependent or (cta.rank, warps) in clocks.behind_grid:
+    if not w.engine.dependent or (cta.rank, warps) in clocks.behind_grid:
         return
-    if clocks.least(cta, warps, clocks.before):
+    if clocks.least(cta.rank, warps, clocks.before):
         clocks.behind_grid.add((cta.rank, warps))
-    else:
-        message = "global memory is accessed before griddepcontrol.wait: the grid ahead of this launch may still be running"
-        cta.report(w, "missing_wait", message)
+        return
+    message = "global memory is accessed before griddepcontrol.wait: the grid ahead of this launch may still be running"
+    w.report("missing_wait", message)
 
 
 def wait_for_grid(cta: Cta, warps: Sequence[int]) -> None:
-    """griddepcontrol.wait"""
+    """Record that warps know the grid ahead to be complete (griddepcontrol.wait)."""
     clocks = cta.cluster.clocks
-    clocks.note(cta, warps, clocks.before, 1)
+    clocks.note(cta.rank, warps, clocks.before, 1)
 
 
-def trace_of(machine: Machine, access: GlobalAccess, make: bool) -> GlobalTrace | None:
-    """The trace of the buffer that all accesses lie in; None where they lie in several, or (unless it is to be made) it has none."""
-    traces = machine.events.traces
+def trace_of(engine: Engine, access: GlobalAccess, make: bool) -> GlobalTrace | None:
+    """Return the trace of the buffer that holds all accesses; None where they lie in several, or it has none and make is false."""
+    traces = engine.events.traces
     if not (traces or make):
         return None
-    buffer = machine.memory.find(access.low, access.high)
+    buffer = engine.memory.find(access.low, access.high)
     if buffer is None:
         return None
     trace = traces.get(buffer.address)
@@ -125,22 +54,25 @@ def trace_of(machine: Machine, access: GlobalAccess, make: bool) -> GlobalTrace 
 
 
 def agents(w: Window) -> np.ndarray:
-    """Who the lanes of a window are, over all clusters of the launch: (lanes, 1)."""
+    """Return the agents of the lanes of a window, numbered over all clusters of the launch from 1, shape (lanes, 1)."""
     clocks = w.cta.cluster.clocks
     return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lane_warps)[:, None]
 
 
-def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, marks: np.ndarray) -> np.ndarray | None:
-    """Where earlier accesses of other agents are not known to be done by those that access now, or None. marks: stores or loads."""
-    entries = trace.take(access, marks)
-    if not np.count_nonzero(entries):
+def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, entries: np.ndarray) -> np.ndarray | None:
+    """Find earlier accesses of other agents that the agents that access now do not know to be done; None for none.
+
+    entries: the trace's stores or loads. Return a mask of the units that are accessed, shape (accesses, units).
+    """
+    earlier = trace.take(access, entries)
+    if not np.count_nonzero(earlier):
         return None
-    log, mine = w.cta.machine.events, agents(w)
-    other = log.agent.take(entries)
+    log, mine = w.engine.events, agents(w)
+    other = log.agent.take(earlier)
     late = (other != mine) & (other > 0)
     if not np.count_nonzero(late):
         return None
-    time, event = log.time.take(entries), log.event.take(trace.take(access, trace.stores))
+    time, event = log.time.take(earlier), log.event.take(trace.take(access, trace.stores))
     cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
     number, row = np.divmod(other - 1, clocks.rows)
     near = number == cluster.number
@@ -151,21 +83,30 @@ def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, marks: np.nda
     return late if np.count_nonzero(late) else None
 
 
+def enter(w: Window, line: int) -> np.ndarray:
+    """Enter an access by the warps of a window in the log. Return the entry of each lane, shape (lanes, 1), or (1, 1) for a single warp."""
+    cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
+    first = w.cta.rank * clocks.warps
+    base = 1 + cluster.number * clocks.rows + first
+    times = [int(clocks.diagonal[first + warp]) + 1 for warp in w.warps]
+    return np.asarray(w.engine.events.add([base + warp for warp in w.warps], times, line) + w.warp_positions)
+
+
 def read(w: Window, access: GlobalAccess) -> None:
-    """Lanes load."""
+    """Check and record loads."""
     check_grid(w, w.warps)
-    trace = trace_of(w.cta.machine, access, False)
+    trace = trace_of(w.engine, access, False)
     if trace is None:
         return
     late = unordered(w, access, trace, trace.stores)
     if late is not None:
         report(w, "a load reads", trace, int(trace.units(access)[late][0]))
-    trace.put(access, trace.loads, w.cta.machine.events.add(w, 0))
+    trace.put(access, trace.loads, enter(w, 0))
     trace.is_read = True
 
 
 class Overwrite:
-    """Units that a store overwrites though nothing orders it after their writers: a race unless it leaves the same values."""
+    """Units that a store overwrites, though nothing orders the store after their writers: a race unless it leaves the same values."""
 
     def __init__(self, trace: GlobalTrace, units: np.ndarray, lines: np.ndarray) -> None:
         self.trace = trace
@@ -174,43 +115,43 @@ class Overwrite:
         self.before = self.values()
 
     def values(self) -> np.ndarray:
-        """The bytes as they are."""
+        """Return the bytes of the units as they are, shape (units, bytes)."""
         where = self.units[:, None] * self.trace.unit + np.arange(self.trace.unit)
         return self.trace.buffer.data[np.minimum(where, self.trace.buffer.nbytes - 1)]
 
     def check(self, w: Window) -> None:
-        """A finding when the store has changed something."""
+        """Report a race when the store has changed something."""
         changed = (self.values() != self.before).any(axis=1)
         if np.count_nonzero(changed):
             first = int(np.flatnonzero(changed)[0])
-            where = w.cta.machine.memory.describe(self.trace.buffer.address + int(self.units[first]) * self.trace.unit)
+            where = w.engine.memory.describe(self.trace.buffer.address + int(self.units[first]) * self.trace.unit)
             message = f"a store overwrites {where}, that another warp writes (PTX line {self.lines[first]}): nothing orders the two"
-            w.cta.report(w, "race", message)
+            w.report("race", message)
 
 
 def write(w: Window, access: GlobalAccess) -> Overwrite | None:
-    """Lanes are about to store. Returns what must be checked when they have, if anything."""
+    """Check and record stores, before they happen. Return what must be checked afterwards, None for nothing."""
     check_grid(w, w.warps)
-    machine = w.cta.machine
-    trace = trace_of(machine, access, True)
+    log = w.engine.events
+    trace = trace_of(w.engine, access, True)
     if trace is None:
         return None
     found = None
     late = unordered(w, access, trace, trace.stores)
     if late is not None:
         units = trace.units(access)[late]
-        found = Overwrite(trace, units, machine.events.line[trace.stores[units]])
+        found = Overwrite(trace, units, log.line[trace.stores[units]])
     if trace.is_read:
         late = unordered(w, access, trace, trace.loads)
         if late is not None:
             report(w, "a store overwrites what another warp reads:", trace, int(trace.units(access)[late][0]))
         trace.put(access, trace.loads, 0)
-    trace.put(access, trace.stores, machine.events.add(w, machine.line_of_caller()))
+    trace.put(access, trace.stores, enter(w, w.line()))
     return found
 
 
 def report(w: Window, what: str, trace: GlobalTrace, unit: int) -> None:
-    """The finding about a unit."""
-    where = w.cta.machine.memory.describe(trace.buffer.address + unit * trace.unit)
-    line = w.cta.machine.events.line[trace.stores[unit]]
-    w.cta.report(w, "race", f"{what} {where}, that another warp writes (PTX line {line}): nothing orders the two")
+    """Report a race on a unit."""
+    where = w.engine.memory.describe(trace.buffer.address + unit * trace.unit)
+    line = int(w.engine.events.line[trace.stores[unit]])
+    w.report("race", f"{what} {where}, that another warp writes (PTX line {line}): nothing orders the two")

@@ -1,90 +1,42 @@
-"""Tensor memory, and operands of tcgen05 work in shared memory: findings where an access is not ordered after earlier ones.
+"""Hazards on tensor memory, and on shared memory that tcgen05 work reads: accesses that are not ordered after earlier ones.
 
-order.py says who knows what. Work on the queue of a tensor core is ordered among itself. A tcgen05.ld or tcgen05.st is known to be done by
-its own warp after tcgen05.wait, and by others when that warp has arrived somewhere and they have waited there. A load is also done when one
-of its registers is used: PTX respects that dependence (9.7.16.6.4.5), and the machine code waits for the whole load.
+Work on the queue of a tensor core is ordered among itself. A tcgen05.ld or tcgen05.st is known to be done by its own warp after
+tcgen05.wait, and by other warps when that warp has arrived somewhere and they have waited there. A load is also done when one of its
+registers is used: PTX respects that dependence (PTX ISA, 9.7.16.6.4.5), and the machine code waits for the whole load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ..isa.table import Decoded
 from ..numerics.wgmma import overlapping
-from ..units.tensor_pipe import Cells, TensorPipe, Work
-
-if TYPE_CHECKING:
-    from ..codegen.control_flow import Block
-    from ..engine.groups import Group
-    from ..frontend.layout import Layout
-    from ..frontend.ptx import Reg
-    from ..state.cta import Cta, Origin
-    from ..state.registers import Window
-
-
-@dataclass
-class Move:
-    """A tcgen05.ld or tcgen05.st of one warp. issued: time of the warp from which on this is behind it. time: when it knew that this was
-    done; None before. fresh: issued in the block that runs now. holders: registers that hold what was loaded, a bit mask per bank.
-    """
-
-    warp: int
-    write: bool
-    cells: Cells
-    origin: Origin
-    issued: int
-    holders: dict[str, int] = field(default_factory=dict)
-    time: int | None = None
-    fresh: bool = True
-
-    @property
-    def what(self) -> str:
-        """The instruction."""
-        return f"a tcgen05.{'st' if self.write else 'ld'}{place(self.origin)}"
-
-    def hinders(self, cta: Cta, warp: int) -> bool:
-        """Whether an access by a warp can come before the end of this one."""
-        if self.time is None:
-            return True
-        clocks = cta.cluster.clocks
-        return int(clocks.now[clocks.row(cta, warp), clocks.row(self.cells.cta, self.warp)]) < self.time
-
+from ..state.cta import Cta
+from ..state.origin import Origin
+from ..state.tensor_queue import Cells, TensorMove, TensorQueue, Work
+from ..state.window import Window
 
 # ---------------------------------------------------------------- when loads and stores are done
 
 
-class Uses:
-    """What a block does to registers: touched by more than a move (bit mask per bank), and the moves (from, to)."""
+@dataclass(frozen=True)
+class RegisterUses:
+    """How a block uses registers: registers touched by more than a move (bit mask per bank), and the moves.
 
-    def __init__(self, instructions: list[Decoded], layout: Layout) -> None:
-        self.touched: dict[str, int] = {}
-        self.moves: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = []
-        for item in instructions:
-            reads, writes = bits(item.reads, layout), bits(item.writes, layout)
-            if item.instruction.opcode.startswith("mov."):
-                self.moves.append((reads, writes))
-            elif not item.instruction.opcode.startswith("tcgen05.ld."):
-                for bank, bit in (*reads, *writes):
-                    self.touched[bank] = self.touched.get(bank, 0) | bit
+    Each move has the (bank, bit) of its sources and of its targets.
+    """
+
+    touched: dict[str, int] = field(default_factory=dict)
+    moves: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = field(default_factory=list)
 
 
-def bits(registers: tuple[Reg, ...], layout: Layout) -> list[tuple[str, int]]:
-    """Bank and bit of registers that can hold loaded values."""
-    return [(register.bank, 1 << layout.slot(register)) for register in registers if register.bank != "p"]
-
-
-def note_uses(cta: Cta, group: Group, block: Block) -> None:
-    """A group has run a block: loads whose registers it used are done."""
-    if block.uses is None:
-        block.uses = Uses(block.instructions, cta.machine.entry.layout)
-    uses = block.uses
+def note_uses(cta: Cta, warps: frozenset[int], uses: RegisterUses) -> None:
+    """Mark loads of tensor memory as done whose registers were used by the block that warps have run."""
     waiting = False
     for move in cta.moves.values():
         if move.write or move.time is not None:
             continue
-        if move.warp not in group.lane_set.warp_set:
+        if move.warp not in warps:
             waiting = True
         elif move.fresh:
             move.fresh, waiting = False, True
@@ -94,7 +46,7 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
                     for bank, bit in targets:
                         move.holders[bank] = move.holders.get(bank, 0) | bit
             if any(uses.touched.get(bank, 0) & mask for bank, mask in move.holders.items()):
-                move.time = cta.cluster.clocks.tick(cta, move.warp)
+                move.time = cta.cluster.clocks.tick(cta.rank, move.warp)
             else:
                 waiting = True
     cta.loading = waiting
@@ -103,25 +55,25 @@ def note_uses(cta: Cta, group: Group, block: Block) -> None:
 # ---------------------------------------------------------------- unfinished work
 
 
-def pair_cores(target: Cta) -> Iterator[TensorPipe]:
-    """The tensor cores that may work on a CTA's memory: its own and its peer's."""
+def pair_queues(target: Cta) -> Iterator[TensorQueue]:
+    """Yield the queues of the tensor cores that may work on a CTA's memory: its own and its peer's."""
     for other in target.cluster.ctas:
-        if other.rank >> 1 == target.rank >> 1 and other.tensor_pipe is not None:
-            yield other.tensor_pipe
+        if other.rank >> 1 == target.rank >> 1 and other.tensor_queue is not None:
+            yield other.tensor_queue
 
 
 def unknown_work(target: Cta, cta: Cta, warps: Sequence[int]) -> Iterator[Work]:
-    """Work on a CTA's memory that some warps (of another CTA, perhaps) do not know to be done."""
+    """Yield the work on target's memory that some warps of a CTA do not know to be done."""
     clocks = target.cluster.clocks
-    for core in pair_cores(target):
-        yield from core.unknown(clocks.least(cta, warps, clocks.core(core.cta)))
+    for queue in pair_queues(target):
+        yield from queue.later_than(clocks.least(cta.rank, warps, clocks.core(queue.rank)))
 
 
-def shared_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
-    """Work that may still read bytes of [low, high) of a CTA's shared memory: (what, where issued, start, stop)."""
+def smem_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
+    """Yield the work that may still read bytes of [low, high) of target's shared memory: (what, origin, start, stop)."""
     for work in unknown_work(target, cta, warps):
-        for owner, ranges in work.sources():
-            if owner is target:
+        for rank, ranges in work.sources():
+            if rank == target.rank:
                 for start, stop in overlapping(ranges, low, high):
                     yield work.what, work.origin, start, stop
 
@@ -129,17 +81,25 @@ def shared_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[i
 # ---------------------------------------------------------------- checks
 
 
+def hinders(move: TensorMove, cta: Cta, warp: int) -> bool:
+    """Return True when an access by a warp of a CTA can come before the end of a load or store."""
+    if move.time is None:
+        return True
+    clocks = cta.cluster.clocks
+    return int(clocks.now[clocks.row(cta.rank, warp), clocks.row(move.cells.rank, move.warp)]) < move.time
+
+
 def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
-    """A finding when a warp loads or stores cells that work, or another load or store, may still use."""
+    """Report when a warp loads or stores cells of its CTA that work, or another load or store, may still use."""
     who = "a tcgen05.st writes" if write else "a tcgen05.ld reads"
-    cta = cells.cta
+    cta = w.cta
     for work in unknown_work(cta, cta, (warp,)):
         if meet(work, cells, write):
-            report(w, f"{who} tensor memory that {work.what}{place(work.origin)} uses, without a wait for a commit of it")
+            report(w, f"{who} tensor memory that {work.what}{work.origin.place} uses, without a wait for a commit of it")
             return
     for move in cta.moves.values():
         if (move.write or write) and move.cells.meets(cells):
-            if move.hinders(cta, warp):
+            if hinders(move, cta, warp):
                 report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
                 return
             if check_fences(w, cta, warp, move, who):
@@ -147,40 +107,40 @@ def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
     clocks = cta.cluster.clocks
     if not clocks.tensor_fences:
         return
-    for core in pair_cores(cta):
-        for work in core.unknown(int(clocks.after[clocks.row(cta, warp), clocks.rows + core.cta.rank])):
+    for queue in pair_queues(cta):
+        for work in queue.later_than(int(clocks.after[clocks.row(cta.rank, warp), clocks.rows + queue.rank])):
             if meet(work, cells, write):
-                what = f"{who} tensor memory that {work.what}{place(work.origin)} uses"
+                what = f"{who} tensor memory that {work.what}{work.origin.place} uses"
                 message = f"{what}: no tcgen05.fence::after_thread_sync of warp {warp} since it has waited for that"
-                w.cta.report(w, "missing_fence", message)
+                w.report("missing_fence", message)
                 return
 
 
 def meet(work: Work, cells: Cells, write: bool) -> bool:
-    """Whether work and a load or store of cells may not come together."""
+    """Return True when work and a load (write: store) of cells conflict."""
     return any(cells.meets(other) for other in ([*work.written(), *work.read()] if write else work.written()))
 
 
-def check_fences(w: Window, cta: Cta, warp: int, move: Move, who: str) -> bool:
-    """A finding when an access of another warp to the cells of a load or store has been ordered, but without tcgen05.fence."""
+def check_fences(w: Window, cta: Cta, warp: int, move: TensorMove, who: str) -> bool:
+    """Report an access to the cells of another warp's load or store that is ordered, but without tcgen05.fence. Return True for that."""
     clocks = cta.cluster.clocks
-    row, other = clocks.row(cta, warp), clocks.row(move.cells.cta, move.warp)
+    row, other = clocks.row(cta.rank, warp), clocks.row(move.cells.rank, move.warp)
     if not clocks.tensor_fences or row == other or clocks.after[row, other] >= move.issued:
         return False
     missing = f"no tcgen05.fence::after_thread_sync of warp {warp} since it has waited for that"
     if clocks.now[row, clocks.handed + other] < move.issued:
         missing = f"no tcgen05.fence::before_thread_sync of warp {move.warp} between that and its arrival"
-    w.cta.report(w, "missing_fence", f"{who} tensor memory that {move.what} uses: {missing}")
+    w.report("missing_fence", f"{who} tensor memory that {move.what} uses: {missing}")
     return True
 
 
 def check_work(w: Window, warp: int, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
-    """A finding when a warp issues work on cells that a load or store may still use."""
+    """Report when a warp issues work on cells that a load or store may still use."""
     for cells, writes in [(cells, True) for cells in written] + [(cells, False) for cells in read]:
-        for move in cells.cta.moves.values():
+        for move in w.cta.cluster.ctas[cells.rank].moves.values():
             if (writes or move.write) and move.cells.meets(cells):
                 who = f"{what} {'writes' if writes else 'reads'}"
-                if move.hinders(w.cta, warp):
+                if hinders(move, w.cta, warp):
                     report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
                     return
                 if check_fences(w, w.cta, warp, move, who):
@@ -188,29 +148,24 @@ def check_work(w: Window, warp: int, read: Sequence[Cells], written: Sequence[Ce
 
 
 def check_release(w: Window, cells: Cells) -> None:
-    """A finding when columns are freed that anything still uses."""
-    for work in unknown_work(cells.cta, w.cta, w.warps):
+    """Report when columns of the CTA are freed that work, a load or a store may still use."""
+    for work in unknown_work(w.cta, w.cta, w.warps):
         if any(cells.meets(other) for other in (*work.written(), *work.read())):
-            report(w, f"tcgen05.dealloc of tensor memory that {work.what}{place(work.origin)} uses, without a wait for a commit of it")
+            report(w, f"tcgen05.dealloc of tensor memory that {work.what}{work.origin.place} uses, without a wait for a commit of it")
             return
-    for move in cells.cta.moves.values():
-        if move.cells.meets(cells) and move.hinders(w.cta, w.warps[0]):
+    for move in w.cta.moves.values():
+        if move.cells.meets(cells) and hinders(move, w.cta, w.warps[0]):
             report(w, f"tcgen05.dealloc of tensor memory that {move.what} uses; {reason(move)}")
             return
 
 
-def reason(move: Move) -> str:
-    """Why nobody can know that a load or store is done."""
+def reason(move: TensorMove) -> str:
+    """Return in words why a load or store is not known to be done."""
     if move.time is not None:
         return f"nothing that warp {move.warp} arrived at since that was done has been waited for"
     return f"warp {move.warp} has not executed tcgen05.wait::{'st' if move.write else 'ld'}"
 
 
-def place(origin: Origin) -> str:
-    """The PTX line of an instruction."""
-    return "" if origin.instruction is None else f" (PTX line {origin.instruction.line})"
-
-
 def report(w: Window, message: str) -> None:
-    """The finding."""
-    w.cta.report(w, "missing_wait", message)
+    """Report a missing wait."""
+    w.report("missing_wait", message)

@@ -32,7 +32,7 @@ class BatchReg(Reg):
 
 
 def batch_key(item: Decoded) -> tuple[object, ...] | None:
-    """What instructions must share to be done together; None for those that are done one by one."""
+    """Return the key that instructions must share to be done together; None for an instruction that is done alone."""
     instruction = item.instruction
     if not item.spec.batch or instruction.guard is not None or not item.writes:
         return None
@@ -48,7 +48,7 @@ def batch_key(item: Decoded) -> tuple[object, ...] | None:
 
 
 def dependences(items: list[Decoded]) -> tuple[list[set[int]], list[set[int]]]:
-    """For each instruction those that must come before it, and those that must come after."""
+    """Return the instructions that must come before each instruction, and the ones that must come after."""
     before: list[set[int]] = [set() for _ in items]
     written: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
@@ -88,7 +88,7 @@ def dependences(items: list[Decoded]) -> tuple[list[set[int]], list[set[int]]]:
 
 
 def schedule(items: list[Decoded]) -> list[Step]:
-    """An order of the instructions of a block, with those done together in lists.
+    """Return an order of the instructions of a block; a list stands for instructions that are done together.
 
     Instructions that are done one by one come as early as they can; a batch waits until nothing else can go on, so that it grows.
     """
@@ -136,7 +136,7 @@ def schedule(items: list[Decoded]) -> list[Step]:
 
 
 class BatchEmitter(Emitter):
-    """Emits one instruction for several at once: registers become arrays (instructions, lanes)."""
+    """Emitter of one instruction for several at once: registers become arrays (instructions, lanes)."""
 
     def __init__(self, layout: Layout, constants: Constants, known: dict[str, int], size: int) -> None:
         super().__init__(layout, constants, False, known)
@@ -145,12 +145,12 @@ class BatchEmitter(Emitter):
         self.sources: dict[tuple[BatchReg, str], str] = {}
 
     def row(self, register: Reg, kind: str) -> str:
-        """The rows of an operand viewed as a kind."""
+        """Return the rows of an operand viewed as a kind."""
         if not isinstance(register, BatchReg):
             return super().row(register, kind)
         key = (register, kind)
         if key not in self.sources:
-            slots = [self.layout.slot(member) for member in register.members]
+            slots = [self.layout.row(member) for member in register.members]
             if len(set(slots)) == 1:
                 return super().row(register.members[0], kind)
             name = self.temp()
@@ -160,19 +160,19 @@ class BatchEmitter(Emitter):
         return self.sources[key]
 
     def index(self, slots: list[int]) -> str:
-        """A subscript for rows: a slice where they are evenly spaced, else an index array."""
+        """Return a subscript for rows: a slice where they are evenly spaced, else an index array."""
         step = slots[1] - slots[0]
         if step > 0 and slots == list(range(slots[0], slots[-1] + 1, step)):
             return f"{slots[0]}:{slots[-1] + 1}:{step}"
         return self.constants.thing(np.array(slots))
 
     def dst(self, operand: Operand | None, kind: str) -> str:
-        """The rows of the results."""
+        """Return the rows of the results."""
         if not isinstance(operand, BatchReg):
             return super().dst(operand, kind)
         for member in operand.members:
             self.known.pop(member.name, None)
-        subscript = self.index([self.layout.slot(member) for member in operand.members])
+        subscript = self.index([self.layout.row(member) for member in operand.members])
         dtype = self.constants.thing(KINDS[kind][2])
         rows = f"w.banks[{operand.bank!r}][{subscript}]"
         if ":" in subscript:
@@ -184,7 +184,7 @@ class BatchEmitter(Emitter):
 
 
 def merged(items: list[Decoded]) -> Instruction:
-    """One instruction whose registers stand for those of all items."""
+    """Return one instruction whose registers stand for those of all items."""
     first = items[0].instruction
     operands: list[Operand | None] = []
     for position, operand in enumerate(first.operands):

@@ -1,21 +1,19 @@
-"""Control flow: instructions -> basic blocks, with what the engine must know before it runs one."""
+"""Control flow: instructions to basic blocks, with definite assignment and liveness of registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..checks.tensor_hazards import RegisterUses
 from ..frontend.layout import Layout
 from ..frontend.ptx import EntryText, Instruction, LabelRef, Reg
 from ..isa.table import Decoded, lookup, registers_of
 from ..state.registers import BANK_DTYPES
-
-if TYPE_CHECKING:
-    from ..checks.tensor_hazards import Uses
 
 MAX_BLOCK = 600
 ARRIVALS = (
@@ -26,7 +24,7 @@ _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
 
 
 class LiveRows:
-    """Registers that are read later: rows per bank, made when asked for."""
+    """Registers that are read later: rows per bank, computed on demand."""
 
     def __init__(self, mask: int, places: list[tuple[str, int]]) -> None:
         self.mask = mask
@@ -34,7 +32,7 @@ class LiveRows:
 
     @cached_property
     def rows(self) -> dict[str, np.ndarray]:
-        """Rows by bank."""
+        """Return the rows by bank."""
         rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
         packed = np.frombuffer(self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little"), np.uint8)
         for number in np.flatnonzero(np.unpackbits(packed, bitorder="little")):
@@ -48,7 +46,7 @@ class Block:
     """Instructions that run together. Its index is its program counter.
 
     needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
-    registers that ordinary instructions access / write. target: block of the final branch, or None. uses: what it does to registers,
+    registers that ordinary instructions access / write. uses: how it uses registers,
     for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
     """
 
@@ -62,11 +60,11 @@ class Block:
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
-    uses: Uses | None = None
+    uses: RegisterUses | None = None
 
     @property
     def count(self) -> int:
-        """Instructions in the block."""
+        """Return the number of instructions in the block."""
         return len(self.instructions)
 
 
@@ -108,7 +106,7 @@ def desugar(entry: EntryText) -> tuple[list[Instruction], dict[str, int]]:
 
 
 def accumulator_groups(instructions: list[Instruction]) -> list[tuple[Reg, ...]]:
-    """Accumulator register lists, which should get consecutive rows; longest first."""
+    """Return the register lists of accumulators, which should get consecutive rows; longest first."""
     groups: dict[tuple[str, ...], tuple[Reg, ...]] = {}
     for instruction in instructions:
         if instruction.opcode.startswith(("wgmma.mma_async", "tcgen05.ld.", "tcgen05.st.")):
@@ -145,20 +143,20 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
         _masks(block, layout)
     undefined = _undefined_registers(blocks, layout)
     _liveness(blocks, layout)
-    rows = sorted({layout.slot(register) for item in decoded for register in item.accumulators})
+    rows = sorted({layout.row(register) for item in decoded for register in item.accumulators})
     fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
     return Flow(blocks, targets, undefined, {"r": rows}, fenced)
 
 
 class _SplitState:
-    """What the instructions of the block so far forbid the next one."""
+    """Registers that the next instruction of a block must not touch."""
 
     def __init__(self) -> None:
         self.loaded: set[str] = set()
         self.accumulators: set[str] = set()
 
     def must_split(self, block: Block, item: Decoded) -> bool:
-        """True when item has to begin a new block."""
+        """Return True when item has to begin a new block."""
         if item.spec.starts or len(block.instructions) >= MAX_BLOCK:
             return True
         if _NEEDS[item.spec.needs] > _NEEDS[block.needs]:
@@ -173,6 +171,23 @@ class _SplitState:
         if item.spec.loads:
             self.loaded.update(register.name for register in item.writes)
         self.accumulators.update(register.name for register in item.accumulators)
+
+
+def register_uses(instructions: list[Decoded], layout: Layout) -> RegisterUses:
+    """Return how a block uses registers that can hold values loaded from tensor memory."""
+    uses = RegisterUses()
+    for item in instructions:
+        reads, writes = _data_bits(item.reads, layout), _data_bits(item.writes, layout)
+        if item.instruction.opcode.startswith("mov."):
+            uses.moves.append((reads, writes))
+        elif not item.instruction.opcode.startswith("tcgen05.ld."):
+            for bank, bit in (*reads, *writes):
+                uses.touched[bank] = uses.touched.get(bank, 0) | bit
+    return uses
+
+
+def _data_bits(registers: tuple[Reg, ...], layout: Layout) -> list[tuple[str, int]]:
+    return [(register.bank, 1 << layout.row(register)) for register in registers if register.bank != "p"]
 
 
 def _link(block: Block, targets: dict[str, int], end: int) -> None:
@@ -192,14 +207,14 @@ def _masks(block: Block, layout: Layout) -> None:
     used: dict[str, set[int]] = {bank: set() for bank in BANK_DTYPES}
     for item in block.instructions:
         for register in (*item.reads, *item.writes, *item.accumulators):
-            used[register.bank].add(layout.slot(register))
+            used[register.bank].add(layout.row(register))
         reads = item.reads if not item.spec.asynchronous else ()
         for register in (*reads, *item.writes):
             if register.bank == "r":
-                block.touches |= 1 << layout.slot(register)
+                block.touches |= 1 << layout.row(register)
         for register in item.writes:
             if register.bank == "r":
-                block.writes |= 1 << layout.slot(register)
+                block.writes |= 1 << layout.row(register)
     block.used = {bank: np.array(sorted(slots), np.int64) for bank, slots in used.items()}
 
 
@@ -211,7 +226,7 @@ def _bits(registers: tuple[Reg, ...], numbers: dict[str, int]) -> int:
 
 
 def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Per block: registers read before written (without and with accumulators), and registers surely written."""
+    """Return three register masks per block: read before written (without and with accumulators), and surely written."""
     result = []
     for block in blocks:
         exposed = live = written = 0
@@ -230,7 +245,7 @@ def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, 
 
 
 def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[int]]:
-    """Rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
+    """Return the rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
     numbers: dict[str, int] = {}
     summaries = _summaries(blocks, numbers)
     everything = (1 << len(numbers)) - 1
@@ -255,7 +270,7 @@ def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[
     rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
     for name, number in numbers.items():
         if bad >> number & 1:
-            rows[banks[name]].append(layout.slots[name])
+            rows[banks[name]].append(layout.rows[name])
     return rows
 
 
@@ -277,7 +292,7 @@ def _liveness(blocks: list[Block], layout: Layout) -> None:
                 live[block.index] = value
                 changed = True
     places = {
-        register.name: (register.bank, layout.slot(register))
+        register.name: (register.bank, layout.row(register))
         for block in blocks
         for item in block.instructions
         for register in (*item.reads, *item.writes, *item.accumulators)

@@ -1,4 +1,4 @@
-"""A loaded PTX module: entries with their parameters, ready to run."""
+"""Loaded PTX modules: entries with their parameters, ready to run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
 
-SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
 
-
-@dataclass
+@dataclass(eq=False)
 class Entry:
-    """One kernel. undefined: names of registers that some path reads before writing them (they start poisoned).
-    unfenced: wgmmas that lack a fence.
+    """One kernel.
+
+    undefined: names of registers that some path reads before writing them (they start poisoned). unfenced: wgmmas that lack a fence.
     """
 
     name: str
@@ -57,7 +56,7 @@ def load_module(ptx: str) -> Module:
 
 
 def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
-    """One entry; what is not supported goes to problems (description -> PTX lines)."""
+    """Load one entry; None for an unsupported one. Unsupported instructions go to problems (description -> PTX lines)."""
     instructions, labels = desugar(text)
     decoded: list[Decoded] = []
     for instruction in instructions:
@@ -66,20 +65,20 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
             problems.setdefault(instruction.opcode, []).append(instruction.line)
         else:
             decoded.append(item)
-    layout = make_layout(text, accumulator_groups(instructions), SHARED_BASE)
+    layout = make_layout(text, accumulator_groups(instructions))
     constants = Constants()
     check_operands(decoded, layout, constants, problems)
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
     translator = Translator(text.name, flow, layout, constants)
-    names = {(register.bank, layout.slots[name]): name for name, register in text.registers.items()}
+    names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
 
 
 def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
-    """Try every distinct operand form, so that unsupported ones show at load."""
+    """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[tuple[object, ...]] = set()
     for item in decoded:
         if item.spec.emit is None:
@@ -97,7 +96,7 @@ def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants,
 
 
 def describe(operand: Operand | None) -> object:
-    """The form of an operand, without its particular registers."""
+    """Return the form of an operand, without its particular registers."""
     if isinstance(operand, Reg):
         return operand.bank
     if isinstance(operand, Vec):

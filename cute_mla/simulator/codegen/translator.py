@@ -1,4 +1,4 @@
-"""Blocks -> Python functions.
+"""Translator: blocks to Python functions.
 
 Each block becomes one function of a window, made on first use in two versions: plain, and tainted (which also moves poison).
 A function returns the next program counter, EXIT, BLOCKED, or a Split when the lanes part.
@@ -17,6 +17,7 @@ from ..frontend.ptx import Instruction, LabelRef, Reg
 from ..isa import NAMESPACE
 from ..isa.emitter import UNSIGNED, Constants, Emitter
 from ..isa.table import Decoded
+from ..state.origin import LINES, PREFIX
 from ..state.registers import BANK_DTYPES
 from .batches import emit_batch, schedule
 from .control_flow import Block, Flow
@@ -24,8 +25,6 @@ from .control_flow import Block, Flow
 EXIT = -1
 BLOCKED = -2
 
-LINES = "$lines"  # generated code's globals under this name: file name -> instruction of every line
-PREFIX = "<ptx "
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
     "absolute minimum maximum fmin fmax left_shift right_shift equal not_equal less less_equal greater greater_equal isnan where empty "
@@ -35,7 +34,7 @@ _NUMPY = (
 
 @dataclass(frozen=True)
 class Split:
-    """Lanes with mask go to taken, the others to fallen."""
+    """Outcome of a branch on which lanes differ: lanes with mask go to taken, the others to fallen."""
 
     taken: int
     fallen: int
@@ -47,7 +46,7 @@ _BASE.update(Split=Split, EXIT=EXIT, BLOCKED=BLOCKED, bool=np.dtype(bool))
 
 
 class Translator:
-    """Compiles the blocks of one entry."""
+    """Compiler of the blocks of one entry."""
 
     def __init__(self, name: str, flow: Flow, layout: Layout, constants: Constants) -> None:
         self.name = name
@@ -57,7 +56,7 @@ class Translator:
         self.scope: dict[str, Any] = {**_BASE, **NAMESPACE, LINES: {}}
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
-        """The function of a block."""
+        """Return the function of a block."""
         source, instructions = BlockWriter(self, block, tainted).write()
         filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
         self.scope[LINES][filename] = instructions
@@ -68,7 +67,7 @@ class Translator:
 
 
 class BlockWriter:
-    """Writes the source of one block."""
+    """Writer of the source of one block."""
 
     def __init__(self, translator: Translator, block: Block, tainted: bool) -> None:
         self.translator = translator
@@ -78,11 +77,11 @@ class BlockWriter:
         self.origins: list[Instruction | None] = []
 
     def emitter(self, known: dict[str, int] | None = None) -> Emitter:
-        """A fresh emitter for a function body."""
+        """Return a fresh emitter for a function body."""
         return Emitter(self.translator.layout, self.translator.constants, self.tainted, known)
 
     def write(self) -> tuple[str, list[Instruction | None]]:
-        """The source text and the instruction of each of its lines."""
+        """Return the source text and the instruction of each of its lines."""
         e = self.emitter()
         positions = {id(item): position for position, item in enumerate(self.block.instructions)}
         steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)
@@ -116,7 +115,7 @@ class BlockWriter:
         self.origins.append(instruction)
 
     def instruction(self, e: Emitter, item: Decoded, position: int) -> None:
-        """One instruction, with its guard."""
+        """Emit one instruction, with its guard."""
         for register in item.writes:
             e.parts.pop(register.name, None)
         if item.spec.control:
@@ -131,7 +130,7 @@ class BlockWriter:
             self.emit_subset(e, item, position)
 
     def control(self, e: Emitter, item: Decoded) -> None:
-        """The branch or exit that ends the block."""
+        """Emit the branch or exit that ends the block."""
         instruction = item.instruction
         if item.spec.control == "exit":
             e.line("return EXIT")
@@ -152,7 +151,7 @@ class BlockWriter:
         e.line(f"return Split({yes}, {no}, {row}.copy())")
 
     def emit_subset(self, e: Emitter, item: Decoded, position: int) -> None:
-        """A guarded instruction with effects: its own function on the window of the lanes that execute it."""
+        """Emit a guarded instruction with effects: its own function, on the window of the lanes that execute it."""
         instruction = item.instruction
         assert instruction.guard is not None
         register, negated = instruction.guard
@@ -172,7 +171,7 @@ class BlockWriter:
 
 
 def emit_plain(e: Emitter, item: Decoded) -> None:
-    """An instruction without a guard, with its poison rule."""
+    """Emit an instruction without a guard, with its poison rule."""
     assert item.spec.emit is not None
     if item.spec.taint == "or":
         e.taint_from(item.writes, item.reads)
@@ -180,7 +179,7 @@ def emit_plain(e: Emitter, item: Decoded) -> None:
 
 
 def emit_selected(e: Emitter, item: Decoded) -> None:
-    """A guarded instruction without effects: computed for all lanes, stored where the guard holds."""
+    """Emit a guarded instruction without effects: computed for all lanes, stored where the guard holds."""
     assert item.spec.emit is not None
     assert item.instruction.guard is not None
     guard, negated = item.instruction.guard

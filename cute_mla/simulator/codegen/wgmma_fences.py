@@ -1,4 +1,4 @@
-"""Which wgmmas lack a wgmma.fence: found in the control flow when a kernel is loaded.
+"""Check for wgmmas that lack a wgmma.fence, in the control flow, when a kernel is loaded.
 
 PTX wants the fence before the first wgmma, and between an ordinary access to a register and a wgmma that accumulates in it or takes A from
 it. Two kinds of access are left out. Moves: compilers put copies of a wgmma's operands right before it, and ptxas removes them. Reads: the
@@ -7,20 +7,16 @@ wgmma overwrites what has been read by then, and NVIDIA's own kernels leave the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..frontend.ptx import Instruction, Reg, Vec
 from ..isa.table import Decoded, registers_of
-
-if TYPE_CHECKING:
-    from .control_flow import Block
+from .control_flow import Block
 
 FENCE = "wgmma.fence.sync.aligned"
-NEVER_FENCED = "$no fence yet"  # stands among the names of written registers
+NEVER_FENCED = "$no fence yet"  # marker among the names of written registers
 
 
 def unfenced(blocks: list[Block]) -> tuple[Instruction, ...]:
-    """The wgmmas that some path reaches with a written register, or without any fence before."""
+    """Return the wgmmas that some path reaches with a written register, or without any fence before."""
     written: list[frozenset[str] | None] = [None] * (len(blocks) + 1)
     if not any(item.spec.asynchronous for block in blocks for item in block.instructions):
         return ()
@@ -46,7 +42,7 @@ def unfenced(blocks: list[Block]) -> tuple[Instruction, ...]:
 
 
 def follow(block: Block, written: frozenset[str], interesting: frozenset[str], found: dict[int, Instruction]) -> frozenset[str]:
-    """The registers written since the last fence at the end of a block; found (by PTX line) takes its wgmmas that lack one."""
+    """Return the registers written since the last fence at the end of a block. Add its wgmmas without a fence to found (by PTX line)."""
     now = set(written)
     for item in block.instructions:
         if item.instruction.opcode == FENCE:
@@ -60,7 +56,7 @@ def follow(block: Block, written: frozenset[str], interesting: frozenset[str], f
 
 
 def matrix_registers(item: Decoded) -> frozenset[str]:
-    """The registers of the accumulator and of A."""
+    """Return the registers of the accumulator and of A."""
     a = item.instruction.operands[1]
     registers: list[Reg] = [*item.accumulators, *(registers_of(a) if isinstance(a, Vec) else ())]
     return frozenset(register.name for register in registers)

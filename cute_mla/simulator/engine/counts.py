@@ -1,4 +1,4 @@
-"""What a run has executed: warp instructions, by what they do and by the role of the warp.
+"""Counts of executed warp instructions, by what they do and by the role of the warp.
 
 An instruction counts once for every warp that executes it with any of its lanes; one that waits counts once, however long. It is
 the PTX that is counted: ptxas drops moves, fuses products with sums and adds addresses, so compare PTX with PTX.
@@ -10,17 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..codegen.control_flow import Block
-    from .launch import Names
+from ..codegen.control_flow import Block
+from ..state.names import Names
 
 NO_ROLE = "(no role)"
 
 Counts = dict[str, Counter[str]]  # by role, then by class
 
-# The first that matches the start of an opcode is its class.
+# The first pattern that matches the start of an opcode gives its class.
 _CLASSES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
@@ -55,12 +53,12 @@ _CLASSES = tuple(
 
 @cache
 def class_of(opcode: str) -> str:
-    """What an instruction does; "other" for what has no class of its own."""
+    """Return the class of an opcode, "other" for none."""
     return next((name for name, pattern in _CLASSES if pattern.match(opcode)), "other")
 
 
 class Executed:
-    """Counts as blocks are run. instructions: warp instructions so far."""
+    """Counts of executed blocks. instructions: warp instructions so far."""
 
     def __init__(self, blocks: Sequence[Block] = (), names: Names | None = None) -> None:
         self.blocks = blocks
@@ -69,7 +67,7 @@ class Executed:
         self._times: list[dict[tuple[int, ...], int]] = [{} for _ in blocks]
 
     def add(self, block: Block, warps: tuple[int, ...]) -> int:
-        """These warps have run a block together. Returns the warp instructions that were executed."""
+        """Count a block that warps have run together. Return the warp instructions that were executed."""
         work = len(block.instructions) * len(warps)
         self.instructions += work
         times = self._times[block.index]
@@ -78,11 +76,11 @@ class Executed:
 
     @property
     def times(self) -> dict[tuple[int, tuple[int, ...]], int]:
-        """How often these warps have run that block together."""
+        """Return how often warps have run a block together, by (block, warps)."""
         return {(index, warps): number for index, times in enumerate(self._times) for warps, number in times.items()}
 
     def by_role(self) -> Counts:
-        """Warp instructions of all CTAs together, by role, then by class."""
+        """Return warp instructions of all CTAs together, by role, then by class."""
         counts: Counts = {}
         for (index, warps), times in self.times.items():
             classes = Counter(class_of(item.instruction.opcode) for item in self.blocks[index].instructions)

@@ -1,34 +1,20 @@
-"""Says who waits for what when nobody can go on."""
+"""Explanation of deadlocks: what each group waits for when nobody can go on."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ..codegen.control_flow import Block
 from ..findings import Finding
 from ..state.barriers import Mbarrier
+from ..state.names import Names
 from .groups import GATHERING, Group
 
-if TYPE_CHECKING:
-    from .machine import Machine
 
-
-def explain(machine: Machine) -> list[Finding]:
-    """One finding for each group that is stuck."""
-    findings = []
-    for cluster in machine.clusters:
-        for cta in cluster.ctas:
-            for group in cta.groups:
-                findings.append(stuck(machine, group))
-    return findings
-
-
-def stuck(machine: Machine, group: Group) -> Finding:
-    """What a group waits for, in words."""
-    instruction = machine.blocks[group.pc].instructions[0].instruction
-    names = machine.launch.names
+def explain(group: Group, block: Block, names: Names) -> Finding:
+    """Return the finding about a group that is stuck at a block."""
+    instruction = block.instructions[0].instruction
     barrier = None
     if group.state == GATHERING:
-        reason = f"waits for the other threads of its {machine.blocks[group.pc].needs} at {instruction.opcode}"
+        reason = f"waits for the other threads of its {block.needs} at {instruction.opcode}"
     else:
         parts = []
         for item in group.blocked_on:
@@ -42,12 +28,13 @@ def stuck(machine: Machine, group: Group) -> Finding:
         reason = ", ".join(parts) or f"cannot go on at {instruction.opcode}"
     warps = f"warps {group.warps[0]}-{group.warps[-1]}" if len(group.warps) > 1 else f"warp {group.warps[0]}"
     lanes = f", {len(group.lanes)} of its threads" if group.partial else ""
+    role = names.role(group.warps[0])
     return Finding(
         "deadlock",
-        f"{names.role(group.warps[0]) or warps}{f' ({warps}{lanes})' if names.role(group.warps[0]) else lanes} {reason}",
+        f"{role or warps}{f' ({warps}{lanes})' if role else lanes} {reason}",
         instruction.line,
         instruction.source,
-        names.role(group.warps[0]),
+        role,
         barrier,
         group.cta.index,
         group.warps[0],

@@ -1,51 +1,14 @@
-"""What a run is given besides the module: shape, arguments, and the names that make findings readable."""
+"""Launch of a kernel: shape, arguments, and the names that make findings readable."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...spec.tensor_map import TensorMap
-from ..codegen.module import SHARED_BASE, Entry, Module
+from ..codegen.module import Entry, Module
+from ..state.names import Names
 
 Dim3 = tuple[int, int, int]
-
-RANK_SHIFT = 24  # shared::cluster addresses: CTA rank << 24 | offset
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names for findings.
-
-    barriers: (name, byte offset in dynamic shared memory, count of 8-byte mbarriers). named_barriers: (name, bar id).
-    roles: (name, first warp, warps).
-    """
-
-    barriers: tuple[tuple[str, int, int], ...] = ()
-    named_barriers: tuple[tuple[str, int], ...] = ()
-    roles: tuple[tuple[str, int, int], ...] = ()
-
-    def mbarrier(self, offset: int, rank: int = 0, cluster_size: int = 1) -> str:
-        """The name of the mbarrier at a window offset (dynamic shared memory starts at SHARED_BASE)."""
-        suffix = f"@cta{rank}" if cluster_size > 1 else ""
-        for name, start, count in self.barriers:
-            index, rest = divmod(offset - SHARED_BASE - start, 8)
-            if rest == 0 and 0 <= index < count:
-                return f"{name}[{index}]{suffix}" if count > 1 else f"{name}{suffix}"
-        return f"smem+{offset - SHARED_BASE:#x}{suffix}"
-
-    def named_barrier(self, barrier_id: int) -> str:
-        """The name of a bar.sync barrier."""
-        for name, known in self.named_barriers:
-            if known == barrier_id:
-                return name
-        return f"bar {barrier_id}"
-
-    def role(self, warp: int) -> str | None:
-        """The role of a warp, or None where no role was given."""
-        for name, first, warps in self.roles:
-            if first <= warp < first + warps:
-                return name
-        return None
 
 
 @dataclass(frozen=True)
@@ -65,7 +28,7 @@ class Launch:
     cluster: Dim3
     smem_bytes: int
     args: tuple[bytes | TensorMap, ...] | list[bytes | TensorMap]
-    names: Names = Names()
+    names: Names = field(default_factory=Names)
     dependent: bool = False
 
     def __post_init__(self) -> None:
@@ -94,10 +57,10 @@ class Launch:
 
     @property
     def target(self) -> Entry:
-        """The entry that is launched."""
+        """Return the entry that is launched."""
         return self.module.entries[self.entry]
 
     @property
     def threads(self) -> int:
-        """Threads of one CTA."""
+        """Return the number of threads of one CTA."""
         return self.block[0] * self.block[1] * self.block[2]

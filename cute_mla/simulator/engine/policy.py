@@ -1,4 +1,4 @@
-"""Which of the legal orders a run takes: the order of warps, and when asynchronous work completes."""
+"""Policies: which legal order a run takes, of warps and of the completion of asynchronous work."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Policy:
 
     @property
     def splits_convoys(self) -> bool:
-        """True when warps are scheduled one by one."""
+        """Return True when warps are scheduled one by one."""
         return self.schedule != "round_robin"
 
     @classmethod
     def named(cls, name: str, seed: int = 0) -> Policy:
-        """The policy behind a schedule name of `simulate`: round_robin, lazy, random or adversarial.
+        """Return the policy behind a schedule name of `simulate`: round_robin, lazy, random or adversarial.
 
         adversarial: lazy for even seeds, eager for odd ones. Lazy copies hold back a warp that waits for them, so that it cannot overrun
         a slower one; eager copies let it. Raises ValueError for any other name.

@@ -1,4 +1,4 @@
-"""Which ready group runs next, and for how long."""
+"""Schedulers: which ready group runs next, and for how long."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RoundRobin:
             self.queue.remove(group)
 
     def take(self) -> Group | None:
-        """The next group, or None."""
+        """Take the next ready group, None when there is none."""
         while self.queue:
             group = self.queue.popleft()
             if group.state == READY:
@@ -38,7 +38,7 @@ class RoundRobin:
         return None
 
     def budget(self) -> int:
-        """Instructions of one turn."""
+        """Return the instructions of one turn."""
         return self.quantum
 
 
@@ -60,7 +60,7 @@ class Random(RoundRobin):
             self.ready.remove(group)
 
     def take(self) -> Group | None:
-        """A random group, or None."""
+        """Take a random ready group, None when there is none."""
         while self.ready:
             group = self.ready.pop(int(self.rng.integers(len(self.ready))))
             if group.state == READY:
@@ -68,7 +68,7 @@ class Random(RoundRobin):
         return None
 
     def budget(self) -> int:
-        """Mostly short turns, sometimes long ones."""
+        """Return the instructions of one turn: mostly few, sometimes many."""
         return int(self.rng.integers(1, 1 + int(self.quantum ** self.rng.random())))
 
 
@@ -80,7 +80,7 @@ class Adversarial(Random):
         self.order = np.arange(64) if policy.seed == 0 else rng.permutation(64)
 
     def take(self) -> Group | None:
-        """The group whose first warp comes first in the order; one that has used up its turn comes last."""
+        """Take the group whose first warp comes first in the order; a group that has used up its turn comes last."""
         self.ready = [group for group in self.ready if group.state != DEAD]
         if not self.ready:
             return None
@@ -91,12 +91,12 @@ class Adversarial(Random):
         return best if best.state == READY else self.take()
 
     def budget(self) -> int:
-        """Until it blocks, unless it spins."""
+        """Return the limit of a turn: until the group blocks, unless it spins."""
         return SPIN_LIMIT
 
 
 def make_scheduler(policy: Policy, rng: np.random.Generator) -> RoundRobin:
-    """The scheduler of a policy."""
+    """Return the scheduler of a policy."""
     if policy.schedule == "random":
         return Random(policy, rng)
     if policy.schedule == "adversarial":

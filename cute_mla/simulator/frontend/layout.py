@@ -1,4 +1,4 @@
-"""Where an entry's registers, parameters and shared variables live."""
+"""Layout of an entry: rows of registers, offsets of parameters and shared variables; and the map of the address spaces."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from dataclasses import dataclass, field
 from .ptx import EntryText, Reg
 
 PARAM_BASE = 0  # parameter addresses are offsets into the argument block
+SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
+RANK_SHIFT = 24  # shared::cluster addresses: CTA rank << 24 | offset
+
+# Generic addresses: host addresses are global memory; two windows above them hold the other spaces.
+SHARED_WINDOW = 1 << 56
+PARAM_WINDOW = 2 << 56
+WINDOW_MASK = (1 << 56) - 1
 
 
 @dataclass
 class Layout:
-    """Slots of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
+    """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
     static_shared: bytes of shared variables with a size; the dynamic array follows them.
     """
 
-    slots: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=lambda: {"p": 0, "h": 0, "r": 0, "d": 0})
     params: dict[str, int] = field(default_factory=dict)
     param_bytes: int = 0
@@ -24,19 +31,19 @@ class Layout:
     dynamic_base: int = 0
     row_groups: dict[tuple[int, ...], object] = field(default_factory=dict)
 
-    def slot(self, register: Reg) -> int:
-        """The row of a register in its bank."""
-        return self.slots[register.name]
+    def row(self, register: Reg) -> int:
+        """Return the row of a register in its bank."""
+        return self.rows[register.name]
 
     def place(self, register: Reg) -> None:
         """Give a register the next row of its bank, unless it has one."""
-        if register.name not in self.slots:
-            self.slots[register.name] = self.sizes[register.bank]
+        if register.name not in self.rows:
+            self.rows[register.name] = self.sizes[register.bank]
             self.sizes[register.bank] += 1
 
 
-def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]], shared_base: int) -> Layout:
-    """Place everything. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
+def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]]) -> Layout:
+    """Lay out an entry. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
     layout = Layout()
     for group in groups:
         for register in group:
@@ -49,7 +56,7 @@ def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]], shared_base: in
         layout.params[param.name] = offset
         offset += param.size
     layout.param_bytes = offset
-    window = shared_base
+    window = SHARED_BASE
     for variable in entry.shared:
         if variable.size:
             window = -(-window // variable.align) * variable.align

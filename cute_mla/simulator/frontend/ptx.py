@@ -1,4 +1,4 @@
-"""PTX text -> statements: instructions with typed operands, labels, registers, parameters and shared variables.
+"""Parser of PTX text: instructions with typed operands, labels, registers, parameters and shared variables.
 
 The parser knows the grammar, not the instructions. Registers and labels of nested scopes get unique names.
 """
@@ -47,14 +47,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vec:
-    """{a, b, ...}; an element may be None for "_"."""
+    """Vector operand {a, b, ...}; an element may be None for "_"."""
 
     items: tuple[Operand | None, ...]
 
 
 @dataclass(frozen=True)
 class Mem:
-    """[base + offset] or, for tensor copies, [base, {coordinates}]."""
+    """Memory operand [base + offset] or, for tensor copies, [base, {coordinates}]."""
 
     base: Operand
     offset: int = 0
@@ -64,7 +64,7 @@ class Mem:
 
 @dataclass(frozen=True)
 class Pair:
-    """a|b: two destinations; either may be None for "_"."""
+    """Pair of destinations a|b; either may be None for "_"."""
 
     first: Reg | None
     second: Reg | None
@@ -72,7 +72,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Negated:
-    """!p"""
+    """Negated predicate !p."""
 
     reg: Reg
 
@@ -143,11 +143,11 @@ _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
 _NEWLINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".loc")
 _PARAM = re.compile(r"\.param\s+(?P<attrs>[^,()]*?)(?P<name>[\w$]+)\s*(?:\[(?P<count>\d+)\])?\s*$")
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?")
-_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.S)
+_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.DOTALL)
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 class _Scope:
@@ -163,7 +163,7 @@ class _Scope:
 
 
 def parse_integer(text: str) -> int:
-    """A PTX integer literal."""
+    """Return the value of a PTX integer literal."""
     text = text.rstrip("U")
     return int(text, 0) if not re.fullmatch(r"-?0\d+", text) else int(text, 8)
 
@@ -182,17 +182,17 @@ class Parser:
         self.serial = 0
 
     def fail(self, message: str) -> PtxError:
-        """An error at the current line."""
+        """Return the error for a problem at the current line."""
         return PtxError(f"PTX line {self.current_line()}: {message}")
 
     def current_line(self) -> int:
-        """The 1-based line of the current position."""
+        """Return the 1-based line of the current position."""
         self.line += self.text.count("\n", self.counted, self.position)
         self.counted = self.position
         return self.line
 
     def parse(self) -> dict[str, EntryText]:
-        """All entries of the module by name."""
+        """Return all entries of the module by name. Raises PtxError."""
         while self.skip_space():
             if self.text.startswith((".visible .entry", ".entry", ".weak .entry"), self.position):
                 self.parse_entry()
@@ -216,7 +216,7 @@ class Parser:
         return self.position < len(self.text)
 
     def take_until(self, stop: str) -> str:
-        """The text up to a stop character, which is consumed."""
+        """Consume the text up to a stop character, and that; return the text."""
         end = self.text.find(stop, self.position)
         if end < 0:
             end = len(self.text)
@@ -236,7 +236,7 @@ class Parser:
             self.position = match.end()
 
     def shared_variable(self, text: str) -> SharedVar:
-        """A .shared declaration."""
+        """Parse a .shared declaration."""
         match = _SHARED.match(text)
         if match is None:
             raise self.fail(f"cannot read shared variable {text!r}")
@@ -246,7 +246,7 @@ class Parser:
         return SharedVar(name, total, int(align or size))
 
     def parse_entry(self) -> None:
-        """One .entry with its body."""
+        """Parse one .entry with its body."""
         header = self.take_until("(")
         name = header.split()[-1]
         params = tuple(self.parameter(part) for part in self.take_until(")").split(",") if part.strip())
@@ -257,7 +257,7 @@ class Parser:
         self.entries[name] = entry
 
     def parameter(self, text: str) -> ParamDecl:
-        """One .param declaration."""
+        """Parse one .param declaration."""
         match = _PARAM.search(text.strip())
         if match is None:
             raise self.fail(f"cannot read parameter {text.strip()!r}")
@@ -269,7 +269,7 @@ class Parser:
         return ParamDecl(match["name"], size * int(match["count"] or 1), int(align.group(1)) if align else size)
 
     def read_directives(self, entry: EntryText, text: str) -> None:
-        """The performance directives between parameters and body."""
+        """Parse the performance directives between parameters and body."""
         for name, values in re.findall(r"\.(\w+)([^.]*)", text):
             if name == "reqntid":
                 dims = [int(part) for part in values.split(",")]
@@ -325,7 +325,7 @@ class _Body:
                 raise PtxError(f"PTX line {instruction.line}: unknown label {reference.name}")
 
     def directive(self) -> None:
-        """A directive inside a body."""
+        """Parse a directive inside a body."""
         parser = self.parser
         if parser.text.startswith(".loc", parser.position):
             match = _LOC.match(parser.take_until("\n"))
@@ -341,8 +341,8 @@ class _Body:
             raise parser.fail(f"unsupported directive {parser.take_until(chr(10))!r}")
 
     def declare(self, text: str) -> None:
-        """.reg .b32 %r<100>, x;"""
-        match = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
+        """Parse a declaration such as `.reg .b32 %r<100>, x;`."""
+        match = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.DOTALL)
         bank = {**_BANKS, _PAIRED: "q"}.get(match.group(1)) if match else None
         if match is None or bank is None:
             raise self.parser.fail(f"unsupported register declaration {text.strip()!r}")
@@ -363,7 +363,7 @@ class _Body:
         return scope.pairs[name]
 
     def find_pair(self, name: str) -> Vec | None:
-        """The halves of a 128-bit register, or None when the name is not one."""
+        """Return the halves of a 128-bit register, or None when the name is not one."""
         for scope in reversed(self.scopes):
             if name in scope.pairs:
                 return scope.pairs[name]
@@ -382,7 +382,7 @@ class _Body:
         return register
 
     def find_register(self, name: str) -> Reg | None:
-        """The register that a name means here."""
+        """Return the register that a name means in the current scope, None for none."""
         for scope in reversed(self.scopes):
             if name in scope.registers:
                 return scope.registers[name]
@@ -393,7 +393,7 @@ class _Body:
         return None
 
     def label_or_instruction(self) -> None:
-        """A label, or an instruction up to its semicolon."""
+        """Parse a label, or an instruction up to its semicolon."""
         parser = self.parser
         match = _LABEL.match(parser.text, parser.position)
         if match:
@@ -425,7 +425,7 @@ class _Body:
         self.entry.instructions.append(instruction)
 
     def operand(self, text: str) -> Operand | None:
-        """One operand."""
+        """Parse one operand."""
         text = text.strip()
         if text == "_":
             return None
@@ -445,7 +445,7 @@ class _Body:
         return self.simple(text)
 
     def simple(self, text: str) -> Operand:
-        """A register, literal, special register or symbol with offset."""
+        """Parse a register, literal, special register, or symbol with offset."""
         register = self.find_register(text)
         if register is not None:
             return register
@@ -470,11 +470,11 @@ class _Body:
         raise self.parser.fail(f"unknown operand {text!r}")
 
     def is_shared(self, name: str) -> bool:
-        """True for a declared shared variable."""
+        """Return True for a declared shared variable."""
         return any(variable.name == name for variable in (*self.parser.module_shared, *self.entry.shared))
 
     def memory(self, text: str) -> Mem:
-        """The inside of [...]."""
+        """Parse the inside of [...]."""
         parts = split_top(text)
         match = re.fullmatch(r"\s*([%$\w.]+?)\s*(?:([+-])\s*(-?\w+)\s*)?", parts[0])
         if match is None:
@@ -509,5 +509,5 @@ def split_top(text: str) -> list[str]:
 
 
 def parse_ptx(text: str) -> dict[str, EntryText]:
-    """All entries of a PTX module. Raises PtxError with the line of what it cannot read."""
+    """Return all entries of a PTX module. Raises PtxError with the line of what it cannot read."""
     return Parser(text).parse()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
-from .emitter import Unsupported, immediate_bits, pair_items
+from .emitter import Emitter, Unsupported, immediate_bits, pair_items
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -20,7 +16,7 @@ NAMES = {"add": "add", "sub": "subtract", "and": "bitwise_and", "or": "bitwise_o
 
 
 def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
-    """d = function(a, b), in place."""
+    """Emit d = function(a, b), in place."""
     d, a, b = ins.operands
     left, right = e.src(a, kind), e.src(b, kind)
     e.line(f"{function}({left}, {right}, {e.dst(d, kind)})")
@@ -28,25 +24,25 @@ def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
 
 @op(r"(?P<f>add|sub).(?P<t>[us](16|32|64))")
 def add_sub(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wrapping addition and subtraction."""
+    """Emit a wrapping addition or subtraction."""
     binary(e, ins, NAMES[m["f"]], m["t"])
 
 
 @op(r"(?P<f>and|or|xor).b(?P<n>16|32|64)")
 def bitwise(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Bitwise logic."""
+    """Emit bitwise logic."""
     binary(e, ins, NAMES[m["f"]], f"b{m['n']}")
 
 
 @op(r"(?P<f>and|or|xor).pred")
 def logic(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Logic on predicates."""
+    """Emit logic on predicates."""
     binary(e, ins, NAMES[m["f"]].replace("bitwise", "logical"), "pred")
 
 
 @op(r"not.(?P<t>pred|b16|b32|b64)")
 def not_(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Complement."""
+    """Emit a complement."""
     source = e.src(ins.operands[1], m["t"])
     function = "logical_not" if m["t"] == "pred" else "invert"
     e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
@@ -54,7 +50,7 @@ def not_(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"neg.(?P<t>s(16|32|64))", r"(?P<abs>abs).(?P<t>s(16|32|64))")
 def negate(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Two's complement negation or absolute value."""
+    """Emit two's complement negation or absolute value."""
     function = "absolute" if "abs" in m.groupdict() else "negative"
     source = e.src(ins.operands[1], m["t"])
     e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
@@ -62,7 +58,7 @@ def negate(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"(?P<f>min|max)(?P<relu>).(?P<t>[us](16|32|64))", r"(?P<f>min|max)(?P<relu>.relu).(?P<t>s32)")
 def min_max(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Integer minimum and maximum, with an optional clamp at zero."""
+    """Emit integer minimum and maximum, with an optional clamp at zero."""
     kind = m["t"]
     function = "minimum" if m["f"] == "min" else "maximum"
     a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
@@ -74,7 +70,7 @@ def min_max(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"mul.lo.(?P<t>[us](16|32|64))")
 def mul_lo(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Low half of a product."""
+    """Emit the low half of a product."""
     binary(e, ins, "multiply", m["t"])
 
 
@@ -84,7 +80,7 @@ def _wide(kind: str) -> str:
 
 @op(r"mul.wide.(?P<t>[us](16|32))")
 def mul_wide(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Full product of 16- or 32-bit factors."""
+    """Emit the full product of 16- or 32-bit factors."""
     kind = m["t"]
     wide = _wide(kind)
     dtype = e.constants.thing(np.dtype(f"{'u' if kind[0] == 'u' else 'i'}{int(kind[1:]) // 4}"))
@@ -94,14 +90,14 @@ def mul_wide(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"mul.hi.(?P<t>[us](16|32|64))")
 def mul_hi_op(e: Emitter, ins: Instruction, m: Match) -> None:
-    """High half of a product."""
+    """Emit the high half of a product."""
     a, b = e.src(ins.operands[1], m["t"]), e.src(ins.operands[2], m["t"])
     e.line(f"{e.dst(ins.operands[0], m['t'])}[...] = mul_hi({a}, {b}, {int(m['t'][1:])})")
 
 
 @runtime
 def mul_hi(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
-    """High `bits` bits of a * b."""
+    """Return the high `bits` bits of a * b."""
     if bits < 64:
         wide = np.int64 if a.dtype.kind == "i" else np.uint64
         return (a.astype(wide) * b.astype(wide) >> wide(bits)).astype(a.dtype)
@@ -112,7 +108,7 @@ def mul_hi(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
 
 @op(r"mad.lo.(?P<t>[us](16|32|64))")
 def mad_lo(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Low half of a * b, plus c."""
+    """Emit the low half of a * b, plus c."""
     kind = m["t"]
     a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
     e.line(f"add(multiply({a}, {b}), {c}, {e.dst(ins.operands[0], kind)})")
@@ -120,7 +116,7 @@ def mad_lo(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"mad.hi.(?P<t>[us](32|64))")
 def mad_hi(e: Emitter, ins: Instruction, m: Match) -> None:
-    """High half of a * b, plus c."""
+    """Emit the high half of a * b, plus c."""
     kind = m["t"]
     a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
     e.line(f"add(mul_hi({a}, {b}, {int(kind[1:])}), {c}, {e.dst(ins.operands[0], kind)})")
@@ -128,7 +124,7 @@ def mad_hi(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"mad.wide.(?P<t>[us](16|32))")
 def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Full product plus a wide addend."""
+    """Emit the full product of a and b, plus a wide addend."""
     kind = m["t"]
     wide = _wide(kind)
     dtype = e.constants.thing(np.dtype(f"{'u' if kind[0] == 'u' else 'i'}{int(kind[1:]) // 4}"))
@@ -138,7 +134,7 @@ def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"(?P<f>div|rem).(?P<t>[us](16|32|64))")
 def division(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Truncating division and its remainder; a division by zero gives all ones (and the dividend as remainder)."""
+    """Emit a truncating division or its remainder. A division by zero gives all ones, and the dividend as remainder."""
     kind = m["t"]
     a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = divide_{m['f']}({a}, {b})")
@@ -146,7 +142,7 @@ def division(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def divide_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Quotient towards zero."""
+    """Return the quotient, rounded towards zero."""
     quotient = np.floor_divide(a, b)
     if a.dtype.kind == "i":
         quotient = quotient + ((quotient < 0) & (quotient * b != a)).astype(a.dtype)
@@ -155,13 +151,13 @@ def divide_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @runtime
 def divide_rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Remainder with the sign of the dividend."""
+    """Return the remainder, with the sign of the dividend."""
     return np.where(b == 0, a, np.fmod(a, b))
 
 
 @op(r"shl.b(?P<n>16|32|64)", r"shr.(?P<t>[usb](16|32|64))")
 def shift(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Shifts by an unsigned 32-bit amount, clamped to the width."""
+    """Emit a shift by an unsigned 32-bit amount, clamped to the width."""
     groups = m.groupdict()
     kind = groups.get("t") or f"b{groups['n']}"
     function = "right_shift" if "t" in groups else "left_shift"
@@ -177,14 +173,14 @@ def shift(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"shf.(?P<side>l|r).(?P<mode>wrap|clamp).b32")
 def funnel(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Funnel shift of the 64-bit value b:a."""
+    """Emit a funnel shift of the 64-bit value b:a."""
     a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = funnel_shift({a}, {b}, {c}, {m['side'] == 'l'}, {m['mode'] == 'wrap'})")
 
 
 @runtime
 def funnel_shift(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: bool) -> np.ndarray:
-    """The upper (left) or lower (right) word of b:a shifted by c."""
+    """Return the upper (left) or lower (right) word of b:a shifted by c."""
     count = (c & 31 if wrap else np.minimum(c, 32)).astype(np.uint64)
     value = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
     moved = value << count >> np.uint64(32) if left else value >> count
@@ -193,26 +189,26 @@ def funnel_shift(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: 
 
 @op(r"(?P<f>popc|clz).(?P<t>b32|b64)")
 def bit_count(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Population count and leading zeros."""
+    """Emit a population count or a count of leading zeros."""
     e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = bits_{m['f']}({e.src(ins.operands[1], m['t'])})")
 
 
 @runtime
 def bits_popc(a: np.ndarray) -> np.ndarray:
-    """Set bits."""
+    """Count the set bits."""
     return np.bitwise_count(a)
 
 
 @runtime
 def bits_clz(a: np.ndarray) -> np.ndarray:
-    """Leading zero bits."""
+    """Count the leading zero bits."""
     width = a.dtype.itemsize * 8
     return np.array([width - int(x).bit_length() for x in np.atleast_1d(a)], np.uint32)
 
 
 @op(r"lop3.b32")
 def logic3(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Any function of three bits, given as a truth table."""
+    """Emit any function of three bits, given as a truth table."""
     table = ins.operands[4]
     if not isinstance(table, Imm):
         raise Unsupported("lop3 with a table that is not a literal")
@@ -222,7 +218,7 @@ def logic3(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def truth_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
-    """The bitwise function whose value for (a, b, c) = bits of i is bit i of table (a is the high bit)."""
+    """Return the bitwise function whose value for (a, b, c) = bits of i is bit i of table (a is the high bit)."""
     result = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
     for index in range(8):
         if table >> index & 1:
@@ -233,7 +229,7 @@ def truth_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.n
 
 @op(r"prmt.b32", batch=True)
 def permute(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Pick four bytes out of b:a."""
+    """Emit a choice of four bytes out of b:a."""
     a, b, c = (e.src(operand, "u32") for operand in ins.operands[1:4])
     selector = ins.operands[3]
     if isinstance(selector, Imm) and not int(selector.value) & 0x8888:
@@ -245,7 +241,7 @@ def permute(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def pick_bytes(a: np.ndarray, b: np.ndarray, index: tuple[int, ...]) -> np.ndarray:
-    """Bytes index[0..3] (low to high) of b:a."""
+    """Return bytes index[0..3] (low to high) of b:a."""
     result: np.ndarray | int = 0
     for place, byte in enumerate(index):
         word = a if byte < 4 else b
@@ -257,7 +253,7 @@ def pick_bytes(a: np.ndarray, b: np.ndarray, index: tuple[int, ...]) -> np.ndarr
 
 @runtime
 def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-    """prmt in its default mode; bit 3 of a selector nibble replicates the byte's sign."""
+    """Return the result of prmt in its default mode. Bit 3 of a selector nibble replicates the byte's sign."""
     value = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
     result = np.zeros(np.broadcast(value, selector).shape, np.uint64)
     for place in range(4):
@@ -270,7 +266,7 @@ def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndar
 
 @op(r"selp.(?P<t>[bus](16|32|64)|f32)", taint="own", batch=True)
 def select(e: Emitter, ins: Instruction, m: Match) -> None:
-    """d = p ? a : b. Poison of the operand that is not selected is dropped."""
+    """Emit d = p ? a : b. Poison of the operand that is not selected is dropped."""
     kind = m["t"]
     d, a, b, p = ins.operands
     assert d is None or isinstance(d, Reg)
@@ -294,7 +290,7 @@ COMPARE = {
     r"setp.(?P<c>eq|ne)(.(?P<b>and|or|xor))?.(?P<t>b(16|32|64))",
 )
 def compare(e: Emitter, ins: Instruction, m: Match) -> None:
-    """p|q = (a op b) combined with c; q uses the opposite of the comparison."""
+    """Emit p|q = (a op b), combined with c. q uses the opposite of the comparison."""
     kind = m["t"]
     a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
     first, second = pair_items(ins.operands[0])
@@ -309,7 +305,7 @@ def compare(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def _constant_comparison(e: Emitter, ins: Instruction, name: str, kind: str) -> int | None:
-    """The result of eq/ne when both sides are known while the block is generated."""
+    """Return the result of eq/ne when both sides are known while the block is generated."""
     values = []
     for operand in ins.operands[1:3]:
         if isinstance(operand, Imm):
@@ -341,7 +337,7 @@ def combine_comparison(e: Emitter, ins: Instruction, expression: str, combine: s
 
 @op(r"mov.(?P<t>[bus](16|32|64)|f32)", taint="own")
 def move(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Copies, packing {a, b} into a wider register, and unpacking."""
+    """Emit a copy, a packing of {a, b} into a wider register, or an unpacking."""
     d, a = ins.operands
     kind = m["t"]
     if e.tainted:
@@ -363,7 +359,7 @@ def move(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def move_taint(e: Emitter, d: Operand | None, a: Operand | None) -> None:
-    """Poison of a move. What is packed and unpacked within a block keeps the poison of each part to itself."""
+    """Emit the poison of a move. Parts that are packed and unpacked within a block keep their own poison."""
     if isinstance(d, Vec):
         parts = e.parts.get(a.name) if isinstance(a, Reg) else None
         for index, item in enumerate(d.items):
@@ -384,7 +380,7 @@ def move_taint(e: Emitter, d: Operand | None, a: Operand | None) -> None:
 
 
 def unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
-    """{x, y, ...} = a"""
+    """Emit {x, y, ...} = a."""
     bits = int(kind[1:])
     part = bits // len(d.items)
     if not isinstance(a, Reg) or part < 16:
@@ -402,7 +398,7 @@ def unpack(e: Emitter, d: Vec, a: object, kind: str) -> None:
 
 
 def pack(e: Emitter, d: object, a: Vec, kind: str) -> None:
-    """d = {x, y, ...}, x lowest"""
+    """Emit d = {x, y, ...}, x lowest."""
     bits = int(kind[1:])
     part = bits // len(a.items)
     if not isinstance(d, Reg) or part < 16:
@@ -417,7 +413,7 @@ def pack(e: Emitter, d: object, a: Vec, kind: str) -> None:
 
 @op(r"mov.b128", taint="own")
 def move_pair(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Between 128-bit registers and pairs of 64-bit ones, lower half first."""
+    """Emit a move between 128-bit registers and pairs of 64-bit registers, lower half first."""
     d, a = ins.operands
     if not isinstance(d, Vec) or not isinstance(a, Vec) or len(d.items) != 2 or len(a.items) != 2:
         raise Unsupported("mov.b128 of something other than two 64-bit halves")
@@ -436,5 +432,5 @@ def move_pair(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"mov.pred")
 def move_predicate(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Copy of a predicate or constant."""
+    """Emit a copy of a predicate or constant."""
     e.line(f"{e.dst(ins.operands[0], 'pred')}[...] = {e.src(ins.operands[1], 'pred')}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,15 +10,17 @@ from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction
 from ..state.access import shared_pattern
-from ..state.registers import WARP, Window
-from ..units.async_units import CopyGroups, GroupedCopy
-from .emitter import Unsupported
+from ..state.async_work import CopyGroups, GroupedCopy, PendingCopy
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.engine_protocol import Engine
+from ..state.origin import Origin
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
+from .emitter import Emitter, Unsupported
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -31,18 +32,18 @@ INTO_CLUSTER = rf"shared::(?P<cluster>cluster).global{TX}(?P<multicast>.multicas
 
 
 def check_all(e: Emitter, ins: Instruction) -> None:
-    """No operand of an asynchronous copy may be poisoned."""
+    """Emit checks that no operand of an asynchronous copy is poisoned."""
     e.check_taint([register for operand in ins.operands for register in registers_of(operand)], "an asynchronous copy")
 
 
 def reaches_cluster(m: Match) -> bool:
-    """Whether the destination may lie in another CTA."""
+    """Return whether the destination may lie in another CTA."""
     return bool(m.groupdict().get("cluster"))
 
 
 @op(rf"cp.async.bulk.{INTO_CTA}{HINT}", rf"cp.async.bulk.{INTO_CLUSTER}{HINT}", writes=(), pure=False, taint="own")
 def bulk_load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Contiguous bytes from global to shared memory."""
+    """Emit a copy of contiguous bytes from global to shared memory."""
     check_all(e, ins)
     d, s, size, barrier = ins.operands[:4]
     mask = e.src(ins.operands[4], "u16") if m["multicast"] else "None"
@@ -54,7 +55,7 @@ def bulk_load(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"cp.async.bulk.shared::cluster.shared::cta{TX}", writes=(), pure=False, taint="own")
 def bulk_peer(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Contiguous bytes from the own shared memory to that of a CTA of the cluster."""
+    """Emit a copy of contiguous bytes from the CTA's shared memory to that of a CTA of the cluster."""
     check_all(e, ins)
     d, s, size, barrier = ins.operands[:4]
     e.line(
@@ -65,7 +66,7 @@ def bulk_peer(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"cp.async.bulk.global.shared::cta.bulk_group{HINT}", writes=(), pure=False, taint="own")
 def bulk_store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Contiguous bytes from shared to global memory."""
+    """Emit a copy of contiguous bytes from shared to global memory."""
     check_all(e, ins)
     d, s, size = ins.operands[:3]
     e.line(f"bulk_to_global(w, {e.memory_address(d, 64)}, {e.memory_address(s, 32)}, {e.src(size, 'u32')})")
@@ -73,13 +74,13 @@ def bulk_store(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"cp.async.bulk.commit_group", writes=(), pure=False)
 def bulk_commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Close the thread's bulk group."""
+    """Emit the end of the thread's bulk group."""
     e.line("bulk_commit_group(w)")
 
 
 @op(r"cp.async.bulk.wait_group(?P<r>.read)?", writes=(), pure=False, starts=True)
 def bulk_wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for all but the newest n bulk groups."""
+    """Emit a wait for all but the newest n bulk groups."""
     count = ins.operands[0]
     if not isinstance(count, Imm):
         raise Unsupported("wait_group without a literal")
@@ -91,7 +92,7 @@ ignored(r"cp.async.bulk.prefetch.L2.global(.L2::cache_hint)?", "a hint: no effec
 
 @op(r"cp.async.(?P<c>ca|cg).shared(::cta)?.global(.L2::(64|128|256)B)?", writes=(), pure=False, taint="own")
 def copy_async(e: Emitter, ins: Instruction, m: Match) -> None:
-    """4, 8 or 16 bytes per thread; bytes beyond src-size are zeros."""
+    """Emit a copy of 4, 8 or 16 bytes per thread. Bytes beyond src-size are zeros."""
     check_all(e, ins)
     size = ins.operands[2]
     if not isinstance(size, Imm) or int(size.value) not in ((16,) if m["c"] == "cg" else (4, 8, 16)):
@@ -106,13 +107,13 @@ def copy_async(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"cp.async.commit_group", writes=(), pure=False)
 def copy_commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Close the warp's cp.async group."""
+    """Emit the end of the warp's cp.async group."""
     e.line("cp_async_commit(w)")
 
 
 @op(r"cp.async.wait_group", r"cp.async.wait_all", writes=(), pure=False, starts=True)
 def copy_wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for all but the newest n groups (wait_all: for everything)."""
+    """Emit a wait for all but the newest n groups (wait_all: for everything)."""
     if ins.opcode.endswith("wait_all"):
         e.line("cp_async_wait(w, 0, True)")
         return
@@ -124,14 +125,14 @@ def copy_wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"cp.async.mbarrier.arrive(?P<n>.noinc)?.shared(::cta)?.b64", writes=(), pure=False, taint="own")
 def copy_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
-    """An arrival when the thread's earlier cp.async are complete."""
+    """Emit an arrival that happens when the thread's earlier cp.async copies are complete."""
     check_all(e, ins)
     e.line(f"cp_async_arrive(w, {e.memory_address(ins.operands[0], 32)}, {bool(m['n'])})")
 
 
 @op(rf"st.async(.weak)?.shared::cluster{TX}{VECTOR}", writes=(), pure=False, taint="own")
 def store_async(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Registers to a CTA of the cluster, with complete_tx."""
+    """Emit a store of registers to a CTA of the cluster, with complete_tx."""
     check_all(e, ins)
     values = ", ".join(e.src(item, f"u{m['t'][1:]}") for item in vector_items(ins.operands[1], m))
     e.line(f"st_async(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {e.memory_address(ins.operands[2], 32)})")
@@ -141,14 +142,14 @@ def store_async(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def lane_values(w: Window, value: np.ndarray | None) -> list[int]:
-    """One Python int per lane."""
+    """Return one Python int per lane."""
     if value is None:
         return [0] * w.n
     return [int(value)] * w.n if value.ndim == 0 else [int(item) for item in value]
 
 
 def targets_of(cta: Cta, address: int, mask: int | None) -> list[Cta]:
-    """The CTAs that a copy writes to: the address's own, or those of a multicast mask."""
+    """Return the CTAs that a copy writes to: the CTA of the address, or the CTAs of a multicast mask. Raises Fault for a bad mask."""
     if mask is None:
         return [cta.peer(address >> 24)]
     if not mask or mask >> cta.cluster.size:
@@ -157,7 +158,7 @@ def targets_of(cta: Cta, address: int, mask: int | None) -> list[Cta]:
 
 
 def check_reach(cta: Cta, where: int, signal: int, cluster: bool, pair: bool = False) -> None:
-    """Raises Fault for a destination in another CTA that the instruction may not reach, or a barrier elsewhere than the destination.
+    """Raise Fault for a destination that the instruction may not reach, or a barrier in another CTA than the destination.
 
     pair: the barrier may also lie in the other CTA of the destination's pair (cta_group::2).
     """
@@ -167,10 +168,10 @@ def check_reach(cta: Cta, where: int, signal: int, cluster: bool, pair: bool = F
         raise Fault("out_of_bounds", f"a destination in CTA {where >> 24} of the cluster with an mbarrier in CTA {signal >> 24}")
 
 
-def add_grouped(cta: Cta, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
+def add_grouped(engine: Engine, groups: dict[int, CopyGroups], owner: int, copy: GroupedCopy) -> None:
     """Put a copy into the open group of its thread or warp."""
     groups.setdefault(owner, CopyGroups()).open.append(copy)
-    copy.advance(cta.machine.grouped_stage())
+    copy.advance(engine.grouped_stage())
 
 
 @runtime
@@ -184,9 +185,9 @@ def bulk_to_shared(
     peer: bool,
     cluster: bool,
 ) -> None:
-    """cp.async.bulk to shared memory, from global or shared memory."""
+    """Execute cp.async.bulk to shared memory, from global or shared memory."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     masks = lane_values(w, mask)
     rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), lane_values(w, barrier), strict=True)
     for lane, (where, start, nbytes, signal) in enumerate(rows):
@@ -202,75 +203,76 @@ def bulk_to_shared(
             nbytes: int = nbytes,
             offset: int = offset,
             targets: list[Cta] = targets,
-            barriers: list[object] = barriers,  # type: ignore[assignment]
+            barriers: list[Mbarrier] = barriers,
         ) -> None:
-            data, valid = read_bulk(cta, start, nbytes, peer)
+            data, valid = read_bulk(engine, cta, start, nbytes, peer)
             for target in targets:
                 target.smem.check(offset, offset + nbytes, "bulk write")
                 target.smem.data[offset : offset + nbytes] = data
                 target.smem.valid[offset : offset + nbytes] = valid
             for item in barriers:
-                machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+                engine.complete_tx(item, nbytes)
 
         if not peer:
             global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         else:
             races.check_range(w, (start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), "a bulk copy", int(w.lanes[lane]) // WARP)
         smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, targets, offset, offset + nbytes)
-        numbers = machine.start(effect, w, int(w.lanes[lane]) // WARP, barriers, [(target, offset, offset + nbytes) for target in targets])
+        warp = int(w.lanes[lane]) // WARP
+        numbers = copies.issue(w, warp, effect, barriers, [(target, offset, offset + nbytes) for target in targets])
         if peer:
-            cta.note_outgoing((start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes), numbers[0], machine.origin(w))
+            cta.outgoing[start & 0xFFFFFF, (start & 0xFFFFFF) + nbytes] = (*numbers[0], w.origin())
 
 
-def read_bulk(cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
-    """Bytes and their shadow from shared or global memory."""
+def read_bulk(engine: Engine, cta: Cta, start: int, nbytes: int, shared: bool) -> tuple[np.ndarray, np.ndarray | int]:
+    """Return bytes of shared or global memory, and their shadow (1 where written)."""
     if shared:
         offset = start & 0xFFFFFF
         source = cta.peer(start >> 24).smem
         source.check(offset, offset + nbytes, "bulk read")
         return source.data[offset : offset + nbytes], source.valid[offset : offset + nbytes]
-    buffer = cta.machine.memory.require(start, start + nbytes, False)
+    buffer = engine.memory.require(start, start + nbytes, False)
     offset = start - buffer.address
     return buffer.data[offset : offset + nbytes], 1 if buffer.valid is None else buffer.valid[offset : offset + nbytes]
 
 
 @runtime
 def bulk_to_global(w: Window, destination: np.ndarray, source: np.ndarray, size: np.ndarray) -> None:
-    """cp.async.bulk to global memory."""
+    """Execute cp.async.bulk to global memory."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     rows = zip(lane_values(w, destination), lane_values(w, source), lane_values(w, size), strict=True)
     for lane, (target, start, nbytes) in enumerate(rows):
         if (target | start | nbytes) & 15:
             raise Fault("misaligned", f"bulk copy of {nbytes} bytes from {start:#x} to {target:#x}: all must be multiples of 16")
-        origin = machine.origin(w)
+        origin = w.origin()
         held: list[np.ndarray] = []
 
-        def read(start: int = start, nbytes: int = nbytes, held: list[np.ndarray] = held, origin: object = origin) -> None:
-            data, valid = read_bulk(cta, start, nbytes, True)
+        def read(start: int = start, nbytes: int = nbytes, held: list[np.ndarray] = held, origin: Origin = origin) -> None:
+            data, valid = read_bulk(engine, cta, start, nbytes, True)
             held.append(data.copy())
             if not np.all(valid):
-                machine.report_at(origin, "poison", "a bulk store writes undefined bytes of shared memory to global memory")  # type: ignore[arg-type]
+                engine.report(origin, "poison", "a bulk store writes undefined bytes of shared memory to global memory")
 
         def write(target: int = target, nbytes: int = nbytes, held: list[np.ndarray] = held) -> None:
-            buffer = machine.memory.require(target, target + nbytes, True)
+            buffer = engine.memory.require(target, target + nbytes, True)
             offset = target - buffer.address
             buffer.data[offset : offset + nbytes] = held[0]
             if buffer.valid is not None:
                 buffer.valid[offset : offset + nbytes] = 1
-            machine.progress += 1
+            engine.note_progress()
 
         offset = start & 0xFFFFFF
         copy = GroupedCopy(read, write, origin, (offset, offset + nbytes))
         global_order.check_grid(w, (int(w.lanes[lane]) // WARP,))
         races.check_range(w, copy.source, "a bulk store", int(w.lanes[lane]) // WARP)
-        add_grouped(cta, cta.bulk, int(w.lanes[lane]), copy)
+        add_grouped(w.engine, cta.bulk, int(w.lanes[lane]), copy)
         cta.reading.append(copy)
 
 
 @runtime
 def bulk_commit_group(w: Window) -> None:
-    """cp.async.bulk.commit_group"""
+    """Execute cp.async.bulk.commit_group."""
     bulk = w.cta.bulk
     for lane in w.lanes:
         groups = bulk.get(int(lane))
@@ -280,7 +282,7 @@ def bulk_commit_group(w: Window) -> None:
 
 @runtime
 def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
-    """cp.async.bulk.wait_group: everything a thread issued and committed, but for the newest groups."""
+    """Execute cp.async.bulk.wait_group: wait for all committed groups of a thread but the newest."""
     cta = w.cta
     if not cta.bulk:
         return
@@ -289,25 +291,26 @@ def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
         if groups is not None:
             warp = int(lane) // WARP
             clocks = cta.cluster.clocks
+            row = clocks.row(cta.rank, warp)
             for copy in groups.wait(remaining, stage):
                 low, high = copy.source
-                cta.trace.note_read(warp, slice(low // 4, -(-high // 4)), int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1)
+                cta.trace.note_read(warp, slice(low // 4, -(-high // 4)), int(clocks.now[row, row]) + 1)
 
 
 # ---------------------------------------------------------------- cp.async
 
 
 def warps_of(w: Window) -> list[tuple[int, np.ndarray]]:
-    """The warps of a window with the positions of their lanes."""
+    """Return the warps of a window with the positions of their lanes."""
     warp = w.lanes // WARP
     return [(number, np.flatnonzero(warp == number)) for number in w.warps]
 
 
 @runtime
 def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, source_size: np.ndarray | None) -> None:
-    """cp.async"""
+    """Execute cp.async."""
     cta = w.cta
-    memory = cta.machine.memory
+    memory = w.engine.memory
     pattern = shared_pattern(lanes_of(w, destination))
     offsets = pattern.offsets
     addresses = lanes_of(w, source).copy()
@@ -342,25 +345,25 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
                 cta.smem.valid[offset : offset + size] = valid
 
         number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
-        add_grouped(cta, cta.copies, warp, GroupedCopy(read, write, cta.machine.origin(w), serial=number))
+        add_grouped(w.engine, cta.copies, warp, GroupedCopy(read, write, w.origin(), serial=number))
 
 
 def cp_async_agent(cta: Cta, warp: int) -> int:
-    """The column of a warp's cp.async copies in the clocks."""
+    """Return the column of a warp's cp.async copies in the clocks."""
     clocks = cta.cluster.clocks
-    return clocks.own_copier(clocks.row(cta, warp))
+    return clocks.own_copier(clocks.row(cta.rank, warp))
 
 
 @runtime
 def cp_async_commit(w: Window) -> None:
-    """cp.async.commit_group"""
+    """Execute cp.async.commit_group."""
     for warp in w.warps:
         w.cta.copies.setdefault(warp, CopyGroups()).commit()
 
 
 @runtime
 def cp_async_wait(w: Window, remaining: int, everything: bool) -> None:
-    """cp.async.wait_group and wait_all"""
+    """Execute cp.async.wait_group and wait_all."""
     for warp in w.warps:
         groups = w.cta.copies.get(warp)
         if groups is None:
@@ -368,14 +371,14 @@ def cp_async_wait(w: Window, remaining: int, everything: bool) -> None:
         if everything:
             groups.commit()
         for copy in groups.wait(remaining, 2):
-            w.cta.cluster.clocks.note(w.cta, (warp,), cp_async_agent(w.cta, warp), copy.serial)
+            w.cta.cluster.clocks.note(w.cta.rank, (warp,), cp_async_agent(w.cta, warp), copy.serial)
 
 
 @runtime
 def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
-    """cp.async.mbarrier.arrive: one arrival per lane once its earlier copies are complete."""
+    """Execute cp.async.mbarrier.arrive: each lane arrives once its earlier copies are complete."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     offsets = lanes_of(w, address) & np.uint32(0xFFFFFF)
     for warp, index in warps_of(w):
         groups = cta.copies.get(warp, CopyGroups())
@@ -386,39 +389,39 @@ def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
             if not noinc:
                 barrier.add_pending(lanes)
 
-            def effect(earlier: list[GroupedCopy] = earlier, barrier: object = barrier, lanes: int = lanes) -> None:
+            def effect(earlier: list[GroupedCopy] = earlier, barrier: Mbarrier = barrier, lanes: int = lanes) -> None:
                 for copy in earlier:
                     copy.advance(2)
-                machine.arrive(barrier, lanes)  # type: ignore[arg-type]
+                engine.arrive(barrier, lanes)
 
             order.arrive_behind_copies(cta, warp, barrier)
             phases.check_use(w, (warp,), barrier, False)
-            machine.begin(effect, machine.origin(w), [barrier], ())
+            engine.begin(PendingCopy(effect, w.origin(), [barrier]))
 
 
 @runtime
 def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
-    """st.async"""
+    """Execute st.async."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     nbytes = values[0].dtype.itemsize * len(values)
     lanes = [np.broadcast_to(value, (w.n,)).copy() for value in values]
     for lane, (where, signal) in enumerate(zip(lane_values(w, address), lane_values(w, barrier), strict=True)):
         check_reach(cta, where, signal, True)
         target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
 
-        def effect(lane: int = lane, where: int = where, target: Cta = target, item: object = item) -> None:
+        def effect(lane: int = lane, where: int = where, target: Cta = target, item: Mbarrier = item) -> None:
             target.smem.store(shared_pattern(np.array([where], np.uint32)), [value[lane : lane + 1] for value in lanes])
-            machine.complete_tx(item, nbytes)  # type: ignore[arg-type]
+            engine.complete_tx(item, nbytes)
 
         offset = where & 0xFFFFFF
         smem_hazards.check_copy(w, int(w.lanes[lane]) // WARP, [target], offset, offset + nbytes)
-        machine.start(effect, w, int(w.lanes[lane]) // WARP, [item], [(target, offset, offset + nbytes)])
+        copies.issue(w, int(w.lanes[lane]) // WARP, effect, [item], [(target, offset, offset + nbytes)])
 
 
 @op(r"mapa.shared::cluster.(?P<t>u32|u64)", r"mapa.(?P<t>u64)")
 def map_address(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The address of the same shared variable in another CTA of the cluster."""
+    """Emit the address of the same shared variable in another CTA of the cluster."""
     kind = m["t"]
     a, rank = e.src(ins.operands[1], kind), e.src(ins.operands[2], "u32")
     cast = "" if kind == "u32" else f".astype({e.constants.thing(np.dtype('u8'))})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,14 +13,12 @@ from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand
 from ..state.access import all_true
 from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
-from ..state.registers import WARP, Window
-from .emitter import Unsupported
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from .emitter import Emitter, Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -31,13 +28,13 @@ SHARED = r".shared(::cta|(?P<cluster>::cluster))?"
 
 
 def address_of(e: Emitter, ins: Instruction, index: int) -> str:
-    """The checked address expression of a barrier operand."""
+    """Return the checked address expression of a barrier operand."""
     e.check_taint(registers_of(ins.operands[index]), "a barrier address")
     return e.memory_address(ins.operands[index], 32)
 
 
 def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
-    """A checked 32-bit operand."""
+    """Return the expression of a checked 32-bit operand."""
     if operand is None:
         return default
     e.check_taint(registers_of(operand), "a barrier operand")
@@ -46,31 +43,31 @@ def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
 
 @op(rf"mbarrier.init{OWN}.b64", writes=(), pure=False, taint="own")
 def init(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Make a barrier of count arrivals."""
+    """Emit the initialisation of a barrier of count arrivals."""
     e.line(f"mbarrier_init(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])})")
 
 
 @op(rf"mbarrier.inval{OWN}.b64", writes=(), pure=False, taint="own")
 def inval(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Give the memory of a barrier back."""
+    """Emit the end of a barrier, whose memory is then free."""
     e.line(f"mbarrier_inval(w, {address_of(e, ins, 0)})")
 
 
 @op(rf"mbarrier.arrive{SEM}{SHARED}.b64", pure=False, taint="own")
 def arrive(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Each lane arrives count times (default 1)."""
+    """Emit arrivals: each lane arrives count times (default 1)."""
     count = ins.operands[2] if len(ins.operands) > 2 else Imm(1)
     emit_arrive(e, ins, m, value_of(e, count), "None")
 
 
 @op(rf"mbarrier.arrive.expect_tx{SEM}{SHARED}.b64", pure=False, taint="own")
 def arrive_expect(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Expect bytes, then arrive."""
+    """Emit an expectation of bytes, then an arrival."""
     emit_arrive(e, ins, m, e.src(Imm(1), "u32"), value_of(e, ins.operands[2]))
 
 
 def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str) -> None:
-    """Run an arrival; the state it returns is the phase it counted in."""
+    """Emit an arrival. The state that it returns is the phase in which it counted."""
     temp = e.temp()
     e.line(f"{temp} = mbarrier_arrive(w, {address_of(e, ins, 1)}, {count}, {nbytes}, {bool(m['cluster'])})")
     if ins.operands[0] is not None:
@@ -83,7 +80,7 @@ def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str)
 
 @op(rf"mbarrier.expect_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
 def expect(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Expect bytes without arriving."""
+    """Emit an expectation of bytes without an arrival."""
     e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
 
 
@@ -92,7 +89,7 @@ def expect(e: Emitter, ins: Instruction, m: Match) -> None:
     pure=False, taint="own", starts=True,
 )  # fmt: skip
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Test a phase; where it is not complete, block (try_wait with a time hint) or fail once and then block."""
+    """Emit a test of a phase. While the phase is not complete, try_wait with a time hint blocks; other forms fail once and then block."""
     hint = len(ins.operands) > 3
     if hint and m["f"] == "test_wait":
         raise Unsupported("test_wait with a time hint")
@@ -110,13 +107,13 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def is_same(value: np.ndarray) -> bool:
-    """Whether a value does not differ between lanes."""
+    """Return whether all lanes have the same value."""
     return value.size == 1 or all_true(value == value[0])
 
 
 @dataclass
 class Share:
-    """Lanes of a window that do the same to one mbarrier, their number, and the warps that they belong to."""
+    """Lanes of a window that do the same to one mbarrier. lanes: their number. warps: the warps that they belong to."""
 
     cta: Cta
     offset: int
@@ -126,7 +123,7 @@ class Share:
 
 
 def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[Share]:
-    """Lanes with equal address and values, in order of first lane."""
+    """Group the lanes with equal address and values, in order of first lane."""
     shares: dict[tuple[int, ...], Share] = {}
     for target, index, pattern in place_shared(w, address, cluster):
         lanes, offsets = range(w.n) if index is None else index, pattern.offsets
@@ -145,7 +142,7 @@ def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray
 
 @runtime
 def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
-    """mbarrier.init"""
+    """Execute mbarrier.init."""
     for share in each_lane(w, address, False, count):
         cta, offset, (number,) = share.cta, share.offset, share.values
         if offset % 8:
@@ -154,39 +151,39 @@ def mbarrier_init(w: Window, address: np.ndarray, count: np.ndarray) -> None:
             raise Fault("barrier_count", f"mbarrier.init with a count of {number}", cta.barrier_name(offset))
         cta.smem.check(offset, offset + 8, "mbarrier.init")
         old = cta.mbarriers.get(offset)
-        if old is not None and old.waiters:
+        if old is not None and w.engine.is_awaited(old):
             raise Fault("barrier_reinit", "mbarrier.init while somebody waits", old.name)
         if old is not None:
             raise Fault("barrier_reinit", "mbarrier.init of a live barrier without mbarrier.inval", old.name)
         cta.mbarriers[offset] = Mbarrier(cta.barrier_name(offset), number, cta.cluster.clocks.copier(cta.rank, offset))
         cta.smem.valid[offset : offset + 8] = 0
         phases.note_init(w, cta.mbarriers[offset])
-        if w.slot.cta is not None and w.cta.observer is not None:
-            w.cta.observer.barrier(w, cta.mbarriers[offset], "init", number)
+        if w.observer is not None:
+            w.observer.barrier(w, cta.mbarriers[offset], "init", number)
 
 
 @runtime
 def mbarrier_inval(w: Window, address: np.ndarray) -> None:
-    """mbarrier.inval"""
+    """Execute mbarrier.inval."""
     for share in each_lane(w, address, False):
         cta, offset = share.cta, share.offset
-        if cta.mbarrier(offset).waiters:
+        if w.engine.is_awaited(cta.mbarrier(offset)):
             raise Fault("barrier_reinit", "mbarrier.inval while somebody waits", cta.barrier_name(offset))
         del cta.mbarriers[offset]
 
 
 @runtime
 def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: np.ndarray | None, cluster: bool) -> np.ndarray:
-    """mbarrier.arrive, with expect_tx when nbytes is given. Returns the phase that each lane has arrived in."""
+    """Execute mbarrier.arrive, with expect_tx when nbytes is given. Return the phase in which each lane has arrived."""
     parts = each_lane(w, address, cluster, count, nbytes)
     state = np.array(parts[0].cta.mbarrier(parts[0].offset).phase, np.uint64)
     if len(parts) > 1:
         state = lane_phases(w, address, cluster)
-    order.hand_over(w.cta, w.warps)  # once: what one instruction signals, it signals together
+    order.hand_over(w.cta, w.warps)  # once: all signals of one instruction are one event
     for share in parts:
         barrier, (number, expected) = share.cta.mbarrier(share.offset), share.values
-        if w.cta.observer is not None:
-            w.cta.observer.barrier(w, barrier, "arrive", number * share.lanes)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "arrive", number * share.lanes)
         if nbytes is not None:
             barrier.expect(expected * share.lanes)
         if number < 1:
@@ -196,20 +193,20 @@ def mbarrier_arrive(w: Window, address: np.ndarray, count: np.ndarray, nbytes: n
         order.arrive(w.cta, share.warps, barrier, release=False)
         if share.cta is not w.cta:
             note_visit(w, share)
-        w.cta.machine.arrive(barrier, number * share.lanes)
+        w.engine.arrive(barrier, number * share.lanes)
     return state
 
 
 def note_visit(w: Window, share: Share) -> None:
-    """Warps have arrived at an mbarrier of another CTA, which must not exit before that."""
-    cluster, origin = w.cta.cluster, w.cta.machine.origin(w)
+    """Record that warps arrive at an mbarrier of another CTA, which must not exit before that."""
+    cluster, origin = w.cta.cluster, w.origin()
     for warp in share.warps:
-        row = cluster.clocks.row(w.cta, warp)
+        row = cluster.clocks.row(w.cta.rank, warp)
         cluster.visits[row, share.cta.rank] = (int(cluster.clocks.now[row, row]), origin)
 
 
 def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
-    """The phase of each lane's barrier."""
+    """Return the phase of each lane's barrier."""
     phases = np.zeros(w.n, np.uint64)
     for target, index, pattern in place_shared(w, address, cluster):
         phases[slice(None) if index is None else index] = [target.mbarrier(offset).phase for offset in pattern.offsets.tolist()]
@@ -218,23 +215,22 @@ def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
 
 @runtime
 def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
-    """mbarrier.expect_tx"""
+    """Execute mbarrier.expect_tx."""
     for share in each_lane(w, address, cluster, nbytes):
         barrier = share.cta.mbarrier(share.offset)
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
         barrier.expect(share.values[0] * share.lanes)
-        w.cta.machine.progress += 1
+        w.engine.note_progress()
 
 
 @runtime
 def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray, parity: bool, hint: bool) -> bool:
-    """try_wait and test_wait. False: the group is blocked and executes this again when the phase may have changed."""
+    """Execute try_wait or test_wait. Return False when the group is blocked and executes this again, once the phase may have changed."""
     cta = w.cta
-    group = cta.machine.running
     ready = np.zeros(w.n, bool)
     blocked: list[Mbarrier] = []
-    users: list[Sequence[int]] = []  # the warps that wait for each
-    places: list[np.ndarray | slice] = []  # and their lanes
+    users: list[Sequence[int]] = []  # warps that wait for each barrier
+    places: list[np.ndarray | slice] = []  # lanes that wait for each barrier
     parts = place_shared(w, address, False)
     if len(parts) == 1 and parts[0][2].is_same:
         target, _, pattern = parts[0]
@@ -255,44 +251,30 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
                 users.append(warps_of(w, where))
                 places.append(where)
     for barrier, warps in zip(blocked, users, strict=True):
-        group.check_lapped(barrier)
+        phases.check_lapped(w, barrier)
         phases.check_use(w, warps, barrier, False)
     if ready.any():
-        group.waited = {}
+        w.engine.end_wait()
         out[...] = ready
         for barrier, warps, where in zip(blocked, users, places, strict=True):
-            # lanes of a warp that have come apart may wait for different barriers: one of them says nothing of another
+            # Lanes of a warp that have come apart may wait for different barriers: passing one says nothing about another.
             done = warps if ready.all() else warps_of(w, np.arange(w.n)[where][ready[where]])
             if parity:
                 phases.check_wait(w, done, barrier)
             order.wait(cta, done, barrier)
             phases.note_wait(cta, done, barrier)
-            if cta.observer is not None and done:
-                cta.observer.barrier(w, barrier, "wait", 0)
+            if w.observer is not None and done:
+                w.observer.barrier(w, barrier, "wait", 0)
         return True
-    return refuse_wait(w, out, blocked, hint)
+    if w.engine.refuse_wait(blocked, hint):
+        out[...] = False
+        return True
+    return False
 
 
 def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
-    """The warps that these positions in the window belong to."""
+    """Return the warps of these positions in the window."""
     return tuple(int(warp) for warp in np.unique(w.lanes[lanes] // WARP))
-
-
-def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool) -> bool:
-    """No lane may pass: answer false once where that is allowed, else block."""
-    group = w.cta.machine.running
-    if group.timed_out:
-        group.timed_out = False
-        group.waited = {}
-        out[...] = False
-        return True
-    key = tuple((id(barrier), barrier.phase) for barrier in blocked)
-    if not hint and group.last_failed != key:
-        group.last_failed = key
-        out[...] = False
-        return True
-    group.block(blocked)
-    return False
 
 
 # ---------------------------------------------------------------- named barriers
@@ -303,13 +285,13 @@ def refuse_wait(w: Window, out: np.ndarray, blocked: list[Mbarrier], hint: bool)
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive and wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
+    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 
 @op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive.aligned", writes=(), pure=False, taint="own", needs="warp")
 def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive without waiting."""
+    """Emit an arrival without a wait."""
     if len(ins.operands) != 2:
         raise Unsupported("bar.arrive without a thread count")
     e.line(f"named_arrive(w, {barrier_operands(e, ins.operands)})")
@@ -320,20 +302,20 @@ def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
     pure=False, needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive, wait, and combine a predicate over all threads."""
+    """Emit an arrival, a wait, and the combination of a predicate over all threads."""
     source = e.src(ins.operands[-1], "pred")
     d = e.dst(ins.operands[0], "u32" if m["f"] == "popc" else "pred")
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands[1:-1])}, {m['f']!r}, {source}, {d}): return BLOCKED")
 
 
 def barrier_operands(e: Emitter, operands: list[Operand | None]) -> str:
-    """Barrier id and thread count."""
+    """Return the expressions of barrier id and thread count."""
     count = value_of(e, operands[1]) if len(operands) > 1 else "None"
     return f"{value_of(e, operands[0])}, {count}"
 
 
 def uniform(w: Window, value: np.ndarray | None, what: str) -> int | None:
-    """The single value of an operand that must not differ between lanes."""
+    """Return the value of an operand that must be the same in all lanes. Raises Fault where lanes differ."""
     if value is None:
         return None
     if value.ndim == 0:
@@ -345,7 +327,7 @@ def uniform(w: Window, value: np.ndarray | None, what: str) -> int | None:
 
 
 def named(w: Window, number: np.ndarray, count: np.ndarray | None) -> tuple[NamedBarrier, int]:
-    """The barrier and its thread count (all live threads of the CTA by default)."""
+    """Return the barrier and its thread count (all live threads of the CTA by default)."""
     cta = w.cta
     barrier_id = uniform(w, number, "a barrier id")
     assert barrier_id is not None
@@ -365,48 +347,46 @@ def named_sync(
     source: np.ndarray | None = None,
     out: np.ndarray | None = None,
 ) -> bool:
-    """bar.sync and bar.red: True for the convoy that completes the round; the others are moved on by it."""
+    """Execute bar.sync or bar.red. Return True for the convoy that completes the round; it moves the others behind the barrier."""
     cta = w.cta
-    if cta.machine.must_separate(w, number):
+    if w.engine.must_separate(number):
         return False
     barrier, threads = named(w, number, count)
     if source is not None:
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
-    if cta.observer is not None:
-        cta.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
+    if w.observer is not None:
+        w.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
     phases.note_arrival(w, w.warps, barrier)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(w.warps) * WARP, threads):
-        release(cta, barrier)
+        release(w, barrier)
         order.wait(cta, w.warps, barrier)
         phases.note_round(cta, w.warps, barrier)
         return True
-    group = cta.machine.running
-    barrier.waiting.append(group)
-    group.block_at(barrier)
+    w.engine.block([barrier])
     return False
 
 
 @runtime
 def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
-    """bar.arrive"""
+    """Execute bar.arrive."""
     cta = w.cta
     flat = np.broadcast_to(number, (w.n,))
     for value in np.unique(flat):
         lanes = int(np.count_nonzero(flat == value))
         warps = w.warps if lanes == w.n else tuple(int(warp) for warp in np.unique(w.lanes[flat == value] // WARP))
         barrier, threads = named(w, np.array(value), count)
-        if cta.observer is not None:
-            cta.observer.barrier(w, barrier, "arrive", lanes)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "arrive", lanes)
         phases.note_arrival(w, warps, barrier)
         order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
-            release(cta, barrier)
-    cta.machine.progress += 1
+            release(w, barrier)
+    w.engine.note_progress()
 
 
-def release(cta: Cta, barrier: NamedBarrier) -> None:
-    """Let everybody inside go on."""
+def release(w: Window, barrier: NamedBarrier) -> None:
+    """Complete the round: store the results of bar.red, and let all groups inside go on."""
     if barrier.results:
         votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
         for function, _, out, window in barrier.results:
@@ -416,14 +396,9 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
                 window.write_back()
         barrier.results.clear()
     barrier.next_round()
-    waiting, barrier.waiting = barrier.waiting, []
-    cta.machine.progress += 1
-    for group in waiting:
-        cta.machine.executed.add(cta.machine.blocks[group.pc], group.warps)
-        group.pc += 1
-        order.wait(cta, group.warps, barrier)
-        phases.note_round(cta, group.warps, barrier)
-    cta.machine.wake(waiting)
+    for warps in w.engine.release(barrier):
+        order.wait(w.cta, warps, barrier)
+        phases.note_round(w.cta, warps, barrier)
 
 
 # ---------------------------------------------------------------- cluster barrier
@@ -431,37 +406,37 @@ def release(cta: Cta, barrier: NamedBarrier) -> None:
 
 @op(r"barrier.cluster.arrive(.(release|relaxed))?(.aligned)?", writes=(), pure=False, taint="own", needs="warp")
 def cluster_arrive(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Arrive at the cluster barrier."""
+    """Emit an arrival at the cluster barrier."""
     e.line(f"cluster_barrier_arrive(w, {'.relaxed' in ins.opcode})")
 
 
 @op(r"barrier.cluster.wait(.acquire)?(.aligned)?", writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True)
 def cluster_wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for the round one has arrived in."""
+    """Emit a wait for the round in which the lanes have arrived."""
     e.line("if not cluster_barrier_wait(w): return BLOCKED")
 
 
 @runtime
 def cluster_barrier_arrive(w: Window, relaxed: bool) -> None:
-    """barrier.cluster.arrive"""
+    """Execute barrier.cluster.arrive."""
     cta = w.cta
     barrier = cta.cluster.barrier
     if bool((cta.cluster_arrived[w.lanes] >= 0).any()):
         raise Fault("barrier_arrivals", "a second barrier.cluster.arrive without a wait between", "cluster barrier")
     cta.cluster_arrived[w.lanes] = barrier.phase
-    if cta.observer is not None:
-        cta.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
+    if w.observer is not None:
+        w.observer.barrier(w, barrier, "cluster_arrive_relaxed" if relaxed else "cluster_arrive", w.n)
     if not relaxed:
         phases.note_fence(cta, w.warps)
     order.arrive(cta, w.warps, barrier, not relaxed)
     if barrier.arrive(w.n):
-        cta.machine.wake(barrier.waiters)
-    cta.machine.progress += 1
+        w.engine.wake(barrier)
+    w.engine.note_progress()
 
 
 @runtime
 def cluster_barrier_wait(w: Window) -> bool:
-    """barrier.cluster.wait"""
+    """Execute barrier.cluster.wait. Return False when the group is blocked."""
     cta = w.cta
     barrier = cta.cluster.barrier
     rounds = cta.cluster_arrived[w.lanes]
@@ -470,10 +445,8 @@ def cluster_barrier_wait(w: Window) -> bool:
     if bool((rounds < barrier.phase).all()):
         cta.cluster_arrived[w.lanes] = -1
         order.wait(cta, w.warps, barrier)
-        if cta.observer is not None:
-            cta.observer.barrier(w, barrier, "cluster_wait", w.n)
+        if w.observer is not None:
+            w.observer.barrier(w, barrier, "cluster_wait", w.n)
         return True
-    group = cta.machine.running
-    barrier.waiters.append(group)
-    group.block_at(barrier)
+    w.engine.block([barrier])
     return False

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Reg, Symbol
 from ..numerics import elementwise
-from .emitter import KINDS, Unsupported
+from .emitter import KINDS, Emitter, Unsupported
 from .table import op, runtime
 
-if TYPE_CHECKING:
-    from .emitter import Emitter
-
 Match = re.Match[str]
-
-# generic addresses: real host addresses are global, these windows hold the other spaces
-SHARED_WINDOW = 1 << 56
-PARAM_WINDOW = 2 << 56
-WINDOW_MASK = (1 << 56) - 1
 
 for _function in (
     elementwise.f32_to_bf16x2,
@@ -45,12 +37,12 @@ for _function in (
 
 @op(r"cvt.(?P<d>[us](8|16|32|64)).(?P<s>[us](8|16|32|64))")
 def integer_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Truncation, zero and sign extension."""
+    """Emit a truncation, or a zero or sign extension."""
     store_integer(e, ins, m["d"], integer_source(e, ins, m["s"]))
 
 
 def integer_source(e: Emitter, ins: Instruction, kind: str) -> str:
-    """The source operand as an array of an integer type of 8 to 64 bits."""
+    """Return the source operand as an array of an integer type of 8 to 64 bits."""
     if kind.endswith("8"):
         dtype = e.constants.thing(np.dtype("i1" if kind[0] == "s" else "u1"))
         operand = ins.operands[1]
@@ -74,96 +66,96 @@ def store_integer(e: Emitter, ins: Instruction, kind: str, value: str) -> None:
 
 @op(r"cvt.rn.f32.(?P<s>[us](8|16|32|64))", batch=True)
 def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Integers to f32, to nearest."""
+    """Emit a conversion of integers to f32, to nearest."""
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({integer_source(e, ins, m['s'])})")
 
 
 @op(r"cvt.rn.f16.s16", batch=True)
 def integer_to_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """16-bit integers to f16, to nearest."""
+    """Emit a conversion of 16-bit integers to f16, to nearest."""
     e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = integer_to_f16({e.src(ins.operands[1], 's16')})")
 
 
 @op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](32|64)).f32", batch=True)
 def float_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 to integers, saturating."""
+    """Emit a saturating conversion of f32 to integers."""
     dtype = e.constants.thing(np.dtype(f"{'i' if m['d'][0] == 's' else 'u'}{int(m['d'][1:]) // 8}"))
     store_integer(e, ins, m["d"], f"float_to_integer({flushed_source(e, ins, m)}, {dtype}, {m['r']!r})")
 
 
 @op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.f32.f32")
 def float_to_integral(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Rounding to integral floats."""
+    """Emit a rounding to integral floats."""
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = round_to_integral({flushed_source(e, ins, m)}, {m['r']!r})")
 
 
 def flushed_source(e: Emitter, ins: Instruction, m: Match) -> str:
-    """The f32 source, flushed under .ftz."""
+    """Return the f32 source, flushed under .ftz."""
     source = e.src(ins.operands[1], "f32")
     return f"flush_f32({source})" if m["z"] else source
 
 
 @op(r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", batch=True)
 def to_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 to a 16-bit float."""
+    """Emit a conversion of f32 to a 16-bit float."""
     e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_half({e.src(ins.operands[1], 'f32')}, {m['d']!r}, {m['r']!r})")
 
 
 @op(r"cvt.f32.(?P<s>f16|bf16)", batch=True)
 def from_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A 16-bit float to f32."""
+    """Emit a conversion of a 16-bit float to f32."""
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
 
 
 @op(r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", batch=True)
 def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Two f32 to a packed pair; the first source is the upper half."""
+    """Emit a conversion of two f32 to a packed pair; the first source is the upper half."""
     upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
 
 
 @op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", batch=True)
 def narrow_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Two f32 to a pair of 8-bit floats; the first source is the upper one."""
+    """Emit a conversion of two f32 to a pair of 8-bit floats; the first source is the upper one."""
     upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
     e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d']!r})")
 
 
 @op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", batch=True)
 def halves_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A pair of 16-bit floats to a pair of 8-bit floats."""
+    """Emit a conversion of a pair of 16-bit floats to a pair of 8-bit floats."""
     e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = {m['s']}_to_fp8x2({e.src(ins.operands[1], 'b32')}, {m['d']!r})")
 
 
 @op(r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", batch=True)
 def fp8_to_halves(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A pair of 8-bit floats to a pair of 16-bit floats; exact, so .satfinite changes nothing."""
+    """Emit a conversion of a pair of 8-bit floats to a pair of 16-bit floats; exact, so .satfinite changes nothing."""
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = fp8x2_to_{m['d']}({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
 
 
 @op(r"cvt.rn.bf16x2.ue8m0x2", batch=True)
 def widen_scales(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A pair of powers of two to a pair of bf16."""
+    """Emit a conversion of a pair of powers of two to a pair of bf16."""
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = ue8m0x2_to_bf16x2({e.src(ins.operands[1], 'b16')})")
 
 
 @op(r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", batch=True)
 def scaled_fixed_point(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A pair of 8-bit fixed-point numbers, each times its power of two, to a pair of bf16."""
+    """Emit a conversion of a pair of 8-bit fixed-point numbers, each times its power of two, to a pair of bf16."""
     pairs, scales = e.src(ins.operands[1], "b16"), e.src(ins.operands[2], "b16")
     e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = scaled_s2f6x2_to_bf16x2({pairs}, {scales})")
 
 
 @op(r"cvt.(?P<r>rz|rp)(?P<f>.satfinite)?.ue8m0x2.f32", batch=True)
 def narrow_scales(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Two f32 to a pair of powers of two; the first source is the upper one."""
+    """Emit a conversion of two f32 to a pair of powers of two; the first source is the upper one."""
     upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
     e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_ue8m0x2({upper}, {lower}, {m['r']!r}, {bool(m['f'])})")
 
 
 @op(r"cvta(?P<to>.to)?.(?P<space>global|shared|shared::cta|shared::cluster|param).(?P<t>u64)")
 def convert_address(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Between generic and specific addresses."""
+    """Emit a conversion between generic and specific addresses."""
     space = m["space"].split("::")[0]
     operand = ins.operands[1]
     source = e.address(operand, 64) if isinstance(operand, Symbol) else e.src(operand, "u64")

@@ -1,4 +1,4 @@
-"""Turns operands into Python expressions while a block is being generated."""
+"""Emitter: operands to Python expressions while a block is being generated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..frontend.layout import Layout
 from ..frontend.ptx import Imm, Mem, Negated, Operand, Pair, Reg, Special, Symbol
-from ..state.registers import THREAD_SPECIALS
+from ..state.window import THREAD_SPECIALS
 
 # operand kind -> (row list of a window, bank, dtype)
 KINDS: dict[str, tuple[str, str, np.dtype[Any]]] = {
@@ -51,7 +51,7 @@ class Constants:
     values: dict[str, Any] = field(default_factory=dict)
 
     def array(self, dtype: np.dtype[Any], bits: int) -> str:
-        """The name of a 0-d array with the given bit pattern."""
+        """Return the name of a 0-d array with the given bit pattern."""
         key = (dtype.str, bits)
         if key not in self.names:
             name = f"c{len(self.names)}"
@@ -63,7 +63,7 @@ class Constants:
         return self.names[key]
 
     def thing(self, value: Any) -> str:
-        """The name of any Python object."""
+        """Return the name of any Python object."""
         key = ("object", id(value))
         if key not in self.names:
             name = f"k{len(self.names)}"
@@ -97,18 +97,18 @@ class Emitter:
             self.lines.append((part, self.position))
 
     def temp(self) -> str:
-        """A new local name."""
+        """Return a new local name."""
         self.serial += 1
         return f"t{self.serial}"
 
     # ------------------------------------------------------------ registers
 
     def row(self, register: Reg, kind: str) -> str:
-        """The local that holds a register's row viewed as a kind of the same width."""
+        """Return the local that holds a register's row viewed as a kind of the same width."""
         name, bank, _ = KINDS[kind]
         if bank != register.bank:
             raise Unsupported(f"register of {WIDTHS[register.bank]} bits used as {kind}")
-        return self._bind(name, self.layout.slot(register))
+        return self._bind(name, self.layout.row(register))
 
     def _bind(self, list_name: str, slot: int) -> str:
         local = f"{list_name}{slot}"
@@ -116,7 +116,7 @@ class Emitter:
         return local
 
     def src(self, operand: Operand | None, kind: str) -> str:
-        """The expression that reads an operand as a kind: an array over the lanes, or a 0-d array."""
+        """Return the expression that reads an operand as a kind: an array over the lanes, or a 0-d array."""
         if isinstance(operand, Reg):
             if operand.name in self.known and kind != "pred":
                 return self.constants.array(KINDS[kind][2], self.known[operand.name])
@@ -134,7 +134,7 @@ class Emitter:
         raise Unsupported(f"operand {operand} read as {kind}")
 
     def _narrowed(self, register: Reg, kind: str) -> str:
-        """The low bits of a wider register."""
+        """Return the low bits of a wider register."""
         wanted = KINDS[kind][2]
         if WIDTHS[register.bank] <= wanted.itemsize * 8 or register.bank == "p":
             raise Unsupported(f"register of {WIDTHS[register.bank]} bits read as {kind}")
@@ -146,7 +146,7 @@ class Emitter:
         if name in THREAD_SPECIALS:
             value = f"w.special[{name!r}]"
         elif name in CTA_SPECIALS_32 or name in CTA_SPECIALS_64:
-            value = f"w.cta.special({name!r})"
+            value = f"read_special(w, {name!r})"
         else:
             raise Unsupported(f"special register %{name}")
         wide = name in CTA_SPECIALS_64
@@ -156,7 +156,7 @@ class Emitter:
         return value if dtype.kind == "u" else f"{value}.view({self.constants.thing(dtype)})"
 
     def address(self, symbol: Symbol, bits: int) -> str:
-        """The address of a parameter (its offset) or shared variable (with the CTA's rank)."""
+        """Return the address of a parameter (its offset) or shared variable (with the CTA's rank)."""
         dtype = np.dtype(f"u{bits // 8}")
         if symbol.name in self.layout.params:
             return self.constants.array(dtype, self.layout.params[symbol.name] + symbol.offset)
@@ -164,7 +164,7 @@ class Emitter:
         return f"w.cta.shared_address({offset}, {self.constants.thing(dtype)})"
 
     def dst(self, operand: Operand | None, kind: str) -> str:
-        """The row that a result is written to (a scratch row for "_"). The register's known constant is forgotten."""
+        """Return the row that a result is written to (a scratch row for "_"); forget the register's known constant."""
         if operand is None:
             return f"empty(w.n, {self.constants.thing(KINDS[kind][2])})"
         if not isinstance(operand, Reg):
@@ -190,7 +190,7 @@ class Emitter:
     # ------------------------------------------------------------ memory
 
     def memory_address(self, mem: Operand | None, bits: int) -> str:
-        """The array of addresses that [base + offset] means, as unsigned integers of 32 or 64 bits."""
+        """Return the expression of the addresses [base + offset], unsigned integers of 32 or 64 bits."""
         if not isinstance(mem, Mem):
             raise Unsupported(f"address {mem}")
         dtype = np.dtype(f"u{bits // 8}")
@@ -208,15 +208,15 @@ class Emitter:
     # ------------------------------------------------------------ poison
 
     def taint(self, operand: Operand | None) -> str | None:
-        """The poison row of a register operand, None for anything that cannot be poisoned."""
+        """Return the poison row of a register operand, None for anything that cannot be poisoned."""
         if isinstance(operand, Negated):
             operand = operand.reg
         if isinstance(operand, Reg):
-            return self._bind(f"T{operand.bank}", self.layout.slot(operand))
+            return self._bind(f"T{operand.bank}", self.layout.row(operand))
         return None
 
     def taint_of(self, registers: tuple[Reg, ...] | list[Reg]) -> str | None:
-        """The expression for "any of these is poisoned", None for no registers."""
+        """Return the expression for "any of these is poisoned", None for no registers."""
         names = list(dict.fromkeys(name for register in registers if (name := self.taint(register)) is not None))
         if not names:
             return None
@@ -226,13 +226,13 @@ class Emitter:
         return expression
 
     def check_taint(self, registers: tuple[Reg, ...] | list[Reg], what: str) -> None:
-        """In the tainted version: a finding when any of these registers is poisoned in any lane."""
+        """Emit, in the tainted version, a report when any of these registers is poisoned in any lane."""
         if self.tainted and registers:
             names = ", ".join(str(self.taint(register)) for register in registers)
             self.line(f"check_poison(w, {what!r}, {names})")
 
     def taint_from(self, writes: tuple[Reg, ...] | list[Reg], reads: tuple[Reg, ...] | list[Reg]) -> None:
-        """In the tainted version: poison each destination where any source is poisoned."""
+        """Emit, in the tainted version, the poison of each destination where any source is poisoned."""
         if not self.tainted or not writes:
             return
         expression = self.taint_of(reads)
@@ -242,7 +242,7 @@ class Emitter:
 
 
 def pair_items(operand: Operand | None) -> tuple[Reg | None, Reg | None]:
-    """The two destinations of a|b, or (a, None)."""
+    """Return the two destinations of a|b, or (a, None)."""
     if isinstance(operand, Pair):
         return operand.first, operand.second
     if operand is None or isinstance(operand, Reg):
@@ -251,7 +251,7 @@ def pair_items(operand: Operand | None) -> tuple[Reg | None, Reg | None]:
 
 
 def immediate_bits(operand: Imm, kind: str) -> int:
-    """The bit pattern of a literal as an operand of the given kind."""
+    """Return the bit pattern of a literal as an operand of the given kind."""
     dtype = KINDS[kind][2]
     if kind == "pred":
         return int(bool(operand.value))

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
 from .arithmetic import COMPARE, binary, combine_comparison
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .table import op, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -25,7 +21,7 @@ runtime(elementwise.fma_f32)
 
 
 def flushed(ftz: str | None, *sources: str) -> list[str]:
-    """The sources, with subnormals flushed under .ftz."""
+    """Return the sources, with subnormals flushed under .ftz."""
     return [f"flush_f32({source})" if ftz else source for source in sources]
 
 
@@ -36,13 +32,13 @@ def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None) -> None:
 
 @runtime
 def subtract_f32(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
-    """a - b in f32, rounded once."""
+    """Return a - b in f32, rounded once."""
     return elementwise.add_f32(a, np.negative(b), rounding)
 
 
 @op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32")
 def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """f32 addition, subtraction, multiplication."""
+    """Emit an f32 addition, subtraction or multiplication."""
     if m["r"] in (None, "rn") and not m["z"]:
         binary(e, ins, FUNCTIONS[m["f"]], "f32")
         return
@@ -57,14 +53,14 @@ def basic32(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"fma.(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32", batch=True)
 def fma32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """a * b + c with one rounding."""
+    """Emit a * b + c with one rounding."""
     a, b, c = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:4]))
     finish(e, ins, f"fma_f32({a}, {b}, {c}, {m['r']!r})", m["z"])
 
 
 @op(r"(?P<f>min|max)(?P<z>.ftz)?(?P<n>.NaN)?.f32", batch=True)
 def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Minimum and maximum of two or three; without .NaN a NaN operand loses."""
+    """Emit the minimum or maximum of two or three values; without .NaN a NaN operand loses."""
     if len(ins.operands) not in (3, 4):
         raise Unsupported(f"min/max of {len(ins.operands) - 1} values")
     value, *others = flushed(m["z"], *(e.src(operand, "f32") for operand in ins.operands[1:]))
@@ -76,21 +72,21 @@ def min_max32(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"(?P<f>neg|abs)(?P<z>.ftz)?.f32")
 def sign(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Sign changes."""
+    """Emit a sign change."""
     function = "negative" if m["f"] == "neg" else "absolute"
     finish(e, ins, f"{function}({e.src(ins.operands[1], 'f32')})", m["z"])
 
 
 @op(r"copysign.f32")
 def copy_sign(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The magnitude of b with the sign of a."""
+    """Emit the magnitude of b with the sign of a."""
     a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
     e.line(f"{e.constants.thing(np.copysign)}({b}, {a}, {e.dst(ins.operands[0], 'f32')})")
 
 
 @op(r"div.(rn|full|approx)(?P<z>.ftz)?.f32", batch=True)
 def divide32(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Division, rounded correctly in all forms."""
+    """Emit a division, rounded correctly in all forms."""
     a, b = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {e.constants.thing(elementwise.div_f32)}({a}, {b}, {bool(m['z'])})")
 
@@ -106,7 +102,7 @@ APPROXIMATIONS = {
     batch=True,
 )  # fmt: skip
 def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Transcendental functions and reciprocals, more exact than the hardware's."""
+    """Emit a transcendental function or a reciprocal, more exact than the hardware's."""
     function = e.constants.thing(APPROXIMATIONS[m["f"]])
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {function}({e.src(ins.operands[1], 'f32')}, {bool(m['z'])})")
 
@@ -121,7 +117,7 @@ def special_function(e: Emitter, ins: Instruction, m: Match) -> None:
     batch=True,
 )
 def half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """16-bit floats, single or packed in pairs, rounded once."""
+    """Emit arithmetic on 16-bit floats, single or packed in pairs, rounded once."""
     kind = "b32" if m["t"].endswith("x2") else "b16"
     function = elementwise.half_arithmetic(m["f"], m["t"].removesuffix("x2"), nan=bool(m.groupdict().get("n")))
     sources = ", ".join(e.src(operand, kind) for operand in ins.operands[1:])
@@ -138,7 +134,7 @@ def on_halves(function: partial[np.ndarray], *words: np.ndarray) -> np.ndarray:
 
 @op(r"(?P<f>neg|abs).(?P<t>bf16x2|f16x2|bf16|f16)")
 def half_sign(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Sign bits of 16-bit floats."""
+    """Emit a sign change of 16-bit floats."""
     kind = "b32" if m["t"].endswith("x2") else "b16"
     mask = 0x80008000 if kind == "b32" else 0x8000
     constant = e.constants.array(np.dtype("u4" if kind == "b32" else "u2"), ~mask if m["f"] == "abs" else mask)
@@ -153,7 +149,7 @@ _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greate
 
 @op(r"setp.(?P<c>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(.(?P<b>and|or|xor))?(?P<z>.ftz)?.f32", batch=True)
 def compare_float(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Ordered comparisons are false, unordered ones true, when an operand is NaN."""
+    """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones true."""
     a, b = flushed(m["z"], e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32"))
     name = m["c"]
     if name in ("num", "nan"):
@@ -170,5 +166,5 @@ def compare_float(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def not_equal_ordered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """a < b or a > b."""
+    """Return a < b or a > b: false where an operand is NaN."""
     return np.logical_or(np.less(a, b), np.greater(a, b))

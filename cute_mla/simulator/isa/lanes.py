@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction
 from ..numerics import elementwise
-from ..state.registers import WARP, Window
-from .emitter import Unsupported, pair_items
+from ..state.registers import WARP
+from ..state.window import Window
+from .emitter import Emitter, Unsupported, pair_items
 from .table import op, runtime
 
-if TYPE_CHECKING:
-    from .emitter import Emitter
-
 Match = re.Match[str]
-MAX_SHUFFLES = 64  # patterns that a window keeps
+MAX_SHUFFLES = 64  # patterns that a window caches
 
 
 def member_mask(ins: Instruction, index: int) -> None:
-    """Only a full member mask (or all live lanes) is modelled."""
+    """Refuse member masks other than the full one (or all live lanes)."""
     mask = ins.operands[index]
     if not (isinstance(mask, Imm) and int(mask.value) & 0xFFFFFFFF == 0xFFFFFFFF):
         raise Unsupported("a member mask other than -1")
@@ -30,7 +27,7 @@ def member_mask(ins: Instruction, index: int) -> None:
 
 @op(r"shfl.sync.(?P<m>idx|bfly|up|down).b32", needs="warp", taint="own", pure=False)
 def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Exchange of registers between lanes; p tells whether the source lane is in range."""
+    """Emit an exchange of registers between lanes; p tells whether the source lane is in range."""
     member_mask(ins, 4)
     d, p = pair_items(ins.operands[0])
     a = e.src(ins.operands[1], "b32")
@@ -51,7 +48,7 @@ def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The PTX definition of shfl: c holds the segment mask in bits 8-12 and the clamp in bits 0-4."""
+    """Return source lanes and their validity as PTX defines shfl: c holds the segment mask in bits 8-12 and the clamp in bits 0-4."""
     segment = clamp >> 8 & 31
     limit = clamp & 31
     low = me & segment
@@ -64,16 +61,16 @@ def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarra
 
 @runtime
 def shuffle_constant(w: Window, lane: int, clamp: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Positions within the window of the source lanes, and their validity, for constant operands."""
+    """Return the positions of the source lanes in the window, and their validity, for constant operands."""
     key = (mode, lane, clamp)
     found = w.shuffles.get(key)
     if found is None:
-        found = keep_shuffle(w, key, np.full(w.n, lane), np.full(w.n, clamp))
+        found = cache_shuffle(w, key, np.full(w.n, lane), np.full(w.n, clamp))
     return found
 
 
-def keep_shuffle(w: Window, key: tuple[object, ...], lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Work a shuffle out, and keep it with the window. key: begins with the mode."""
+def cache_shuffle(w: Window, key: tuple[object, ...], lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute what shuffle_lanes() returns and cache it in the window. key: begins with the mode."""
     source, valid = shuffle_source(str(key[0]), w.lane_in_warp, lane, clamp)
     if len(w.shuffles) >= MAX_SHUFFLES:
         w.shuffles.clear()
@@ -83,17 +80,17 @@ def keep_shuffle(w: Window, key: tuple[object, ...], lane: np.ndarray, clamp: np
 
 @runtime
 def shuffle_lanes(w: Window, lane: np.ndarray, clamp: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same for operands in registers, which are the same every time as a rule."""
+    """Return the positions of the source lanes in the window, and their validity, for operands in registers (nearly always the same)."""
     key = (mode, lane.tobytes(), clamp.tobytes())
     found = w.shuffles.get(key)
     if found is None:
         lanes = np.broadcast_to(lane, (w.n,)).astype(np.int64)
-        found = keep_shuffle(w, key, lanes, np.broadcast_to(clamp, (w.n,)).astype(np.int64))
+        found = cache_shuffle(w, key, lanes, np.broadcast_to(clamp, (w.n,)).astype(np.int64))
     return found
 
 
 def positions(w: Window, source: np.ndarray) -> np.ndarray:
-    """Where lane source[i] of lane i's warp lies in the window; a lane that is not there gives lane i itself."""
+    """Return the position in the window of lane source[i] of lane i's warp; lane i itself where that lane is not there."""
     wanted = w.lanes - w.lane_in_warp + source
     found = np.searchsorted(w.lanes, wanted)
     found = np.minimum(found, w.n - 1)
@@ -102,13 +99,13 @@ def positions(w: Window, source: np.ndarray) -> np.ndarray:
 
 @runtime
 def shuffle_take(value: np.ndarray, source: np.ndarray, w: Window) -> np.ndarray:
-    """value of the source lanes."""
+    """Return the values of the source lanes."""
     return value.take(source) if value.ndim else np.broadcast_to(value, (w.n,))
 
 
 @op(r"vote.sync.(?P<m>any|all|uni).pred", r"vote.sync.(?P<m>ballot).b32", needs="warp", taint="own", pure=False)
 def vote(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Votes over the live lanes of a warp. The vote of an undefined predicate poisons the result of all."""
+    """Emit a vote over the live lanes of a warp. An undefined predicate poisons the result of all lanes."""
     member_mask(ins, 2)
     source = e.src(ins.operands[1], "pred")
     if e.tainted and ins.operands[0] is not None:
@@ -117,7 +114,7 @@ def vote(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def per_warp(w: Window, value: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """For each warp of the window: (positions, values)."""
+    """Return (positions, values) of each warp of the window."""
     value = np.broadcast_to(value, (w.n,))
     if len(w.warps) == 1:
         return [(np.arange(w.n), value)]
@@ -127,7 +124,7 @@ def per_warp(w: Window, value: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]
 
 @runtime
 def vote_any(w: Window, value: np.ndarray) -> np.ndarray:
-    """True where any lane of the warp votes true."""
+    """Return True where any lane of the warp votes true."""
     if w.whole:
         return np.repeat(np.broadcast_to(value, (w.n,)).reshape(-1, WARP).any(axis=1), WARP)
     result = np.zeros(w.n, bool)
@@ -138,19 +135,19 @@ def vote_any(w: Window, value: np.ndarray) -> np.ndarray:
 
 @runtime
 def vote_all(w: Window, value: np.ndarray) -> np.ndarray:
-    """True where all lanes of the warp vote true."""
+    """Return True where all lanes of the warp vote true."""
     return ~vote_any(w, ~value)
 
 
 @runtime
 def vote_uni(w: Window, value: np.ndarray) -> np.ndarray:
-    """True where all lanes of the warp vote alike."""
+    """Return True where all lanes of the warp vote alike."""
     return vote_all(w, value) | ~vote_any(w, value)
 
 
 @runtime
 def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
-    """The votes of the warp as bits."""
+    """Return the votes of the warp as bits."""
     if w.whole:
         bits = np.packbits(np.broadcast_to(value, (w.n,)), bitorder="little").view("<u4")
         return bits if len(bits) == 1 else np.repeat(bits, WARP)
@@ -163,7 +160,7 @@ def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
 
 @op(r"redux.sync.(?P<f>min|max)(?P<n>.NaN)?.f32", needs="warp", taint="own", pure=False)
 def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The minimum or maximum over the live lanes of a warp; without .NaN a NaN loses. An undefined value poisons the result of all."""
+    """Emit the minimum or maximum over the live lanes of a warp. Without .NaN a NaN loses. An undefined value poisons all results."""
     member_mask(ins, 2)
     source = e.src(ins.operands[1], "f32")
     if e.tainted and ins.operands[0] is not None:
@@ -174,7 +171,7 @@ def reduce(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def reduce_f32(w: Window, value: np.ndarray, function: Callable[..., np.ndarray], nan: bool) -> np.ndarray:
-    """function over all lanes of each warp, in every lane."""
+    """Reduce all lanes of each warp with a function; return the result in every lane."""
     result = np.zeros(w.n, np.float32)
     for index, values in per_warp(w, value):
         result[index] = reduce_pairs(values, function, nan)
@@ -182,7 +179,7 @@ def reduce_f32(w: Window, value: np.ndarray, function: Callable[..., np.ndarray]
 
 
 def reduce_pairs(values: np.ndarray, function: Callable[..., np.ndarray], nan: bool) -> np.ndarray:
-    """function of all values, halves against halves."""
+    """Reduce all values with a function, halves against halves."""
     while len(values) > 1:
         half = len(values) // 2
         values = np.concatenate([function(values[:half], values[half : 2 * half], nan), values[2 * half :]])
@@ -191,7 +188,7 @@ def reduce_pairs(values: np.ndarray, function: Callable[..., np.ndarray], nan: b
 
 @op(r"elect.sync", needs="warp", pure=False)
 def elect(e: Emitter, ins: Instruction, m: Match) -> None:
-    """p is true in the lowest live lane of each warp; d is its number."""
+    """Emit an election: p is true in the lowest live lane of each warp; d is its number."""
     member_mask(ins, 1)
     d, p = pair_items(ins.operands[0])
     if d is not None:
@@ -202,7 +199,7 @@ def elect(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def elected(w: Window) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a lane is the lowest of its warp, and the number of the lowest."""
+    """Return whether a lane is the lowest of its warp, and the number of the lowest."""
     cached = w.special.get("elected")
     if cached is None:
         chosen = np.zeros(w.n, bool)
@@ -217,5 +214,5 @@ def elected(w: Window) -> tuple[np.ndarray, np.ndarray]:
 
 @op(r"bar.warp.sync", writes=(), pure=False, needs="warp")
 def warp_sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The lanes of a warp gather here before they go on: that is all it does."""
+    """Emit nothing: the lanes of a warp gather here before they go on."""
     member_mask(ins, 0)

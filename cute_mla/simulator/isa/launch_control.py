@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Operand, Vec
-from ..state.registers import WARP, Window
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
 from .async_copies import TX, check_all, check_reach, lane_values
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .memory_ops import store_loaded
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.barriers import Mbarrier
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -32,7 +30,7 @@ RESPONSE_BYTES = 16
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def try_cancel(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Ask for the next cluster that has not started; the response goes to shared memory, of all CTAs of the cluster with .multicast."""
+    """Emit a request for the next cluster that has not started. The response goes to shared memory (.multicast: of all CTAs)."""
     check_all(e, ins)
     response, barrier = ins.operands
     e.line(f"cancel_launch(w, {e.memory_address(response, 32)}, {e.memory_address(barrier, 32)}, {bool(m['multicast'])})")
@@ -40,7 +38,7 @@ def try_cancel(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"clusterlaunchcontrol.query_cancel.is_canceled.pred.b128", pure=False)
 def is_canceled(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Whether a response says that a cluster was cancelled."""
+    """Emit a test whether a response says that a cluster was cancelled."""
     _, upper = halves(ins.operands[1])
     e.line(f"{e.dst(ins.operands[0], 'pred')}[...] = launch_cancelled(w, {e.src(upper, 'u64')})")
 
@@ -51,7 +49,7 @@ def is_canceled(e: Emitter, ins: Instruction, m: Match) -> None:
     pure=False, taint="own", loads=True,
 )  # fmt: skip
 def first_ctaid(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The first CTA of the cancelled cluster; undefined when there is none."""
+    """Emit the first CTA of the cancelled cluster; undefined when there is none."""
     lower, upper = halves(ins.operands[1])
     items: tuple[Operand | None, ...] = (ins.operands[0],)
     if "all" in m.groupdict():
@@ -66,7 +64,7 @@ def first_ctaid(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def halves(response: Operand | None) -> tuple[Operand | None, Operand | None]:
-    """The two 64-bit registers of a 128-bit operand."""
+    """Return the two 64-bit registers of a 128-bit operand."""
     if not isinstance(response, Vec) or len(response.items) != 2:
         raise Unsupported("a response that is not in a 128-bit register")
     return response.items[0], response.items[1]
@@ -77,9 +75,9 @@ def halves(response: Operand | None) -> tuple[Operand | None, Operand | None]:
 
 @runtime
 def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool) -> None:
-    """clusterlaunchcontrol.try_cancel"""
+    """Execute clusterlaunchcontrol.try_cancel."""
     cta = w.cta
-    machine = cta.machine
+    engine = w.engine
     for lane, (where, signal) in enumerate(zip(lane_values(w, response), lane_values(w, barrier), strict=True)):
         if where % RESPONSE_BYTES:
             raise Fault("misaligned", f"the response of a try_cancel at {where & 0xFFFFFF:#x}: must be a multiple of {RESPONSE_BYTES}")
@@ -91,22 +89,22 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
         barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
 
         def effect(offset: int = offset, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
-            words = np.array([*(machine.cancel_cluster() or (0, 0, 0, 0))], np.uint32)
+            words = np.array([*(engine.cancel_cluster() or (0, 0, 0, 0))], np.uint32)
             for target in targets:
                 target.smem.check(offset, offset + RESPONSE_BYTES, "the response of a try_cancel")
                 target.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
                 target.smem.valid[offset : offset + RESPONSE_BYTES] = 1
             for item in barriers:
-                machine.complete_tx(item, RESPONSE_BYTES)
+                engine.complete_tx(item, RESPONSE_BYTES)
 
         warp = int(w.lanes[lane]) // WARP
         smem_hazards.check_copy(w, warp, targets, offset, offset + RESPONSE_BYTES)
-        machine.start(effect, w, warp, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
+        copies.issue(w, warp, effect, barriers, [(target, offset, offset + RESPONSE_BYTES) for target in targets])
 
 
 @runtime
 def launch_cancelled(w: Window, upper: np.ndarray) -> np.ndarray:
-    """is_canceled; the CTA remembers that it has seen a failure."""
+    """Return is_canceled; record in the CTA that it has seen a failure."""
     cancelled: np.ndarray = upper >> np.uint64(32) != 0
     if not cancelled.all():
         w.cta.saw_failed_cancel = True
@@ -115,7 +113,7 @@ def launch_cancelled(w: Window, upper: np.ndarray) -> np.ndarray:
 
 @runtime
 def cancelled_ctaid(w: Window, lower: np.ndarray, upper: np.ndarray, axis: str | None) -> np.ndarray:
-    """x, y, z (or one of them) of the first CTA: (count, lanes); poison is left in the CTA where nothing was cancelled."""
+    """Return x, y, z (or one of them) of the first CTA, shape (count, lanes). Leave poison in the CTA where nothing was cancelled."""
     low, high = (np.broadcast_to(half, (w.n,)) for half in (lower, upper))
     triple = {"x": low, "y": low >> np.uint64(32), "z": high}
     values = np.stack([triple[name].astype(np.uint32) for name in axis or "xyz"])

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
+from .emitter import Emitter
 from .floats import subtract_f32
 from .table import op, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 Function = Callable[..., np.ndarray]
@@ -27,7 +24,7 @@ _ROUNDED: dict[str, Function] = {
 
 @cache
 def arithmetic(name: str, rounding: str, ftz: bool) -> Function:
-    """The function of f32 arrays for an operation, its rounding and flushing."""
+    """Return the function of f32 arrays for an operation, its rounding and flushing."""
     rounded = _ROUNDED[name]
 
     def plain(*operands: np.ndarray) -> np.ndarray:
@@ -41,7 +38,7 @@ def arithmetic(name: str, rounding: str, ftz: bool) -> Function:
 
 @op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32x2", r"(?P<f>fma).(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32x2", batch=True)
 def pairs(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The operation on both f32 of 64-bit registers."""
+    """Emit an operation on both f32 of 64-bit registers."""
     function = arithmetic(m["f"], m["r"] or "rn", bool(m["z"]))
     sources = ", ".join(e.src(operand, "b64") for operand in ins.operands[1:])
     e.line(f"{e.dst(ins.operands[0], 'b64')}[...] = on_pairs({e.constants.thing(function)}, {sources})")
@@ -60,17 +57,17 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
 
 @op(r"add(.rn)?.f32.(?P<s>f16|bf16)", batch=True)
 def mixed_add(e: Emitter, ins: Instruction, m: Match) -> None:
-    """A 16-bit float plus an f32, rounded once to f32."""
+    """Emit the sum of a 16-bit float and an f32, rounded once to f32."""
     e.line(f"add({widened(e, ins, 1, m)}, {e.src(ins.operands[2], 'f32')}, {e.dst(ins.operands[0], 'f32')})")
 
 
 @op(r"fma.rn.f32.(?P<s>f16|bf16)", batch=True)
 def mixed_fma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """The product of 16-bit floats plus an f32, rounded once to f32."""
+    """Emit the product of 16-bit floats plus an f32, rounded once to f32."""
     value = f"fma_f32({widened(e, ins, 1, m)}, {widened(e, ins, 2, m)}, {e.src(ins.operands[3], 'f32')}, 'rn')"
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
 
 
 def widened(e: Emitter, ins: Instruction, index: int, m: Match) -> str:
-    """A 16-bit operand as f32."""
+    """Return a 16-bit operand as f32."""
     return f"half_to_f32({e.src(ins.operands[index], 'b16')}, {m['s']!r})"

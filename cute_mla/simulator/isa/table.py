@@ -1,6 +1,6 @@
-"""How an instruction is described: the spelling it accepts, what it reads and writes, and the code it becomes.
+"""Instruction table: the spelling of each instruction, the operands it writes, and the emitter of its code.
 
-A spelling is a regular expression over the whole opcode with all its modifiers, so whatever is not written there is
+A spelling is a regular expression over the whole opcode with all its modifiers, so any other spelling is
 refused at load. Nothing is ignored silently: a no-op is an entry with a reason.
 """
 
@@ -10,16 +10,14 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..frontend.ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
+from .emitter import Emitter
 
 Emit = Callable[["Emitter", Instruction, re.Match[str]], None]
 
-NAMESPACE: dict[str, Any] = {}  # what generated code can call by name
+NAMESPACE: dict[str, Any] = {}  # functions that generated code can call by name
 _TABLE: dict[str, list[Spec]] = {}
 
 
@@ -28,7 +26,7 @@ class Spec:
     """One entry of the table.
 
     writes: indices of the operands that are destinations. taint: "or" (outputs are poisoned where any input is) or "own"
-    (the emitter takes care). needs: "warp" or "warpgroup" when all live threads of those must be there together.
+    (the emitter does it). needs: "warp" or "warpgroup" when all live threads of those must be there together.
     pure: has no effect but its destinations, so a guard can select results. starts, ends: begins or closes a block.
     loads: may bring poison into its destinations. reason: why a no-op is one. control: "bra", "exit" or "".
     """
@@ -60,7 +58,7 @@ def op(*patterns: str, **options: Any) -> Callable[[Emit], Emit]:
 
 
 def ignored(pattern: str, reason: str, **options: Any) -> None:
-    """Register an instruction that does nothing here, and why."""
+    """Register an instruction that has no effect here, with the reason."""
     _add(pattern, None, {"writes": (), "pure": False, "reason": reason, **options})
 
 
@@ -96,7 +94,7 @@ class Decoded:
 
 @cache
 def lookup(opcode: str) -> tuple[Spec, re.Match[str]] | None:
-    """The table entry of a spelling, with its match; None when there is none."""
+    """Return the table entry of a spelling, with its match; None when there is none."""
     for spec in _TABLE.get(opcode.split(".", 1)[0], ()):
         match = spec.pattern.fullmatch(opcode)
         if match is not None:
@@ -105,7 +103,7 @@ def lookup(opcode: str) -> tuple[Spec, re.Match[str]] | None:
 
 
 def decode(instruction: Instruction) -> Decoded | None:
-    """The table entry of an instruction; None when there is none."""
+    """Return the table entry of an instruction; None when there is none."""
     found = lookup(instruction.opcode)
     if found is None:
         return None
@@ -121,7 +119,7 @@ def decode(instruction: Instruction) -> Decoded | None:
 
 
 def registers_of(operand: Operand | None) -> list[Reg]:
-    """All registers in an operand."""
+    """Return all registers in an operand."""
     if isinstance(operand, Reg):
         return [operand]
     if isinstance(operand, Negated):
@@ -137,5 +135,5 @@ def registers_of(operand: Operand | None) -> list[Reg]:
 
 
 def all_specs() -> list[Spec]:
-    """Every entry of the table."""
+    """Return every entry of the table."""
     return [spec for specs in _TABLE.values() for spec in specs]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..checks import tensor_hazards
-from ..checks.tensor_hazards import Move
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Vec
 from ..numerics import tensor_fragments
 from ..numerics.tensor_fragments import Fragment
-from ..state.registers import WARP, Window
+from ..state.registers import WARP
 from ..state.tensor_memory import COLUMNS, split_address
-from ..units.tensor_pipe import Cells
-from .emitter import Unsupported
+from ..state.tensor_queue import Cells, TensorMove
+from ..state.window import Window
+from .emitter import Emitter, Unsupported
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -28,7 +24,7 @@ SHAPE = r"(?P<shape>32x32b|16x64b|16x128b|16x256b|16x32bx2).x(?P<count>1|2|4|8|1
 
 
 def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
-    """The shape of a move."""
+    """Return the shape of a move."""
     half = 0
     if m["shape"] == "16x32bx2":
         if not isinstance(split, Imm):
@@ -41,11 +37,11 @@ def fragment_of(m: Match, split: Operand | None, packed: bool) -> Fragment:
 
 
 def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
-    """The registers of a move: what indexes their rows in bank "r", and their bit mask."""
+    """Return two expressions for the registers of a move: the index of their rows in bank "r", and their bit mask."""
     items = operand.items if isinstance(operand, Vec) else (operand,)
     if len(items) != where.registers or not all(isinstance(item, Reg) and item.bank == "r" for item in items):
         raise Unsupported(f"{where.registers} 32-bit registers expected")
-    slots = tuple(e.layout.slot(item) for item in items if isinstance(item, Reg))
+    slots = tuple(e.layout.row(item) for item in items if isinstance(item, Reg))
     consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
     mask = e.constants.thing(sum(1 << slot for slot in set(slots)))
     return f"slice({slots[0]}, {slots[0] + len(slots)}), {mask}" if consecutive else f"{e.constants.thing(np.array(slots))}, {mask}"
@@ -53,7 +49,7 @@ def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
 
 @op(rf"tcgen05.ld.sync.aligned.{SHAPE}(?P<pack>.pack::16b)?.b32", needs="warp", pure=False, taint="own", loads=True)
 def load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Tensor memory to registers."""
+    """Emit a load of tensor memory to registers."""
     destination, address, *rest = ins.operands
     where = fragment_of(m, rest[0] if rest else None, bool(m["pack"]))
     rows = rows_of(e, destination, where)
@@ -65,7 +61,7 @@ def load(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"tcgen05.st.sync.aligned.{SHAPE}(?P<unpack>.unpack::16b)?.b32", writes=(), needs="warp", pure=False, taint="own")
 def store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Registers to tensor memory."""
+    """Emit a store of registers to tensor memory."""
     address, *rest, source = ins.operands
     where = fragment_of(m, rest[0] if rest else None, bool(m["unpack"]))
     rows = rows_of(e, source, where)
@@ -75,7 +71,7 @@ def store(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"tcgen05.wait::(?P<what>ld|st).sync.aligned", writes=(), pure=False, needs="warp")
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """All earlier loads (or stores) of the warp are done."""
+    """Emit a wait for all earlier loads (or stores) of the warp."""
     e.line(f"tensor_wait(w, {m['what'] == 'st'})")
 
 
@@ -83,9 +79,9 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, registers: int) -> list[tuple[int, int, int]]:
-    """For each warp of the window: its number, lane and column. Raises Fault for what a warp may not access; checks what is in use.
+    """Return number, lane and column of each warp of the window; record the move and report hazards.
 
-    registers: bit mask of the rows of bank "r".
+    registers: bit mask of the rows of bank "r". Raises Fault for cells that a warp may not access.
     """
     if not w.whole:
         raise Fault("divergence", "a tensor memory load or store needs all 32 lanes of its warps")
@@ -110,23 +106,23 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
                 raise Fault("tensor_memory", f"{verb} of columns {column + low} to {column + high - 1}: there are {COLUMNS}")
             memory.require(column + low, column + high, verb)
             blocks = (3 if where.rows == 32 else 1) << lane // 16
-            cells = Cells(cta, blocks, column + low, column + high)
+            cells = Cells(cta.rank, blocks, column + low, column + high)
             tensor_hazards.check_move(w, warp, cells, write)
-            origin = origin or cta.machine.origin(w)
-            issued = int(clocks.now[clocks.row(cta, warp), clocks.row(cta, warp)]) + 1
-            cta.moves[warp, write, cells] = Move(warp, write, cells, origin, issued, {"r": registers})
+            origin = origin or w.origin()
+            issued = int(clocks.now[clocks.row(cta.rank, warp), clocks.row(cta.rank, warp)]) + 1
+            cta.moves[warp, write, cells] = TensorMove(warp, write, cells, origin, issued, {"r": registers})
         places.append((warp, lane, column))
     return places
 
 
 def together(places: list[tuple[int, int, int]]) -> bool:
-    """Whether the warps are one warpgroup at the same column."""
+    """Return whether the warps are one warpgroup at the same column."""
     return len(places) == 4 and all(lane == 32 * i and column == places[0][2] for i, (_, lane, column) in enumerate(places))
 
 
 @runtime
 def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
-    """tcgen05.ld; the values are taken at once."""
+    """Execute tcgen05.ld; the values are taken at once."""
     cta = w.cta
     memory = cta.tensor_memory()
     places = warp_places(w, where, address, False, mask)
@@ -147,16 +143,16 @@ def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int,
 
 
 def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, tainted: bool) -> None:
-    """The poison of a load goes to its registers."""
+    """Move the poison of a load to its registers."""
     if poison is not None and not tainted:
-        w.cta.become_tainted(w)
+        w.become_tainted()
     if poison is not None or tainted:
         w.taints["r"][rows] = False if poison is None else poison
 
 
 @runtime
 def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
-    """tcgen05.st; the values are written at once."""
+    """Execute tcgen05.st; the values are written at once."""
     memory = w.cta.tensor_memory()
     values = w.banks["r"][rows]
     poison = w.taints["r"][rows] if tainted else None
@@ -168,12 +164,12 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
 
 @runtime
 def tensor_wait(w: Window, write: bool) -> None:
-    """tcgen05.wait::ld and tcgen05.wait::st"""
+    """Execute tcgen05.wait::ld and tcgen05.wait::st."""
     cta = w.cta
     clocks = cta.cluster.clocks
     for warp in w.warps:
         waited = [move for move in cta.moves.values() if move.time is None and move.write == write and move.warp == warp]
         if waited:
-            time = clocks.tick(cta, warp)
+            time = clocks.tick(cta.rank, warp)
             for move in waited:
                 move.time = time

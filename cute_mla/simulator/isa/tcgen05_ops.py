@@ -1,9 +1,8 @@
-"""tcgen05: allocation, products, commits and fences. tensor_pipe.py does the work."""
+"""tcgen05: allocation, products, copies, commits and fences. units/tensor_core.py executes the work."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,18 +10,17 @@ from ..checks import order, phases, races, smem_hazards, tensor_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Mem, Operand, Reg, Vec
 from ..numerics import tcgen05 as forms
-from ..state.registers import WARP, Window
+from ..state.cta import Cta
+from ..state.registers import WARP
 from ..state.tensor_memory import TensorMemory, split_address
-from ..units import shared_to_tensor
-from ..units.tensor_pipe import Cells, Chain
+from ..state.tensor_queue import Cells
+from ..state.window import Window
+from ..units import shared_to_tensor, tensor_core
+from ..units.tensor_products import MmaChain
 from .async_copies import lane_values, targets_of
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .memory_ops import place_shared
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -30,7 +28,7 @@ GROUP = r"cta_group::(?P<group>[12])"
 
 
 def checked(e: Emitter, ins: Instruction, what: str) -> None:
-    """No operand may be poisoned."""
+    """Emit checks that no operand is poisoned."""
     e.check_taint([register for operand in ins.operands for register in registers_of(operand)], what)
 
 
@@ -42,7 +40,7 @@ def checked(e: Emitter, ins: Instruction, what: str) -> None:
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Allocate columns and write their address to shared memory; blocks until there is room."""
+    """Emit an allocation of columns, whose address goes to shared memory; it blocks until there is room."""
     checked(e, ins, "a tensor memory allocation")
     if ".shared" not in ins.opcode:
         raise Unsupported("tcgen05.alloc with a generic address")
@@ -56,7 +54,7 @@ def alloc(e: Emitter, ins: Instruction, m: Match) -> None:
     writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
 )  # fmt: skip
 def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Free an allocation."""
+    """Emit the end of an allocation."""
     checked(e, ins, "a tensor memory deallocation")
     operands = f"{e.src(ins.operands[0], 'u32')}, {e.src(ins.operands[1], 'u32')}"
     e.line(f"if not tensor_dealloc(w, {operands}, {m['group']}): return BLOCKED")
@@ -64,12 +62,12 @@ def dealloc(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(rf"tcgen05.relinquish_alloc_permit.{GROUP}.sync.aligned", writes=(), pure=False, needs="warp")
 def relinquish(e: Emitter, ins: Instruction, m: Match) -> None:
-    """No allocation after this."""
+    """Emit the end of the permission to allocate."""
     e.line(f"tensor_relinquish(w, {m['group']})")
 
 
 def same(w: Window, value: np.ndarray, what: str) -> int:
-    """The value that all lanes agree on."""
+    """Return the value that all lanes agree on. Raises Fault where lanes differ."""
     first = int(value) if value.ndim == 0 else int(value[0])
     if value.ndim and bool((value != value[0]).any()):
         raise Fault("divergence", f"{what} differs between the lanes of a warp")
@@ -78,17 +76,17 @@ def same(w: Window, value: np.ndarray, what: str) -> int:
 
 @runtime
 def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group: int) -> bool:
-    """tcgen05.alloc. False: blocked until something is freed, or until the peer CTA allocates too."""
+    """Execute tcgen05.alloc. Return False when blocked until something is freed, or until the peer CTA allocates too."""
     cta = w.cta
-    if cta.machine.must_separate(w, w.lanes // WARP):
+    if w.engine.must_separate(w.lanes // WARP):
         return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     count = same(w, columns, "the size of an allocation")
     memory.check_size(count)
-    start = memory.room(count) if group == 1 else allocate_together(cta, memory, count)
+    start = memory.room(count) if group == 1 else allocate_together(w, memory, count)
     if start is None:
-        cta.machine.running.block_for_memory(memory)
+        w.engine.block([memory])
         return False
     if group == 1:
         memory.allocate(start, count)
@@ -100,17 +98,17 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     target.smem.store(first, [np.array([start], np.uint32)])
     if overwrite is not None:
         overwrite.check(w)
-    if cta.observer is not None:
-        cta.observer.shared_access(w, target, np.array([0]), first.offsets, 4, True)
+    if w.observer is not None:
+        w.observer.shared_access(w, target, np.array([0]), first.offsets, 4, True)
     return True
 
 
-def allocate_together(cta: Cta, memory: TensorMemory, columns: int) -> int | None:
-    """tcgen05.alloc of a CTA pair: the first column, or None while the peer has not come or there is no room."""
+def allocate_together(w: Window, memory: TensorMemory, columns: int) -> int | None:
+    """Allocate for a CTA pair. Return the first column, None while the peer has not come or there is no room."""
     if memory.granted is not None:
         start, memory.granted = memory.granted, None
         return start
-    other = pair_of(cta)[1 - (cta.rank & 1)].tensor_memory()
+    other = pair_of(w.cta)[1 - (w.cta.rank & 1)].tensor_memory()
     memory.requested = columns
     if other.requested is None:
         return None
@@ -123,12 +121,12 @@ def allocate_together(cta: Cta, memory: TensorMemory, columns: int) -> int | Non
     other.allocate(first, columns)
     memory.requested = other.requested = None
     other.granted = first
-    cta.machine.wake(other.waiters)
+    w.engine.wake(other)
     return first
 
 
 def pair_of(cta: Cta) -> tuple[Cta, Cta]:
-    """The pair of a CTA, the even one first. Raises Fault when there is none, or one has exited."""
+    """Return the pair of a CTA, the even one first. Raises Fault when there is none, or one has exited."""
     if cta.cluster.size % 2:
         raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
     first = cta.rank & ~1
@@ -137,19 +135,19 @@ def pair_of(cta: Cta) -> tuple[Cta, Cta]:
 
 @runtime
 def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: int) -> bool:
-    """tcgen05.dealloc. False: runs again, warp by warp."""
+    """Execute tcgen05.dealloc. Return False when it runs again, warp by warp."""
     cta = w.cta
-    if cta.machine.must_separate(w, w.lanes // WARP):
+    if w.engine.must_separate(w.lanes // WARP):
         return False
     memory = cta.tensor_memory()
     memory.use_group(group)
     where, count = same(w, address, "a tensor memory address"), same(w, columns, "the size of an allocation")
     _, column = split_address(where)
     memory.release(where, count)
-    tensor_hazards.check_release(w, Cells(cta, 0xFF, column, column + count))
+    tensor_hazards.check_release(w, Cells(cta.rank, 0xFF, column, column + count))
     order.arrive(cta, w.warps, memory)
     memory.knowledge.complete()
-    cta.machine.wake(memory.waiters)
+    w.engine.wake(memory)
     if group == 2:
         if cta.cluster.size % 2:
             raise Fault("tensor_memory", f"cta_group::2 in a cluster of {cta.cluster.size}")
@@ -160,13 +158,13 @@ def tensor_dealloc(w: Window, address: np.ndarray, columns: np.ndarray, group: i
                 message = f"with cta_group::2 this CTA frees {mine[1]} columns at {mine[0]} where its peer frees {theirs[1]} at {theirs[0]}"
                 raise Fault("tensor_memory", message)
         if peer is not None:
-            cta.machine.wake(peer.waiters)
+            w.engine.wake(peer)
     return True
 
 
 @runtime
 def tensor_relinquish(w: Window, group: int) -> None:
-    """tcgen05.relinquish_alloc_permit"""
+    """Execute tcgen05.relinquish_alloc_permit."""
     memory = w.cta.tensor_memory()
     memory.use_group(group)
     memory.relinquished = True
@@ -177,7 +175,7 @@ def tensor_relinquish(w: Window, group: int) -> None:
 
 @op(r"tcgen05.mma[\w:.]+", writes=(), pure=False, taint="own")
 def mma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """D = A B (+ D) in tensor memory."""
+    """Emit a product D = A B (+ D) in tensor memory."""
     try:
         form = forms.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -208,7 +206,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 class Step:
-    """What is fixed about one tcgen05.mma instruction."""
+    """Fixed properties of one tcgen05.mma instruction. in_tensor: A lies in tensor memory. scale: scale-input-d."""
 
     def __init__(self, form: forms.MmaForm, in_tensor: bool, scale: int) -> None:
         self.form = form
@@ -217,7 +215,7 @@ class Step:
 
 
 def predicate(e: Emitter, operand: Operand | None) -> str:
-    """enable-input-d."""
+    """Return the expression of enable-input-d."""
     if isinstance(operand, Imm):
         return e.constants.array(np.dtype(bool), int(bool(operand.value)))
     if isinstance(operand, Reg) and operand.bank == "p":
@@ -226,7 +224,7 @@ def predicate(e: Emitter, operand: Operand | None) -> str:
 
 
 def lane_of(value: np.ndarray, lane: int) -> int:
-    """The value of one lane."""
+    """Return the value of one lane."""
     return int(value) if value.ndim == 0 else int(value[lane])
 
 
@@ -251,18 +249,18 @@ def tensor_mma(
         lanes = tuple(sum(word << 32 * i for i, word in enumerate(words[start : start + 4])) for start in range(0, len(words), 4))
         try:
             product = forms.decode_instruction(form, lane_of(descriptor, lane))
-            chain = Chain(
+            chain = MmaChain(
                 form, product, ctas, lane_of(d, lane), bool(lane_of(enable, lane)), step.scale, lanes, step.in_tensor,
-                cta.machine.origin(w), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
+                w.origin(), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
             )  # fmt: skip
             check_chain(w, chain)
         except ValueError as error:
             raise Fault("descriptor", str(error)) from error
-        cta.tensor_core().issue(chain)
+        tensor_core.issue(w.engine, cta, chain)
 
 
-def check_chain(w: Window, chain: Chain) -> None:
-    """What can be said about a product when it is issued. Raises Fault or ValueError for what cannot be done."""
+def check_chain(w: Window, chain: MmaChain) -> None:
+    """Check a product when it is issued: shapes, allocations, hazards. Raises Fault or ValueError for one that cannot be done."""
     form, product = chain.form, chain.product
     lane, column = split_address(chain.d)
     forms.slabs(form, product.m, product.n, lane)
@@ -293,7 +291,7 @@ def check_chain(w: Window, chain: Chain) -> None:
 
 @op(r"tcgen05.cp.[\w:.]+", writes=(), pure=False, taint="own")
 def copy(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Shared memory to tensor memory."""
+    """Emit a copy of shared memory to tensor memory."""
     try:
         form = shared_to_tensor.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -309,7 +307,7 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
     for lane in range(w.n):
         ctas = pair_of(cta) if form.group == 2 else (cta,)
         work = shared_to_tensor.SharedToTensor(
-            form, ctas, lane_of(address, lane), lane_of(descriptor, lane), cta.machine.origin(w), int(w.lanes[lane])
+            form, ctas, lane_of(address, lane), lane_of(descriptor, lane), w.origin(), int(w.lanes[lane])
         )
         try:
             work.operand()
@@ -317,13 +315,14 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
         except ValueError as error:
             raise Fault("descriptor", str(error)) from error
         for cells in written:
-            cells.cta.tensor_memory().use_group(form.group)
-            cells.cta.tensor_memory().require(cells.low, cells.high, "tcgen05.cp")
+            memory = cta.cluster.ctas[cells.rank].tensor_memory()
+            memory.use_group(form.group)
+            memory.require(cells.low, cells.high, "tcgen05.cp")
         warp = work.thread // WARP
         tensor_hazards.check_work(w, warp, [], written, work.what)
         for owner in ctas:
             races.check_source(w, owner, races.operand_words(work.operand()), work.what, warp)
-        cta.tensor_core().issue(work)
+        tensor_core.issue(w.engine, cta, work)
 
 
 # ---------------------------------------------------------------- commits and fences
@@ -334,7 +333,7 @@ def tensor_copy(w: Window, form: shared_to_tensor.CopyForm, address: np.ndarray,
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """An arrival when all earlier work of the thread is done."""
+    """Emit an arrival that happens when all earlier work of the thread is done."""
     if ".sync" in ins.opcode or "shared" not in ins.opcode:
         raise Unsupported("tcgen05.commit only on .shared::cluster")
     checked(e, ins, "a tensor core commit")
@@ -344,7 +343,7 @@ def commit(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @runtime
 def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group: int) -> None:
-    """tcgen05.commit"""
+    """Execute tcgen05.commit."""
     cta = w.cta
     masks = lane_values(w, mask)
     for lane, where in enumerate(lane_values(w, address)):
@@ -353,11 +352,11 @@ def tensor_commit(w: Window, address: np.ndarray, mask: np.ndarray | None, group
         barriers = [target.mbarrier(where & 0xFFFFFF) for target in targets]
         for barrier in barriers:
             phases.check_use(w, (int(w.lanes[lane]) // WARP,), barrier, True)
-        cta.tensor_core().commit(int(w.lanes[lane]), cta.machine.origin(w), barriers, targets)
+        tensor_core.commit(w.engine, cta, int(w.lanes[lane]), w.origin(), barriers, targets)
 
 
 @op(r"tcgen05.fence::(?P<when>before|after)_thread_sync", writes=(), pure=False)
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Orders accesses to tensor memory before arrivals, or after waits."""
-    e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta, w.warps)")
-    e.line(f"if w.cta.observer is not None: w.cta.observer.fence(w, {ins.opcode!r})")
+    """Emit a fence that orders accesses to tensor memory before arrivals, or after waits."""
+    e.line(f"w.cta.cluster.clocks.{m['when']}_sync(w.cta.rank, w.warps)")
+    e.line(f"if w.observer is not None: w.observer.fence(w, {ins.opcode!r})")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,16 +10,16 @@ from ..checks import global_order, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Mem, Operand
 from ..numerics import tma
-from ..state.registers import WARP, Window
-from ..units.async_units import CopyGroups, GroupedCopy, box_store, load_box
+from ..state.async_work import CopyGroups, GroupedCopy
+from ..state.barriers import Mbarrier
+from ..state.cta import Cta
+from ..state.registers import WARP
+from ..state.window import Window
+from ..units import copies
+from ..units.boxes import box_store, load_box
 from .async_copies import HINT, TX, add_grouped, check_all, check_reach, lane_values, reaches_cluster, targets_of
-from .emitter import Unsupported
+from .emitter import Emitter, Unsupported
 from .table import ignored, op, runtime
-
-if TYPE_CHECKING:
-    from ..state.barriers import Mbarrier
-    from ..state.cta import Cta
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
@@ -37,7 +36,7 @@ ROWS = 4  # of tile::gather4 and tile::scatter4
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA load of a box or of four rows, optionally to several CTAs; of a pair, either CTA's mbarrier may be signalled."""
+    """Emit a TMA load of a box or of four rows, optionally to several CTAs. With a pair, either CTA's mbarrier may be signalled."""
     check_all(e, ins)
     groups = m.groupdict()
     destination, source, barrier = ins.operands[:3]
@@ -56,7 +55,7 @@ def tensor_load(e: Emitter, ins: Instruction, m: Match) -> None:
     writes=(), pure=False, taint="own",
 )  # fmt: skip
 def tensor_store(e: Emitter, ins: Instruction, m: Match) -> None:
-    """TMA store of a box or of four rows, or addition of a box to global memory."""
+    """Emit a TMA store of a box or of four rows, or an addition of a box to global memory."""
     check_all(e, ins)
     target, source = ins.operands[:2]
     groups = m.groupdict()
@@ -71,7 +70,7 @@ ignored(r"cp.async.bulk.prefetch.tensor.2d.L2.global.tile::gather4(.L2::cache_hi
 
 
 class Form:
-    """What is fixed about one load.
+    """Fixed properties of one load.
 
     cluster: the destination may lie in another CTA. pair: cta_group::2, the mbarrier may lie in the other CTA of the destination's pair.
     gather: four rows (column and four row numbers) instead of a box.
@@ -84,7 +83,7 @@ class Form:
 
 
 def coordinates(e: Emitter, ins: Instruction, mem: Operand | None) -> str:
-    """The coordinates of a tensor operand: one for each dimension, or a column and four rows."""
+    """Return the expression of the coordinates of a tensor operand: one for each dimension, or a column and four rows."""
     if not isinstance(mem, Mem) or mem.coords is None:
         raise Unsupported("tensor operand without coordinates")
     by_rows = "::gather4" in ins.opcode or "::scatter4" in ins.opcode
@@ -97,7 +96,7 @@ def coordinates(e: Emitter, ins: Instruction, mem: Operand | None) -> str:
 
 
 def place_boxes(plan: tma.BoxPlan, position: tuple[int, ...], offset: int, by_rows: bool) -> tuple[tma.Box, ...]:
-    """The box at coordinates, or one for each row. Raises Fault for what the tensor map does not allow."""
+    """Return the box at coordinates, or one for each row. Raises Fault for boxes that the tensor map does not allow."""
     try:
         return plan.place_rows(position[0], position[1:], offset) if by_rows else (plan.place(position, offset),)
     except ValueError as error:
@@ -105,13 +104,13 @@ def place_boxes(plan: tma.BoxPlan, position: tuple[int, ...], offset: int, by_ro
 
 
 def span(boxes: tuple[tma.Box, ...]) -> tuple[int, int]:
-    """The shared bytes that boxes touch together."""
+    """Return the shared bytes that boxes touch together."""
     ranges = [box.smem_range for box in boxes]
     return min(low for low, _ in ranges), max(high for _, high in ranges)
 
 
 def signalled(cta: Cta, targets: list[Cta], signal: int, pair: bool) -> list[Mbarrier]:
-    """The mbarrier of each destination: its own, or of a pair the one in the CTA whose parity is that of the operand's CTA."""
+    """Return the mbarrier of each destination: in the destination, or for a pair in the CTA with the parity of the operand's CTA."""
     offset = signal & 0xFFFFFF
     if not pair:
         return [target.mbarrier(offset) for target in targets]
@@ -128,15 +127,15 @@ def tma_load(
     mask: np.ndarray | None,
     form: Form,
 ) -> None:
-    """cp.async.bulk.tensor to shared memory."""
+    """Execute cp.async.bulk.tensor to shared memory."""
     cta = w.cta
-    machine = cta.machine
+    engine, observer = w.engine, w.observer
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
     masks = lane_values(w, mask)
     for lane, (where, source, signal) in enumerate(
         zip(lane_values(w, destination), lane_values(w, tensor_map), lane_values(w, barrier), strict=True)
     ):
-        boxes = place_boxes(cta.tensor_map(source), positions[lane], where & 0xFFFFFF, form.gather)
+        boxes = place_boxes(w.engine.tensor_map(source), positions[lane], where & 0xFFFFFF, form.gather)
         check_reach(cta, where, signal, form.cluster, form.pair)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
         barriers = signalled(cta, targets, signal, form.pair)
@@ -144,40 +143,40 @@ def tma_load(
         def effect(boxes: tuple[tma.Box, ...] = boxes, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
             for target in targets:
                 for box in boxes:
-                    load_box(machine, box, target.smem)
-                    if machine.observer is not None:
-                        machine.observer.async_write(target, box)
+                    load_box(engine, box, target.smem)
+                    if observer is not None:
+                        observer.async_write(target, box)
             nbytes = sum(box.nbytes for box in boxes)
             for item in barriers:
-                machine.complete_tx(item, nbytes)
+                engine.complete_tx(item, nbytes)
 
         low, high = span(boxes)
         warp = int(w.lanes[lane]) // WARP
         global_order.check_grid(w, (warp,))
         smem_hazards.check_copy(w, warp, targets, low, high)
-        machine.start(effect, w, warp, barriers, [(target, low, high) for target in targets])
+        copies.issue(w, warp, effect, barriers, [(target, low, high) for target in targets])
 
 
 @runtime
 def tma_store(w: Window, tensor_map: np.ndarray, coords: tuple[np.ndarray, ...], source: np.ndarray, add: bool, scatter: bool) -> None:
-    """cp.async.bulk.tensor to global memory.
+    """Execute cp.async.bulk.tensor to global memory.
 
     Lanes that store the same box share one copy, since the hardware issues it once per warp; additions count once per lane.
     """
     cta = w.cta
     positions = list(zip(*(lane_values(w, coord) for coord in coords), strict=True))
-    copies: dict[tuple[object, ...], list[GroupedCopy]] = {}
+    issued: dict[tuple[object, ...], list[GroupedCopy]] = {}
     for lane, (target, where) in enumerate(zip(lane_values(w, tensor_map), lane_values(w, source), strict=True)):
         key = (w.lanes[lane] // WARP, target, where, positions[lane], lane if add else None)
         owner = int(w.lanes[lane])
-        if key in copies:
-            cta.bulk.setdefault(owner, CopyGroups()).open.extend(copies[key])
+        if key in issued:
+            cta.bulk.setdefault(owner, CopyGroups()).open.extend(issued[key])
             continue
-        copies[key] = []
+        issued[key] = []
         global_order.check_grid(w, (owner // WARP,))
-        for box in place_boxes(cta.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
-            copy = box_store(cta.machine, cta, box, cta.machine.origin(w), add)
-            copies[key].append(copy)
+        for box in place_boxes(w.engine.tensor_map(target), positions[lane], where & 0xFFFFFF, scatter):
+            copy = box_store(w.engine, cta, box, w.origin(), add)
+            issued[key].append(copy)
             races.check_range(w, copy.source, "a TMA store", owner // WARP)
-            add_grouped(cta, cta.bulk, owner, copy)
+            add_grouped(w.engine, cta.bulk, owner, copy)
             cta.reading.append(copy)

@@ -1,9 +1,8 @@
-"""wgmma: issue, commit and wait. The products themselves are computed by the warpgroup's pipe."""
+"""wgmma: issue, commit and wait. units/wgmma_products.py computes the products."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,32 +10,31 @@ from ..checks import races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Reg, Vec
 from ..numerics import wgmma
-from ..state.registers import WARP, Window
-from ..units.async_units import WARPGROUP, Chain
-from .emitter import Unsupported
+from ..state.registers import WARP
+from ..state.wgmma_queue import WARPGROUP, WgmmaChain
+from ..state.window import Window
+from ..units import wgmma_products
+from .emitter import Emitter, Unsupported
 from .table import op, registers_of, runtime
-
-if TYPE_CHECKING:
-    from .emitter import Emitter
 
 Match = re.Match[str]
 
 
 @op(r"wgmma.fence.sync.aligned", writes=(), pure=False, needs="warpgroup")
 def fence(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Orders register accesses before wgmma: observers only."""
-    e.line("if w.cta.observer is not None: w.cta.observer.fence(w, 'wgmma.fence')")
+    """Emit a note for observers: the fence orders register accesses, which the check at load covers."""
+    e.line("if w.observer is not None: w.observer.fence(w, 'wgmma.fence')")
 
 
 @op(r"wgmma.commit_group.sync.aligned", writes=(), pure=False, needs="warpgroup", ends=True)
 def commit(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Close the group of wgmmas."""
+    """Emit the end of the group of wgmmas."""
     e.line("wgmma_commit(w)")
 
 
 @op(r"wgmma.wait_group.sync.aligned", writes=(), pure=False, needs="warpgroup", starts=True, ends=True)
 def wait(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Wait for all but the newest n groups."""
+    """Emit a wait for all but the newest n groups."""
     count = ins.operands[0]
     if not isinstance(count, Imm):
         raise Unsupported("wgmma.wait_group without a literal")
@@ -45,7 +43,7 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"wgmma.mma_async[\w:.]+", pure=False, taint="own", needs="warpgroup", asynchronous=True)
 def mma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """D = A B (+ D) for a warpgroup."""
+    """Emit a product D = A B (+ D) of a warpgroup."""
     try:
         form = wgmma.parse_opcode(ins.opcode)
     except ValueError as error:
@@ -62,11 +60,11 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
     majors = [0, 0]
     if form.transposable:
         majors = [0, immediates[0]] if from_registers else immediates[:2]
-    rows = e.constants.thing(shared_rows(e, tuple(e.layout.slot(item) for item in d.items if isinstance(item, Reg))))
+    rows = e.constants.thing(shared_rows(e, tuple(e.layout.row(item) for item in d.items if isinstance(item, Reg))))
     e.check_taint([register for operand in (b, scale) for register in registers_of(operand)], "a matrix product")
     step = e.constants.thing(Step(form, negate, bool(majors[0]), bool(majors[1]), from_registers))
     if isinstance(a, Vec):
-        slots = tuple(e.layout.slot(item) for item in a.items if isinstance(item, Reg))
+        slots = tuple(e.layout.row(item) for item in a.items if isinstance(item, Reg))
         if len(slots) != 4:
             raise Unsupported("four A registers expected")
         first = e.constants.thing(np.array(slots))
@@ -77,7 +75,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def shared_rows(e: Emitter, slots: tuple[int, ...]) -> np.ndarray | slice:
-    """The accumulator's rows, the same object for the same registers."""
+    """Return the accumulator's rows, the same object for the same registers."""
     cache = e.layout.row_groups
     if slots not in cache:
         consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
@@ -94,7 +92,7 @@ class AccumulatorRows:
 
 
 class Step:
-    """What is fixed about one wgmma instruction."""
+    """Fixed properties of one wgmma instruction."""
 
     def __init__(self, form: wgmma.Instruction, negate: bool, a_major: bool, b_major: bool, from_registers: bool) -> None:
         self.form = form
@@ -105,7 +103,7 @@ class Step:
 
 
 def scale_expression(e: Emitter, scale: object) -> str:
-    """scale-d: whether D is read."""
+    """Return the expression of scale-d: whether D is read."""
     if isinstance(scale, Imm):
         return str(bool(scale.value))
     if isinstance(scale, Reg) and scale.bank == "p":
@@ -121,11 +119,11 @@ def wgmma_issue(
 ) -> None:
     """Queue one wgmma for each warpgroup of the window."""
     cta = w.cta
-    origin = cta.machine.origin(w)
+    origin = w.origin()
     for start in range(0, w.n, WARPGROUP):
         stop = start + WARPGROUP
         read = scale if isinstance(scale, bool) else one_value(scale, start, stop, "scale-d")
-        chain = Chain(step.form, rows.index, bool(read), step.negate, step.a_major, step.b_major, step.from_registers, origin)  # type: ignore[arg-type]
+        chain = WgmmaChain(step.form, rows.index, bool(read), step.negate, step.a_major, step.b_major, step.from_registers, origin)  # type: ignore[arg-type]
         sources = 0
         if step.from_registers:
             chain.a_values.append(w.banks["r"][a, start:stop])
@@ -134,16 +132,16 @@ def wgmma_issue(
         else:
             chain.a.append(int(one_value(a, start, stop, "a descriptor")))
         chain.b.append(int(one_value(b, start, stop, "a descriptor")))
-        if cta.machine.pending:
+        if w.engine.pending:
             smem_hazards.check_operands(w, chain)
         for where in smem_hazards.operands(chain):
             races.check_source(w, cta, races.operand_words(where), "a wgmma", int(w.lanes[start]) // WARP)
-        cta.pipe(int(w.lanes[start])).issue(chain, rows.mask, sources)
+        cta.wgmma_queue(int(w.lanes[start])).issue(chain, rows.mask, sources)
     cta.refresh_busy()
 
 
 def one_value(value: np.ndarray, start: int, stop: int, what: str) -> int:
-    """The value that a warpgroup agrees on. Raises Fault when its lanes differ."""
+    """Return the value that a warpgroup agrees on. Raises Fault when its lanes differ."""
     if value.ndim == 0:
         return int(value)
     part = value[start:stop]
@@ -155,23 +153,24 @@ def one_value(value: np.ndarray, start: int, stop: int, what: str) -> int:
 
 @runtime
 def wgmma_commit(w: Window) -> None:
-    """wgmma.commit_group"""
+    """Execute wgmma.commit_group."""
     cta = w.cta
     for start in range(0, w.n, WARPGROUP):
-        pipe = cta.pipe(int(w.lanes[start]))
-        pipe.commit()
-        if cta.machine.completes_now():
-            pipe.flush(cta, 0)
+        queue = cta.wgmma_queue(int(w.lanes[start]))
+        queue.commit()
+        if w.engine.completes_now():
+            wgmma_products.flush(w.engine, cta, queue, 0)
 
 
 @runtime
 def wgmma_wait(w: Window, remaining: int) -> None:
-    """wgmma.wait_group"""
+    """Execute wgmma.wait_group."""
     cta = w.cta
     clocks = cta.cluster.clocks
     for start in range(0, w.n, WARPGROUP):
-        pipe = cta.pipe(int(w.lanes[start]))
-        pipe.wait(cta, remaining)
-        first = pipe.first_thread // WARP
-        clocks.note(cta, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta, first), pipe.serial)
+        queue = cta.wgmma_queue(int(w.lanes[start]))
+        wgmma_products.flush(w.engine, cta, queue, remaining)
+        queue.free(remaining)
+        first = queue.first_thread // WARP
+        clocks.note(cta.rank, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta.rank, first), queue.serial)
     cta.refresh_busy()

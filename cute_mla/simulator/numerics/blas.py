@@ -1,4 +1,4 @@
-"""Keeps NumPy's matrix products on the calling thread: the tiles are small, and helper threads only wait for each other."""
+"""Single-threaded matrix products in NumPy: the tiles are small, and helper threads only wait for each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SUFFIXES = ("64_", "")
 
 @cache
 def _controls() -> tuple[Callable[[int], object], Callable[[], int]] | None:
-    """OpenBLAS's setter and getter of its thread count, or None where NumPy has another BLAS."""
+    """Return OpenBLAS's setter and getter of its thread count, or None where NumPy has another BLAS."""
     try:
         core = importlib.import_module("numpy._core._multiarray_umath")
         library = ctypes.CDLL(str(core.__file__))
@@ -31,7 +31,7 @@ def _controls() -> tuple[Callable[[int], object], Callable[[], int]] | None:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """Within this context NumPy multiplies on one thread, where that can be controlled."""
+    """Keep NumPy's products on one thread within this context, where that can be controlled."""
     controls = _controls()
     if controls is None:
         yield

@@ -44,7 +44,7 @@ _SHORT = np.float64(1 - 2.0**-52)
 
 
 def flush_f32(x: Array) -> Array:
-    """Subnormal f32 values become zeros of their sign (.ftz). Returns x itself if there is nothing to do."""
+    """Flush subnormal f32 values to zeros of their sign (.ftz). Return x itself if there is nothing to do."""
     normal = np.abs(x) >= F32_MIN_NORMAL
     if np.count_nonzero(normal) == normal.size:
         return x
@@ -53,7 +53,7 @@ def flush_f32(x: Array) -> Array:
 
 
 def canonical_nan(x: Array) -> Array:
-    """Every f32 NaN becomes 0x7FFFFFFF, as PTX arithmetic returns it."""
+    """Replace every f32 NaN by 0x7FFFFFFF, as PTX arithmetic returns it."""
     nan = x != x
     if nan.any():
         return np.where(nan, F32_NAN_BITS, x.view(np.uint32)).view(np.float32)
@@ -84,14 +84,14 @@ def _make_odd(value: Array, error: Array) -> Array:
 
 
 def sum_to_odd(a: Array, b: Array) -> Array:
-    """a + b of float64 arrays, rounded to odd."""
+    """Return a + b of float64 arrays, rounded to odd."""
     total = a + b
     part = total - a
     return _make_odd(total, (a - (total - part)) + (b - part))
 
 
 def _signed_zero_down(total: Array, a: Array, b: Array) -> Array:
-    """With .rm an exact zero sum is -0 unless both terms are +0."""
+    """Return the sums with .rm's sign of exact zeros: -0 unless both terms are +0."""
     return np.where((total == 0) & (np.signbit(a) | np.signbit(b)), -0.0, total)
 
 
@@ -103,21 +103,21 @@ def _add_directed(a: Array, b: Array, rounding: str) -> Array:
 
 
 def add_f32(a: Array, b: Array, rounding: str = "rn") -> Array:
-    """a + b in f32, rounded once."""
+    """Return a + b in f32, rounded once."""
     if rounding == "rn":
         return a + b
     return _add_directed(a.astype(np.float64), b.astype(np.float64), rounding)
 
 
 def mul_f32(a: Array, b: Array, rounding: str = "rn") -> Array:
-    """a * b in f32, rounded once."""
+    """Return a * b in f32, rounded once."""
     if rounding == "rn":
         return a * b
     return round_to_f32(a.astype(np.float64) * b.astype(np.float64), rounding)  # the float64 product is exact
 
 
 def fma_f32(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
-    """a * b + c in f32, rounded once.
+    """Return a * b + c in f32, rounded once.
 
     The float64 sum of the exact product and c is off by at most half a unit. Where moving it further than that, either way, leaves the f32
     result alone, that is the result; otherwise (the sum is at a tie of f32) the sum is rounded to odd before it is narrowed.
@@ -136,21 +136,21 @@ def fma_f32(a: Array, b: Array, c: Array, rounding: str = "rn") -> Array:
 
 
 def max_f32(a: Array, b: Array, nan: bool = False) -> Array:
-    """Maximum with PTX rules: the operand that is not NaN, +0 above -0; with nan (.NaN) a NaN operand gives the canonical NaN."""
+    """Return the maximum by PTX rules: the operand that is not NaN, +0 above -0. nan (.NaN): a NaN operand gives the canonical NaN."""
     if nan:
         return canonical_nan(_order_zeros(np.maximum(a, b), a, b, np.bitwise_and))
     return _order_zeros(np.fmax(a, b), a, b, np.bitwise_and)
 
 
 def min_f32(a: Array, b: Array, nan: bool = False) -> Array:
-    """Minimum with PTX rules: the operand that is not NaN, -0 below +0; with nan (.NaN) a NaN operand gives the canonical NaN."""
+    """Return the minimum by PTX rules: the operand that is not NaN, -0 below +0. nan (.NaN): a NaN operand gives the canonical NaN."""
     if nan:
         return canonical_nan(_order_zeros(np.minimum(a, b), a, b, np.bitwise_or))
     return _order_zeros(np.fmin(a, b), a, b, np.bitwise_or)
 
 
 def _order_zeros(result: Array, a: Array, b: Array, combine: Callable[[Array, Array], Array]) -> Array:
-    """Where both operands are zeros, combine their bits (and: -0 only if both; or: -0 if either)."""
+    """Combine the bits of both operands where both are zeros (and: -0 only if both; or: -0 if either)."""
     if np.count_nonzero(result) == result.size:
         return result
     zeros = (a == 0) & (b == 0)
@@ -163,7 +163,7 @@ def _order_zeros(result: Array, a: Array, b: Array, combine: Callable[[Array, Ar
 
 def _approximation(function: Callable[[Array], Array]) -> Callable[[Array, bool], Array]:
     def evaluate(x: Array, ftz: bool = False) -> Array:
-        """The function in float64, rounded once to f32; ftz flushes subnormal inputs and results."""
+        """Return the function in float64, rounded once to f32; ftz flushes subnormal inputs and results."""
         if not ftz:
             return function(x.astype(np.float64)).astype(np.float32)
         return flush_f32(function(flush_f32(x).astype(np.float64)).astype(np.float32))
@@ -172,7 +172,7 @@ def _approximation(function: Callable[[Array], Array]) -> Callable[[Array, bool]
 
 
 def ex2_f32(x: Array, ftz: bool = False) -> Array:
-    """2**x, rounded once to f32; ftz flushes subnormal results (a subnormal input gives 1 either way)."""
+    """Return 2**x, rounded once to f32; ftz flushes subnormal results (a subnormal input gives 1 either way)."""
     result: Array = np.exp2(x.astype(np.float64)).astype(np.float32)
     return flush_f32(result) if ftz else result
 
@@ -185,7 +185,7 @@ tanh_f32 = _approximation(np.tanh)
 
 
 def div_f32(a: Array, b: Array, ftz: bool = False) -> Array:
-    """a / b in f32, correctly rounded (.approx and .full too); ftz flushes subnormal inputs and results."""
+    """Return a / b in f32, correctly rounded (.approx and .full too); ftz flushes subnormal inputs and results."""
     return flush_f32(flush_f32(a) / flush_f32(b)) if ftz else a / b
 
 
@@ -212,7 +212,7 @@ def half_to_f32(bits: Array, kind: str) -> Array:
 
 
 def _bf16_high(x: Array, rounding: str) -> Array:
-    """f32 rounded to bf16, in the upper half of uint32 words whose lower halves are undefined; a NaN becomes 0x7FFF."""
+    """Return f32 rounded to bf16, in the upper half of uint32 words whose lower halves are undefined; a NaN becomes 0x7FFF."""
     bits = x.view(np.uint32)
     if rounding == "rn":
         bits = ((bits >> _U16) & _ONE32) + bits
@@ -229,7 +229,7 @@ def f32_to_bf16(x: Array, rounding: str = "rn") -> Array:
 
 
 def f32_to_bf16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
-    """cvt.{rn,rz}.bf16x2.f32 d, upper, lower as uint32."""
+    """Return the result of cvt.{rn,rz}.bf16x2.f32 d, upper, lower as uint32."""
     shape = upper.shape if upper.shape == lower.shape else np.broadcast_shapes(upper.shape, lower.shape)
     both = np.empty((2, *shape), dtype=np.float32)
     both[0], both[1] = upper, lower
@@ -257,12 +257,12 @@ def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
 
 
 def pack_halves(upper: Array, lower: Array) -> Array:
-    """Two uint16 arrays as one uint32 array."""
+    """Pack two uint16 arrays into one uint32 array."""
     return (upper.astype(np.uint32) << _U16) | lower
 
 
 def f32_to_f16x2(upper: Array, lower: Array, rounding: str = "rn") -> Array:
-    """cvt.{rn,rz}.f16x2.f32 d, upper, lower as uint32."""
+    """Return the result of cvt.{rn,rz}.f16x2.f32 d, upper, lower as uint32."""
     return pack_halves(f32_to_f16(upper, rounding), f32_to_f16(lower, rounding))
 
 
@@ -271,7 +271,7 @@ def _narrow_odd(x: Array, kind: str) -> Array:
     if kind == "f16":
         return f32_to_f16(x)  # NumPy rounds float64 to float16 in one step
     nearest = x.astype(np.float32)
-    if not np.count_nonzero(nearest.view(np.uint16)[..., ::2] == _TIE_BF16):  # its own rounding has then crossed no tie
+    if not np.count_nonzero(nearest.view(np.uint16)[..., ::2] == _TIE_BF16):  # rounding to f32 has then crossed no tie
         return f32_to_bf16(nearest)
     bits = nearest.view(np.int32)
     error = x - nearest
@@ -281,7 +281,7 @@ def _narrow_odd(x: Array, kind: str) -> Array:
 
 
 def half_arithmetic(operation: str, kind: str, nan: bool = False) -> Conversion:
-    """The function of uint16 pattern arrays for add, sub, mul, fma, min or max in f16 or bf16, rounded once (rn).
+    """Return the function of uint16 pattern arrays for add, sub, mul, fma, min or max in f16 or bf16, rounded once (rn).
 
     Packed operands are passed as `.view(uint16)`. nan: min and max give NaN when an operand is NaN.
     Raises ValueError for an operation or format that is not known.
@@ -294,7 +294,7 @@ def half_arithmetic(operation: str, kind: str, nan: bool = False) -> Conversion:
         wide = [half_to_f32(bits, kind) for bits in operands]
         if operation in ("min", "max"):
             return f32_to_half(function(*wide, nan=nan), kind)
-        if operation in ("add", "sub"):  # f32 has more than twice the digits of both formats: its rounding does no harm
+        if operation in ("add", "sub"):  # f32 has more than twice the digits of both formats: rounding twice is exact
             return f32_to_half(function(*wide), kind)
         return _narrow_odd(function(*(value.astype(np.float64) for value in wide)), kind)
 
@@ -336,7 +336,7 @@ FP8_FORMATS = {"e4m3": Fp8Format(3, 7, 0x7E), "e5m2": Fp8Format(2, 15, 0x7B)}
 
 
 def _fp8_values(name: str) -> Array:
-    """The float32 value of each of the 256 codes."""
+    """Return the float32 value of each of the 256 codes."""
     form = FP8_FORMATS[name]
     codes = np.arange(256)
     exponent = (codes & 0x7F) >> form.mantissa
@@ -361,12 +361,12 @@ def fp8_to_f32(codes: Array, kind: str) -> Array:
 
 
 def fp8x2_to_f16x2(pairs: Array, kind: str) -> Array:
-    """cvt.rn.f16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of f16; exact, NaN becomes 0x7FFF."""
+    """Execute cvt.rn.f16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of f16; exact, NaN becomes 0x7FFF."""
     return _widen_pairs(pairs, _fp8_table(FP8_TO_F16, kind))
 
 
 def fp8x2_to_bf16x2(pairs: Array, kind: str) -> Array:
-    """cvt.rn.bf16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of bf16; exact, NaN becomes 0x7FFF."""
+    """Execute cvt.rn.bf16x2.{e4m3x2,e5m2x2}: uint16 pairs of codes to uint32 pairs of bf16; exact, NaN becomes 0x7FFF."""
     return _widen_pairs(pairs, _fp8_table(FP8_TO_BF16, kind))
 
 
@@ -383,7 +383,7 @@ def _fp8_table(tables: dict[str, Array], kind: str) -> Array:
 
 
 def f32_to_fp8(x: Array, kind: str) -> Array:
-    """cvt.rn.satfinite: nearest even, beyond the range the largest finite value of that sign, NaN 0x7F."""
+    """Execute cvt.rn.satfinite: round to nearest even; beyond the range give the largest finite value of that sign; NaN gives 0x7F."""
     if kind not in FP8_FORMATS:
         raise ValueError(f"8-bit format {kind!r} is not supported, only {sorted(FP8_FORMATS)}")
     form = FP8_FORMATS[kind]
@@ -399,18 +399,18 @@ def f32_to_fp8(x: Array, kind: str) -> Array:
 
 
 def f32_to_fp8x2(upper: Array, lower: Array, kind: str) -> Array:
-    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 d, upper, lower as uint16."""
+    """Return the result of cvt.rn.satfinite.{e4m3x2,e5m2x2}.f32 d, upper, lower as uint16."""
     return (f32_to_fp8(upper, kind).astype(np.uint16) << np.uint16(8)) | f32_to_fp8(lower, kind)
 
 
 def f16x2_to_fp8x2(pairs: Array, kind: str) -> Array:
-    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.f16x2: uint32 pairs of f16 to uint16 pairs of codes."""
+    """Execute cvt.rn.satfinite.{e4m3x2,e5m2x2}.f16x2: uint32 pairs of f16 to uint16 pairs of codes."""
     halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
     return f32_to_fp8(f16_to_f32(halves), kind).view(np.uint16)
 
 
 def bf16x2_to_fp8x2(pairs: Array, kind: str) -> Array:
-    """cvt.rn.satfinite.{e4m3x2,e5m2x2}.bf16x2: uint32 pairs of bf16 to uint16 pairs of codes."""
+    """Execute cvt.rn.satfinite.{e4m3x2,e5m2x2}.bf16x2: uint32 pairs of bf16 to uint16 pairs of codes."""
     halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
     return f32_to_fp8(bf16_to_f32(halves), kind).view(np.uint16)
 
@@ -422,12 +422,12 @@ _UE8M0_TO_BF16 = np.array([0x0040, *(code << 7 for code in range(1, _UE8M0_NAN))
 
 
 def ue8m0x2_to_bf16x2(pairs: Array) -> Array:
-    """cvt.rn.bf16x2.ue8m0x2: uint16 pairs of codes to uint32 pairs of bf16; exact."""
+    """Execute cvt.rn.bf16x2.ue8m0x2: uint16 pairs of codes to uint32 pairs of bf16; exact."""
     return _widen_pairs(pairs, _UE8M0_TO_BF16)
 
 
 def scaled_s2f6x2_to_bf16x2(pairs: Array, scales: Array) -> Array:
-    """cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 d, pairs, scales: each int8 / 64 times the scale beside it, rounded once.
+    """Execute cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2 d, pairs, scales: each int8 / 64 times its scale, rounded once.
 
     Beyond the range the largest finite value of that sign; a NaN scale gives 0x7FFF.
     """
@@ -445,7 +445,7 @@ def integer_to_f16(x: Array) -> Array:
 
 
 def f32_to_ue8m0(x: Array, rounding: str, satfinite: bool) -> Array:
-    """cvt.{rz,rp}{.satfinite}: the power of two below or above |x|; the sign is dropped.
+    """Execute cvt.{rz,rp}{.satfinite}: the power of two below or above |x|; the sign is dropped.
 
     Infinity, and with rp what lies above 2**127, becomes NaN, or with satfinite 2**127.
     """
@@ -461,7 +461,7 @@ def f32_to_ue8m0(x: Array, rounding: str, satfinite: bool) -> Array:
 
 
 def f32_to_ue8m0x2(upper: Array, lower: Array, rounding: str, satfinite: bool) -> Array:
-    """cvt.{rz,rp}{.satfinite}.ue8m0x2.f32 d, upper, lower as uint16."""
+    """Return the result of cvt.{rz,rp}{.satfinite}.ue8m0x2.f32 d, upper, lower as uint16."""
     return (f32_to_ue8m0(upper, rounding, satfinite).astype(np.uint16) << np.uint16(8)) | f32_to_ue8m0(lower, rounding, satfinite)
 
 

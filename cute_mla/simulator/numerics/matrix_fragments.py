@@ -20,7 +20,7 @@ _ROW = np.dtype("V16")
 
 
 def row_offsets(offsets: Array, count: int) -> Array:
-    """The shared offsets (int64) of the rows that `count` matrices use, shape (..., 8 * count), from one offset per lane.
+    """Return the shared offsets (int64) of the rows that `count` matrices use, shape (..., 8 * count), from one offset per lane.
 
     Raises ValueError if one is not a multiple of 16.
     """
@@ -36,7 +36,7 @@ def _chunks(smem: Array) -> Array:
 
 
 def load_matrices(smem: Array, offsets: Array, count: int, transposed: bool) -> list[Array]:
-    """ldmatrix: `count` registers, uint32 of the shape of offsets (..., 32), from smem (uint8) at one offset per lane.
+    """Execute ldmatrix: `count` registers, uint32 of the shape of offsets (..., 32), from smem (uint8) at one offset per lane.
 
     Raises ValueError for a misaligned row and IndexError for one outside smem.
     """
@@ -50,7 +50,7 @@ def load_matrices(smem: Array, offsets: Array, count: int, transposed: bool) -> 
 
 
 def load_byte_matrices(smem: Array, offsets: Array, count: int) -> list[Array]:
-    """ldmatrix.m16n16.trans.b8: 2 * `count` registers, uint32 of the shape of offsets (..., 32).
+    """Execute ldmatrix.m16n16.trans.b8: 2 * `count` registers, uint32 of the shape of offsets (..., 32).
 
     Lanes 16i to 16i+15 give the rows of matrix i. Byte k of its register j holds in lane t element (4*(t%4) + k, t/4 + 8*j).
     Raises ValueError for a misaligned row and IndexError for one outside smem.
@@ -63,7 +63,7 @@ def load_byte_matrices(smem: Array, offsets: Array, count: int) -> list[Array]:
 
 
 def store_matrices(smem: Array, offsets: Array, registers: list[Array], transposed: bool) -> None:
-    """stmatrix: writes the registers (uint32 of the shape of offsets) to smem. Warps are written in order, rows of a warp too.
+    """Execute stmatrix: write the registers (uint32 of the shape of offsets) to smem, warps in order, rows of a warp too.
 
     Raises ValueError for a misaligned row and IndexError for one outside smem.
     """

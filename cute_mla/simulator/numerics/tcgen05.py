@@ -1,6 +1,6 @@
 """tcgen05.mma: opcodes, instruction descriptors, shared-memory descriptors, and where the rows of D lie in tensor memory.
 
-Pure functions. What does not exist or is not supported raises ValueError.
+Pure functions. Forms that do not exist or are not supported raise ValueError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OPCODE = re.compile(
 
 @lru_cache(maxsize=64)
 def parse_opcode(opcode: str) -> MmaForm:
-    """The form of an opcode. Collector usage is a hint. Raises ValueError for what is not supported."""
+    """Return the form of an opcode. Collector usage is a hint. Raises ValueError for a form that is not supported."""
     match = _OPCODE.fullmatch(opcode)
     if match is None:
         raise ValueError(f"{opcode} is not supported, only dense tcgen05.mma and tcgen05.mma.ws of kind f16, tf32, f8f6f4 and i8")
@@ -70,7 +70,7 @@ class Product(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element of A and B."""
+        """Return the bytes of an element of A and B."""
         return ITEM_BYTES[self.a]
 
 
@@ -84,7 +84,7 @@ def _field(value: int, low: int, bits: int) -> int:
 
 @lru_cache(maxsize=256)
 def decode_instruction(form: MmaForm, descriptor: int) -> Product:
-    """The fields of a 32-bit instruction descriptor. Raises ValueError for reserved bits, types and shapes that do not exist."""
+    """Return the fields of a 32-bit instruction descriptor. Raises ValueError for reserved bits, types and shapes that do not exist."""
     where = f"instruction descriptor {descriptor:#010x}"
     if descriptor & (7 | 1 << 6 | 1 << 23 | 1 << 29):
         raise ValueError(f"{where}: sparsity and reserved bits (0 to 2, 6, 23, 29) must be 0")
@@ -107,7 +107,7 @@ def decode_instruction(form: MmaForm, descriptor: int) -> Product:
 
 
 def check_shape(form: MmaForm, m: int, n: int, where: str) -> None:
-    """Raises ValueError for an M and N that the form does not have."""
+    """Raise ValueError for an M and N that the form does not have."""
     if form.ws:
         good, text = m in (32, 64, 128) and n in (64, 128, 256), "M 32, 64 or 128 and N 64, 128 or 256"
     elif form.group == 2:
@@ -143,7 +143,7 @@ _ABSOLUTE = 1 << 52
 
 
 def decode_descriptor(descriptor: int) -> Descriptor:
-    """The fields of a 64-bit descriptor. Raises ValueError for what does not exist or is not supported."""
+    """Return the fields of a 64-bit descriptor. Raises ValueError for one that does not exist or is not supported."""
     where = f"shared memory descriptor {descriptor:#018x}"
     if descriptor & 7 << 46 != _VERSION:
         raise ValueError(f"{where}: bits 46 to 48 must be 0b001")
@@ -160,14 +160,14 @@ def decode_descriptor(descriptor: int) -> Descriptor:
 
 
 def permute(chunks: Array, where: Descriptor) -> Array:
-    """Absolute chunk indices after the swizzle."""
+    """Return absolute chunk indices after the swizzle."""
     if where.wide_atom:
         return chunks ^ ((chunks >> 3) & 3) << 1
     return swizzle_chunks(chunks, where.swizzle)
 
 
 def operand_chunks(where: Descriptor, extent: int, mn_major: bool, item: int) -> Array:
-    """Absolute chunk indices: K-major (extent, 2 chunks along k); MN-major (k, chunks along the extent)."""
+    """Return absolute chunk indices: K-major (extent, 2 chunks along k); MN-major (k, chunks along the extent)."""
     span = SWIZZLE_SPAN[where.swizzle]
     if mn_major:
         k = np.arange(DEPTH_BYTES // item, dtype=np.intp)[:, None]
@@ -187,7 +187,7 @@ def operand_chunks(where: Descriptor, extent: int, mn_major: bool, item: int) ->
 
 @lru_cache(maxsize=8192)
 def operand(descriptors: tuple[int, ...], extent: int, mn_major: bool, item: int) -> Operand:
-    """The operand of one product, or of several side by side along k, from their descriptors. item: bytes of an element.
+    """Return the operand of one product, or of several side by side along k, from their descriptors. item: bytes of an element.
 
     Raises ValueError for a descriptor or major-ness that is not supported.
     """
@@ -216,7 +216,7 @@ class Slab(NamedTuple):
 
 @lru_cache(maxsize=64)
 def slabs(form: MmaForm, m: int, n: int, first_lane: int) -> tuple[Slab, ...]:
-    """Where the rows and columns of D lie in each CTA. Raises ValueError for a first lane that the layout does not allow."""
+    """Return the slabs of D in each CTA. Raises ValueError for a first lane that the layout does not allow."""
     if first_lane and not (m == 64 and form.group == 1 and not form.ws and first_lane == 16):
         raise ValueError(f"D of M {m} at lane {first_lane}")
     if form.ws:
@@ -231,14 +231,14 @@ def slabs(form: MmaForm, m: int, n: int, first_lane: int) -> tuple[Slab, ...]:
 
 
 def lane_blocks(form: MmaForm, m: int, first_lane: int) -> int:
-    """Which blocks of 16 lanes D covers, as a bit mask."""
+    """Return the blocks of 16 lanes that D covers, as a bit mask."""
     if m == 64 and form.group == 1 and not form.ws:
         return 0xAA if first_lane else 0x55
     return 0xFF
 
 
 def footprint(form: MmaForm, product: Product) -> int:
-    """Columns of tensor memory that D takes."""
+    """Return the number of columns of tensor memory that D takes."""
     if form.ws:
         return product.n * product.m // 128
     return product.n // 2 if form.group == 2 and product.m == 128 else product.n

@@ -33,23 +33,23 @@ class Fragment:
 
     @property
     def registers(self) -> int:
-        """Registers per lane."""
+        """Return the number of registers per lane."""
         return self.count * _REGISTERS[self.shape]
 
     @property
     def rows(self) -> int:
-        """Lanes of tensor memory."""
+        """Return the number of lanes of tensor memory."""
         return 32 if self.shape == "32x32b" else 16
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of columns that it covers."""
+        """Return the ranges of columns that the fragment covers."""
         width = self.count * {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 1}[self.shape] * (1 + self.packed)
         return ((0, width), (self.split, self.split + width)) if self.shape == "16x32bx2" else ((0, width),)
 
     @cached_property
     def places(self) -> tuple[Array, Array]:
-        """Row and column of each (register, lane), both of shape (registers, 32); packed: the first of the two columns."""
+        """Return row and column of each (register, lane), both of shape (registers, 32); packed: the first of the two columns."""
         row, column = _places(self.shape, self.count)
         if self.packed:
             column = column * 2
@@ -76,12 +76,12 @@ def _places(shape: str, count: int) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=256)
 def fragment(shape: str, count: int, packed: bool = False, split: int = 0) -> Fragment:
-    """The fragment of a shape. Raises ValueError for a repetition that does not exist."""
+    """Return the fragment of a shape. Raises ValueError for a repetition that does not exist."""
     return Fragment(shape, count, packed, split)
 
 
 def load(cells: Array, where: Fragment, lane: int, column: int) -> Array:
-    """Registers (registers, 32) from cells (128, 512) of uint32. Packed: the lower halves of two neighbouring columns."""
+    """Return the registers (registers, 32) from cells (128, 512) of uint32. Packed: the lower halves of two neighbouring columns."""
     row, offset = where.places
     if where.packed:
         low = cells[row + lane, offset + column] & np.uint32(0xFFFF)
@@ -92,7 +92,7 @@ def load(cells: Array, where: Fragment, lane: int, column: int) -> Array:
 
 
 def load_known(valid: Array, where: Fragment, lane: int, column: int) -> Array:
-    """Which of the registers that load() gives are defined, from the shadow (128, 512) of bool."""
+    """Return the mask of defined registers for load(), from the shadow (128, 512) of bool."""
     row, offset = where.places
     if where.packed:
         return valid[row + lane, offset + column] & valid[row + lane, offset + column + 1]
@@ -100,7 +100,7 @@ def load_known(valid: Array, where: Fragment, lane: int, column: int) -> Array:
 
 
 def store(cells: Array, values: Array, where: Fragment, lane: int, column: int) -> None:
-    """Registers (registers, 32) to cells (128, 512) of uint32. Packed: halves go to two neighbouring columns."""
+    """Store registers (registers, 32) to cells (128, 512) of uint32. Packed: halves go to two neighbouring columns."""
     row, offset = where.places
     if where.packed:
         cells[row + lane, offset + column] = values & np.uint32(0xFFFF)
@@ -112,7 +112,7 @@ def store(cells: Array, values: Array, where: Fragment, lane: int, column: int) 
 
 
 def store_known(valid: Array, known: Array | None, where: Fragment, lane: int, column: int) -> None:
-    """The shadow of store(); known: which registers are defined, None for all."""
+    """Update the shadow as store() does the cells. known: mask of defined registers, None for all."""
     row, offset = where.places
     if where.shape == "32x32b" and known is None and not where.packed:
         valid[lane : lane + 32, column : column + where.count] = True

@@ -47,7 +47,7 @@ _UNIT_TYPES = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {CHUNK: np
 
 
 def swizzle_chunks(chunks: Array, swizzle: Swizzle) -> Array:
-    """Where 16-byte chunks go: absolute chunk indices (address / 16) before and after the swizzle; an involution."""
+    """Swizzle absolute indices of 16-byte chunks (address / 16); an involution."""
     return chunks ^ ((chunks >> 3) & _SWIZZLE_MASK[swizzle])
 
 
@@ -95,7 +95,7 @@ class _Layout(NamedTuple):
 
 @lru_cache(maxsize=2048)
 def _layout(box: tuple[int, ...], itemsize: int, swizzle: Swizzle, phase: int, low: tuple[int, ...], high: tuple[int, ...]) -> _Layout:
-    """The layout of a box whose elements low <= index < high lie inside the tensor; phase: destination % SWIZZLE_PERIOD."""
+    """Return the layout of a box whose elements low <= index < high lie inside the tensor; phase: destination % SWIZZLE_PERIOD."""
     whole_chunks = (low[0] * itemsize) % CHUNK == 0 and (high[0] * itemsize) % CHUNK == 0
     unit = CHUNK if whole_chunks else itemsize
     per_chunk = CHUNK // unit
@@ -134,12 +134,12 @@ class Box(NamedTuple):
 
     @property
     def smem_range(self) -> tuple[int, int]:
-        """First shared offset touched and the one after the last; all between are touched if the box fills whole swizzle spans."""
+        """Return the first shared offset touched and the end of the last; a box of whole swizzle spans touches all between."""
         return self.smem_base + self.layout.low, self.smem_base + self.layout.high
 
     @property
     def gmem_range(self) -> tuple[int, int]:
-        """Lowest global address touched and the one after the highest; equal if the box lies wholly outside the tensor."""
+        """Return the lowest global address touched and the one after the highest; equal if the box lies wholly outside the tensor."""
         first = self.tensor_map.address + self.gmem_offset
         shape = self.layout.inside.shape
         if 0 in shape:
@@ -148,7 +148,7 @@ class Box(NamedTuple):
         return first, first + last + self.layout.unit
 
     def gmem_rows(self) -> tuple[Array, int]:
-        """Global addresses (int64) of the contiguous rows that are touched, and the bytes of each row."""
+        """Return the global addresses (int64) of the contiguous rows that are touched, and the bytes of each row."""
         shape = self.layout.inside.shape
         starts = np.full(1, self.tensor_map.address + self.gmem_offset, dtype=np.int64)
         for extent, stride in zip(shape[:-1], self.gmem_strides[:-1], strict=True):
@@ -162,10 +162,10 @@ def _check_alignment(smem_offset: int) -> None:
 
 
 class BoxPlan:
-    """Places the boxes of one tensor map."""
+    """Plan of one tensor map, which places its boxes."""
 
     def __init__(self, tensor_map: TensorMap) -> None:
-        """Raises ValueError if the map is not valid."""
+        """Raise ValueError if the map is not valid."""
         validate(tensor_map)
         self.tensor_map = tensor_map
         self.itemsize = ITEM_BYTES[tensor_map.dtype]
@@ -175,7 +175,7 @@ class BoxPlan:
         self._origin = (0,) * len(tensor_map.dims)
 
     def place(self, coordinates: tuple[int, ...], smem_offset: int) -> Box:
-        """The box whose first element has these coordinates (innermost first, may be outside), at this offset in shared memory.
+        """Return the box whose first element has these coordinates (innermost first, may be outside), at this offset in shared memory.
 
         Raises ValueError for a wrong number of coordinates or a misaligned offset.
         """
@@ -185,7 +185,7 @@ class BoxPlan:
         return self._place(coordinates, smem_offset)
 
     def place_rows(self, column: int, rows: tuple[int, ...], smem_offset: int) -> tuple[Box, ...]:
-        """The rows (any, in any order, may be outside) that tile::gather4 and tile::scatter4 move as one box of four rows.
+        """Return the rows (any, in any order, may be outside) that tile::gather4 and tile::scatter4 move as one box of four rows.
 
         Raises ValueError for a map that is not of rank 2 with boxes of one row, or a misaligned offset.
         """
@@ -210,7 +210,7 @@ class BoxPlan:
         return Box(tensor_map, self.nbytes, smem_offset - phase, layout, offset, (*self._outer_strides, layout.unit))
 
     def _clip(self, coordinates: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Bounds of the part of the box inside the tensor; all zero if it is empty."""
+        """Return the bounds of the part of the box inside the tensor; all zero if it is empty."""
         low = tuple(max(0, -start) for start in coordinates)
         high = tuple(min(e, n - start) for e, n, start in zip(self.tensor_map.box, self.tensor_map.dims, coordinates, strict=True))
         if any(stop <= start for start, stop in zip(low, high, strict=True)):
@@ -229,7 +229,7 @@ class BoxPlan:
 
 @lru_cache(maxsize=1024)
 def plan(tensor_map: TensorMap) -> BoxPlan:
-    """The plan of a map, made once. Raises ValueError if the map is not valid."""
+    """Return the plan of a map, made once. Raises ValueError if the map is not valid."""
     return BoxPlan(tensor_map)
 
 
@@ -262,7 +262,7 @@ def _check_shared(box: Box, smem: Array) -> None:
 
 
 def load_box(box: Box, gmem: Array, gmem_address: int, smem: Array, fill: int = 0) -> None:
-    """Global to shared memory; bytes of elements outside the tensor become fill. Raises ValueError if a range leaves its array."""
+    """Copy global to shared memory; elements outside the tensor become bytes of fill. Raises ValueError if a range leaves its array."""
     _check_shared(box, smem)
     items = _shared_items(box, smem)
     if box.layout.inside.size:
@@ -272,39 +272,39 @@ def load_box(box: Box, gmem: Array, gmem_address: int, smem: Array, fill: int = 
 
 
 def store_box(box: Box, gmem: Array, gmem_address: int, smem: Array) -> None:
-    """Shared to global memory; elements outside the tensor are left out. Raises ValueError if a range leaves its array."""
+    """Copy shared to global memory; leave out elements outside the tensor. Raises ValueError if a range leaves its array."""
     _check_shared(box, smem)
     if box.layout.inside.size:
         _global_items(box, gmem, gmem_address)[...] = _shared_items(box, smem).take(box.layout.inside)
 
 
 def read_shared(box: Box, smem: Array) -> Array:
-    """The items inside the tensor, as raw units, from shared memory: what a store reads when it starts."""
+    """Return the items inside the tensor, as raw units, from shared memory: the read of a store."""
     _check_shared(box, smem)
     return _shared_items(box, smem).take(box.layout.inside)
 
 
 def write_global(box: Box, gmem: Array, gmem_address: int, items: Array) -> None:
-    """Write what read_shared returned."""
+    """Write items that read_shared() returned to global memory."""
     if box.layout.inside.size:
         _global_items(box, gmem, gmem_address)[...] = items
 
 
 def add_box(box: Box, gmem: Array, gmem_address: int, smem: Array) -> None:
-    """Shared memory added to global memory in the map's dtype (cp.reduce.async.bulk.tensor.add), each sum rounded to nearest even."""
+    """Add shared to global memory in the map's dtype (cp.reduce.async.bulk.tensor.add), each sum rounded to nearest even."""
     _check_shared(box, smem)
     if not box.layout.inside.size:
         return
     target = _global_items(box, gmem, gmem_address)
     added = np.ascontiguousarray(_shared_items(box, smem).take(box.layout.inside))
-    kept = np.ascontiguousarray(target)
+    old = np.ascontiguousarray(target)
     dtype = box.tensor_map.dtype
     if dtype in ("bf16", "fp16"):
         kind = "bf16" if dtype == "bf16" else "f16"
-        total = elementwise.half_arithmetic("add", kind)(kept.view(np.uint16), added.view(np.uint16))
+        total = elementwise.half_arithmetic("add", kind)(old.view(np.uint16), added.view(np.uint16))
     else:
         item = _ITEM_TYPES[dtype]
-        total = kept.view(item) + added.view(item)
+        total = old.view(item) + added.view(item)
     target[...] = total.view(target.dtype)
 
 
@@ -331,7 +331,7 @@ _NATIVE = struct.Struct("<QI4II5I3s5s68x")  # address, flags, strides / 16, thei
 
 
 def encode_native_tensor_map(tensor_map: TensorMap) -> bytes:
-    """The 128 bytes the hardware reads. Raises ValueError if the map is not valid."""
+    """Return the 128 bytes the hardware reads. Raises ValueError if the map is not valid."""
     validate(tensor_map)
     rank = len(tensor_map.dims)
     flags = _NATIVE_KIND | (rank - 1) << 4 | _NATIVE_DTYPES[tensor_map.dtype] << 7
@@ -348,7 +348,7 @@ def encode_native_tensor_map(tensor_map: TensorMap) -> bytes:
 
 
 def decode_native_tensor_map(raw: bytes) -> TensorMap:
-    """The description of a map in the native form. Raises ValueError if it is not a tiled map of a supported kind."""
+    """Return the description of a map in the native form. Raises ValueError if it is not a tiled map of a supported kind."""
     if len(raw) != _NATIVE.size:
         raise ValueError(f"native tensor map: {len(raw)} bytes, must be {_NATIVE.size}")
     address, flags, *words = _NATIVE.unpack(raw)

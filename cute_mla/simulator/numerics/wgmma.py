@@ -52,22 +52,22 @@ class Instruction:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element of A and B."""
+        """Return the bytes of an element of A and B."""
         return _ITEM_BYTES[self.a]
 
     @property
     def accumulator_registers(self) -> int:
-        """32-bit registers of D per thread."""
+        """Return the number of 32-bit registers of D per thread."""
         return self.n // 4 if self.d == "f16" else self.n // 2
 
     @property
     def transposable(self) -> bool:
-        """Whether the operands end with imm-trans-a, imm-trans-b (those of them that lie in shared memory)."""
+        """Return whether the operands end with imm-trans-a, imm-trans-b (those of them that lie in shared memory)."""
         return self.item_bytes == 2
 
     @property
     def negatable(self) -> bool:
-        """Whether the operands have imm-scale-a and imm-scale-b (all but the integer forms)."""
+        """Return whether the operands have imm-scale-a and imm-scale-b (all but the integer forms)."""
         return self.d != "s32"
 
 
@@ -89,7 +89,7 @@ def _supported(form: Instruction) -> bool:
 
 @lru_cache(maxsize=256)
 def parse_opcode(opcode: str) -> Instruction:
-    """The form of an opcode with all its modifiers. Raises ValueError for a form that is not supported."""
+    """Return the form of an opcode with all its modifiers. Raises ValueError for a form that is not supported."""
     match = _OPCODE.fullmatch(opcode)
     if match:
         n, k, satfinite, d, a, b = match.groups()
@@ -121,7 +121,7 @@ _RESERVED = ((1 << 64) - 1) & ~(_FIELD | _FIELD << 16 | _FIELD << 32 | _BASE_OFF
 
 
 def decode_descriptor(descriptor: int) -> Descriptor:
-    """The fields of a 64-bit descriptor. Raises ValueError for a base offset or reserved bits that are not zero."""
+    """Return the fields of a 64-bit descriptor. Raises ValueError for a base offset or reserved bits that are not zero."""
     if descriptor & (_BASE_OFFSET | _RESERVED):
         raise ValueError(f"wgmma descriptor {descriptor:#018x}: a base offset and reserved bits other than 0 are not supported")
     return Descriptor(
@@ -133,7 +133,7 @@ def decode_descriptor(descriptor: int) -> Descriptor:
 
 
 def _operand_chunks(descriptor: Descriptor, extent: int, mn_major: bool) -> Array:
-    """Absolute chunk indices: K-major (extent, 2 chunks along k); MN-major, 16-bit only, (16 k, extent / 8 chunks)."""
+    """Return absolute chunk indices: K-major (extent, 2 chunks along k); MN-major, 16-bit only, (16 k, extent / 8 chunks)."""
     start, leading, stride, swizzle = descriptor
     span = SWIZZLE_SPAN[swizzle]
     if mn_major:
@@ -152,7 +152,7 @@ def _operand_chunks(descriptor: Descriptor, extent: int, mn_major: bool) -> Arra
 
 
 class Operand:
-    """Where an operand, or the operands of a run of wgmmas side by side along k, lies in shared memory.
+    """Place in shared memory of an operand, or of the operands of a run of wgmmas side by side along k.
 
     chunks: absolute indices of 16-byte chunks; K-major (extent, chunks along k), MN-major (k, chunks along the extent).
     """
@@ -161,22 +161,22 @@ class Operand:
         chunks.flags.writeable = False
         self.chunks = chunks
         self.mn_major = mn_major
-        self.words: Array | None = None  # filled by races.py
+        self.words: Array | None = None  # cached by checks/races.py
 
     @cached_property
     def touched(self) -> Array:
-        """The distinct chunk indices, ascending."""
+        """Return the distinct chunk indices, ascending."""
         return np.unique(self.chunks)
 
     @cached_property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The distinct byte ranges [start, stop) of shared memory that are read, ascending."""
+        """Return the distinct byte ranges [start, stop) of shared memory that are read, ascending."""
         starts = self.touched[np.r_[True, np.diff(self.touched) > 1]]
         stops = self.touched[np.r_[np.diff(self.touched) > 1, True]] + 1
         return tuple((int(start) * CHUNK, int(stop) * CHUNK) for start, stop in zip(starts, stops, strict=True))
 
     def read(self, smem: Array) -> Array:
-        """The raw chunks of shared memory (uint8), in the shape of `chunks`. Raises ValueError if they are not all inside it."""
+        """Return the raw chunks of shared memory (uint8), in the shape of `chunks`. Raises ValueError if they are not all inside it."""
         try:
             return smem[: smem.size & -CHUNK].view(_CHUNK).take(self.chunks)
         except IndexError as error:
@@ -185,13 +185,13 @@ class Operand:
 
 
 def overlapping(ranges: tuple[tuple[int, int], ...], low: int, high: int) -> tuple[tuple[int, int], ...]:
-    """Those of an operand's byte ranges that meet [low, high)."""
+    """Return those of an operand's byte ranges that meet [low, high)."""
     return ranges[bisect_right(ranges, low, key=itemgetter(1)) : bisect_left(ranges, high, key=itemgetter(0))]
 
 
 @lru_cache(maxsize=2048)
 def operand(descriptors: tuple[int, ...], extent: int, mn_major: bool = False) -> Operand:
-    """The operand of one wgmma, or of several in a row, from their descriptors; extent: 64 for A, n for B.
+    """Return the operand of one wgmma, or of several in a row, from their descriptors; extent: 64 for A, n for B.
 
     mn_major: imm-trans is 1 (16-bit elements only). Raises ValueError for a descriptor that is not supported.
     """
@@ -215,7 +215,7 @@ TO_F32: dict[str, Callable[[Array], Array]] = {
 
 
 def operand_values(where: Operand, smem: Array, dtype: str) -> Array:
-    """The elements of an operand as float32 (extent, k), exactly. Raises ValueError if it is not all inside smem (uint8)."""
+    """Return the elements of an operand as float32 (extent, k), exactly. Raises ValueError if it is not all inside smem (uint8)."""
     values = TO_F32[dtype](where.read(smem))
     return values.T if where.mn_major else values
 
@@ -224,7 +224,7 @@ def operand_values(where: Operand, smem: Array, dtype: str) -> Array:
 
 
 def a_from_registers(registers: Array, dtype: str) -> Array:
-    """A as float32 (64, k) from its four uint32 registers per thread, shape (4, 128).
+    """Return A as float32 (64, k) from its four uint32 registers per thread, shape (4, 128).
 
     Register j of a thread holds row 16*warp + lane/4 + 8*(j%2) and the 4/size elements from k = (lane%4 + 4*(j/2)) * 4/size on.
     """
@@ -234,7 +234,7 @@ def a_from_registers(registers: Array, dtype: str) -> Array:
 
 @lru_cache(maxsize=64)
 def accumulator_map(n: int, dtype: str) -> tuple[Array, Array]:
-    """Rows and columns of D that the accumulator registers hold.
+    """Return the rows and columns of D that the accumulator registers hold.
 
     f32 and s32: two arrays (n/2 registers, 128 threads). f16: two arrays (n/4, 128, 2), the lower half of a register first.
     """
@@ -254,21 +254,21 @@ def accumulator_map(n: int, dtype: str) -> tuple[Array, Array]:
 
 @lru_cache(maxsize=64)
 def _tile_index(n: int) -> Array:
-    """For each (register, thread) of an f32 or s32 accumulator its position in the flat tile."""
+    """Return the position in the flat tile of each (register, thread) of an f32 or s32 accumulator."""
     row, column = accumulator_map(n, "f32")
     return row * n + column
 
 
 @lru_cache(maxsize=64)
 def _register_index(n: int) -> Array:
-    """For each position of the flat tile the flat (register, thread) that holds it."""
+    """Return the flat (register, thread) that holds each position of the flat tile."""
     index = np.empty(M * n, dtype=np.intp)
     index[_tile_index(n).reshape(-1)] = np.arange(M * n)
     return index.reshape(M, n)
 
 
 def registers_to_tile(registers: Array, n: int, dtype: str) -> Array:
-    """The accumulator D (64, n) in float32, int32 or float16 from its registers: (n/2 or n/4, 128) of any 32-bit type."""
+    """Return the accumulator D (64, n) in float32, int32 or float16 from its registers: (n/2 or n/4, 128) of any 32-bit type."""
     words = np.ascontiguousarray(registers)
     if dtype == "f16":
         pairs = words.reshape(n // 8, 2, 4, 8, 4).transpose(2, 1, 3, 0, 4)
@@ -278,7 +278,7 @@ def registers_to_tile(registers: Array, n: int, dtype: str) -> Array:
 
 
 def tile_to_registers(tile: Array, dtype: str) -> Array:
-    """The uint32 registers (n/2 or n/4, 128) of an accumulator tile (64, n) as registers_to_tile returns it."""
+    """Return the uint32 registers (n/2 or n/4, 128) of an accumulator tile (64, n) as registers_to_tile returns it."""
     n = tile.shape[1]
     tile = np.ascontiguousarray(tile)
     if dtype == "f16":
@@ -291,7 +291,7 @@ def tile_to_registers(tile: Array, dtype: str) -> Array:
 
 
 def multiply_accumulate(form: Instruction, a: Array, b: Array, c: Array | None, negate: bool = False) -> Array:
-    """D (64, n) = a b^T + c, with a (64, k) and b (n, k) in float32, k any multiple of the instruction's.
+    """Return D (64, n) = a b^T + c, with a (64, k) and b (n, k) in float32, k any multiple of the instruction's.
 
     c: the accumulator tile, None with scale-d 0 (it is then not read). negate: imm-scale-a * imm-scale-b is -1.
     Returns float32, float16 (rounded once from the f32 sum) or int32, wrapping or, with satfinite, clamped.

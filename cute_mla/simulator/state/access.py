@@ -1,7 +1,7 @@
-"""Access patterns: what follows from the addresses of a load or store alone, worked out once.
+"""Access patterns: properties of a load or store that depend on its addresses only, computed once.
 
-The same addresses come back in every iteration of a kernel's loops, so patterns are kept by the bytes of their addresses: shared memory by
-the addresses themselves, global memory by their distances from the first one.
+The same addresses come back in every iteration of a kernel's loops. Patterns of shared memory are cached by the bytes of the addresses,
+patterns of global memory by the distances from the first address.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def all_true(mask: np.ndarray) -> bool:
 
 
 class SharedPattern:
-    """Shared addresses of some accesses. rank: CTA rank of all of them, or None where they differ. low, high: least and largest offset.
+    """Shared addresses of accesses. rank: CTA rank of all of them, or None where they differ. low, high: least and largest offset.
 
     bits: all bits that are set in any offset. Arrays are not to be written to.
     """
@@ -42,7 +42,7 @@ class SharedPattern:
 
     @property
     def is_same(self) -> bool:
-        """Whether all addresses are equal."""
+        """Return whether all addresses are equal."""
         return self.rank is not None and self.low == self.high
 
     def part(self, where: np.ndarray | slice) -> SharedPattern:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ..checks.order import Clock, Knowledge
 from ..findings import Fault
-
-if TYPE_CHECKING:
-    from ..engine.groups import Group
+from .clocks import Clock, Knowledge
 
 MAX_TX = (1 << 20) - 1
 MAX_COUNT = (1 << 20) - 1
 
 
 @dataclass
-class Made:
-    """An mbarrier.init: the warp (row of the clocks), the time from which on it is done. fenced: asynchronous work and other CTAs may use
-    the barrier. known: rows of warps that are known to come after it."""
+class BarrierInit:
+    """An mbarrier.init by a warp (row of the clocks), done from a time of that warp on.
+
+    fenced: asynchronous work and other CTAs may use the barrier. known: rows of warps that are known to come after it.
+    """
 
     row: int
     time: int
@@ -31,19 +29,18 @@ class Mbarrier:
     """One mbarrier. phase counts completed phases (the hardware keeps its last bit).
 
     pending: arrivals still missing in this phase. tx: bytes expected and not yet arrived; may be negative for a while.
-    column: agent of the copies that signal it (order.py). made: who initialised it. passed: which warps (rows of the clocks) have waited
-    for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without. last,
-    last_but_one: what those knew who completed the last phase, and the one before it.
+    column: agent of the copies that signal it (clocks.py). init: its initialisation. passed: warps (rows of the clocks) that have waited
+    for the phase before, and the times of agents that come after that. overtaken: a warp that a phase has completed without.
+    last, last_but_one: the knowledge that completed the last phase, and the one before it.
     """
 
     name: str
     count: int
     column: int = 0
-    made: Made | None = None
+    init: BarrierInit | None = None
     pending: int = 0
     tx: int = 0
     phase: int = 0
-    waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)
     passed: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     overtaken: int | None = None
@@ -54,7 +51,7 @@ class Mbarrier:
         self.pending = self.count
 
     def arrive(self, number: int) -> bool:
-        """number arrivals; True when this completes the phase. Raises Fault for more arrivals than expected."""
+        """Count arrivals; return True when they complete the phase. Raises Fault for more arrivals than expected."""
         if number > self.pending:
             raise Fault(
                 "barrier_arrivals",
@@ -71,12 +68,12 @@ class Mbarrier:
             raise Fault("barrier_count", f"pending count {self.pending} is out of range", self.name)
 
     def expect(self, nbytes: int) -> None:
-        """More bytes to come. Raises Fault when out of range."""
+        """Expect more bytes. Raises Fault when out of range."""
         self.tx += nbytes
         self._check_tx()
 
     def complete(self, nbytes: int) -> bool:
-        """Bytes have come; True when this completes the phase."""
+        """Count bytes that have come; return True when they complete the phase. Raises Fault when out of range."""
         self.tx -= nbytes
         self._check_tx()
         return self.settle()
@@ -86,7 +83,7 @@ class Mbarrier:
             raise Fault("barrier_tx", f"transaction count {self.tx} is out of range", self.name)
 
     def settle(self) -> bool:
-        """Go to the next phase when nothing is missing."""
+        """Go to the next phase when nothing is missing; return True when that happened."""
         if self.pending or self.tx:
             return False
         gathered = self.knowledge.gathered
@@ -102,7 +99,7 @@ class Mbarrier:
         return True
 
     def state(self) -> str:
-        """What is missing, in words."""
+        """Return in words what is missing."""
         parts = [f"phase {self.phase}"]
         if self.pending:
             parts.append(f"{self.pending} of {self.count} arrivals missing")
@@ -115,16 +112,15 @@ class Mbarrier:
 
 @dataclass
 class NamedBarrier:
-    """One bar.sync barrier. expected: threads of the current round, None between rounds. waiting: groups inside.
+    """One bar.sync barrier. expected: threads of the current round, None between rounds.
 
-    members: the last round that each warp (row of the clocks) took part in. passers: who has waited in the round before, and the time from
+    members: last round of each warp (row of the clocks). passers: warps that have waited in the round before, and the time from
     which on they know that it is complete.
     """
 
     name: str
     expected: int | None = None
     arrived: int = 0
-    waiting: list[Group] = field(default_factory=list)
     results: list[tuple[object, ...]] = field(default_factory=list)
     rounds: int = 0
     knowledge: Knowledge = field(default_factory=Knowledge)
@@ -132,7 +128,7 @@ class NamedBarrier:
     passers: dict[int, int] = field(default_factory=dict)
 
     def arrive(self, threads: int, count: int) -> bool:
-        """threads arrive at a barrier of count; True when the round is complete. Raises Fault for misuse."""
+        """Count threads that arrive at a barrier of count; return True when the round is complete. Raises Fault for misuse."""
         if count % 32 or count <= 0:
             raise Fault("barrier_count", f"thread count {count} is not a positive multiple of 32", self.name)
         if self.expected is None:
@@ -145,14 +141,14 @@ class NamedBarrier:
         return self.arrived == count
 
     def next_round(self) -> None:
-        """Start over."""
+        """Begin the next round."""
         self.expected, self.arrived = None, 0
         self.passers = {}
         self.knowledge.complete()
         self.rounds += 1
 
     def state(self) -> str:
-        """How far the round is, in words."""
+        """Return in words how far the round is."""
         return f"{self.arrived} of {self.expected} threads have arrived"
 
 
@@ -164,21 +160,20 @@ class ClusterBarrier:
     arrived: int = 0
     exited: int = 0
     phase: int = 0
-    waiters: list[Group] = field(default_factory=list)
     knowledge: Knowledge = field(default_factory=Knowledge)
 
     def arrive(self, threads: int) -> bool:
-        """threads arrive; True when the round is complete."""
+        """Count threads that arrive; return True when the round is complete."""
         self.arrived += threads
         return self.settle()
 
     def leave(self, threads: int) -> bool:
-        """threads exit and count as arrived from now on; True when that completes the round."""
+        """Count threads that exit, as arrived from now on; return True when that completes the round."""
         self.exited += threads
         return self.settle()
 
     def settle(self) -> bool:
-        """Go to the next round when nobody is missing and somebody has arrived."""
+        """Go to the next round when no thread is missing and some have arrived; return True when that happened."""
         if self.arrived == 0 or self.arrived + self.exited < self.threads:
             return False
         self.arrived = 0
@@ -187,5 +182,5 @@ class ClusterBarrier:
         return True
 
     def state(self) -> str:
-        """How far the round is, in words."""
+        """Return in words how far the round is."""
         return f"{self.arrived} of {self.threads - self.exited} threads have arrived"

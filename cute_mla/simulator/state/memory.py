@@ -31,18 +31,18 @@ class Buffer:
     _valid_units: dict[int, np.ndarray] = field(default_factory=dict)
 
     def units(self, size: int) -> np.ndarray:
-        """data in units of a size; index 0 is the buffer's first byte."""
+        """Return data in units of a size; index 0 is the buffer's first byte."""
         found = self._units.get(size)
         if found is None:
             found = self._units[size] = self.data[: self.nbytes // size * size].view(_UNITS[size])
         return found
 
     def unit_of(self, total: int, size: int) -> int:
-        """How many bytes of an access of total bytes, in elements of size, can be moved at once; 0 for less than an element."""
+        """Return the bytes that can be moved at once for an access of total bytes in elements of size; 0 for less than an element."""
         return next((unit for unit in (total, size) if self.address % unit == 0), 0)
 
     def valid_units(self, size: int) -> np.ndarray:
-        """valid in units of a size."""
+        """Return valid in units of a size."""
         found = self._valid_units.get(size)
         if found is None:
             assert self.valid is not None
@@ -63,7 +63,7 @@ class GlobalMemory:
         """Register nbytes at an address. The memory must stay alive for as long as launches use it.
 
         initialised False: reading a byte before a kernel wrote it gives poison. written (uint8): 1 for each byte that has been written
-        so far; launches go on with it. Raises ValueError for an overlap.
+        so far, which launches go on with. Raises ValueError for an overlap.
         """
         if nbytes <= 0:
             return
@@ -78,7 +78,7 @@ class GlobalMemory:
         self._starts.insert(index, address)
 
     def find(self, low: int, high: int) -> Buffer | None:
-        """The buffer that holds [low, high), or None."""
+        """Return the buffer that holds [low, high), None for none."""
         index = bisect_right(self._starts, low) - 1
         if index < 0:
             return None
@@ -86,7 +86,7 @@ class GlobalMemory:
         return buffer if high <= buffer.address + buffer.nbytes else None
 
     def describe(self, address: int) -> str:
-        """An address in words."""
+        """Describe an address in words."""
         index = bisect_right(self._starts, address) - 1
         near = self.buffers[index] if index >= 0 else None
         if near is None:
@@ -94,7 +94,7 @@ class GlobalMemory:
         return f"global address {address:#x}, {address - near.address} bytes from the start of {near.name!r} ({near.nbytes} bytes)"
 
     def require(self, low: int, high: int, write: bool) -> Buffer:
-        """The buffer that holds [low, high). Raises Fault when there is none or it is read-only and written."""
+        """Return the buffer that holds [low, high). Raises Fault when there is none or it is read-only and written."""
         buffer = self.find(low, high)
         if buffer is None:
             raise Fault("out_of_bounds", f"{'write to' if write else 'read of'} {high - low} bytes at {self.describe(low)}")
@@ -103,7 +103,7 @@ class GlobalMemory:
         return buffer
 
     def load(self, access: GlobalAccess, size: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Elements of size bytes of each access: unsigned (count, lanes), and where they are poisoned (or None)."""
+        """Load elements of size bytes: unsigned (elements of an access, lanes), and the mask of poisoned ones (None for none)."""
         total, count = access.nbytes, access.nbytes // size
         buffer = self._common(access, False)
         unit = 0 if buffer is None else buffer.unit_of(total, size)
@@ -118,9 +118,9 @@ class GlobalMemory:
         return values, poison
 
     def _common(self, access: GlobalAccess, write: bool) -> Buffer | None:
-        """The single buffer that all lanes touch, or None when they touch several (checked lane by lane later).
+        """Return the single buffer that all lanes touch, or None when they touch several (checked lane by lane later).
 
-        Raises Fault for misaligned accesses, and where they write to a buffer that is read-only.
+        Raises Fault for misaligned accesses, and where they write to a read-only buffer.
         """
         if not access.aligned:
             check_alignment(access.addresses, access.nbytes, "global")
@@ -185,18 +185,18 @@ class SharedMemory:
         self.valid.fill(0)
 
     def check(self, low: int, high: int, what: str) -> None:
-        """Raises Fault unless [low, high) lies in the memory that the launch asked for."""
+        """Raise Fault unless [low, high) lies in the memory that the launch asked for."""
         if low < 0 or high > self.nbytes:
             raise Fault("out_of_bounds", f"{what} of shared bytes {low:#x} to {high:#x}; the CTA has {self.nbytes:#x}")
 
     def require(self, pattern: SharedPattern, nbytes: int, what: str) -> None:
-        """Raises Fault for accesses of nbytes that are misaligned or not in the memory that the launch asked for."""
+        """Raise Fault for accesses of nbytes that are misaligned or not in the memory that the launch asked for."""
         if pattern.bits & (nbytes - 1):
             check_alignment(pattern.offsets, nbytes, "shared")
         self.check(pattern.low, pattern.high + nbytes, what)
 
     def load(self, pattern: SharedPattern, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """count elements of size bytes at each offset: unsigned (count, lanes), and where they are poisoned."""
+        """Load count elements of size bytes at each offset: unsigned (count, lanes), and the mask of poisoned ones (None for none)."""
         total = size * count
         self.require(pattern, total, "read")
         index = pattern.index(total)
@@ -205,7 +205,7 @@ class SharedMemory:
         return values, None if all_true(known) else ~known.reshape(-1, count).T
 
     def store(self, pattern: SharedPattern, values: list[np.ndarray], poison: list[np.ndarray | None] | None = None) -> None:
-        """Write values (one array over the lanes per element); poison marks lanes whose value is not defined. Later lanes win."""
+        """Write values (one array over the lanes per element). poison marks lanes whose value is not defined. Later lanes win."""
         size, lanes = values[0].dtype.itemsize, len(pattern.offsets)
         total = size * len(values)
         self.require(pattern, total, "write")
@@ -218,12 +218,12 @@ class SharedMemory:
             self.valid_views[total][index] = packed(shadow, lanes).view(unit)[:, 0]
 
     def mark_valid(self, pattern: SharedPattern, nbytes: int) -> None:
-        """Note that accesses of nbytes have been written."""
+        """Record that accesses of nbytes have been written."""
         self.valid_views[nbytes][pattern.index(nbytes)] = np.frombuffer(_ONES, _UNITS[nbytes], 1)[0]
 
 
 def packed(values: list[np.ndarray], lanes: int) -> np.ndarray:
-    """The elements of each lane side by side: (lanes, elements)."""
+    """Return the elements of each lane side by side, shape (lanes, elements)."""
     result = np.empty((lanes, len(values)), values[0].dtype)
     for element, value in enumerate(values):
         result[:, element] = value
@@ -235,12 +235,12 @@ _VALID = {size: np.array(int.from_bytes(b"\1" * size, "little"), dtype) for size
 
 
 def all_valid(size: int) -> np.ndarray:
-    """The shadow word of `size` written bytes."""
+    """Return the shadow word of `size` written bytes."""
     return _VALID[size]
 
 
 def check_alignment(address: np.ndarray, total: int, space: str) -> None:
-    """Raises Fault unless every address is a multiple of total bytes."""
+    """Raise Fault unless every address is a multiple of total bytes."""
     if total > 1 and int(np.bitwise_or.reduce(address, axis=None)) & (total - 1):
         bad = next(int(value) for value in address.ravel() if int(value) % total)
         raise Fault("misaligned", f"{space} access of {total} bytes at {bad:#x}")

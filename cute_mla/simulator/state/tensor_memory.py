@@ -7,30 +7,26 @@ in the warpgroup.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..checks.order import Knowledge
 from ..findings import Fault
-
-if TYPE_CHECKING:
-    from ..engine.groups import Group
+from .clocks import Knowledge
 
 LANES = 128
 COLUMNS = 512
 UNIT = 32  # columns; allocations are multiples of it
-NAN_WORD = 0xFFFFFFFF  # what a cell holds that was never written
+NAN_WORD = 0xFFFFFFFF  # contents of a cell that was never written
 
 
 def split_address(address: int) -> tuple[int, int]:
-    """Lane and column of an address."""
+    """Return the lane and the column of an address."""
     return address >> 16, address & 0xFFFF
 
 
 @dataclass
 class TensorMemory:
-    """Cells and allocations. allocations: first column -> columns. waiters: groups blocked in tcgen05.alloc.
+    """Cells and allocations. allocations: first column -> columns.
 
     With cta_group::2 both CTAs of a pair allocate together: requested is what this CTA has asked for, granted the first column that it
     got and has not taken yet. freed: deallocations with cta_group::2, on which both CTAs must agree.
@@ -44,8 +40,7 @@ class TensorMemory:
     requested: int | None = None
     granted: int | None = None
     freed: list[tuple[int, int]] = field(default_factory=list)
-    waiters: list[Group] = field(default_factory=list)
-    knowledge: Knowledge = field(default_factory=Knowledge)  # of those who freed something
+    knowledge: Knowledge = field(default_factory=Knowledge)  # handed over by warps that free columns
     name: str = "tensor memory"
 
     def reset(self) -> None:
@@ -57,29 +52,28 @@ class TensorMemory:
         self.group = 0
         self.requested = self.granted = None
         self.freed = []
-        self.waiters = []
         self.knowledge = Knowledge()
 
     def state(self) -> str:
-        """How much is taken, in words."""
+        """Return in words how much is allocated."""
         taken = f"{sum(self.allocations.values())} of {COLUMNS} columns are allocated"
         return taken if self.requested is None else f"{taken}; with cta_group::2 the peer CTA must allocate {self.requested} too"
 
     def use_group(self, group: int) -> None:
-        """All tcgen05 instructions of a kernel have the same cta_group. Raises Fault where they do not."""
+        """Record the cta_group of a tcgen05 instruction. Raises Fault where it differs from that of an earlier one."""
         if self.group not in (0, group):
             raise Fault("tensor_memory", f"cta_group::{group} in a kernel that has used cta_group::{self.group} before")
         self.group = group
 
     def check_size(self, columns: int) -> None:
-        """Raises Fault for an allocation that is not allowed."""
+        """Raise Fault for an allocation that is not allowed."""
         if columns not in (32, 64, 128, 256, 512):
             raise Fault("tensor_memory", f"allocation of {columns} columns: must be a power of two from 32 to 512")
         if self.relinquished:
             raise Fault("tensor_memory", "tcgen05.alloc after tcgen05.relinquish_alloc_permit")
 
     def room(self, columns: int) -> int | None:
-        """The first column that an allocation would get; None when there is no room now."""
+        """Return the first column that an allocation would get; None when there is no room now."""
         start = 0
         for first in sorted(self.allocations):
             if first - start >= columns:
@@ -102,7 +96,7 @@ class TensorMemory:
         del self.allocations[column]
 
     def require(self, low: int, high: int, what: str) -> None:
-        """Raises Fault unless the columns [low, high) are allocated."""
+        """Raise Fault unless the columns [low, high) are allocated."""
         column = low
         while column < high:
             first = next((start for start, count in self.allocations.items() if start <= column < start + count), None)

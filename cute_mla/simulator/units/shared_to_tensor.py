@@ -1,4 +1,4 @@
-"""tcgen05.cp: rows of shared memory to lanes of tensor memory, on the queue of the tensor core."""
+"""tcgen05.cp: copies of rows of shared memory to lanes of tensor memory, on the queue of the tensor core."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,10 @@ from ..findings import Fault
 from ..numerics import tcgen05 as forms
 from ..numerics.tma import CHUNK
 from ..numerics.wgmma import Operand
+from ..state.cta import Cta
+from ..state.origin import Origin
 from ..state.tensor_memory import split_address
-from .tensor_pipe import Cells
-
-if TYPE_CHECKING:
-    from ..state.cta import Cta, Origin
+from ..state.tensor_queue import Cells
 
 _OPCODE = re.compile(
     r"tcgen05\.cp\.cta_group::(?P<group>[12])\."
@@ -29,23 +28,23 @@ _OPCODE = re.compile(
 
 @dataclass(frozen=True)
 class CopyForm:
-    """One spelling. rows: of the source. bits: of each row."""
+    """One spelling of tcgen05.cp. shape: rows of the source x bits of each row, and how rows are repeated."""
 
     group: int
     shape: str
 
     @property
     def rows(self) -> int:
-        """Rows of the source."""
+        """Return the number of rows of the source."""
         return int(self.shape.split("x", 1)[0])
 
     @property
     def chunks(self) -> int:
-        """16-byte chunks of a row."""
+        """Return the number of 16-byte chunks of a row."""
         return 2 if "x256b" in self.shape else 1
 
     def lanes(self, first: int) -> npt.NDArray[Any]:
-        """The lanes of each row, (copies, rows). Raises ValueError for a first lane that the shape does not allow."""
+        """Return the lanes of each row, shape (copies, rows). Raises ValueError for a first lane that the shape does not allow."""
         if first and (self.shape != "4x256b" or first >= 32):
             raise ValueError(f"tcgen05.cp.{self.shape} to lane {first}")
         row = np.arange(self.rows)
@@ -62,7 +61,7 @@ class CopyForm:
 
 @lru_cache(maxsize=64)
 def parse_opcode(opcode: str) -> CopyForm:
-    """The form of an opcode. Raises ValueError for what is not supported."""
+    """Return the form of an opcode. Raises ValueError for a form that is not supported."""
     match = _OPCODE.fullmatch(opcode)
     if match is None:
         raise ValueError(f"{opcode} is not supported, only the shapes of tcgen05.cp without decompression")
@@ -71,13 +70,13 @@ def parse_opcode(opcode: str) -> CopyForm:
 
 @lru_cache(maxsize=1024)
 def source(descriptor: int, rows: int, chunks: int) -> Operand:
-    """Where the rows lie: a K-major matrix. Raises ValueError for a descriptor that is not supported."""
+    """Return the rows in shared memory as a K-major operand. Raises ValueError for a descriptor that is not supported."""
     return Operand(forms.operand_chunks(forms.decode_descriptor(descriptor), rows, False, 1)[:, :chunks].copy(), False)
 
 
 @dataclass
 class SharedToTensor:
-    """One copy, in one CTA or in both of a pair, each from its own shared memory."""
+    """One copy, in one CTA or in both CTAs of a pair, each from its own shared memory."""
 
     form: CopyForm
     ctas: tuple[Cta, ...]
@@ -88,31 +87,39 @@ class SharedToTensor:
     serial: int = 0
     what: str = "a tcgen05.cp"
 
+    def extends(self, other: object) -> bool:
+        """Return False: copies are never joined."""
+        return False
+
+    def append(self, other: SharedToTensor) -> None:
+        """Refuse: copies are never joined."""
+        raise AssertionError("a tcgen05.cp takes no further steps")
+
     def key(self) -> object:
-        """The same for copies of the same bytes to the same cells."""
+        """Return the same key for copies of the same bytes to the same cells."""
         return self.form, self.address, self.descriptor
 
     def operand(self) -> Operand:
-        """The source in each CTA."""
+        """Return the source in each CTA."""
         return source(self.descriptor, self.form.rows, self.form.chunks)
 
     def written(self) -> list[Cells]:
-        """Cells that it writes."""
+        """Return the cells that the copy writes."""
         lane, column = split_address(self.address)
         blocks = sum({1 << int(block) for block in np.unique(self.form.lanes(lane) // 16)})
-        return [Cells(cta, blocks, column, column + 4 * self.form.chunks) for cta in self.ctas]
+        return [Cells(cta.rank, blocks, column, column + 4 * self.form.chunks) for cta in self.ctas]
 
     def read(self) -> list[Cells]:
-        """Nothing."""
+        """Return no cells: the copy reads shared memory only."""
         return []
 
-    def sources(self) -> Iterator[tuple[Cta, tuple[tuple[int, int], ...]]]:
-        """Byte ranges of shared memory."""
+    def sources(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+        """Yield CTA rank and byte ranges of the source."""
         for cta in self.ctas:
-            yield cta, self.operand().ranges
+            yield cta.rank, self.operand().ranges
 
     def execute(self) -> None:
-        """Copy, with poison."""
+        """Copy, with poison. Raises Fault out of bounds."""
         lane, column = split_address(self.address)
         where = self.operand()
         words = slice(column, column + self.form.chunks * CHUNK // 4)

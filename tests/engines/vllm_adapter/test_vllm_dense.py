@@ -12,12 +12,25 @@ import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm_parts import LATENT, ROPE, SCALE, Request, Served, Setting, agree, batch_of, empty_cache, query_rows, rows_of, serve
 
 import cute_mla
 from cute_mla.engines.vllm import dense
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
+from tests.engines.vllm_adapter.vllm_parts import (
+    LATENT,
+    ROPE,
+    SCALE,
+    Request,
+    Served,
+    Setting,
+    agree,
+    batch_of,
+    empty_cache,
+    query_rows,
+    rows_of,
+    serve,
+)
 
 E4M3 = torch.float8_e4m3fn
 LSE = 2e-4

@@ -10,11 +10,26 @@ import torch
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm_parts import LATENT, NOPE, ROPE, SCALE, Request, Served, Setting, V, agree, batch_of, empty_cache, query_rows, rows_of, serve
 
 import cute_mla
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
+from tests.engines.vllm_adapter.vllm_parts import (
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    Request,
+    Served,
+    Setting,
+    V,
+    agree,
+    batch_of,
+    empty_cache,
+    query_rows,
+    rows_of,
+    serve,
+)
 
 HEADS = 4
 

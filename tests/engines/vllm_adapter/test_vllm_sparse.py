@@ -11,13 +11,26 @@ import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm_parts import LATENT, ROPE, SCALE, Request, Served, Setting, agree, batch_of, empty_cache, query_rows, rows_of, serve
 
 import cute_mla
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.reference import attention
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.compare import same_bits
+from tests.engines.vllm_adapter.vllm_parts import (
+    LATENT,
+    ROPE,
+    SCALE,
+    Request,
+    Served,
+    Setting,
+    agree,
+    batch_of,
+    empty_cache,
+    query_rows,
+    rows_of,
+    serve,
+)
 
 TOPK = 128
 LSE = {"auto": 5e-4, "fp8_ds_mla": 5e-3}  # of the latter, keys are rounded to bf16 once more

@@ -1,1 +1,0 @@
-"""Device code that more than one kernel uses."""

@@ -1,0 +1,1 @@
+"""Roles and products of the Blackwell kernels over a latent."""

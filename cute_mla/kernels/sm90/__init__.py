@@ -1,0 +1,1 @@
+"""Roles and products of the Hopper kernels over a latent."""

@@ -1,0 +1,39 @@
+"""Recorder of findings: one for each kind and place, up to a limit."""
+
+from __future__ import annotations
+
+from ..findings import Finding
+from ..state.names import Names
+from ..state.origin import Origin
+
+MAX_FINDINGS = 50
+
+
+class Stop(Exception):
+    """End of a run after a fatal finding, or after too many."""
+
+
+class Recorder:
+    """The findings of a run. names: of the launch."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.findings: list[Finding] = []
+        self._seen: set[tuple[object, ...]] = set()
+
+    def report(self, origin: Origin, kind: str, message: str, barrier: str | None = None) -> None:
+        """Add a finding at an origin."""
+        instruction = origin.instruction
+        line = instruction.line if instruction is not None else None
+        source = instruction.source if instruction is not None else None
+        self.add(Finding(kind, message, line, source, self.names.role(origin.warp), barrier, origin.cta, origin.warp))
+
+    def add(self, finding: Finding) -> None:
+        """Keep a finding, one for each kind and place. Raises Stop when there are too many."""
+        key = (finding.kind, finding.ptx_line, finding.barrier, finding.role)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.findings.append(finding)
+        if len(self.findings) >= MAX_FINDINGS:
+            raise Stop

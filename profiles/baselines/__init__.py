@@ -1,0 +1,19 @@
+"""Other libraries that are timed beside ours, each optional: one module and one entry of BASELINES a library."""
+
+from __future__ import annotations
+
+from torch.nn.attention import SDPBackend
+
+from .baseline import Baseline
+from .flash_attention import FlashAttention4
+from .flash_mla import FlashMla
+from .sdpa import Sdpa
+from .triton_decode import TritonDecode
+
+BASELINES: tuple[Baseline, ...] = (
+    FlashMla(),
+    FlashAttention4(),
+    Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION, padded=False),
+    Sdpa("SDPA flash", SDPBackend.FLASH_ATTENTION, padded=True),
+    TritonDecode(),
+)

@@ -1,0 +1,61 @@
+"""FlashAttention-4. Its kernel is compiled in the first run, outside the timing."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import Any
+
+from ..rows import Case
+from ..workloads.dense_prefill import DensePrefill, Operands
+from ..workloads.workload import Results, Workload
+from .baseline import Run
+
+
+class FlashAttention4:
+    """Dense prefill: batched if all sequences have one length, else packed."""
+
+    name = "FA4"
+    ops = ("dense_prefill",)
+
+    def version(self) -> str:
+        """Return the version of the wheel flash-attn-4. ImportError without it."""
+        importlib.import_module("flash_attn.cute")
+        return metadata.version("flash-attn-4")
+
+    def unsupported_reason(self, case: Case) -> str:
+        """Return "": all rows are supported."""
+        return ""
+
+    def runs(self, workload: Workload[Any]) -> list[Run]:
+        """Return a run for each operand set. The library's lse is [h, tokens] or [b, h, tokens], and is transposed."""
+        assert isinstance(workload, DensePrefill)
+        library = importlib.import_module("flash_attn.cute")
+        options = {"causal": workload.shape.causal, "return_lse": True}
+        packed = len(set(workload.shape.lengths)) > 1
+        return [(_packed if packed else _batched)(library, workload, operands, options) for operands in workload.sets]
+
+
+def _packed(library: Any, workload: DensePrefill, operands: Operands, options: dict[str, bool]) -> Run:
+    ends = {
+        "cu_seqlens_q": workload.cu_seqlens,
+        "cu_seqlens_k": workload.cu_seqlens,
+        "max_seqlen_q": workload.longest,
+        "max_seqlen_k": workload.longest,
+    }
+
+    def run() -> Results:
+        out, lse = library.flash_attn_varlen_func(operands.q, operands.k, operands.v, **ends, **options)
+        return {"out": out, "lse": lse.transpose(0, 1)}
+
+    return run
+
+
+def _batched(library: Any, workload: DensePrefill, operands: Operands, options: dict[str, bool]) -> Run:
+    q, k, v = (tensor.unflatten(0, (workload.shape.batch, -1)) for tensor in (operands.q, operands.k, operands.v))
+
+    def run() -> Results:
+        out, lse = library.flash_attn_func(q, k, v, **options)
+        return {"out": out.flatten(0, 1), "lse": lse.transpose(1, 2).flatten(0, 1)}
+
+    return run

@@ -1,0 +1,152 @@
+"""Instructions that a kernel executes per tile of keys: PTX warp instructions on the simulated device, by role and class.
+
+A kernel runs twice, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query rows. The rest is the
+fixed part of one CTA (of each CTA of a pair) with one request. PTX is counted, before ptxas fuses, drops and schedules.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from ...manifest import KernelEntry
+from ...runtime.device import simulate
+from ...spec.arch import ARCHS, Arch
+from ...spec.dense_decode import OPERANDS, TILE_ROWS
+from ...spec.dense_prefill import HEAD_DIMS
+from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
+from ...spec.mla import D_LATENT, D_QK, DTYPES
+from ...spec.sparse_decode import QUERY_AND_CACHE
+from ...spec.split_plan import TILE_KEYS
+from ...testing.case import BaseCase
+from ...testing.cases import Case
+from ...testing.dense_prefill_cases import DensePrefillCase
+from ...testing.operations import operation
+from ...testing.prefill_cases import SparsePrefillCase
+from ...testing.sparse_cases import Pool, SparseCase
+
+FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
+_FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
+
+
+@dataclass(frozen=True)
+class BaselineCounts:
+    """Slope and fixed part of another library's kernel, all roles together."""
+
+    title: str
+    slope: float
+    fixed: float
+
+
+@dataclass(frozen=True)
+class DynamicCounts:
+    """Warp instructions of one kernel; the fields are those of `show kernel --counts --json`.
+
+    slope: by role, then by class, per 64 keys of 64 rows. fixed: by role, the instructions that do not depend on the keys.
+    peer: FlashMLA's kernel for the same use, if there is one.
+    """
+
+    slope: dict[str, dict[str, float]]
+    fixed: dict[str, float]
+    peer: BaselineCounts | None
+
+    @property
+    def slope_total(self) -> float:
+        """Sum of the slope over all roles and classes."""
+        return sum(sum(classes.values()) for classes in self.slope.values())
+
+    @property
+    def fixed_total(self) -> float:
+        """Sum of the fixed part over all roles."""
+        return sum(self.fixed.values())
+
+
+def dynamic_counts(entry: KernelEntry) -> DynamicCounts | None:
+    """Run a built kernel on the simulated device and count its instructions; None for a kernel without a loop over keys."""
+    make = _case_of(entry)
+    if make is None:
+        return None
+    few, many = (_executed(entry, make(blocks)) for blocks in (FEW, MANY))
+    tiles = _row_tiles(make(FEW))
+    slope, fixed = {}, {}
+    for role in many:
+        difference = Counter(many[role])
+        difference.subtract(few[role])
+        slope[role] = {name: number / (MANY - FEW) / tiles for name, number in difference.most_common() if number}
+        fixed[role] = few[role].total() / tiles - FEW * sum(slope[role].values())
+    return DynamicCounts(slope, fixed, baseline_counts(entry))
+
+
+def _executed(entry: KernelEntry, case: BaseCase) -> dict[str, Counter[str]]:
+    tensors = operation(case).make_tensors(case, "cpu")
+    with simulate(entry.arch, case.sm_count) as device:
+        device.count_by_role()
+        operation(case).call(case, tensors, None)
+    assert device.counts is not None
+    return device.counts[entry.name]
+
+
+def _row_tiles(case: BaseCase) -> int:
+    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill."""
+    requests, tokens, heads, _ = case.q_shape
+    return -(-requests * tokens * heads // TILE_ROWS)
+
+
+def _case_of(entry: KernelEntry) -> Callable[[int], BaseCase] | None:
+    """Return a factory of cases that the kernel serves with one CTA or one CTA pair; its argument is the number of key blocks."""
+    arch = ARCHS[entry.arch]
+    for make in _CASES.get(entry.op, lambda _: iter(()))(arch):
+        if entry.name.endswith(f"_{arch.name}_{make(FEW).problem(arch).config.name}"):
+            return make
+    return None
+
+
+def _dense_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+    for dtype, operands, (heads, layout) in product(DTYPES, OPERANDS, _ROWS):
+        yield lambda blocks, d=dtype, o=operands, h=heads, q=layout: Case(  # type: ignore[misc]
+            d, s_k=blocks * TILE_KEYS, h_q=h, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
+        )
+
+
+def _sparse_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+    for (dtype, cache), (heads, layout) in product(QUERY_AND_CACHE, _ROWS):
+        yield lambda blocks, d=dtype, c=cache, h=heads, q=layout: SparseCase(  # type: ignore[misc]
+            d, cache=c, h_q=h, main=Pool(blocks * TILE_KEYS, blocks * TILE_KEYS), q_layout=q, sm_count=h // TILE_ROWS
+        )
+
+
+def _sparse_prefill(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+    for dtype, d_qk, (heads, layout) in product(DTYPES, (D_QK, D_LATENT), _ROWS):
+        yield lambda blocks, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
+            d, d_qk=c, h_q=h, s_kv=blocks * TILE_KEYS, topk=blocks * TILE_KEYS, q_layout=q, sm_count=h // TILE_ROWS
+        )
+
+
+def _dense_prefill(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+    for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
+        yield lambda blocks, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),), q_layout=q, sm_count=1
+        )
+
+
+_ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), ("packed", "odd")))  # (heads, layout of q) that together select every variant
+_CASES: dict[str, Callable[[Arch], Iterator[Callable[[int], BaseCase]]]] = {
+    "dense_decode": _dense_decode,
+    "sparse_decode": _sparse_decode,
+    "sparse_prefill": _sparse_prefill,
+    "dense_prefill": _dense_prefill,
+}
+
+
+def baseline_counts(entry: KernelEntry) -> BaselineCounts | None:
+    """Return the counts of FlashMLA's kernel for the same architecture, op and configuration fields that the file names, or None."""
+    with _FLASHMLA.open("rb") as file:
+        kernels = tomllib.load(file)["kernel"]
+    for kernel in kernels:
+        if (kernel["arch"], kernel["op"]) == (entry.arch, entry.op) and kernel["config"].items() <= entry.config.items():
+            return BaselineCounts(kernel["title"], kernel["slope"], kernel["fixed"])
+    return None

@@ -1,0 +1,1 @@
+"""Timing of benchmark rows on a GPU, beside other libraries and beside the device's own ceilings."""

@@ -1,0 +1,1 @@
+"""Analytic model of a call: predicted times, from tile costs, instruction counts and machine constants."""

@@ -1,0 +1,189 @@
+"""From a benchmark row to a `Launch` of the model: the kernel, its CTAs, the work of each CTA, and the combine after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...manifest import kernel_name
+from ...spec import cache_write, dense_prefill, merge_states
+from ...spec import combine as combine_spec
+from ...spec.arch import Arch
+from ...spec.cache_rows import KEYS_PER_BLOCK
+from ...spec.dense_decode import DenseDecodeProblem
+from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
+from ...spec.sparse_decode import SparseDecodeProblem
+from ...spec.sparse_prefill import SparsePrefillProblem
+from ...spec.split_plan import TILE_KEYS, accumulator_rows
+from ..kernel_stats.golden_counts import COUNTED_DTYPE, Counts
+from ..rows import Case
+from ..shapes import (
+    CacheWriteShape,
+    CombineShape,
+    DecodeShape,
+    DensePrefillShape,
+    MergeShape,
+    SparseDecodeShape,
+    SparsePrefillShape,
+)
+from .partition import DecodeWork, decode_work, dense_prefill_work, sparse_prefill_work
+from .prediction import Combine, Launch
+from .tile_costs import PREFILL_KEYS, block_of
+
+CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
+COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
+ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
+BATCH_INVARIANT_OPS = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
+_TOKENS_PER_LOOKUP = 32  # query tokens that combine looks up at once, one a lane
+
+GoldenCounts = Mapping[str, Counts]  # by kernel
+
+
+class NoModelError(ValueError):
+    """Row that the model does not cover; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """GPU that a row is launched on, and the golden counts of all kernels."""
+
+    arch: Arch
+    sm_count: int
+    golden: GoldenCounts
+
+
+def launch_of(case: Case, target: Target, *, batch_invariant: bool = False) -> Launch | Combine:
+    """Return the launch of a row on a GPU.
+
+    NoModelError if the kernel has no golden counts, the op has no model, or batch_invariant is asked of an op without that flag.
+    """
+    make = _LAUNCHES.get(type(case.shape))
+    if make is None:
+        raise NoModelError(f"no model of {case.op}")
+    if batch_invariant and case.op not in BATCH_INVARIANT_OPS:
+        raise NoModelError(f"{case.op} has no flag batch_invariant")
+    flag = {"batch_invariant": True} if batch_invariant else {}
+    return make(case, case.shape, target, **flag)
+
+
+def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
+    """Return the fields of a Launch that describe its kernel."""
+    arch = target.arch.name
+    name = kernel_name(op, arch, config.name)
+    if name not in target.golden:
+        raise NoModelError(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
+    fields = asdict(config)
+    return {
+        "op": op,
+        "arch": arch,
+        "config": fields,
+        "block": block_of(op, arch, fields),
+        "counts": target.golden[name],
+        "kernel": name,
+    }
+
+
+def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
+    columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
+    problem = DenseDecodeProblem(
+        target.arch,
+        case.dtype,
+        shape.batch,
+        shape.s_q,
+        shape.h_q,
+        shape.h_kv,
+        shape.page_size,
+        columns,
+        batch_invariant=batch_invariant,
+        operands=shape.operands,
+    )
+    return _decode(case, problem, shape.lengths, shape.h_kv, target)
+
+
+def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
+    problem = SparseDecodeProblem(
+        target.arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk, batch_invariant=batch_invariant
+    )
+    return _decode(case, problem, (shape.topk,) * shape.batch, shape.s_q, target)
+
+
+def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengths: Sequence[int], columns: int, target: Target) -> Launch:
+    """Return a decode over requests of these lengths, with its combine. columns: CTAs along the grid's second dimension."""
+    kernel = _kernel(case.op, problem.config, target)
+    num_parts = problem.num_parts(target.sm_count)
+    work = decode_work(lengths, num_parts, problem.max_splits)
+    combine = _combine_after(problem, num_parts, work, target.sm_count)
+    ctas = problem.row_ctas * columns * len(work.cta_work)
+    return Launch(**kernel, cta_work=work.cta_work, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
+
+
+def _sparse_prefill(case: Case, shape: SparsePrefillShape, target: Target) -> Launch:
+    problem = SparsePrefillProblem(target.arch, case.dtype, shape.d_qk, 1, shape.s_q, shape.h_q)
+    kernel = _kernel("sparse_prefill", problem.config, target)
+    groups = problem.grid(target.sm_count)[2]
+    cta_work = sparse_prefill_work(problem.tokens, groups, ceil_div(shape.topk, TILE_KEYS))
+    return Launch(**kernel, cta_work=cta_work, row_ctas=problem.row_ctas, ctas=groups * problem.row_ctas, bytes=case.work.bytes)
+
+
+def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Launch:
+    problem = dense_prefill.DensePrefillProblem(
+        target.arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
+    )
+    kernel = _kernel("dense_prefill", problem.config, target)
+    ctas = problem.grid(target.sm_count)[0]
+    cta_work = dense_prefill_work(shape.lengths, shape.h_q, dense_prefill.TILE_ROWS[target.arch.name], PREFILL_KEYS, shape.causal, ctas)
+    return Launch(**kernel, cta_work=cta_work, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
+
+
+def _combine_after(problem: DenseDecodeProblem | SparseDecodeProblem, num_parts: int, work: DecodeWork, sm_count: int) -> Combine | None:
+    """Return the combine after a decode; None if the plan cannot split, because combine is not launched then."""
+    batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
+    if not accumulator_rows(batch, num_parts, problem.max_splits):
+        return None
+    rows = s_q * h_q
+    merged = work.splits * rows * ACCUMULATOR_ROW_BYTES + work.cut_requests * rows * ELEMENT_BYTES * D_V
+    shape = CombineShape(batch, s_q, h_q, work.most_splits)
+    return _combine_grid(shape, work.cut_requests * s_q, float(merged), sm_count)
+
+
+def _combine(case: Case, shape: CombineShape, target: Target) -> Combine:
+    return replace(_combine_grid(shape, shape.batch * shape.s_q, case.work.bytes, target.sm_count), cold=True)
+
+
+def _combine_grid(shape: CombineShape, cut: int, moved: float, sm_count: int) -> Combine:
+    """Return combine on its grid. cut: query tokens with more than one split, assumed evenly spread. moved: bytes in all.
+
+    A CTA takes query tokens at a stride, looks up 32 of them at once, and loads the lse and then the rows of each cut token.
+    """
+    across, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
+    tokens, merges = ceil_div(shape.batch * shape.s_q, across), ceil_div(cut, across)
+    bytes_of_one = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
+    loads = ceil_div(tokens, _TOKENS_PER_LOOKUP) + 2 * max(merges, 1)
+    return Combine(across * head_blocks * columns, COMBINE_CTAS_PER_SM, moved, merges * bytes_of_one, loads=loads)
+
+
+def _merge_states(case: Case, shape: MergeShape, target: Target) -> Combine:
+    """Return merge_states: one warp a row, as in combine, with the loads of outs and lse in flight together."""
+    tokens, head_blocks, _ = merge_states.grid(1, shape.tokens, shape.h_q)
+    row = ELEMENT_BYTES * shape.head_dim + 4
+    busiest = float(min(shape.h_q, merge_states.ROWS_PER_BLOCK) * (shape.states + 1) * row)
+    return Combine(tokens * head_blocks, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
+
+
+def _cache_write(case: Case, shape: CacheWriteShape, target: Target) -> Combine:
+    """Return cache_write: one warp a key, with the loads of its slot and its columns in flight together, then the row's store."""
+    ctas = cache_write.grid(shape.tokens)[0]
+    busiest = case.work.bytes / shape.tokens * min(shape.tokens, KEYS_PER_BLOCK)
+    return Combine(ctas, CACHE_WRITE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=1)
+
+
+_LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
+    DecodeShape: _dense_decode,
+    SparseDecodeShape: _sparse_decode,
+    SparsePrefillShape: _sparse_prefill,
+    DensePrefillShape: _dense_prefill,
+    CombineShape: _combine,
+    MergeShape: _merge_states,
+    CacheWriteShape: _cache_write,
+}

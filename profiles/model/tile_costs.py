@@ -1,0 +1,285 @@
+"""Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
+
+A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
+128 keys and 128 or 256 rows. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
+(`profiles/kernel_stats/golden_counts.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...spec import dense_prefill
+from ...spec.arch import SM90, SM100
+from ...spec.cache_format import FORMATS
+from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
+from ...spec.dense_prefill import BOX_COLUMNS
+from ...spec.dense_prefill import D_V as D_V_PER_HEAD
+from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
+
+E4M3_BYTES = 1
+SECTOR = 32  # bytes, the least that a gather reads
+FLOAT_BYTES = 4
+PREFILL_KEYS = 128  # keys of a block of dense prefill
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A dependent step. best, worst: its clocks, from the kernel's README. barriers: handovers to the next step."""
+
+    name: str
+    best: float
+    worst: float
+    barriers: int = 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Costs of one block on one SM.
+
+    keys, rows: extents of the block. units: number of 64-key, 64-row tiles, the unit of instruction counts.
+    flops: padded FLOP by product, as 16-bit equivalents. smem: bytes through the shared-memory port, by cause.
+    l2_bytes: bytes that the SM reads from L2. hbm_bytes: bytes from memory if all keys are read once, for one CTA of the row tiles.
+    path: stages that depend on the previous block's, so that a block takes at least their sum. fill: stages that the first block adds.
+    seam: stages between two pieces, if the README derives them. Without them pieces form one stream at best; at worst a piece ends
+    before the next begins. lone: roles in which a single warp works. loads: dependent loads before the first keys are requested.
+    """
+
+    keys: int
+    rows: int
+    units: int
+    flops: Mapping[str, float]
+    smem: Mapping[str, float]
+    l2_bytes: float
+    hbm_bytes: float
+    path: tuple[Stage, ...]
+    fill: tuple[Stage, ...]
+    seam: tuple[Stage, ...] = ()
+    lone: tuple[str, ...] = ()
+    loads: int = 3
+
+
+Config = Mapping[str, int | str]
+
+_PV_STEPS = TILE_KEYS // 16
+_LATENT_ROW = D_QK * ELEMENT_BYTES
+_P_BYTES = TILE_ROWS * TILE_KEYS * ELEMENT_BYTES
+# sm90: S of a tile, then a softmax of about 240 instructions: dense_decode/README.md, `# SM90`, cycle argument
+_SOFTMAX_SM90 = Stage("softmax", 486, 650)
+_SOFTMAX_SM90_FP8 = Stage("softmax", 600, 700)
+# sm100: read S, swap, swap maxima, exp2, write P; then the handover of S and P: dense_decode/README.md, `# SM100`
+_SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
+_HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
+_MMA_16 = {SM90.name: 4096, SM100.name: 8192}
+
+
+def _product(rows: int, columns: int, depth: int) -> float:
+    return 2.0 * rows * columns * depth
+
+
+def _latent_flops(d_qk: int) -> dict[str, float]:
+    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, D_V, TILE_KEYS)}
+
+
+def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
+    """Return the operand bytes of 16-bit products: S reads K, and Q tiles outside registers; P V reads P twice, and V."""
+    step = TILE_ROWS * 16 * ELEMENT_BYTES
+    in_smem = d_qk // 16 - q_tiles_in_registers * BOX_COLUMNS // 16
+    return {
+        "S: K": d_qk // 16 * step,
+        "S: Q from shared memory": in_smem * step,
+        "P V: P for each half of the columns twice": 4 * _PV_STEPS * step,
+        "P V: V": TILE_KEYS * D_V * ELEMENT_BYTES,
+    }
+
+
+def _sm100_operands(d_qk: int) -> dict[str, float]:
+    """Return the operand bytes of 16-bit products on one SM of a pair.
+
+    Q is in tensor memory, P stays between two products, and halves of S are exchanged through shared memory.
+    """
+    return {
+        "S: K": d_qk // 32 * 2048,
+        "P V: V": 8 * 4096,
+        "P V: P": 4 * 2048,
+        "P": _P_BYTES,
+        "S swapped": 2 * TILE_ROWS * TILE_KEYS * FLOAT_BYTES,
+    }
+
+
+def _sm90_latent(smem: Mapping[str, float], l2_bytes: float, hbm_bytes: float, d_qk: int = D_QK, **more: object) -> Block:
+    """Return a block of 16-bit products on sm90: the score role's chain is S and the softmax, overlapped with P V of the previous block."""
+    flops = _latent_flops(d_qk)
+    scores = Stage("S", *(flops["S"] / _MMA_16[SM90.name],) * 2)
+    return Block(
+        TILE_KEYS, TILE_ROWS, 1, flops, {**smem, "P": _P_BYTES}, l2_bytes, hbm_bytes,
+        path=(scores, _SOFTMAX_SM90), fill=(scores, _SOFTMAX_SM90), **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _sm100_latent(smem: Mapping[str, float], l2_bytes: float, hbm_bytes: float, d_qk: int = D_QK, **more: object) -> Block:
+    """Return a block of 16-bit products on one SM of a pair of sm100. There is one S buffer, which the softmax must read first."""
+    flops = _latent_flops(d_qk)
+    scores = Stage("S", *(flops["S"] / _MMA_16[SM100.name],) * 2)
+    chain = (_SOFTMAX_SM100, _HANDED_SM100)
+    return Block(
+        TILE_KEYS, TILE_ROWS, 1, flops, {**smem, **_sm100_operands(d_qk)}, l2_bytes, hbm_bytes,
+        path=chain, fill=(scores, *chain), **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- dense decode
+
+
+def _dense_sm90(config: Config) -> Block:
+    cluster = int(config["cluster"])
+    if config["operands"] == FP8:
+        return _dense_sm90_fp8(cluster)
+    if config["operands"] == FP8_CACHE:
+        rows = {"converted rows": TILE_KEYS * _LATENT_ROW}
+        read = TILE_KEYS * D_QK * E4M3_BYTES
+        return _sm90_latent({**_sm90_operands(D_QK, 2), **rows}, read, read)
+    keys = TILE_KEYS * _LATENT_ROW
+    return _sm90_latent({**_sm90_operands(D_QK, 5), "TMA": keys}, keys / cluster, keys, lone=("load",))
+
+
+def _dense_sm90_fp8(cluster: int) -> Block:
+    """Return a block of QGMMA products: at twice the rate, FLOP count half. V is transposed through registers; 8 rows of ones sum P."""
+    keys = TILE_KEYS * D_QK * E4M3_BYTES
+    flops = {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": 4 * _product(64, 8, 32) / 2}
+    scores = Stage("S", *(flops["S"] / _MMA_16[SM90.name],) * 2)
+    smem = {
+        "S: K": 18 * 2048,
+        "P V: P": 8 * 2048,
+        "P V: V and ones": 4 * 4096 + 4 * 4352,
+        "TMA, a box of 64 columns of zeros included": TILE_KEYS * (D_LATENT + 2 * D_ROPE),
+        "transposition": 2 * TILE_KEYS * D_LATENT,
+        "P": TILE_ROWS * TILE_KEYS * E4M3_BYTES,
+    }
+    path = (scores, _SOFTMAX_SM90_FP8)
+    return Block(
+        TILE_KEYS, TILE_ROWS, 1, flops, smem, keys / cluster, keys, path, (*path, Stage("transposition", 400, 533)), lone=("load",)
+    )
+
+
+def _dense_sm100(config: Config) -> Block:
+    if config["operands"] == FP8:
+        return _dense_sm100_fp8()
+    if config["operands"] == FP8_CACHE:
+        read = TILE_KEYS * D_QK * E4M3_BYTES / 2
+        return _sm100_latent({"converted rows": TILE_KEYS * _LATENT_ROW / 2}, read, 2 * read)
+    keys = TILE_KEYS * _LATENT_ROW / 2
+    boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * D_ROPE // 2 * ELEMENT_BYTES}
+    return _sm100_latent(boxes, sum(boxes.values()), 2 * keys)
+
+
+def _dense_sm100_fp8() -> Block:
+    """Return a block whose chain may take two block times, because two groups of score warps alternate."""
+    keys = TILE_KEYS * D_QK * E4M3_BYTES
+    flops = {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": 2 * 8 * _MMA_16[SM100.name]}
+    smem = {
+        "S: K": 9 * 2048,
+        "P V: V": 4 * 4096,
+        "P V: P": 2 * 2048,
+        "sums": 2 * 512,
+        "TMA": TILE_KEYS * (D_LATENT // 2 + 2 * D_ROPE),
+        "P": TILE_ROWS * TILE_KEYS * E4M3_BYTES,
+        "S swapped": 2 * TILE_ROWS * TILE_KEYS * FLOAT_BYTES,
+    }
+    scores = Stage("S", *(flops["S"] / _MMA_16[SM100.name],) * 2)
+    chain = Stage("softmax, swaps and what is handed over", 1150, 1150, barriers=0)
+    half = Stage("half of it: two groups take turns", 575, 575, barriers=0)
+    return Block(TILE_KEYS, TILE_ROWS, 1, flops, smem, keys / 2, keys, (half,), (scores, chain))
+
+
+# ---------------------------------------------------------------- sparse decode and prefill
+
+
+def _gathered(config: Config, ctas: int) -> float:
+    """Return the bytes of a block's rows that one of `ctas` CTAs gathers, in whole sectors.
+
+    Both CTAs of a pair gather the columns that are no values (sm90: RoPE, 16 bits).
+    """
+    layout = FORMATS[str(config["cache"])]
+    row = -(-(layout.row_bytes + (0 if layout.scales_inside else layout.scale_bytes)) // SECTOR) * SECTOR
+    shared = D_ROPE * ELEMENT_BYTES if layout.d_qk > D_V else 0
+    return TILE_KEYS * ((row - shared) / ctas + shared)
+
+
+def _sparse_decode_sm90(config: Config) -> Block:
+    cluster, layout = int(config["cluster"]), FORMATS[str(config["cache"])]
+    values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (layout.d_qk - D_LATENT) * ELEMENT_BYTES
+    smem = {**_sm90_operands(layout.d_qk, 2 if layout.d_qk > D_LATENT else 1), "stores": values / cluster, "copies": float(rope)}
+    if cluster > 1:
+        smem["copies to and from the peer"] = values
+    hbm = TILE_KEYS * layout.page_bytes(1)
+    return _sm90_latent(smem, _gathered(config, cluster), hbm, layout.d_qk, loads=4)
+
+
+def _sparse_decode_sm100(config: Config) -> Block:
+    layout = FORMATS[str(config["cache"])]
+    stored = TILE_KEYS * layout.d_qk * ELEMENT_BYTES / 2
+    hbm = TILE_KEYS * layout.page_bytes(1)
+    return _sm100_latent({"stores": stored}, hbm / 2, hbm, layout.d_qk, loads=4)
+
+
+def _sparse_prefill_sm90(config: Config) -> Block:
+    """Return a block without memory bytes: neighbouring tokens select the same rows, whose single read is in the launch's bytes."""
+    cluster, d_qk = int(config["cluster"]), int(config["d_qk"])
+    values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (d_qk - D_LATENT) * ELEMENT_BYTES
+    copied = values / cluster + rope
+    smem = {**_sm90_operands(d_qk, 5), "copies": copied}
+    if cluster > 1:
+        smem["copies to and from the peer"] = values
+    seam = (Stage("Q of the next token from L2", 2000, 4000),)
+    return _sm90_latent(smem, copied, 0.0, d_qk, loads=3, seam=seam)
+
+
+def _sparse_prefill_sm100(config: Config) -> Block:
+    d_qk = int(config["d_qk"])
+    copied = TILE_KEYS * d_qk * ELEMENT_BYTES / 2
+    return _sm100_latent({"copies": copied}, copied, 0.0, d_qk, loads=3, seam=(Stage("bubble between tokens", 1000, 1700),))
+
+
+# ---------------------------------------------------------------- dense prefill
+
+
+def _dense_prefill(arch: str, config: Config) -> Block:
+    d_qk, rows = int(config["d_qk"]), dense_prefill.TILE_ROWS[arch]
+    tiles = rows // 128
+    keys = PREFILL_KEYS * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    flops = {"S": _product(rows, PREFILL_KEYS, d_qk), "P V": _product(rows, D_V_PER_HEAD, PREFILL_KEYS)}
+    turn = flops["S"] / 2 / _MMA_16[arch]  # one of two groups of rows
+    if arch == SM90.name:
+        smem = {"S: Q and K": 2 * d_qk // 16 * 6144, "P V: V": 2 * 8 * 4096, "TMA": keys}
+        path: tuple[Stage, ...] = (Stage("S of one warpgroup", turn, turn), Stage("its softmax and rescale", 950, 950))
+        seam = (Stage("the next item looked up, O written", 0, 1000),)
+    else:
+        smem = {"S: Q and K": 2 * d_qk // 16 * 8192, "P V: V": 2 * 8 * 4096, "TMA": keys}
+        values = flops["P V"] / 2 / _MMA_16[arch]
+        path = (Stage("S of one Q tile", turn, turn), Stage("its softmax", 1070, 1070), Stage("its P V", values, values))
+        seam = (Stage("ends of an item", 0, 0.1 * tiles * sum(flops.values()) / 2 / _MMA_16[arch]),)
+    units = rows // TILE_ROWS * PREFILL_KEYS // TILE_KEYS
+    return Block(PREFILL_KEYS, rows, units, flops, smem, keys, 0.0, path, path, seam, loads=2)
+
+
+_BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
+    ("dense_decode", SM90.name): _dense_sm90,
+    ("dense_decode", SM100.name): _dense_sm100,
+    ("sparse_decode", SM90.name): _sparse_decode_sm90,
+    ("sparse_decode", SM100.name): _sparse_decode_sm100,
+    ("sparse_prefill", SM90.name): _sparse_prefill_sm90,
+    ("sparse_prefill", SM100.name): _sparse_prefill_sm100,
+    ("dense_prefill", SM90.name): lambda config: _dense_prefill(SM90.name, config),
+    ("dense_prefill", SM100.name): lambda config: _dense_prefill(SM100.name, config),
+}
+
+
+def block_of(op: str, arch: str, config: Config) -> Block:
+    """Return the block of the kernel with this configuration. ValueError for an op without a loop over keys."""
+    make = _BLOCKS.get((op, arch))
+    if make is None:
+        raise ValueError(f"op is {op!r}; blocks of keys have {', '.join(dict.fromkeys(name for name, _ in _BLOCKS))}")
+    return make(config)

@@ -1,0 +1,1 @@
+"""SVG plots of benchmark rows: the roofline, and times against batch and length."""

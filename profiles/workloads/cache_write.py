@@ -1,0 +1,77 @@
+"""Workload of write_kv_cache: keys of new tokens, written to slots in random order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...cache import dequantise_cache, quantise_cache, write_kv_cache
+from ...spec.cache_rows import latent_columns
+from ...spec.mla import ceil_div
+from ...testing.compare import EQUAL
+from ..shapes import CacheWriteShape
+from .operands import generator, values
+from .workload import DTYPES, POISON_BYTE, Results, Workload, spread_samples
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of one write_kv_cache call. slots: int64, all different."""
+
+    keys: torch.Tensor
+    k_cache: torch.Tensor
+    slots: torch.Tensor
+
+
+class CacheWrite(Workload[Operands]):
+    """Writes to a cache just large enough for the tokens. The reference dequantiser reads the cache back for the comparison."""
+
+    def prepare(self) -> None:
+        """Set the tolerance. Sets share nothing: there is neither plan nor workspace."""
+        self.tolerances = {"out": EQUAL}
+        assert isinstance(self.case.shape, CacheWriteShape)
+        self.shape = self.case.shape
+
+    def make_operands(self, seed: int) -> Operands:
+        """Allocate one operand set; the cache is filled with NaN bytes."""
+        shape, layout, dtype = self.shape, self.shape.format, DTYPES[self.case.dtype]
+        draw = generator(self.device, seed)
+        pages = ceil_div(shape.tokens, shape.page_size)
+        row = (pages, shape.page_size, 1)
+        if layout.quantised:
+            cache = torch.empty((*row, layout.page_bytes(1)), dtype=torch.uint8, device=self.device)
+        else:
+            cache = torch.empty((*row, layout.d_qk), dtype=dtype, device=self.device)
+        cache.view(torch.uint8).fill_(POISON_BYTE)
+        slots = torch.randperm(pages * shape.page_size, generator=draw, device=self.device)[: shape.tokens]
+        return Operands(values(draw, dtype, shape.tokens, layout.d_qk), cache, slots)
+
+    def call(self, operands: Operands) -> None:
+        """Call write_kv_cache."""
+        columns = latent_columns(self.shape.format)
+        write_kv_cache(operands.keys[:, :columns], operands.keys[:, columns:], operands.k_cache, operands.slots)
+
+    def poison(self) -> None:
+        """Fill the caches with bytes that are NaN both as e4m3 codes and as scales."""
+        for operands in self.sets:
+            operands.k_cache.view(torch.uint8).fill_(POISON_BYTE)
+
+    def results(self, operands: Operands) -> Results:
+        """Return out, fp32 [tokens, d_qk]: the keys that the cache holds."""
+        return {"out": dequantise_cache(operands.k_cache, self.shape.cache).flatten(0, 2)[operands.slots].float()}
+
+    def samples(self) -> tuple[int, ...]:
+        """Return the tokens to check."""
+        return spread_samples(self.shape.tokens)
+
+    def part(self, results: Results, sample: int) -> Results:
+        """Return out [d_qk] of a token."""
+        return {"out": results["out"][sample]}
+
+    def expected(self, operands: Operands, sample: int) -> Results:
+        """Return the token's key, rounded by the reference quantiser."""
+        key = operands.keys[sample].view(1, 1, 1, -1)
+        if self.shape.format.quantised:
+            key = dequantise_cache(quantise_cache(key, self.shape.cache), self.shape.cache)
+        return {"out": key.flatten().float()}

@@ -1,0 +1,87 @@
+"""Workload of combine alone, on partial results with the same number of splits for every request.
+
+combine has no public call, so the kernel is launched as a decode launches it. Launches back to back overlap a little, since each may
+start before its predecessor ends, as combine does after a decode kernel. The time that combine adds to a decode appears in the kernel
+times and the totals of the decode rows, not here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ... import reference
+from ...runtime.device import device_for
+from ...spec.combine import CombineConfig, grid
+from ...spec.mla import D_V, LOG2E
+from ...spec.split_plan import NO_LIMIT
+from ...testing.compare import DENSE_DECODE_OUT, LSE
+from ..shapes import CombineShape
+from .operands import generator, values
+from .workload import DTYPES, Results, Workload, spread_samples
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of one launch. out_accum fp32 [rows, s_q, h_q, 512], lse_accum fp32 [rows, s_q, h_q], base 2; a request has `splits` rows."""
+
+    out_accum: torch.Tensor
+    lse_accum: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class Combine(Workload[Operands]):
+    """Merges accumulator rows; the splits of a request are consecutive rows."""
+
+    def prepare(self) -> None:
+        """Set the tolerances; make the prefix sum of splits that a plan would hold; look up kernel and grid."""
+        self.tolerances = {"out": DENSE_DECODE_OUT, "lse": LSE}
+        assert isinstance(self.case.shape, CombineShape)
+        self.shape = shape = self.case.shape
+        self.num_splits = torch.arange(shape.batch + 1, dtype=torch.int32, device=self.device) * shape.splits
+        self.runner = device_for(self.device)
+        self.kernel = self.runner.kernel("combine", CombineConfig(self.case.dtype).name)
+        self.grid = grid(shape.batch, shape.s_q, shape.h_q, self.runner.sm_count)
+
+    def make_operands(self, seed: int) -> Operands:
+        """Allocate one operand set."""
+        shape, device = self.shape, self.device
+        draw = generator(device, seed)
+        rows = (shape.batch * shape.splits, shape.s_q, shape.h_q)
+        return Operands(
+            out_accum=values(draw, torch.float32, *rows, D_V),
+            lse_accum=torch.empty(rows, dtype=torch.float32, device=device).normal_(10.0, 1.0, generator=draw),
+            out=torch.full((shape.batch, shape.s_q, shape.h_q, D_V), math.nan, dtype=DTYPES[self.case.dtype], device=device),
+            lse=torch.full((shape.batch, shape.h_q, shape.s_q), math.nan, dtype=torch.float32, device=device),
+        )
+
+    def call(self, operands: Operands) -> None:
+        """Launch combine."""
+        shape = self.shape
+        tensors = (operands.out_accum, operands.lse_accum, operands.out, operands.lse)
+        strides = (*operands.out.stride()[:3], *operands.lse.stride())
+        lengths = (NO_LIMIT, 0, 0)  # most keys of both caches, and no batch invariance; combine reads none of them here
+        int32s = (shape.batch, shape.s_q, shape.h_q, *lengths, shape.batch * shape.splits)
+        args = (None, None, self.num_splits, None, *tensors, *strides, math.inf, *int32s)
+        self.runner.launch(self.kernel, self.grid, args, pdl=True)
+
+    def results(self, operands: Operands) -> Results:
+        """Return out and lse."""
+        return {"out": operands.out, "lse": operands.lse}
+
+    def samples(self) -> tuple[int, ...]:
+        """Return the requests to check."""
+        return spread_samples(self.shape.batch)
+
+    def part(self, results: Results, sample: int) -> Results:
+        """Return out [s_q, h_q, 512] and lse [s_q, h_q] of a request."""
+        return {name: tensor[sample] if name == "out" else tensor[sample].transpose(0, 1) for name, tensor in results.items()}
+
+    def expected(self, operands: Operands, sample: int) -> Results:
+        """Merge the request's partial results as attention states over disjoint keys."""
+        rows = slice(sample * self.shape.splits, (sample + 1) * self.shape.splits)
+        out, lse = reference.merge_states(operands.out_accum[rows], operands.lse_accum[rows] / LOG2E)
+        return {"out": out, "lse": lse}

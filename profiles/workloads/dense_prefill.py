@@ -1,0 +1,102 @@
+"""Workload of dense prefill: flash_attn_varlen_func over packed sequences that attend to themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ... import reference
+from ...spec.dense_prefill import D_V
+from ...testing.compare import DENSE_PREFILL_OUT, PREFILL_LSE
+from ...varlen import flash_attn_varlen_func
+from ..shapes import DensePrefillShape
+from .dense_decode import sample_requests
+from .operands import generator, values
+from .workload import DTYPES, Results, Workload
+
+_CHECKED_TOKENS = (0, 1, 127, 128)  # query tokens of a sequence that are compared, from its start and from its end
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of one flash_attn_varlen_func call."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class DensePrefill(Workload[Operands]):
+    """Attends within packed sequences."""
+
+    def prepare(self) -> None:
+        """Set the tolerances; make the ends of the sequences. There is neither plan nor workspace."""
+        self.tolerances = {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE}
+        assert isinstance(self.case.shape, DensePrefillShape)
+        self.shape = self.case.shape
+        self.ends = tuple(accumulate(self.shape.lengths, initial=0))
+        self.cu_seqlens = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
+        self.longest = max(self.shape.lengths)
+
+    def make_operands(self, seed: int) -> Operands:
+        """Allocate one operand set."""
+        shape, dtype, device = self.shape, DTYPES[self.case.dtype], self.device
+        draw = generator(device, seed)
+        return Operands(
+            q=values(draw, dtype, shape.tokens, shape.h_q, shape.d_qk),
+            k=values(draw, dtype, shape.tokens, shape.h_kv, shape.d_qk),
+            v=values(draw, dtype, shape.tokens, shape.h_kv, D_V),
+            out=torch.full((shape.tokens, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
+            lse=torch.full((shape.tokens, shape.h_q), math.nan, dtype=torch.float32, device=device),
+        )
+
+    def call(self, operands: Operands) -> None:
+        """Call dense prefill."""
+        flash_attn_varlen_func(
+            operands.q,
+            operands.k,
+            operands.v,
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.longest,
+            self.longest,
+            causal=self.shape.causal,
+            out=operands.out,
+            lse=operands.lse,
+        )
+
+    def results(self, operands: Operands) -> Results:
+        """Return out and lse."""
+        return {"out": operands.out, "lse": operands.lse}
+
+    def samples(self) -> tuple[int, ...]:
+        """Return the sequences to check."""
+        return sample_requests(self.shape.lengths)
+
+    def _checked_tokens(self, sequence: int) -> list[int]:
+        """Return the tokens of a sequence that are compared."""
+        length = self.shape.lengths[sequence]
+        candidates = (*_CHECKED_TOKENS, length // 2, *(length - 1 - token for token in _CHECKED_TOKENS))
+        return sorted({token for token in candidates if 0 <= token < length})
+
+    def part(self, results: Results, sample: int) -> Results:
+        """Return out [h_q, tokens, 128] and lse [h_q, tokens] of the checked tokens of a sequence."""
+        tokens = torch.tensor([self.ends[sample] + token for token in self._checked_tokens(sample)], device=self.device)
+        return {name: tensor[tokens].transpose(0, 1) for name, tensor in results.items()}
+
+    def expected(self, operands: Operands, sample: int) -> Results:
+        """Return the results of the checked tokens over all keys of the sequence, with the causal mask if there is one."""
+        rows = slice(self.ends[sample], self.ends[sample + 1])
+        tokens = torch.tensor(self._checked_tokens(sample), device=self.device)
+        group = self.shape.h_q // self.shape.h_kv
+        q = operands.q[rows][tokens].transpose(0, 1)
+        k, v = (tensor[rows].transpose(0, 1).repeat_interleave(group, dim=0) for tensor in (operands.k, operands.v))
+        length = self.shape.lengths[sample]
+        visible = torch.arange(length, device=self.device) <= (tokens[:, None] if self.shape.causal else length)
+        out, lse = reference.attention(q, k, v, self.shape.d_qk**-0.5, visible)
+        return {"out": out, "lse": lse}

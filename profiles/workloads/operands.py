@@ -1,0 +1,34 @@
+"""Random operands of benchmark rows: values, page orders and selections. Equal seeds give equal tensors."""
+
+from __future__ import annotations
+
+import torch
+
+VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
+_MOST_DRAWS = 1 << 26  # random numbers sorted at a time
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a seeded random generator on a device."""
+    return torch.Generator(device=device).manual_seed(seed)
+
+
+def values(draw: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tensor:
+    """Draw N(0, 0.1) clamped to [-1, 1], on the generator's device. Zeros would run faster."""
+    made = torch.empty(size, dtype=dtype, device=draw.device)
+    return made.normal_(0.0, VALUE_DEVIATION, generator=draw).clamp_(-1.0, 1.0)
+
+
+def selections(draw: torch.Generator, tokens: int, count: int, rows: int) -> torch.Tensor:
+    """Draw int32 [tokens, count]: for each token `count` distinct row indices below `rows`, in random order. count <= rows."""
+    chosen = torch.empty(tokens, count, dtype=torch.int32, device=draw.device)
+    step = max(_MOST_DRAWS // max(rows, 1), 1)
+    for first in range(0, tokens, step):
+        here = chosen[first : first + step]
+        here.copy_(torch.rand(len(here), rows, generator=draw, device=draw.device).argsort(dim=-1)[:, :count])
+    return chosen
+
+
+def page_order(device: torch.device, pages: int, seed: int) -> torch.Tensor:
+    """Draw int32 [pages]: the pages of a pool in random order."""
+    return torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=torch.int32)

@@ -1,0 +1,108 @@
+"""What the SGLang adapter relies on, read off SGLang's source without importing it.
+
+python tests/engines/sglang_interface.py FOLDER     # of an unpacked wheel or a site-packages: writes sglang_interface.json beside this file
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).with_suffix(".json")
+
+# Module: what of it. A class has the members that count: methods are recorded with their parameters, attributes as "attribute". Values, and
+# names that another module defines, are recorded as "value".
+WANTED: dict[str, dict[str, tuple[str, ...]]] = {
+    "sglang.srt.plugins": {"GENERAL_PLUGINS_GROUP": ()},
+    "sglang.srt.server_args": {"ATTENTION_BACKEND_CHOICES": (), "add_attention_backend_choices": ()},
+    "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": ()},
+    "sglang.srt.layers.attention.base_attn_backend": {
+        "AttentionBackend": (
+            *("forward_decode", "forward_extend", "init_forward_metadata", "init_forward_metadata_out_graph"),
+            *("init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "needs_cpu_seq_lens", "forward_metadata", "data_type"),
+        )
+    },
+    "sglang.srt.layers.radix_attention": {"RadixAttention": ("tp_q_head_num", "head_dim", "scaling", "layer_id")},
+    "sglang.srt.mem_cache.memory_pool": {
+        "KVWriteLoc": ("for_batch",),
+        "MLATokenToKVPool": ("get_key_buffer", "set_kv_buffer"),
+        "ReqToTokenPool": ("req_to_token",),
+    },
+    "sglang.srt.model_executor.forward_batch_info": {
+        "ForwardBatch": ("forward_mode", "batch_size", "seq_lens", "req_pool_indices"),
+        "ForwardMode": ("is_decode_or_idle", "is_target_verify"),
+    },
+    "sglang.srt.model_executor.model_runner": {
+        "ModelRunner": ("page_size", "device", "kv_cache_dtype", "req_to_token_pool", "token_to_kv_pool", "model_config")
+    },
+    "sglang.srt.configs.model_config": {"ModelConfig": ("num_attention_heads", "context_len")},
+    "sglang.srt.runtime_context": {"get_parallel": (), "get_spec": ()},
+}
+# What these two return answers by name at run time: recorded is what SGLang's own code asks for.
+ASKED = {"get_parallel": ("attn_tp_size", "attn_dcp_size"), "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk")}
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Names of a function's parameters, in order, with * and ** before those that collect."""
+    given = function.args
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [argument.arg for argument in given.kwonlyargs]
+    return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+
+
+def attributes(node: ast.ClassDef) -> list[str]:
+    """What a class and its methods set, and its properties."""
+    found = {target.id for part in node.body for target in targets(part) if isinstance(target, ast.Name)}
+    for part in ast.walk(node):
+        for target in targets(part):
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                found.add(target.attr)
+        if isinstance(part, ast.FunctionDef) and any(getattr(name, "id", "") == "property" for name in part.decorator_list):
+            found.add(part.name)
+    return sorted(found)
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns to."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    if isinstance(node, ast.Assign):
+        return [name for target in node.targets for name in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return []
+
+
+def describe(tree: ast.Module, name: str, members: tuple[str, ...]) -> Any:
+    """A name of a module: the parameters of a function, the members of a class, or "value". SystemExit if it is gone."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return parameters(node)
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            found: dict[str, Any] = dict.fromkeys(attributes(node), "attribute")
+            found |= {part.name: parameters(part) for part in node.body if isinstance(part, ast.FunctionDef)}
+            return {member: found[member] for member in members}
+        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(target, "id", "") == name for target in targets(node)):
+            return "value"
+        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
+            return "value"
+    raise SystemExit(f"{name} is gone")
+
+
+def record(folder: Path) -> dict[str, Any]:
+    """The record of the SGLang in a folder."""
+    (version,) = (path.name.removeprefix("sglang-").removesuffix(".dist-info") for path in folder.glob("sglang-*.dist-info"))
+    modules = {}
+    for module, names in WANTED.items():
+        path = folder / Path(*module.split("."))
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        modules[module] = {name: describe(tree, name, members) for name, members in names.items()}
+    source = "".join(path.read_text() for path in sorted((folder / "sglang" / "srt").rglob("*.py")))
+    asked = {function: [name for name in names if f"{function}().{name}" in source] for function, names in ASKED.items()}
+    return {"version": version, "modules": modules, "asked": asked}
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(record(Path(sys.argv[1])), indent=1) + "\n")

@@ -1,0 +1,255 @@
+"""The SGLang adapter against the recorded interface of SGLang, which itself does not import without CUDA's libraries.
+
+The stand-ins have what the record has, and nothing else: an adapter that asks for more fails here.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.engines import sglang as adapter
+from cute_mla.reference import attention, visible_keys
+from cute_mla.spec.arch import Arch
+from tests.engines.sglang_interface import RECORD
+
+INTERFACE: dict[str, Any] = json.loads(RECORD.read_text())
+MODULES: dict[str, dict[str, Any]] = INTERFACE["modules"]
+SOURCES = sorted(Path(adapter.__file__).parent.glob("*.py"))
+HEADS, PAGE, CONTEXT = 16, 64, 512
+SCALE = 192**-0.5
+E4M3 = torch.float8_e4m3fn
+
+
+def members(module: str, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = MODULES[f"sglang.srt.{module}"][name]
+    return found
+
+
+class Recorded(SimpleNamespace):
+    """An object that may have recorded members only."""
+
+    def __init__(self, known: Any, **given: Any) -> None:
+        assert not given.keys() - set(known), "the record does not have these"
+        super().__init__(**given)
+
+
+class Written:
+    """KVWriteLoc.for_batch, whose result only set_kv_buffer looks into."""
+
+    @classmethod
+    def for_batch(cls, forward_batch: Any) -> Any:
+        return forward_batch
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Modules of SGLang that the adapter imports, and what its two look-ups answer."""
+    asked = INTERFACE["asked"]
+    answers = SimpleNamespace(
+        parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
+        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None),
+        factories={},
+        choices=["triton"],
+    )
+    base = type("AttentionBackend", (), {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True})
+
+    def register_attention_backend(name: str) -> Any:
+        return lambda factory: answers.factories.setdefault(name, factory)
+
+    stand_ins = {
+        "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
+        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
+        "layers.attention.base_attn_backend": {"AttentionBackend": base},
+        "mem_cache.memory_pool": {"KVWriteLoc": Written},
+        "runtime_context": {"get_parallel": lambda: answers.parallel, "get_spec": lambda: answers.spec},
+    }
+    monkeypatch.delitem(sys.modules, "cute_mla.engines.sglang.decode", raising=False)
+    for name, contents in stand_ins.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        for key, value in contents.items():
+            assert key in MODULES[module.__name__]
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield answers
+    sys.modules.pop("cute_mla.engines.sglang.decode", None)
+
+
+class Pool:
+    """A pool of latent keys: slots of 576 columns, one KV head. Keys are saved as they are, rounded to the pool's type."""
+
+    def __init__(self, slots: int, dtype: torch.dtype) -> None:
+        self.buffer = torch.randn(slots, 1, 576, generator=torch.Generator().manual_seed(2)).to(dtype)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.buffer
+
+    def set_kv_buffer(self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor) -> None:
+        assert torch.equal(cache_v, cache_k[..., :512])
+        self.buffer[loc_info.out_cache_loc] = cache_k.to(self.buffer.dtype)
+
+
+def runner_with(dtype: torch.dtype, page_size: int = PAGE) -> Any:
+    """A model runner with 4 request slots, whose pages are in random order."""
+    pages = torch.randperm(4 * CONTEXT // page_size, generator=torch.Generator().manual_seed(1)).view(4, -1)
+    slots = (pages[..., None] * page_size + torch.arange(page_size)).flatten(1).to(torch.int32)
+    return Recorded(
+        members("model_executor.model_runner", "ModelRunner"),
+        page_size=page_size,
+        device="cpu",
+        kv_cache_dtype=dtype,
+        req_to_token_pool=Recorded(members("mem_cache.memory_pool", "ReqToTokenPool"), req_to_token=slots),
+        token_to_kv_pool=Pool(slots.numel(), dtype),
+        model_config=Recorded(members("configs.model_config", "ModelConfig"), num_attention_heads=8 * HEADS, context_len=CONTEXT),
+    )
+
+
+def layer_of(heads: int = HEADS) -> Any:
+    known = members("layers.radix_attention", "RadixAttention")
+    return Recorded(known, tp_q_head_num=heads, head_dim=576, scaling=SCALE, layer_id=0)
+
+
+def mode(name: str) -> Any:
+    answers = {"is_decode_or_idle": name == "decode", "is_target_verify": name == "verify"}
+    assert answers.keys() <= members("model_executor.forward_batch_info", "ForwardMode").keys()
+    return SimpleNamespace(**{question: lambda answer=answer: answer for question, answer in answers.items()})
+
+
+def batch_of(lengths: list[int], requests: list[int], kind: str = "decode") -> Any:
+    return Recorded(
+        members("model_executor.forward_batch_info", "ForwardBatch"),
+        forward_mode=mode(kind),
+        batch_size=len(lengths),
+        seq_lens=torch.tensor(lengths),
+        req_pool_indices=torch.tensor(requests),
+    )
+
+
+def expected(runner: Any, q: Tensor, lengths: list[int], requests: list[int]) -> Tensor:
+    """[batch * tokens, heads * 512], of q [batch, tokens, heads, 576] over all of lengths keys."""
+    out = []
+    for mine, length, request in zip(q.float(), lengths, requests, strict=True):
+        slots = runner.req_to_token_pool.req_to_token[request, :length].long()
+        keys = runner.token_to_kv_pool.buffer[slots, 0].float()[None]
+        visible = visible_keys(len(mine), length, True, q.device)
+        out.append(attention(mine.transpose(0, 1), keys, keys[..., :512], SCALE, visible)[0].transpose(0, 1))
+    return torch.cat(out).flatten(1)
+
+
+def queries(batch: int, tokens: int) -> Tensor:
+    return torch.randn(batch, tokens, HEADS, 576, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def agree(out: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=5e-3)
+
+
+def test_everything_that_the_adapter_imports_is_recorded() -> None:
+    for source in SOURCES:
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("sglang"):
+                assert {alias.name for alias in node.names} <= MODULES[str(node.module)].keys()
+            assert not (isinstance(node, ast.Import) and any(alias.name.startswith("sglang") for alias in node.names))
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_sglang_calls_takes_what_sglang_gives() -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    recorded = members("layers.attention.base_attn_backend", "AttentionBackend")
+    ours = {name for name in vars(CuteMlaDecode) if not name.startswith("_")} | {"data_type"}
+    assert ours <= recorded.keys()
+    for name in ours:
+        if inspect.isfunction(getattr(CuteMlaDecode, name, None)):
+            marks = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+            given = [marks.get(p.kind, "") + p.name for p in inspect.signature(getattr(CuteMlaDecode, name)).parameters.values()]
+            assert given == recorded[name], name
+    assert recorded.keys() - ours == {"forward_metadata"}
+
+
+def test_registration(engine: SimpleNamespace) -> None:
+    adapter.register()
+    adapter.register()
+    assert engine.choices == ["triton", "cute_mla"]
+    backend = engine.factories["cute_mla"](runner_with(torch.bfloat16))
+    assert type(backend).__name__ == "CuteMlaDecode"
+    assert backend.needs_cpu_seq_lens is False
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 64), (torch.bfloat16, 16), (E4M3, 64)], ids=str)
+def test_decode(arch: Arch, dtype: torch.dtype, page_size: int) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    runner, lengths, requests = runner_with(dtype, page_size), [70, 1, 200], [2, 0, 3]
+    backend, batch, q = CuteMlaDecode(runner), batch_of(lengths, requests), queries(3, 1)
+    k = torch.randn(3, 1, 576, generator=torch.Generator().manual_seed(9)).bfloat16()
+    table = runner.req_to_token_pool.req_to_token
+    batch.out_cache_loc = torch.stack([table[request, length - 1] for request, length in zip(requests, lengths, strict=True)]).long()
+    with cute_mla.simulate(arch, 6):
+        backend.init_forward_metadata(batch)
+        out = backend.forward_decode(q.flatten(1), k, k[..., :512], layer_of(), batch)
+    assert torch.equal(runner.token_to_kv_pool.buffer[batch.out_cache_loc].float(), k.to(dtype).float())
+    agree(out, expected(runner, q, lengths, requests))
+
+
+@pytest.mark.usefixtures("engine")
+def test_verification_of_draft_tokens(arch: Arch) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    runner, requests = runner_with(torch.bfloat16), [1, 3]
+    backend, batch, q = CuteMlaDecode(runner), batch_of([61, 5], requests, "verify"), queries(2, 3)
+    with cute_mla.simulate(arch, 6):
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q.flatten(0, 1).flatten(1), None, None, layer_of(), batch)
+    agree(out, expected(runner, q, [64, 8], requests))
+
+
+@pytest.mark.usefixtures("engine")
+def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    runner = runner_with(torch.bfloat16)
+    backend = CuteMlaDecode(runner)
+    with pytest.raises(ValueError, match="init_cuda_graph_state has not been called"):
+        backend.init_forward_metadata_out_graph(batch_of([1], [0]), in_capture=True)
+    backend.init_cuda_graph_state(4, 4)
+    with cute_mla.simulate(arch, 6):
+        backend.init_forward_metadata_out_graph(batch_of([1, 1], [0, 0]), in_capture=True)
+        captured = backend.forward_metadata
+        backend.init_forward_metadata_out_graph(batch_of([100, 3], [2, 1]))
+        replayed = backend.forward_metadata
+        assert [tensor.data_ptr() for tensor in replayed[:4]] == [tensor.data_ptr() for tensor in captured[:4]]
+        q = queries(2, 1)
+        backend.forward_metadata = captured  # a graph holds the addresses that it saw
+        out = backend.forward_decode(q.flatten(1), None, None, layer_of(), batch_of([100, 3], [2, 1]))
+    agree(out, expected(runner, q, [100, 3], [2, 1]))
+
+
+def test_what_is_refused(engine: SimpleNamespace) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    with pytest.raises(ValueError, match="--page-size: page size is 1; supported"):
+        CuteMlaDecode(runner_with(torch.bfloat16, 1))
+    backend = CuteMlaDecode(runner_with(torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="--prefill-attention-backend"):
+        backend.init_forward_metadata(batch_of([3], [0], "extend"))
+    with pytest.raises(NotImplementedError, match="topk_indices given"):
+        backend.forward_decode(queries(1, 1).flatten(1), None, None, layer_of(), batch_of([3], [0]), topk_indices=torch.zeros(1))
+    engine.spec.speculative_eagle_topk = 4
+    with pytest.raises(ValueError, match="--speculative-eagle-topk is 4; supported: 1"):
+        CuteMlaDecode(runner_with(torch.bfloat16))
+    engine.parallel.attn_dcp_size = 2
+    with pytest.raises(ValueError, match="--dcp-size is 2; supported: 1"):
+        CuteMlaDecode(runner_with(torch.bfloat16))

@@ -1,0 +1,1 @@
+"""Tests of the repository: house rules, README, examples, packaging."""

@@ -1,0 +1,271 @@
+"""The rules of the house, read off the syntax trees: sizes, environment, names, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from glob import glob
+from pathlib import Path
+
+import pytest
+
+from cute_mla.spec.arch import ALIASES, ARCHS
+from tests.support.tree import ROOT
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
+
+TORCH_FACING = {
+    *("api", "varlen", "layer", "parallel", "cache", "reference", "schedule", "tensors", "support", "tracing", "torch_ops"),
+    *("decode_call", "decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op"),
+    *("sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
+}
+ANYTHING = {"testing", "cli", "profiles"}
+# Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
+MAY_IMPORT: dict[str, set[str]] = {
+    "spec": set(),
+    "manifest": {"spec"},
+    "kernels": {"spec", "manifest"},
+    "aot_build": {"spec", "manifest", "kernels"},
+    "simulator": {"spec"},
+    "runtime": {"spec", "manifest", "simulator"},
+    **{room: {"spec", "runtime", *TORCH_FACING} for room in TORCH_FACING},
+    "engines": {"spec", *TORCH_FACING},
+}
+
+# Packages from elsewhere that only some rooms may import.
+OUTSIDE: dict[str, set[str]] = {
+    "cutlass": {"kernels", "aot_build"},
+    "torch": {"runtime", "engines", *TORCH_FACING, *ANYTHING},
+    "numpy": {"simulator", "runtime", *TORCH_FACING, *ANYTHING},
+    "cuda": {"runtime"},
+    "click": {"cli"},
+    "rich": {"cli", "profiles"},
+    "triton": {"profiles"},
+    "safetensors": {"layer"},
+    **{engine: {"engines"} for engine in ("vllm", "sglang")},
+}
+CUDA_MODULE = "runtime/driver.py"
+
+# Their signatures are FlashMLA's, which engines call: the design fixes them.
+PUBLIC_API = {
+    "get_mla_metadata",
+    "flash_mla_with_kvcache",
+    "flash_mla_sparse_fwd",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "is_supported",
+    "workspace_size",
+}
+# Those of adapters are their engine's.
+ENGINE_API = {"supports_combination"}
+
+# A kernel's parameters are its ABI, and a host function's are what it passes on.
+DEVICE_DECORATORS = {"kernel", "jit"}
+
+# Rooms and files that may tell one architecture from another: simulate() has a default, every GPU of the table has one, and tile costs
+# are those of a kernel on one of them.
+KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/device.py", "profiles/roofline.py", "profiles/model/tile_costs.py"}
+
+READS_ENVIRONMENT = ("runtime/library.py", "cli/")
+
+
+def sources() -> dict[str, str]:
+    """Every shipped source file, by its path inside the package, such as "cli/build.py"."""
+    package = ROOT / "cute_mla"
+    found = sorted(glob("**/*.py", root_dir=package, recursive=True))  # noqa: PTH207  # unlike Path.glob it follows the links
+    return {name: (package / name).read_text() for name in found}
+
+
+def sources_of_tests() -> dict[str, str]:
+    """Every test file, by its path in the tree."""
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
+
+
+def room_of(name: str) -> str:
+    """The room that a file or a module's path lies in: its first folder, or its own name at the top."""
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def sizes(name: str, text: str) -> Iterator[str]:
+    """Files, functions and signatures that are too long to read in one sitting."""
+    lines = len(text.splitlines())
+    if lines > MAX_FILE_LINES:
+        yield f"{name}: {lines} lines, limit: {MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        length = (node.end_lineno or node.lineno) - first_line(name, node) + 1
+        if length > MAX_FUNCTION_LINES:
+            yield f"{name}:{node.lineno}: {node.name} has {length} lines, limit: {MAX_FUNCTION_LINES}"
+        arguments = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        count = len([argument for argument in arguments if argument not in ("self", "cls")])
+        if count > MAX_PARAMETERS and not is_exempt(name, node):
+            yield f"{name}:{node.lineno}: {node.name} has {count} parameters, limit: {MAX_PARAMETERS}"
+
+
+def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether something else decides a function's parameters: the kernel ABI or the public API."""
+    for decorator in node.decorator_list:
+        target = decorator.func if isinstance(decorator, ast.Call) else decorator
+        if isinstance(target, ast.Attribute) and target.attr in DEVICE_DECORATORS:
+            return True
+    return is_public(name, node) or (room_of(name) == "engines" and node.name in ENGINE_API)
+
+
+def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function is part of the API, or a test's stand-in for one."""
+    return node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}
+
+
+def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Where a function begins to count: a public one behind its signature and its docstring, which are its reference page."""
+    if not is_public(name, node):
+        return node.lineno
+    body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+    return body[0].lineno
+
+
+def environment(name: str, text: str) -> Iterator[str]:
+    """Behaviour that depends on the environment: only the artefacts' place and the log level may."""
+    if name.startswith(READS_ENVIRONMENT):
+        return
+    for node in ast.walk(ast.parse(text)):
+        used = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
+        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in alias.name for alias in node.names)
+        if used or imported:
+            yield f"{name}:{node.lineno}: reads the environment"
+
+
+def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import, those inside functions too; `from a import b` gives a.b."""
+    around = ["cute_mla", *name.split("/")[:-1]]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = around[: len(around) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def layering(name: str, text: str) -> Iterator[str]:
+    """Imports that do not point up the list of rooms, and packages from elsewhere that a room may not need."""
+    room = room_of(name)
+    if room == "__init__":
+        return
+    for line, module in imported_modules(name, text):
+        outer, *inner = module.split(".")
+        if outer == "cute_mla" and inner:
+            target = inner[0]
+            known = target in MAY_IMPORT or target in ANYTHING
+            if known and target != room and room not in ANYTHING and target not in MAY_IMPORT[room]:
+                yield f"{name}:{line}: {room} imports {target}"
+        elif outer in OUTSIDE and (room not in OUTSIDE[outer] or (outer == "cuda" and name != CUDA_MODULE)):
+            yield f"{name}:{line}: {room} imports {outer}"
+
+
+def names(name: str, _: str) -> Iterator[str]:
+    """Modules named after nothing, and rooms that the list above does not know."""
+    if Path(name).stem in ("utils", "util", "helpers", "common", "misc"):
+        yield f"{name}: say what is in it"
+    if room_of(name) not in {*MAY_IMPORT, *ANYTHING, "__init__"}:
+        yield f"{name}: a room that the rules do not know"
+
+
+def architectures(name: str, text: str) -> Iterator[str]:
+    """Code that asks which architecture it serves, outside the rooms that know them apart."""
+    if room_of(name) in KNOW_ARCHITECTURES or name in KNOW_ARCHITECTURES:
+        return
+    for node in ast.walk(ast.parse(text)):
+        named = node.id if isinstance(node, ast.Name) else node.name if isinstance(node, ast.alias) else None
+        written = node.value if isinstance(node, ast.Constant) else None
+        if named in {arch.upper() for arch in ARCHS} or written in ARCHS or written in ALIASES:
+            yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
+
+
+Rule = Callable[[str, str], Iterator[str]]
+
+
+@pytest.mark.parametrize("rule", [sizes, environment, layering, names, architectures])
+def test_the_sources_keep_the_rule(rule: Rule) -> None:
+    found = [violation for name, text in sources().items() for violation in rule(name, text)]
+    assert not found, "\n".join(found)
+
+
+def test_the_tests_keep_the_sizes() -> None:
+    found = [violation for name, text in sources_of_tests().items() for violation in sizes(name, text)]
+    assert not found, "\n".join(found)
+
+
+def test_every_room_is_looked_at() -> None:
+    rooms = {room_of(name) for name in sources()}
+    assert rooms >= {"spec", "manifest", "kernels", "aot_build", "simulator", "runtime", "api", "testing", "cli", "profiles"}
+
+
+LONG_FUNCTION = "def f():\n" + "    pass\n" * MAX_FUNCTION_LINES
+NINE = "a, b, c, d, e, f, g, h, i"
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text", "message"),
+    [
+        (sizes, "spec/x.py", "\n" * 601, "spec/x.py: 601 lines"),
+        (sizes, "spec/x.py", LONG_FUNCTION, "f has 81 lines"),
+        (sizes, "spec/x.py", f"def f({NINE}): pass", "f has 9 parameters"),
+        (sizes, "spec/x.py", f"class A:\n    def f(self, {NINE[:-6]}, *, {NINE[-4:]}): pass", "f has 9 parameters"),
+        (sizes, "api.py", LONG_FUNCTION.replace("f()", "is_supported()") + "    pass\n", "is_supported has 81 lines"),
+        (sizes, "spec/x.py", f"def get_mla_metadata({NINE}): pass", "get_mla_metadata has 9 parameters"),
+        (environment, "runtime/device.py", "import os\nos.environ['X']", "runtime/device.py:2: reads the environment"),
+        (environment, "aot_build/x.py", "from os import environ", "reads the environment"),
+        (environment, "spec/x.py", "import os\nos.getenv('X')", "reads the environment"),
+        (layering, "spec/x.py", "from ..manifest import Manifest", "spec imports manifest"),
+        (layering, "spec/x.py", "from .. import manifest", "spec imports manifest"),
+        (layering, "runtime/x.py", "def f():\n    from cute_mla.kernels import definition", "runtime/x.py:2: runtime imports kernels"),
+        (layering, "runtime/x.py", "import cute_mla.api", "runtime imports api"),
+        (layering, "runtime/x.py", "import cutlass.cute as cute", "runtime imports cutlass"),
+        (layering, "api.py", "from .manifest import Manifest", "api imports manifest"),
+        (layering, "api.py", "import cutlass", "api imports cutlass"),
+        (layering, "api.py", "from vllm import envs", "api imports vllm"),
+        (layering, "api.py", "from .engines import vllm", "api imports engines"),
+        (layering, "simulator/isa/x.py", "from ...runtime import driver", "simulator imports runtime"),
+        (layering, "kernels/combine/x.py", "import torch", "kernels imports torch"),
+        (layering, "runtime/device.py", "from cuda.bindings import driver", "runtime imports cuda"),
+        (layering, "aot_build/x.py", "from cute_mla.runtime.library import artifacts_folder", "aot_build imports runtime"),
+        (architectures, "api.py", "if device.arch.name == 'sm100': pass", "api.py:1: names the architecture sm100"),
+        (architectures, "testing/x.py", "from ..spec.arch import SM90", "names the architecture SM90"),
+        (architectures, "support.py", "x = {'sm103': 1}", "names the architecture sm103"),
+        (names, "runtime/utils.py", "", "say what is in it"),
+        (names, "extras/x.py", "", "a room that the rules do not know"),
+    ],
+)
+def test_each_rule_finds_a_breach(rule: Rule, name: str, text: str, message: str) -> None:
+    found = list(rule(name, text))
+    assert len(found) == 1
+    assert message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "text"),
+    [
+        (sizes, "spec/x.py", LONG_FUNCTION.removesuffix("    pass\n")),
+        (sizes, "spec/x.py", "\n" * 600),
+        (sizes, "kernels/x.py", f"@cute.kernel\ndef f({NINE}): pass"),
+        (sizes, "kernels/x.py", f"@cute.jit(a=1)\ndef f({NINE}): pass"),
+        (sizes, "api.py", f"def get_mla_metadata({NINE}): pass"),
+        (sizes, "engines/vllm/x.py", f"def supports_combination({NINE}): pass"),
+        (sizes, "api.py", LONG_FUNCTION.replace("f():", "is_supported():\n    'What it is.'")),
+        (environment, "runtime/library.py", "import os\nos.environ['X']"),
+        (environment, "cli/verify.py", "import os\nos.environ['X']"),
+        (architectures, "kernels/combine/kernel.py", "if arch.name == 'sm100': pass"),
+        (architectures, "api.py", "'Blackwell is called sm100.'\nfrom .spec.arch import ARCHS\narch.tmem_columns"),
+        (layering, "runtime/driver.py", "from cuda.bindings import driver"),
+        (layering, "kernels/combine/kernel.py", "import cutlass\nfrom ..definition import KernelDefinition\nfrom cute_mla.spec import abi"),
+        (layering, "api.py", "import torch\nfrom .runtime.device import simulate"),
+        (layering, "cli/x.py", "from cute_mla.aot_build.build import build_all"),
+    ],
+)
+def test_no_rule_objects_to_what_is_allowed(rule: Rule, name: str, text: str) -> None:
+    assert list(rule(name, text)) == []

@@ -1,0 +1,92 @@
+"""What an installation gives: lazy public names, and the pins. The wheel has tests of its own."""
+
+from __future__ import annotations
+
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools.config.expand import read_attr
+
+import cute_mla
+from tests.support.tree import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def python(script: str) -> str:
+    """Runs a script in a fresh interpreter and returns what it prints."""
+    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of the heavy packages a statement loads."""
+    heavy = ("torch", "numpy", "cutlass", "cuda.bindings", "click", "rich")
+    return set(python(f"import sys\n{statement}\nprint(*(name for name in {heavy} if name in sys.modules))").split())
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert loaded_by("import cute_mla") == set()
+
+
+def test_the_api_loads_no_more_than_torch_does() -> None:
+    loaded = loaded_by("from cute_mla import flash_mla_with_kvcache, get_mla_metadata, simulate, workspace_size")
+    assert "torch" in loaded
+    assert loaded <= loaded_by("import torch")  # which imports cuda.bindings itself where it is installed
+
+
+def test_every_public_name_is_found_where_it_is_promised() -> None:
+    for name in cute_mla.__all__:
+        assert getattr(cute_mla, name) is not None
+        assert name in dir(cute_mla)
+    assert issubclass(cute_mla.SimulationError, RuntimeError)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'cute_mla' has no attribute 'flash_mla'"):
+        cute_mla.flash_mla  # noqa: B018  # the access is the test
+
+
+def test_one_version() -> None:
+    assert "version" not in PROJECT
+    assert read_attr("cute_mla.__version__", root_dir=ROOT) == cute_mla.__version__
+    assert set(re.findall(r"cute_mla-(\d[\d.]*)-", (ROOT / "README.md").read_text())) == {cute_mla.__version__}
+
+
+def test_the_version_is_read_without_imports() -> None:
+    read = "from setuptools.config.expand import read_attr; read_attr('cute_mla.__version__')"
+    assert loaded_by(f"{read}; assert 'cute_mla' not in sys.modules") == set()
+
+
+def test_the_constraints_hold_the_pins_of_the_project() -> None:
+    constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    assert constraints["torch"] == "2.13.0"
+    listed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["build"], *PROJECT["optional-dependencies"]["dev"]]
+    for requirement in listed:
+        name, version = re.match(r"([\w-]+)(?:\[\w+\])?(?:==(\S+))?", requirement).groups()  # type: ignore[union-attr]
+        assert name in constraints
+        assert version in (None, constraints[name])
+
+
+def test_ci_runs_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & stat.S_IXUSR
+    assert "make test" in script.read_text()
+
+
+def test_make_test_begins_with_the_commands_of_the_hooks() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^lint: setup\n((?:\t.+\n)+)", makefile, re.MULTILINE)
+    commands = re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
+    assert {command.split()[0] for command in commands} == {"ruff", "mypy"}
+    assert re.findall(r"entry: \.venv/bin/(.+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE) == commands
+    assert re.findall(r"^(test\S*): lint\b", makefile, re.MULTILINE) == ["test", "test-full"]
+
+
+@pytest.mark.parametrize("folder", ["cli", "aot_build", "profiles"])
+def test_the_links_lead_to_the_folders_at_the_top(folder: str) -> None:
+    assert (ROOT / "cute_mla" / folder).readlink() == Path("..", folder)

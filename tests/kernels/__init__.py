@@ -1,0 +1,1 @@
+"""Tests of single kernels on the simulator, below the runtime."""

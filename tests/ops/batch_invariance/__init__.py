@@ -1,0 +1,1 @@
+"""Tests of batch invariance, for every operation."""

@@ -1,0 +1,172 @@
+"""Batch invariance of the kernels that move keys: a key's bytes are its own, whatever is written or gathered beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
+from cute_mla.spec.cache_format import FP8_584, LATENT
+from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns
+from cute_mla.spec.mla import D_ROPE
+from cute_mla.testing.case import DTYPES, normal
+from cute_mla.testing.cases import UNUSED_TABLE_ENTRY
+from tests.ops.batch_invariance.contracts import Call, ConfigCase, Contract, Picks, elsewhere, in_order, own_rows, widened
+from tests.support.bench import Bench, Result
+
+PAGE_SIZE, PAGES = 32, 3
+LENGTHS = (9, 0, 40, 1, 5)
+Case = ConfigCase[CacheRowsConfig]
+
+
+def new_cache(case: Case, page_size: int, pages: int = PAGES) -> Tensor:
+    """All bytes 0xFF."""
+    if case.config.format in (LATENT, FP8_576):
+        dtype = torch.float8_e4m3fn if case.config.format is FP8_576 else _dtype(case)
+        return torch.full((pages, page_size, 1, 576 * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
+    return empty_cache(case.config.cache, pages, page_size, fill=0xFF)
+
+
+def _dtype(case: Case) -> torch.dtype:
+    return DTYPES.get(case.config.dtype, torch.bfloat16)
+
+
+def key_bytes(case: Case, cache: Tensor, slot: int) -> Tensor:
+    """uint8 [bytes of a key]."""
+    page, row = divmod(slot, cache.shape[1])
+    if case.config.format is not FP8_584:
+        return cache.view(torch.uint8)[page, row].flatten()
+    of_page, rows, scales = cache[page].flatten(), FP8_584.row_bytes, FP8_584.scale_bytes
+    first = cache.shape[1] * rows + row * scales
+    padding = torch.zeros(scales - FP8_584.groups, dtype=torch.uint8)  # of the byte behind the scales nothing is said
+    return torch.cat([of_page[row * rows : (row + 1) * rows], of_page[first : first + FP8_584.groups], padding])
+
+
+def scale_of(case: Case) -> Tensor | None:
+    """descale_k."""
+    return torch.tensor([0.0137]) if case.config.format is FP8_576 else None
+
+
+# ---------------------------------------------------------------- cache_write
+
+
+@dataclass(frozen=True)
+class Written:
+    """New keys and their slots in pages of so many."""
+
+    kv_c: Tensor
+    k_pe: Tensor
+    slots: Tensor
+    page_size: int = PAGE_SIZE
+
+
+def _write_make(case: Case) -> Written:
+    """Keys of very different sizes."""
+    sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0, 4.0])[:, None]
+    draw = torch.Generator().manual_seed(7)
+    kv_c, k_pe = (sizes * normal((5, columns), draw) for columns in (latent_columns(case.config.format), D_ROPE))
+    return Written(kv_c.to(_dtype(case)), k_pe.to(_dtype(case)), torch.tensor([40, 3, 70, 4, 31]))
+
+
+def _write_taken(case: Case, operands: Written, picks: Picks, moved: bool) -> Call:
+    """Every key of the call to a slot of its own; moved: in pages of another size, by a mapping of the other type."""
+    slots = elsewhere(PAGES * PAGE_SIZE)[int(moved)][: len(picks)]
+    keys = operands.kv_c[list(picks)], operands.k_pe[list(picks)]
+    return case, Written(*keys, slots.int(), PAGE_SIZE // 2) if moved else replace(operands, kv_c=keys[0], k_pe=keys[1], slots=slots)
+
+
+def _write(case: Case, operands: Written) -> Result:
+    cache = new_cache(case, operands.page_size, PAGES * PAGE_SIZE // operands.page_size)
+    write_kv_cache(operands.kv_c, operands.k_pe, cache, operands.slots, descale_k=scale_of(case))
+    return (torch.stack([key_bytes(case, cache, slot) for slot in operands.slots.tolist()]),)
+
+
+def _write_run(bench: Bench, case: Case, operands: Written) -> Result:
+    with cute_mla.simulate(bench.arch, case.sm_count):
+        return _write(case, operands)
+
+
+def _write_expect(case: Case, operands: Written, results: Result) -> None:
+    """Plain torch, outside of the device, does the same."""
+    assert torch.equal(results[0], _write(case, operands)[0])
+
+
+# ---------------------------------------------------------------- cache_gather
+
+
+class Gathered(NamedTuple):
+    """A cache, and how many keys are wanted of each of the requests."""
+
+    k_cache: Tensor
+    block_table: Tensor
+    lengths: tuple[int, ...]
+
+
+def _gather_make(case: Case) -> Gathered:
+    """Written by plain torch."""
+    cache = new_cache(case, PAGE_SIZE, 8)
+    draw = torch.Generator().manual_seed(8)
+    kv_c, k_pe = (normal((8 * PAGE_SIZE, columns), draw).to(_dtype(case)) for columns in (latent_columns(case.config.format), D_ROPE))
+    write_kv_cache(kv_c, k_pe, cache, torch.arange(8 * PAGE_SIZE), descale_k=scale_of(case))
+    return Gathered(cache, torch.tensor([[5, -1], [-1, -1], [2, 7], [0, -1], [3, -1]], dtype=torch.int32), LENGTHS)
+
+
+def _gather_taken(case: Case, operands: Gathered, picks: Picks, moved: bool) -> Call:
+    cache, table = operands.k_cache, operands.block_table[list(picks)]
+    if moved:
+        order, place = elsewhere(len(cache))
+        used = table >= 0
+        table = widened(torch.where(used, place[table.clamp(min=0).long()].int(), table), 3, UNUSED_TABLE_ENTRY)
+        cache = in_order(cache, order)
+    return case, Gathered(cache, table, tuple(operands.lengths[pick] for pick in picks))
+
+
+def _starts(operands: Gathered) -> list[int]:
+    return list(accumulate(operands.lengths, initial=0))
+
+
+def _gather(case: Case, operands: Gathered) -> Result:
+    starts = _starts(operands)
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    dtype = None if case.config.format is LATENT else _dtype(case)
+    return (gather_kv_cache(operands.k_cache, operands.block_table, offsets, starts[-1], descale_k=scale_of(case), dtype=dtype),)
+
+
+def _gather_of(operands: Gathered, results: Result, place: int) -> Result:
+    first, end = list(pairwise(_starts(operands)))[place]
+    return (results[0][first:end],)
+
+
+def _gather_run(bench: Bench, case: Case, operands: Gathered) -> Result:
+    with cute_mla.simulate(bench.arch, case.sm_count):
+        return _gather(case, operands)
+
+
+def _gather_expect(case: Case, operands: Gathered, results: Result) -> None:
+    """Plain torch, outside of the device, does the same."""
+    assert torch.equal(results[0], _gather(case, operands)[0])
+
+
+MOVING: dict[str, Contract] = {
+    "cache_write": Contract(
+        tuple(ConfigCase(config) for config in closed_variants()),
+        _write_taken,
+        own_rows,
+        make=_write_make,
+        run=_write_run,
+        expect=_write_expect,
+    ),
+    "cache_gather": Contract(
+        tuple(ConfigCase(config) for config in closed_variants()),
+        _gather_taken,
+        _gather_of,
+        make=_gather_make,
+        run=_gather_run,
+        expect=_gather_expect,
+    ),
+}

@@ -1,0 +1,129 @@
+"""Batch invariance as a contract: a request has the same bits alone, in any batch, on any device size, wherever its keys lie.
+
+Every kernel of the closed list is held to it; see contracts.py for what a request is, op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from cute_mla.aot_build.variants import OPS, Variant, closed_variants
+from cute_mla.spec.arch import ARCHS, Arch
+from tests.ops.batch_invariance.cache_contracts import MOVING
+from tests.ops.batch_invariance.contracts import COMPUTING, CUT_CONTRACTS, WITHIN, Contract
+from tests.support.bench import Bench, Result, identical
+
+CONTRACTS = {**COMPUTING, **MOVING}
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A call of some of the requests, in this order, on so many SMs. moved: as in Contract."""
+
+    picks: tuple[int, ...]
+    sm_count: int
+    moved: bool = False
+
+
+def arrangements(requests: int) -> tuple[Arrangement, ...]:
+    """One request alone; all of them shuffled; and twice as many, everything moved."""
+    everyone = tuple(range(requests))
+    shuffled = tuple(sorted(everyone, key=lambda request: (request * 3 + 1) % requests))
+    return Arrangement((0,), 14), Arrangement(shuffled, 1), Arrangement((*everyone[1:], *everyone[::-1], 0), 5, moved=True)
+
+
+def on_every_device(requests: int) -> tuple[Arrangement, ...]:
+    """Every request alone, and all of them, on small devices and on those that there are."""
+    alone = tuple(Arrangement((request,), 7) for request in range(requests))
+    return *alone, *(replace(others, sm_count=count) for count in (2, 8, 132, 148) for others in arrangements(requests)[1:])
+
+
+def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangement, ...]) -> Iterator[tuple[Arrangement, int]]:
+    """Where, and of which request, the bits are others than in a call of all requests, which itself is right."""
+    operands = contract.make(case)
+    everyone = tuple(range(contract.requests))
+    together, together_operands = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
+    contract.expect(case, together_operands, together)
+    for arrangement in wanted:
+        results, own = run(contract, bench, case, operands, arrangement)
+        for place, request in enumerate(arrangement.picks):
+            if not identical(contract.of(own, results, place), contract.of(together_operands, together, request)):
+                yield arrangement, request
+
+
+def run(contract: Contract, bench: Bench, case: Any, operands: Any, arrangement: Arrangement) -> tuple[Result, Any]:
+    """The results of an arrangement, and its operands."""
+    call, own = contract.taken(case, operands, arrangement.picks, arrangement.moved)
+    return contract.run(bench, replace(call, sm_count=arrangement.sm_count), own), own
+
+
+def variants(contracts: dict[str, Contract]) -> list[Any]:
+    """Those of these contracts' ops, of every architecture. The first of those of an op that read operands of a kind is quick to test;
+    the others are marked slow."""
+    found, seen = [], set()
+    for arch in ARCHS.values():
+        for variant in closed_variants(arch, tuple(contracts)):
+            kind = (variant.op, arch.name, *(getattr(variant.config, name, None) for name in ("cache", "operands")))
+            found.append(pytest.param(variant, id=variant.name, marks=[pytest.mark.slow] if kind in seen else []))
+            seen.add(kind)
+    return found
+
+
+def of_every_type(op: str) -> list[Any]:
+    """The first variant of every architecture, type and kind of operands."""
+    found: dict[tuple[Any, ...], Variant] = {}
+    for arch in ARCHS.values():
+        for variant in closed_variants(arch, (op,)):
+            kind = (arch.name, *(getattr(variant.config, name, None) for name in ("dtype", "cache", "operands")))
+            found.setdefault(kind, variant)
+    return [pytest.param(variant, id=variant.name) for variant in found.values()]
+
+
+def test_every_op_has_a_contract() -> None:
+    assert {*CONTRACTS, *WITHIN} == set(OPS)
+    assert not CONTRACTS.keys() & WITHIN.keys()
+    assert CUT_CONTRACTS.keys() == {op for op, contract in CONTRACTS.items() if contract.flag}
+    assert {op for ops in WITHIN.values() for op in ops} <= CUT_CONTRACTS.keys()
+
+
+@pytest.mark.parametrize("variant", variants(CONTRACTS))
+def test_a_request_has_its_own_bits(variant: Variant) -> None:
+    contract = CONTRACTS[variant.op]
+    case = contract.case_for(variant.arch, variant.config)
+    assert getattr(case, "batch_invariant", False) == contract.flag
+    assert not list(broken(contract, Bench(variant.arch), case, arrangements(contract.requests)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(CONTRACTS))
+def test_a_request_has_its_own_bits_on_every_device(variant: Variant) -> None:
+    contract = CONTRACTS[variant.op]
+    case = contract.case_for(variant.arch, variant.config)
+    assert not list(broken(contract, Bench(variant.arch), case, on_every_device(contract.requests)))
+
+
+@pytest.mark.parametrize("op", CUT_CONTRACTS)
+def test_a_request_that_is_cut_has_its_own_bits(op: str) -> None:
+    contract, variant = CUT_CONTRACTS[op], closed_variants(next(iter(ARCHS.values())), (op,))[0]
+    case = contract.case_for(variant.arch, variant.config)
+    assert not list(broken(contract, Bench(variant.arch), case, (Arrangement((0,), 14, moved=True),)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [variant for op in CUT_CONTRACTS for variant in of_every_type(op)])
+def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) -> None:
+    contract = CUT_CONTRACTS[variant.op]
+    case = contract.case_for(variant.arch, variant.config)
+    assert not list(broken(contract, Bench(variant.arch), case, arrangements(contract.requests)))
+
+
+@pytest.mark.parametrize("op", CUT_CONTRACTS)
+def test_a_plan_that_depends_on_the_sm_count_breaks_the_contract(arch: Arch, op: str) -> None:
+    """Which is what calls without the flag have."""
+    contract, variant = CONTRACTS[op], closed_variants(arch, (op,))[0]
+    case = replace(contract.case_for(arch, variant.config), batch_invariant=False)
+    assert list(broken(contract, Bench(arch), case, arrangements(contract.requests)))

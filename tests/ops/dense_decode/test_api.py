@@ -1,0 +1,353 @@
+"""The public functions: what they launch with which arguments, what they allocate, and how plans are reused."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla.api import MlaSchedule
+from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.ops.dense_decode.dense_call import Call
+from tests.support.dispatch_modes import Allocations, NoReads
+from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+from tests.support.tree import ROOT
+
+SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
+
+
+def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
+    call = Call(s_q=2, h_q=128)
+    out, lse = call.run(causal=True)
+    plan, decode, combine = device.launches
+    names = ("split_plan_{}_i32", "dense_decode_{}_bf16_cluster2", "combine_{}_bf16")
+    assert (plan.kernel, decode.kernel, combine.kernel) == tuple(name.format(device.arch.name) for name in names)
+    assert (plan.pdl, decode.pdl, combine.pdl) == (False, True, True)
+    assert (plan.grid, decode.grid, combine.grid) == ((1, 1, 1), (4, 1, 33), (4, 16, 4))
+    assert (out.shape, out.dtype) == ((2, 2, 128, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 128, 2), torch.float32)
+
+
+def test_split_plan_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=3)
+    metadata, num_splits = call.form_a()
+    (plan,) = device.launches
+    parts = 132 // row_ctas(device, 64)
+    assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((parts, 8), torch.int32, (4,), torch.int32)
+    assert plan.args == {
+        "lengths": call.cache_seqlens,
+        "extra_lengths": None,
+        "plan": metadata,
+        "num_splits": num_splits,
+        "batch": 3,
+        "num_parts": parts,
+        "max_keys": (1 << 31) - 1,
+        "extra_max_keys": 0,
+    }
+
+
+def test_dense_decode_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=3, h_q=24, h_kv=3, page_size=32, pages_per_request=7, dtype=torch.float16)
+    out, lse = call.run(causal=True, softmax_scale=0.25, empty_lse=-math.inf)
+    args = device.launches[1].args
+    ctas = row_ctas(device, 24)
+    assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_fp16_cluster{ctas}"
+    assert device.launches[1].grid == (ctas, 3, 44 // ctas)
+    assert args["kv_map"] == TensorMap(
+        "fp16", call.k_cache.data_ptr(), (576, 3, 32, 20), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
+    )
+    assert args["q"] is call.q
+    assert args["block_table"] is call.block_table
+    assert args["cache_seqlens"] is call.cache_seqlens
+    assert (args["out"], args["lse"]) == (out, lse) or (args["out"] is out and args["lse"] is lse)
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 576, 24 * 576, 576]
+    assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
+    assert [args[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 3, 1]
+    assert args["table_stride"] == 7
+    assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
+    assert args["empty_lse"] == -math.inf
+    assert {param.name: args[param.name] for param in PARAMS["dense_decode"] if param.kind is ParamKind.INT32} == {
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "causal": 1, "batch": 2,
+        "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
+    }  # fmt: skip
+
+
+def test_combine_arguments(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=3, h_q=24)
+    lse = torch.empty(2, 3, 24).transpose(1, 2)
+    call.run(lse=lse, empty_lse=-math.inf)
+    decode, combine = device.launches[1].args, device.launches[2].args
+    for name in ("num_splits", "out", "lse"):
+        assert combine[name] is decode[name]
+    assert [combine[name] for name in ("out_accum", "lse_accum")] == [decode[name] for name in ("out_accum", "lse_accum")]
+    assert combine["lengths"] is decode["cache_seqlens"]
+    assert (combine["extra_lengths"], combine["attn_sink"]) == (None, None)
+    assert (combine["max_keys"], combine["extra_max_keys"]) == (8 * 64, 0)
+    assert [combine[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 1, 24]
+    assert [combine[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
+    assert (combine["empty_lse"], combine["s_q"], combine["h_q"]) == (-math.inf, 3, 24)
+    assert (combine["max_splits"], combine["accum_rows"]) == (0, 2 + 132 // row_ctas(device, 72) - 1)
+
+
+def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
+    Call().run(causal=True)
+    args = device.launches[1].args
+    assert args["scale_log2"] == pytest.approx(SCALE_LOG2)
+    assert args["causal"] == 0
+    assert args["empty_lse"] == math.inf
+
+
+def test_accumulators_follow_one_another_in_the_workspace(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=2, h_q=16)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=16, device="cpu")
+    parts = 132 // row_ctas(device, 32)
+    assert nbytes == (2 + parts - 1) * 2 * 16 * 513 * 4
+    workspace = torch.empty(nbytes, dtype=torch.uint8)
+    call.run(workspace=workspace)
+    args = device.launches[1].args
+    assert args["out_accum"].data_ptr() == workspace.data_ptr()
+    assert args["lse_accum"].data_ptr() == workspace.data_ptr() + args["out_accum"].nbytes
+    rows = (2 + parts - 1) * 2 * 16
+    assert (args["out_accum"].nbytes, args["lse_accum"].nbytes) == (rows * 512 * 4, rows * 4)
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 132])
+@pytest.mark.parametrize("batch", [1, 5, 300])
+def test_workspace_size_is_what_a_call_needs(sm_count: int, batch: int, arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count).active():
+        call = Call(batch=batch, h_q=2, pages_per_request=1)
+        nbytes = cute_mla.workspace_size("dense_decode", batch=batch, s_q=1, h_q=2, device="cpu")
+        call.run(workspace=torch.empty(nbytes, dtype=torch.uint8))
+        if nbytes:
+            with pytest.raises(ValueError, match=f"workspace has {nbytes - 1} bytes; supported: at least {nbytes}"):
+                call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8))
+
+
+def test_one_part_needs_neither_workspace_nor_combine(arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count=1).active() as device:
+        Call().run()
+    assert [launch.kernel.split(f"_{arch.name}")[0] for launch in device.launches] == ["split_plan", "dense_decode"]
+    assert device.launches[1].args["out_accum"] is None
+
+
+def test_a_device_of_more_sms_than_a_plan_can_have_parts(arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count=3000).active() as device:
+        Call().run()
+    assert (device.launches[0].args["num_parts"], device.launches[1].grid) == (1024, (row_ctas(device, 64), 1, 1024))
+
+
+def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) -> None:
+    call = Call(s_q=2, h_q=128)
+    out, lse = torch.empty(2, 2, 128, 512, dtype=torch.bfloat16), torch.empty(2, 128, 2)
+    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=128, device="cpu"), dtype=torch.uint8)
+    schedule = cute_mla.get_mla_metadata()
+    for plan in (call.form_a(), schedule):
+        call.plan = plan
+        call.run(out=out, lse=lse, workspace=workspace)
+        with Allocations() as allocations:
+            result = call.run(out=out, lse=lse, workspace=workspace)
+        assert allocations.seen == []
+        assert result[0] is out
+        assert result[1] is lse
+    with Allocations() as allocations:
+        call.run()
+    assert len(allocations.seen) == 3, "out, lse and workspace, once each"
+
+
+def test_lengths_are_never_read_by_the_host(device: RecordingDevice) -> None:
+    call = Call()
+    with NoReads():
+        call.run()
+        call.form_a()
+        with pytest.raises(AssertionError):
+            call.cache_seqlens[0].item()
+
+
+def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
+    call = Call()
+    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
+    out, lse = call.run(workspace=workspace)
+    plan = device.launches[0].args
+    written = (out, lse, workspace, plan["plan"], plan["num_splits"])
+    assert {tensor.data_ptr() for tensor in written} == set(device.poisoned)
+
+
+def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
+    call = Call(batch=2, s_q=2, h_q=8, pages=4)
+    call.q = torch.zeros(2, 3, 20, 601, dtype=torch.bfloat16)[:, 1:, 5:13, 7:583]
+    call.k_cache = torch.zeros(4, 3, 64, 1, 640, dtype=torch.bfloat16)[:, 1, :, :, 64:]
+    call.block_table = torch.zeros(2, 50, dtype=torch.int32)[:, :8]
+    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
+    call.run(out=out)
+    args = device.launches[1].args
+    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 601, 20 * 601, 601]
+    assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
+    assert args["kv_map"].strides == (1152, 1280, 3 * 64 * 1280)  # the stride of the single KV head is made up
+    assert args["kv_map"].address == call.k_cache.data_ptr()
+    assert args["table_stride"] == 50
+
+
+@pytest.mark.parametrize(
+    ("operand", "stride", "offset", "alignment"),
+    [
+        ("q", 576, 0, 16),
+        ("q", 577, 0, 2),
+        ("q", 578, 1, 2),
+        ("q", 578, 0, 4),
+        ("q", 580, 8, 8),
+        ("q", 584, 8, 16),
+        ("q", 584, 4, 8),
+        ("out", 513, 0, 2),
+        ("out", 514, 1, 2),
+        ("out", 514, 2, 4),
+        ("out", 520, 8, 16),
+        ("out", 520, 4, 8),
+    ],
+)
+@pytest.mark.parametrize(("arch", "wide", "fast", "slow"), [(SM90, 4, "cluster2", "cluster1"), (SM100, 16, "cluster2", "cluster2")])
+def test_rows_that_are_not_aligned_take_the_variant_for_single_elements(
+    operand: str, stride: int, offset: int, alignment: int, arch: Arch, wide: int, fast: str, slow: str
+) -> None:
+    call = Call(batch=1, h_q=128)
+    columns = {"q": 576, "out": 512}[operand]
+    strided = torch.zeros(128 * stride + offset, dtype=torch.bfloat16).as_strided((1, 1, 128, columns), (7, 7, stride, 1), offset)
+    if operand == "q":
+        call.q = strided
+    with RecordingDevice(arch).active() as device:
+        call.run(**({"out": strided} if operand == "out" else {}))
+    expected = fast if alignment >= wide else f"{slow}_elements"
+    assert device.launches[1].kernel == f"dense_decode_{arch.name}_bf16_{expected}"
+
+
+def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) -> None:
+    for call in (Call(batch=0), Call(s_q=0)):
+        out, lse = call.run(workspace=torch.empty(0, dtype=torch.uint8))
+        assert out.shape == (call.batch, call.s_q, 64, 512)
+        assert lse.shape == (call.batch, 64, call.s_q)
+    metadata, num_splits = Call(batch=0).form_a()
+    assert device.launches == []
+    assert metadata.shape == (132 // row_ctas(device, 64), 8)
+    assert num_splits.tolist() == [0]
+
+
+@pytest.mark.parametrize("h_q", [1, 3, 9, 63, 64, 65, 126, 128])
+def test_number_of_query_heads_decides_the_grid(device: RecordingDevice, h_q: int) -> None:
+    Call(h_q=h_q).run()
+    ctas = row_ctas(device, h_q)
+    assert ctas == (1 if h_q <= 64 and device.arch is SM90 else 2)
+    assert device.launches[1].grid == (ctas, 1, 132 // ctas)
+    assert device.launches[1].kernel.endswith(f"cluster{ctas}")
+
+
+@pytest.mark.parametrize(("rows", "hopper", "blackwell"), [(1, 1, 2), (64, 1, 2), (65, 2, 2), (128, 2, 2), (129, 3, 4), (257, 5, 6)])
+def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevice, rows: int, hopper: int, blackwell: int) -> None:
+    ctas = {SM90: hopper, SM100: blackwell}[device.arch]
+    metadata, _ = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), rows, 1)
+    assert metadata.shape == (132 // ctas, 8)
+    call = Call(s_q=rows, h_q=1)
+    call.plan = metadata, torch.zeros(3, dtype=torch.int32)
+    call.run()
+    assert device.launches[-2].grid == (ctas, 1, 132 // ctas)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=rows, h_q=1, device="cpu")
+    assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
+
+
+def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
+    call = Call(plan=cute_mla.get_mla_metadata())
+    schedule = call.plan[0]
+    assert isinstance(schedule, MlaSchedule)
+    assert schedule.tile_scheduler_metadata is None
+    for _ in range(3):
+        call.run()
+    assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 1
+    assert schedule.tile_scheduler_metadata is not None
+    assert all(launch.args["plan"] is schedule.tile_scheduler_metadata for launch in device.launches if "plan" in launch.args)
+
+
+def test_schedule_with_other_lengths_is_used_again(device: RecordingDevice) -> None:
+    call = Call(plan=cute_mla.get_mla_metadata())
+    call.run()
+    call.cache_seqlens = torch.ones(2, dtype=torch.int32)
+    call.run()
+    assert device.launches[-2].args["cache_seqlens"] is call.cache_seqlens
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": 3}, "batch 3 after 2"),
+        ({"s_q": 2}, "s_q 2 after 1"),
+        ({"h_q": 32}, "h_q 32 after 64"),
+        ({"h_kv": 2}, "h_kv 2 after 1"),
+        ({"page_size": 128}, "page_size 128 after 64"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, int], said: str) -> None:
+    plan = cute_mla.get_mla_metadata()
+    Call(plan=plan).run()
+    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
+        replace(Call(plan=plan), **change).run()
+
+
+def test_batch_invariant_call(device: RecordingDevice) -> None:
+    call = Call(batch=3, h_q=2, pages_per_request=300)
+    limit = 300 * 64
+    call.run(batch_invariant=True)
+    _, decode, combine = (launch.args for launch in device.launches)
+    for args in (decode, combine):
+        assert (args["max_splits"], args["accum_rows"]) == (3, 9)
+    nbytes = cute_mla.workspace_size("dense_decode", batch=3, s_q=1, h_q=2, batch_invariant=True, max_cache_seqlen=limit, device="cpu")
+    assert nbytes == 3 * 3 * 2 * 513 * 4 == decode["out_accum"].nbytes + decode["lse_accum"].nbytes
+
+
+def test_batch_invariant_short_requests_are_not_split(device: RecordingDevice) -> None:
+    call = Call(pages_per_request=128)
+    call.run(batch_invariant=True)
+    assert len(device.launches) == 2
+    assert (device.launches[1].args["max_splits"], device.launches[1].args["accum_rows"]) == (1, 0)
+    assert cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, batch_invariant=True, max_cache_seqlen=8192, device="cpu") == 0
+
+
+def test_one_plan_serves_both_kinds_of_calls_and_tables_of_any_width(device: RecordingDevice) -> None:
+    call = Call(pages_per_request=300)
+    for plan in (call.form_a(), cute_mla.get_mla_metadata()):
+        for invariant in (False, True):
+            for width in (300, 30):
+                call.plan, call.block_table = plan, torch.zeros(2, width, dtype=torch.int32)
+                call.run(batch_invariant=invariant)
+                decode = device.launches[-1 if device.launches[-1].kernel.startswith("dense") else -2].args
+                assert decode["max_keys"] == width * 64
+    assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 2
+
+
+def test_copied_plans_are_taken(device: RecordingDevice) -> None:
+    call = Call()
+    metadata, num_splits = call.form_a()
+    call.plan = metadata.clone(), num_splits.clone()
+    call.run()
+    assert device.launches[-2].args["plan"] is call.plan[0]
+
+
+def test_import_is_light() -> None:
+    code = """
+import time, torch, sys
+before = set(sys.modules)  # torch loads CUDA bindings where it finds some
+start = time.perf_counter()
+import cute_mla
+cute_mla.flash_mla_with_kvcache, cute_mla.is_supported, cute_mla.DeviceError
+print(time.perf_counter() - start)
+print([name for name in set(sys.modules) - before if name.split(".")[0] in ("cutlass", "cuda") or name.startswith("cute_mla.kernels")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    seconds, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert float(seconds) < 5, "far beyond its goal of 0.3 s, whatever the machine"

@@ -1,0 +1,113 @@
+"""Dense decode over an e4m3 cache: what is launched with which arguments, and the errors that only such calls can raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cute_mla.spec.dense_decode import DenseDecodeConfig, tiling
+from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.ops.dense_decode.dense_call import Call
+from tests.support.recording_device import RecordingDevice
+
+E4M3 = torch.float8_e4m3fn
+
+
+@dataclass
+class Fp8Call(Call):
+    """A call over an e4m3 cache, with queries of `dtype` or, if q_fp8, e4m3 ones."""
+
+    q_fp8: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.k_cache = self.k_cache.to(E4M3)
+        if self.q_fp8:
+            self.q = self.q.to(E4M3)
+
+
+def decode_args(device: RecordingDevice) -> dict[str, Any]:
+    """The arguments of the last launch of dense decode."""
+    return next(launch.args for launch in reversed(device.launches) if "dense_decode" in launch.kernel)
+
+
+@pytest.mark.parametrize(("q_fp8", "operands"), [(False, "fp8_cache"), (True, "fp8")])
+def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: str) -> None:
+    call = Fp8Call(h_q=128, page_size=32, q_fp8=q_fp8)
+    descale_k = torch.ones(1)
+    descale_q = torch.ones(()) if q_fp8 else None
+    out, _ = call.run(descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=True)
+    args = decode_args(device)
+    config = DenseDecodeConfig("bf16", *tiling(device.arch, operands).shape(2, 16), operands)
+    assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_{config.name}"
+    assert f"bf16_{operands}_cluster" in config.name
+    assert args["kv_map"] == TensorMap("u8", call.k_cache.data_ptr(), (576, 1, 32, 20), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
+    assert args["descale_k"] is descale_k
+    assert args["descale_q"] is (descale_q if q_fp8 else None)
+    assert args["cache"] is (None if q_fp8 else call.k_cache)
+    assert (args["page_stride"], args["row_stride"], args["pages"]) == (18_432, 576, 20)
+    assert out.dtype == torch.bfloat16
+
+
+def test_scales_are_optional(device: RecordingDevice) -> None:
+    Fp8Call(q_fp8=True).run()
+    args = decode_args(device)
+    assert (args["descale_q"], args["descale_k"]) == (None, None)
+
+
+def test_a_cache_of_16_bits_needs_neither_scales_nor_its_address(device: RecordingDevice) -> None:
+    Call().run()
+    args = decode_args(device)
+    assert (args["cache"], args["descale_q"], args["descale_k"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_out_has_the_type_of_q_or_of_the_tensor_given(device: RecordingDevice, dtype: torch.dtype, name: str) -> None:
+    out, _ = Fp8Call(dtype=dtype).run()
+    assert out.dtype == dtype
+    Fp8Call(q_fp8=True).run(out=torch.empty(2, 1, 64, 512, dtype=dtype))
+    assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_{name}_fp8_cluster")
+    assert device.launches[-1].kernel == f"combine_{device.arch.name}_{name}"
+
+
+def test_e4m3_queries_at_odd_addresses_are_read_one_by_one(device: RecordingDevice) -> None:
+    call = Fp8Call(q_fp8=True)
+    call.q = torch.zeros(2, 1, 64, 577).to(E4M3)[..., 1:]
+    call.run()
+    assert device.launches[1].kernel.endswith("_elements")
+
+
+def cache(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    """Zeros."""
+    return torch.zeros(*shape).to(dtype)
+
+
+WRONG: list[tuple[str, bool, dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], str]] = [
+    ("e5m2", False, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.float8_e5m2)}, {}, "e5m2; supported: .*16, .*e4m3fn"),
+    ("two KV heads", False, {"k_cache": lambda: cache(9, 64, 2, 576)}, {}, r"supported of .*e4m3fn: \[pages, page size, 1, 576\]"),
+    ("rows of 584", False, {"k_cache": lambda: cache(9, 64, 1, 584)[..., :576]}, {}, "584 bytes along dimension 1"),
+    ("e4m3 queries alone", True, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.half)}, {}, "torch.float16; supported: .*e4m3fn"),
+    ("descale_q of 16-bit queries", False, {}, {"descale_q": lambda: torch.ones(1)}, "descale_q is given with torch.bfloat16; supported"),
+    ("two scales", False, {}, {"descale_k": lambda: torch.ones(2)}, r"descale_k has shape \[2\]; supported: one element"),
+    ("a scale of bf16", False, {}, {"descale_k": lambda: torch.ones(1).bfloat16()}, "has dtype torch.bfloat16; supported: .*float32"),
+    ("a float", True, {}, {"descale_q": lambda: 0.5}, "descale_q is 0.5; supported: a torch tensor"),
+    ("a scale elsewhere", False, {}, {"descale_k": lambda: torch.ones(1, device="meta")}, "descale_k is on meta"),
+    ("out of fp32", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512)}, "out has dtype .*float32; supported: .*16, .*16"),
+    ("out of another type", False, {}, {"out": lambda: torch.empty(2, 1, 64, 512).half()}, "dtype torch.float16; supported: .*bfloat16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q_fp8", "operands", "options", "said"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_errors(
+    device: RecordingDevice, q_fp8: bool, operands: dict[str, Callable[[], Any]], options: dict[str, Callable[[], Any]], said: str
+) -> None:
+    call = Fp8Call(q_fp8=q_fp8)
+    for name, make in operands.items():
+        setattr(call, name, make())
+    with pytest.raises(ValueError, match=said):
+        call.run(**{name: make() for name, make in options.items()})
+    assert device.launches == []

@@ -1,0 +1,67 @@
+"""A dense prefill call, for tests that change one argument of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import cute_mla
+from cute_mla.dense_prefill_op import DensePrefillCall, VarlenWanted
+from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
+from cute_mla.tensors import TensorSpec
+
+
+@dataclass
+class VarlenCall:
+    """Operands of one call, with defaults for everything."""
+
+    batch: int = 2
+    total_q: int = 300
+    total_k: int = 500
+    h_q: int = 8
+    h_kv: int = 2
+    d_qk: int = 192
+    max_seqlen_q: int = 290
+    dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        self.operands: dict[str, Any] = {
+            "q": torch.zeros(self.total_q, self.h_q, self.d_qk, dtype=self.dtype),
+            "k": torch.zeros(self.total_k, self.h_kv, self.d_qk, dtype=self.dtype),
+            "v": torch.zeros(self.total_k, self.h_kv, 128, dtype=self.dtype),
+            "cu_seqlens_q": torch.zeros(self.batch + 1, dtype=torch.int32),
+            "cu_seqlens_k": torch.zeros(self.batch + 1, dtype=torch.int32),
+            "max_seqlen_q": self.max_seqlen_q,
+            "max_seqlen_k": 400,
+        }
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Tensors for the results."""
+        rows = (self.total_q, self.h_q)
+        return {"out": torch.empty(*rows, 128, dtype=self.dtype), "lse": torch.empty(rows)}
+
+    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Calls flash_attn_varlen_func."""
+        return cute_mla.flash_attn_varlen_func(**{**self.operands, **options})
+
+
+def far_call(step: int) -> DensePrefillCall:
+    """A call with so many elements between neighbours of every dimension."""
+    cpu = torch.device("cpu")
+    ends = TensorSpec((2,), (1,), torch.int32, cpu)
+    return DensePrefillCall(
+        q=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
+        k=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
+        v=TensorSpec((MAX_TOKENS, 3, 128), (step, 2 * step, 1), torch.bfloat16, cpu),
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        wanted=VarlenWanted(
+            causal=True,
+            max_seqlen_q=MAX_ITEMS,
+            out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
+            lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
+            address_alignment=16,
+        ),
+    )

@@ -1,0 +1,168 @@
+"""merge_states: the public call, what it launches, refuses and computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla import reference
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.merge_states import LISTED_STATES, MAX_HEADS
+from tests.support.recording_device import RecordingDevice
+
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative to the value, at worst
+
+
+def states(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outs and lses, stacked."""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *shape, generator=draw).to(dtype), 3 * torch.randn(count, *shape[:-1], generator=draw)
+
+
+def expect(result: tuple[torch.Tensor, torch.Tensor], outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> None:
+    """The result against the reference."""
+    (out, lse), (expected, expected_lse) = result, reference.merge_states(outs, lses, empty_lse)
+    assert ((out.float() - expected).abs() <= expected.abs() * 1.01 * HALF_ULP[out.dtype] + 1e-5).all()
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5, 3, 512), torch.bfloat16), ((2, 3, 9, 128), torch.float16), ((1, 128, 128), torch.bfloat16)]
+)
+def test_agrees_with_the_reference(arch: Arch, shape: tuple[int, ...], dtype: torch.dtype, listed: bool) -> None:
+    outs, lses = states(3, *shape, dtype=dtype)
+    with cute_mla.simulate(arch.name):
+        expect(cute_mla.merge_states(list(outs), list(lses)) if listed else cute_mla.merge_states(outs, lses), outs, lses)
+
+
+@pytest.mark.parametrize("count", [1, LISTED_STATES, 40])
+def test_any_number_of_states(arch: Arch, count: int) -> None:
+    outs, lses = states(count, 2, 3, 128)
+    with cute_mla.simulate(arch.name):
+        expect(cute_mla.merge_states(outs, lses), outs, lses)
+
+
+@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
+def test_infinite_lse_of_either_sign_weighs_nothing(arch: Arch, empty_lse: float) -> None:
+    outs, lses = states(3, 4, 2, 512)
+    for state, token, value in ((0, 0, math.inf), (2, 0, -math.inf), (0, 1, -math.inf), (1, 1, math.inf), (2, 1, math.inf)):
+        outs[state, token], lses[state, token] = math.nan, value
+    with cute_mla.simulate(arch.name):
+        result = cute_mla.merge_states(outs, lses, empty_lse=empty_lse)
+    expect(result, outs, lses, empty_lse)
+    assert (result[1][1] == empty_lse).all()
+    assert (result[0][1] == 0).all()
+
+
+def test_the_lse_of_decode_is_taken_transposed(arch: Arch) -> None:
+    outs, lses = states(2, 2, 3, 4, 512)
+    as_decode = [lse.transpose(1, 2).contiguous().transpose(1, 2) for lse in lses]
+    with cute_mla.simulate(arch.name):
+        expect(cute_mla.merge_states(list(outs), as_decode), outs, lses)
+
+
+def test_results_may_replace_a_state(arch: Arch) -> None:
+    outs, lses = states(3, 5, 3, 128)
+    own, own_lses = list(outs.clone()), list(lses.clone())
+    with cute_mla.simulate(arch.name):
+        result = cute_mla.merge_states(own, own_lses, out=own[1], lse=own_lses[1])
+    assert result[0] is own[1]
+    assert result[1] is own_lses[1]
+    expect(result, outs, lses)
+
+
+def test_rows_may_start_at_any_element(arch: Arch) -> None:
+    outs, lses = states(2, 3, 3, 513, dtype=torch.float16)
+    out = torch.full((3, 4, 515), math.nan, dtype=torch.float16)
+    with cute_mla.simulate(arch.name):
+        result = cute_mla.merge_states(outs[..., 1:], lses, out=out[:, :3, 1:513])
+    expect(result, outs[..., 1:], lses)
+    assert out[:, 3].isnan().all()
+    assert out[..., [0, 513, 514]].isnan().all()
+
+
+def test_merging_in_two_steps_is_merging_at_once(arch: Arch) -> None:
+    outs, lses = states(4, 6, 2, 128, dtype=torch.float16)
+    with cute_mla.simulate(arch.name):
+        halves = [cute_mla.merge_states(outs[i : i + 2], lses[i : i + 2]) for i in (0, 2)]
+        out, lse = cute_mla.merge_states([half[0] for half in halves], [half[1] for half in halves])
+        whole, whole_lse = cute_mla.merge_states(outs, lses)
+    torch.testing.assert_close(out, whole, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 128), (3, 0, 512), (0, 3, 4, 128)])
+def test_no_rows_launch_nothing(shape: tuple[int, ...]) -> None:
+    outs, lses = states(2, *shape)
+    with RecordingDevice().active() as device:
+        out, lse = cute_mla.merge_states(outs, lses)
+    assert (out.shape, lse.shape, device.launches) == (shape, shape[:-1], [])
+
+
+def test_what_is_launched(arch: Arch) -> None:
+    outs, lses = states(3, 2, 5, 9, 128)
+    with RecordingDevice(arch).active() as device:
+        out, lse = cute_mla.merge_states(list(outs), list(lses))
+        cute_mla.merge_states(outs, lses, out=out, lse=lse)
+    listed, stacked = device.launches
+    assert listed.kernel == f"merge_states_{arch.name}_bf16_d128"
+    assert (listed.grid, listed.pdl) == ((10, 2, 1), True)
+    assert [listed.args[f"state_out_{i}"].data_ptr() for i in range(3)] == [out.data_ptr() for out in outs]
+    assert listed.args["state_lse_3"] is None
+    assert (listed.args["state_out_stride_state"], listed.args["states"]) == (0, 3)
+    assert stacked.args["state_out_1"] is None
+    assert (stacked.args["state_out_stride_state"], stacked.args["state_lse_stride_state"]) == (2 * 5 * 9 * 128, 2 * 5 * 9)
+    assert device.poisoned == [out.data_ptr(), lse.data_ptr()]
+
+
+def changed(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """Arguments of a call of two states, some of them changed."""
+    outs, lses = states(2, 5, 4, 512)
+    given: dict[str, Any] = {"outs": outs, "lses": lses, "out": torch.empty(5, 4, 512, dtype=torch.bfloat16), "lse": torch.empty(5, 4)}
+    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
+
+
+MANY_HEADS = torch.empty(2, 1, MAX_HEADS + 1, device="meta")
+BAD = {
+    "lists and stacks": (changed(lses=list), "outs is a Tensor, lses a list"),
+    "numbers differ": (changed(lses=lambda lses: lses[:1]), "outs has 2 states, lses 1"),
+    "no states": (changed(outs=lambda _: [], lses=lambda _: []), "outs has 0 states"),
+    "too many tensors": (changed(outs=lambda outs: [outs[0]] * 9, lses=lambda lses: [lses[0]] * 9), "outs has 9 tensors"),
+    "no tensors": (changed(outs=lambda _: [1, 2], lses=list), r"outs\[0\] is 1; supported: a torch tensor"),
+    "shapes differ": (changed(outs=lambda outs: [outs[0], outs[1, :4]], lses=list), r"outs\[1\] is .*shape \[4, 4, 512\]"),
+    "strides differ": (changed(outs=list, lses=lambda lses: [lses[0], lses[1].T.contiguous().T]), r"lses\[1\] is .*strides \[1, 5\]"),
+    "columns": (changed(outs=lambda outs: outs[..., :64]), r"out of shape \[5, 4, 64\]"),
+    "dimensions": (changed(outs=lambda outs: outs[:, 0, 0]), r"out of shape \[512\]"),
+    "type of outs": (changed(outs=torch.Tensor.float), "supported: torch.bfloat16, torch.float16"),
+    "type of lses": (changed(lses=torch.Tensor.double), "supported: torch.float32"),
+    "shape of lses": (changed(lses=lambda lses: lses[:, :4]), r"a state's lse has shape \[4, 4\]; supported: \[5, 4\]"),
+    "last dimension": (changed(outs=lambda outs: outs.transpose(2, 3).contiguous().transpose(2, 3)), "contiguous last dimension"),
+    "states upon one another": (changed(outs=lambda outs: outs[:1].expand(2, -1, -1, -1)), "states apart"),
+    "heads": (
+        changed(outs=lambda _: torch.empty(2, 1, MAX_HEADS + 1, 512, device="meta", dtype=torch.bfloat16), lses=lambda _: MANY_HEADS),
+        f"supported: to {MAX_HEADS} heads",
+    ),
+    "out": (changed(out=lambda out: out[:4]), r"out has shape \[4, 4, 512\]"),
+    "type of out": (changed(out=torch.Tensor.half), "out has dtype torch.float16"),
+    "out of one row": (changed(out=lambda out: out[:1].expand(5, 4, 512)), "elements share memory"),
+    "lse": (changed(lse=torch.Tensor.half), "lse has dtype torch.float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    arguments, message = BAD[name]
+    with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
+        cute_mla.merge_states(**arguments)
+    assert device.launches == []
+
+
+def test_empty_lse_is_an_infinity() -> None:
+    with RecordingDevice().active(), pytest.raises(ValueError, match="empty_lse is 0"):
+        cute_mla.merge_states(**changed(), empty_lse=0.0)

@@ -1,0 +1,281 @@
+"""Sparse decode's public call: what it launches with which arguments, what it allocates, and how plans are made and reused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla.cache.gathered import gathered_cache
+from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.sparse_decode import SparseDecodeProblem
+from cute_mla.tensors import TensorSpec
+from tests.ops.sparse_decode.sparse_call import SparseCall
+from tests.support.dispatch_modes import Allocations
+from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+
+LOG2_E = math.log2(math.e)
+
+
+def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
+    out, lse = SparseCall(s_q=2, h_q=128).run()
+    plan, decode, combine = device.launches
+    variant = SparseDecodeProblem(device.arch, "bf16", "fp8_656", batch=2, s_q=2, h_q=128, topk=128).config.name
+    names = ("split_plan_{}_i32", f"sparse_decode_{{}}_{variant}", "combine_{}_bf16")
+    assert (plan.kernel, decode.kernel, combine.kernel) == tuple(name.format(device.arch.name) for name in names)
+    assert (plan.pdl, decode.pdl, combine.pdl) == (False, True, True)
+    assert (plan.grid, decode.grid, combine.grid) == ((1, 1, 1), (2, 2, 33), (4, 16, 4))
+    assert (out.shape, out.dtype) == ((2, 2, 128, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 128, 2), torch.float32)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_schedule_object_plans_by_lengths_and_topk(device: RecordingDevice, told: bool) -> None:
+    call = SparseCall(topk=100, extra_topk=7)
+    lengths = {"topk_length": call.lengths(), "extra_topk_length": call.lengths()} if told else {}
+    call.run(**lengths)
+    plan, decode, combine = (launch.args for launch in device.launches)
+    for args in (plan, combine):
+        assert args["lengths"] is lengths.get("topk_length")
+        assert args["extra_lengths"] is lengths.get("extra_topk_length")
+        assert (args["max_keys"], args["extra_max_keys"]) == (100, 7)
+    assert decode["topk_length"] is lengths.get("topk_length")
+    assert decode["extra_topk_length"] is lengths.get("extra_topk_length")
+    assert plan["batch"] == 2
+    assert plan["num_parts"] == 132 // row_ctas(device, 64)
+
+
+def test_arguments_of_one_cache(device: RecordingDevice) -> None:
+    call = SparseCall(s_q=3, h_q=24, topk=65)
+    out, lse = call.run(softmax_scale=0.25, empty_lse=-math.inf)
+    args = device.launches[1].args
+    given = {"q": call.q, "cache": call.k_cache, "indices": call.options["indices"], "out": out, "lse": lse}
+    assert all(args[name] is tensor for name, tensor in given.items())
+    for name in ("topk_length", "extra_cache", "extra_indices", "extra_topk_length", "attn_sink"):
+        assert args[name] is None
+    assert device.launches[2].args["attn_sink"] is None
+    ctas = row_ctas(device, 24)
+    assert device.launches[1].grid == (ctas, 3, 44 // ctas)
+    assert {param.name: args[param.name] for param in PARAMS["sparse_decode"] if param.kind is ParamKind.INT64} == {
+        "q_stride_batch": 3 * 24 * 576, "q_stride_token": 24 * 576, "q_stride_head": 576,
+        "out_stride_batch": 3 * 24 * 512, "out_stride_token": 24 * 512, "out_stride_head": 512,
+        "lse_stride_batch": 72, "lse_stride_head": 3, "lse_stride_token": 1,
+        "indices_stride_batch": 195, "indices_stride_token": 65, "extra_indices_stride_batch": 0, "extra_indices_stride_token": 0,
+        "page_stride": 64 * 656, "row_stride": 656, "extra_page_stride": 0, "extra_row_stride": 0,
+    }  # fmt: skip
+    assert {param.name: args[param.name] for param in PARAMS["sparse_decode"] if param.kind is ParamKind.INT32} == {
+        "batch": 2, "s_q": 3, "h_q": 24, "page_size": 64, "slots": 20 * 64, "topk": 65,
+        "extra_page_size": 1, "extra_slots": 0, "extra_topk": 0, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
+    }  # fmt: skip
+    assert args["scale_log2"] == pytest.approx(0.25 * LOG2_E)
+    assert args["empty_lse"] == device.launches[2].args["empty_lse"] == -math.inf
+
+
+def test_arguments_of_the_second_cache_and_the_sink(device: RecordingDevice) -> None:
+    call = SparseCall(cache="fp8_584", topk=64, extra_topk=70, extra_page_size=3)
+    sink, lengths, extra_lengths = torch.zeros(64), call.lengths(), call.lengths()
+    call.run(attn_sink=sink, topk_length=lengths, extra_topk_length=extra_lengths)
+    args, merged = device.launches[1].args, device.launches[2].args
+    given = {"topk_length": lengths, "extra_topk_length": extra_lengths, "attn_sink": sink}
+    given |= {"extra_cache": call.options["extra_k_cache"], "extra_indices": call.options["extra_indices_in_kvcache"]}
+    assert all(args[name] is tensor for name, tensor in given.items())
+    assert merged["attn_sink"] is sink
+    assert (args["extra_page_size"], args["extra_slots"], args["extra_topk"]) == (3, 60, 70)
+    assert (args["extra_indices_stride_batch"], args["extra_indices_stride_token"]) == (70, 70)
+    assert (args["page_stride"], args["row_stride"]) == (64 * 584, 576)
+    assert (args["extra_page_stride"], args["extra_row_stride"]) == (3 * 584 + 8, 576)
+    assert args["scale_log2"] == pytest.approx(512**-0.5 * LOG2_E)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])
+def test_bytes_of_any_name_are_an_fp8_cache(device: RecordingDevice, cache: str, dtype: torch.dtype) -> None:
+    call = SparseCall(cache=cache)
+    call.k_cache = call.k_cache.view(dtype)
+    call.run()
+    assert f"bf16_{cache}_cluster" in device.launches[1].kernel
+    assert device.launches[1].args["cache"] is call.k_cache
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_latent_caches(device: RecordingDevice, dtype: torch.dtype, name: str) -> None:
+    call = SparseCall(cache="latent", dtype=dtype, page_size=61)
+    out, _ = call.run()
+    assert f"{name}_latent_cluster" in device.launches[1].kernel
+    assert device.launches[2].kernel == f"combine_{device.arch.name}_{name}"
+    args = device.launches[1].args
+    assert (args["page_stride"], args["row_stride"], args["page_size"], args["slots"]) == (61 * 1152, 1152, 61, 20 * 61)
+    assert out.dtype == dtype
+
+
+def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
+    call = SparseCall(s_q=2, h_q=8, pages=4)
+    call.q = torch.zeros(2, 3, 20, 601, dtype=torch.bfloat16)[:, 1:, 5:13, 7:583]
+    call.k_cache = torch.zeros(4, 3, 64, 1, 672, dtype=torch.uint8)[:, 1, :, :, 16:]
+    call.options["indices"] = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, 9:137][:, :2]
+    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
+    call.run(out=out)
+    args = device.launches[1].args
+    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 601, 20 * 601, 601]
+    assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
+    assert (args["page_stride"], args["row_stride"]) == (3 * 64 * 672, 672)
+    assert (args["indices_stride_batch"], args["indices_stride_token"], args["topk"]) == (1500, 600, 128)
+    assert device.launches[1].kernel.endswith("_elements")
+
+
+def test_pages_far_apart_and_more_slots_than_an_index_names() -> None:
+    cpu = torch.device("cpu")
+    q = TensorSpec((2, 1, 64, 576), (64 * 576, 64 * 576, 576, 1), torch.bfloat16, cpu)
+    spec = TensorSpec((1 << 25, 64, 1, 656), (1 << 33, 656, 656, 1), torch.uint8, cpu)
+    layout = gathered_cache("k_cache", spec, q, is_fp8_kvcache=True)
+    assert (layout.slots, layout.page_stride) == ((1 << 31) - 1, 1 << 33)
+
+
+@pytest.mark.parametrize("cache", FORMATS)
+@pytest.mark.parametrize("page_size", [1, 2, 61, 64, 69, 576])
+def test_pages_of_any_size(device: RecordingDevice, cache: str, page_size: int) -> None:
+    SparseCall(cache=cache, page_size=page_size).run()
+    assert device.launches[1].args["page_size"] == page_size
+
+
+@pytest.mark.parametrize(("pages", "page_size"), [(1, 1), (1, 64), (3, 1)])
+def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice, pages: int, page_size: int) -> None:
+    call = SparseCall(pages=pages, page_size=page_size)
+    stride = (7 if pages == 1 else 656, 7 if page_size == 1 else 656, 7, 1)
+    call.k_cache = torch.zeros(pages * page_size * 656, dtype=torch.uint8).as_strided((pages, page_size, 1, 656), stride)
+    call.run()
+    args = device.launches[1].args
+    assert args["row_stride"] == 656
+    assert args["page_stride"] % 16 == 0
+
+
+@pytest.mark.parametrize("h_q", [1, 3, 8, 16, 48, 64, 65, 96, 128])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q: int) -> None:
+    call = SparseCall(h_q=h_q, s_q=s_q)
+    ctas = row_ctas(device, h_q)
+    for plan in (cute_mla.get_mla_metadata(), call.form_a()):
+        call.plan = plan
+        call.run()
+        assert device.launches[-2].grid == (ctas, s_q, 132 // s_q // ctas)
+    assert plan[0].shape == (132 // s_q // ctas, 8)
+
+
+@pytest.mark.parametrize(("arch", "wide"), [(SM90, 4), (SM100, 16)])
+@pytest.mark.parametrize("stride", [577, 578, 584])
+def test_rows_that_are_not_aligned_take_the_variant_for_single_elements(stride: int, arch: Arch, wide: int) -> None:
+    call = SparseCall(batch=1, h_q=16)
+    call.q = torch.zeros(16 * stride, dtype=torch.bfloat16).as_strided((1, 1, 16, 576), (7, 7, stride, 1))
+    with RecordingDevice(arch).active() as device:
+        call.run()
+    assert device.launches[1].kernel.endswith("_elements") == (2 * stride % wide != 0)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_plan_made_beforehand_takes_every_request_for_topk_keys(device: RecordingDevice, fp8: bool) -> None:
+    metadata, num_splits = cute_mla.get_mla_metadata(torch.zeros(5, dtype=torch.int32), 3 * 32, 1, 32, fp8, 2048)
+    (plan,) = device.launches
+    parts = 44 // row_ctas(device, 32)
+    assert (metadata.shape, num_splits.shape) == ((parts, 8), (6,))
+    assert plan.args == {
+        "lengths": None, "extra_lengths": None, "plan": metadata, "num_splits": num_splits,
+        "batch": 5, "num_parts": parts, "max_keys": 2048, "extra_max_keys": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 132])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(("topk", "extra_topk"), [(64, None), (8192, None), (8192, 1), (20_000, 9000)])
+def test_workspace_size_is_what_a_call_needs(sm_count: int, invariant: bool, topk: int, extra_topk: int | None, arch: Arch) -> None:
+    with RecordingDevice(arch, sm_count).active() as device:
+        call = SparseCall(batch=3, s_q=2, h_q=5, topk=topk, extra_topk=extra_topk)
+        nbytes = cute_mla.workspace_size(
+            "sparse_decode", batch=3, s_q=2, h_q=5, batch_invariant=invariant, topk=topk + (extra_topk or 0), device="cpu"
+        )
+        call.run(workspace=torch.empty(nbytes, dtype=torch.uint8), batch_invariant=invariant)
+        decode = device.launches[1].args
+        accumulators = (decode["out_accum"], decode["lse_accum"])
+        assert nbytes == sum(memory.nbytes for memory in accumulators if memory is not None)
+        assert (len(device.launches) == 3) == (nbytes > 0)
+        if nbytes:
+            with pytest.raises(ValueError, match=rf'at least {nbytes}, see workspace_size\("sparse_decode"'):
+                call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8), batch_invariant=invariant)
+
+
+def test_batch_invariant_call(device: RecordingDevice) -> None:
+    call = SparseCall(batch=3, topk=16_000, extra_topk=3000)
+    call.run(batch_invariant=True)
+    _, decode, combine = (launch.args for launch in device.launches)
+    for args in (decode, combine):
+        assert (args["max_splits"], args["accum_rows"]) == (3, 9)
+
+
+def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) -> None:
+    call = SparseCall(s_q=2, h_q=128, extra_topk=64)
+    out, lse = torch.empty(2, 2, 128, 512, dtype=torch.bfloat16), torch.empty(2, 128, 2)
+    workspace = torch.empty(cute_mla.workspace_size("sparse_decode", batch=2, s_q=2, h_q=128, device="cpu"), dtype=torch.uint8)
+    options = {"topk_length": call.lengths(), "extra_topk_length": call.lengths(), "attn_sink": torch.zeros(128)}
+    for plan in (call.form_a(), cute_mla.get_mla_metadata()):
+        call.plan = plan
+        call.run(out=out, lse=lse, workspace=workspace, **options)
+        with Allocations() as allocations:
+            result = call.run(out=out, lse=lse, workspace=workspace, **options)
+        assert allocations.seen == []
+        assert result[0] is out
+        assert result[1] is lse
+
+
+def test_block_table_and_lengths_are_not_looked_at(device: RecordingDevice) -> None:
+    call = SparseCall()
+    call.run(block_table="anything", cache_seqlens=object())
+    assert len(device.launches) == 3
+
+
+@pytest.mark.parametrize("shape", [{"batch": 0}, {"s_q": 0}])
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, int]) -> None:
+    call = SparseCall(**shape)
+    out, lse = call.run(workspace=torch.empty(0, dtype=torch.uint8))
+    assert cute_mla.workspace_size("sparse_decode", batch=call.batch, s_q=call.s_q, h_q=64, device="cpu") == 0
+    assert device.launches == []
+    assert out.shape == (call.batch, call.s_q, 64, 512)
+    assert lse.shape == (call.batch, 64, call.s_q)
+
+
+@pytest.mark.parametrize("extra_topk", [None, 0, 5])
+def test_no_indices_are_none_valid(device: RecordingDevice, extra_topk: int | None) -> None:
+    SparseCall(topk=0, extra_topk=extra_topk).run()
+    args = device.launches[1].args
+    assert (args["topk"], args["extra_topk"]) == (0, extra_topk or 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"batch": 3}, "batch 3 after 2"),
+        ({"s_q": 2}, "s_q 2 after 1"),
+        ({"h_q": 32}, "h_q 32 after 64"),
+        ({"topk": 64}, "topk 64 after 128"),
+        ({"extra_topk": 64}, "extra_topk 64 after 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, int], said: str) -> None:
+    plan = cute_mla.get_mla_metadata()
+    SparseCall(plan=plan).run()
+    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
+        replace(SparseCall(plan=plan), **change).run()
+
+
+def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
+    call = SparseCall()
+    workspace = torch.empty(cute_mla.workspace_size("sparse_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
+    out, lse = call.run(workspace=workspace)
+    plan = device.launches[0].args
+    written = (out, lse, workspace, plan["plan"], plan["num_splits"])
+    assert {tensor.data_ptr() for tensor in written} == set(device.poisoned)

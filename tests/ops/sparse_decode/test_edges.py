@@ -1,0 +1,230 @@
+"""Every line of the edge contract that sparse decode has, on the simulated device.
+
+What the API refuses, and that it neither allocates nor copies, is tested without kernels in test_api.py and test_errors.py; that equal
+inputs give equal bits, in test_bits.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from cute_mla.cache import dequantise_cache, quantise_cache
+from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
+from cute_mla.testing.indexed import INT_MAX, INT_MIN
+from cute_mla.testing.sparse_cases import Pool, SparseCase, make_sparse_tensors
+from tests.support.bench import Bench, expect, identical
+
+FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
+FP8 = pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])
+
+SMALL = SparseCase(batch=2, s_q=2, h_q=5, main=Pool(150, 130, 61), sm_count=6)
+
+
+@FORMATS
+def test_lse_is_the_natural_logarithm_in_fp32(bench: Bench, dtype: str, cache: str) -> None:
+    case = SparseCase(dtype, cache=cache, h_q=4, main=Pool(100, 70), sm_count=1)
+    tensors = make_sparse_tensors(case)
+    tensors.q.zero_()  # every score is 0, so that lse = ln 70
+    _, lse = bench.run(case, tensors)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse, torch.full((1, 4, 1), math.log(70)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
+@pytest.mark.parametrize("sinks", ["none", "infinite"])
+@pytest.mark.parametrize("sm_count", [1, 132])
+def test_a_token_that_attends_to_nothing_has_out_0_and_the_lse_asked_for(bench: Bench, empty_lse: float, sinks: str, sm_count: int) -> None:
+    case = replace(SMALL, main=Pool(150, 130, 61, (0, 130)), empty_lse=empty_lse, sinks=sinks, sm_count=sm_count)  # type: ignore[arg-type]
+    tensors = make_sparse_tensors(case)
+    tensors.indices[1, 0] = -1
+    out, lse = bench.run(case, tensors)
+    assert (out[0] == 0).all()
+    assert (lse[0] == empty_lse).all()
+    assert (out[1, 0] == 0).all()
+    assert (lse[1, :, 0] == empty_lse).all()
+    assert lse[1, :, 1].isfinite().all()
+    expect(case, tensors, (out, lse))
+
+
+@FORMATS
+def test_nothing_but_invalid_indices(bench: Bench, dtype: str, cache: str) -> None:
+    case = replace(SMALL, dtype=dtype, cache=cache, extra=Pool(60, 20), indices="none", sm_count=132)
+    out, lse = bench.run(case)
+    assert (out == 0).all()
+    assert (lse == math.inf).all()
+
+
+@pytest.mark.parametrize("invalid", [INT_MIN, -123456, -1, "slots", "slots + 1", 2_147_480_000, INT_MAX])
+@FP8
+def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, invalid: int | str) -> None:
+    case = replace(SMALL, cache=cache, main=Pool(150, 130, 8), extra=Pool(90, 70, 6))
+    tensors = make_sparse_tensors(case)
+    assert tensors.extra_indices is not None
+    for indices, slots in ((tensors.indices, len(tensors.k_cache) * 8), (tensors.extra_indices, len(tensors.extra_k_cache) * 6)):  # type: ignore[arg-type]
+        value = invalid if isinstance(invalid, int) else slots + (invalid != "slots")
+        indices[..., 3::7] = value
+        indices[1, 1, :64] = value  # and a tile of nothing else, in front
+    expect(case, tensors, bench.run(case, tensors))
+
+
+def test_an_index_that_is_repeated_counts_as_often(bench: Bench) -> None:
+    case = replace(SMALL, main=Pool(150, 66, 61))
+    tensors = make_sparse_tensors(case)
+    tensors.indices[..., 1:] = tensors.indices[..., :1]
+    out, lse = bench.run(case, tensors)
+    expect(case, tensors, (out, lse))
+
+
+@FORMATS
+def test_the_last_slot_is_one(bench: Bench, dtype: str, cache: str) -> None:
+    case = SparseCase(dtype, cache=cache, h_q=3, main=Pool(64, 64, 64), sm_count=1)
+    tensors = make_sparse_tensors(case)
+    last = len(tensors.k_cache) - 1
+    assert (tensors.indices // 64 == last).all(), "requests begin with the last page"
+    assert (tensors.indices == last * 64 + 63).any()
+    expect(case, tensors, bench.run(case, tensors))
+
+
+def with_unnamed(cache: Tensor, cache_format: str, byte: int) -> Tensor:
+    """A cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
+    pages, page_size, _, token = cache.shape
+    unnamed = dequantise_cache(cache, cache_format)[:, :, 0].isnan().all(dim=-1)
+    filled = cache.clone(memory_format=torch.contiguous_format)
+    if cache_format == "fp8_656":
+        filled[unnamed] = byte
+        return filled
+    page = filled.view(pages, page_size * token)
+    page[:, : page_size * 576].unflatten(1, (page_size, 576))[unnamed] = byte
+    scales = page[:, page_size * 576 :].unflatten(1, (page_size, 8))
+    scales[unnamed] = byte
+    scales[..., 7] = byte
+    return filled
+
+
+@pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x7E, 0xFE, 0])
+@FP8
+def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, byte: int) -> None:
+    """NaN values, NaN scales, and finite ones whose products are infinite."""
+    case = replace(SMALL, cache=cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
+    tensors = make_sparse_tensors(case)
+    assert tensors.extra_k_cache is not None
+    caches = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
+    other = replace(tensors, **dict(zip(("k_cache", "extra_k_cache"), caches, strict=True)))
+    assert not torch.equal(other.k_cache, tensors.k_cache)
+    assert identical(bench.run(case, other), bench.run(case, tensors))
+
+
+def test_nan_in_a_token_that_is_named_does_reach_the_output(bench: Bench) -> None:
+    tensors = make_sparse_tensors(SMALL)
+    slot = int(tensors.indices[0, 0, 7])
+    tensors.k_cache[slot // 61, slot % 61, 0, 5] = 0x7F
+    out, _ = bench.run(SMALL, tensors)
+    assert out[0, 0].isnan().any()
+    assert out[1].isfinite().all()
+
+
+def test_indices_beyond_the_length_do_not_count(bench: Bench) -> None:
+    """The tokens that they name are NaN, but for those that another index names."""
+    for lengths in ((1, 129), (64, 65), (63, 128), (0, 1 << 30), (-1, INT_MIN)):
+        case = replace(SMALL, cache="fp8_584", main=Pool(400, 130, 64, lengths))
+        bench.judge(case)
+
+
+def test_lengths_of_two_caches(bench: Bench) -> None:
+    for lengths, extra_lengths in (((0, 5), (9, 0)), ((64, 130), (1, 70)), ((1, 129), (999, 63)), ((0, -3), (0, 70))):
+        case = replace(SMALL, cache="fp8_584", main=Pool(400, 130, 64, lengths), extra=Pool(100, 70, 2, extra_lengths), sinks="drawn")
+        bench.judge(case)
+
+
+@pytest.mark.parametrize("sm_count", [1, 132])
+def test_sinks_scale_out_and_leave_lse_alone(bench: Bench, sm_count: int) -> None:
+    case = SparseCase(h_q=4, main=Pool(1100, 1000), sm_count=sm_count)
+    tensors = make_sparse_tensors(case)
+    out, lse = bench.run(case, tensors)
+    sinks = torch.tensor([-math.inf, math.inf, float(lse[0, 2, 0]), 3.0])
+    scaled, same_lse = bench.run(case, replace(tensors, attn_sink=sinks))
+    assert torch.equal(same_lse, lse)
+    assert torch.equal(scaled[0, 0, 0], out[0, 0, 0])
+    assert (scaled[0, 0, 1] == 0).all()
+    torch.testing.assert_close(scaled[0, 0, 2].float(), out[0, 0, 2].float() / 2, rtol=2**-7, atol=1e-6)
+    expect(case, replace(tensors, attn_sink=sinks), (scaled, same_lse))
+
+
+@pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
+def test_sinks_far_from_the_scores(bench: Bench, sink: float) -> None:
+    tensors = replace(make_sparse_tensors(SMALL), attn_sink=torch.full((5,), sink))
+    out, lse = bench.run(SMALL, tensors)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+    expect(SMALL, tensors, (out, lse))
+
+
+def test_scales_are_not_rounded(bench: Bench) -> None:
+    """FlashMLA rounds them to bf16, or to powers of two: lse would be off by far more than its bound."""
+    bench.judge(SparseCase(h_q=16, main=Pool(300, 256), values="coherent", sm_count=2))
+
+
+def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
+    """All finite codes, under a very small, a small, a usual and a large scale."""
+    case = SparseCase(h_q=2, main=Pool(64, 64), sm_count=1)
+    tensors = make_sparse_tensors(case)
+    tensors.q[..., :512] = 0  # scores are of the RoPE columns alone
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[127::128] = 0
+    scales = torch.tensor([2.0**-126, 1.37e-20, 3.1, 1.7e9])
+    tensors.k_cache[..., :512] = codes.repeat(2)
+    tensors.k_cache[..., 512:528] = scales.view(torch.uint8)
+    out, lse = bench.run(case, tensors)
+    expect(case, tensors, (out, lse))
+    values = codes.view(torch.float8_e4m3fn).float()
+    expected = torch.cat([values[:128] * scales[0], values[128:] * scales[1], values[:128] * scales[2], values[128:] * scales[3]])
+    torch.testing.assert_close(out[0, 0, 0].float(), expected, rtol=2**-6, atol=1e-37)
+
+
+@FP8
+def test_byte_types_of_a_cache_are_the_same(bench: Bench, cache: str) -> None:
+    case = replace(SMALL, cache=cache)
+    tensors = make_sparse_tensors(case)
+    expected = bench.run(case, tensors)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert identical(bench.run(case, replace(tensors, k_cache=tensors.k_cache.view(dtype))), expected)
+
+
+def test_a_cache_from_the_public_quantiser(bench: Bench) -> None:
+    case = replace(SMALL, cache="fp8_584", main=Pool(64, 64, 16))
+    tensors = make_sparse_tensors(case)
+    generator = torch.Generator().manual_seed(1)
+    kv = torch.randn(len(tensors.k_cache), 16, 1, 512, generator=generator)
+    fresh = replace(tensors, k_cache=quantise_cache(kv, "fp8_584"))
+    expect(case, fresh, bench.run(case, fresh))
+
+
+def test_batch_0(bench: Bench) -> None:
+    for metadata in ("tensors", "object"):
+        out, lse = bench.run(SparseCase(batch=0, s_q=2, h_q=8, metadata=metadata))  # type: ignore[arg-type]
+        assert out.shape == (0, 2, 8, 512)
+        assert lse.shape == (0, 8, 2)
+
+
+def test_indices_that_are_a_slice_of_wider_ones(bench: Bench) -> None:
+    case = replace(SMALL, cache="latent", extra=Pool(90, 33), indices="mixed")
+    assert identical(bench.run(replace(case, index_layout="odd")), bench.run(case))
+
+
+def test_one_index_row_for_all_tokens(bench: Bench) -> None:
+    case = replace(SMALL, s_q=3)
+    tensors = make_sparse_tensors(case)
+    shared = replace(tensors, indices=tensors.indices[:, :1].expand(-1, 3, -1))
+    expect(case, shared, bench.run(case, shared))
+
+
+def test_q_that_is_one_row_for_all_heads(bench: Bench) -> None:
+    case = replace(SMALL, h_q=8)
+    tensors = make_sparse_tensors(case)
+    shared = replace(tensors, q=tensors.q[:, :, :1].expand(-1, -1, 8, -1))
+    expect(case, shared, bench.run(case, shared))

@@ -1,0 +1,278 @@
+"""Sparse prefill's public call: what it launches with which arguments, and what it allocates."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla.runtime.arguments import ArgumentBlock
+from cute_mla.sparse_prefill_op import PrefillWanted, SparsePrefillCall, plan_call
+from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
+from cute_mla.tensors import TensorSpec
+from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
+from tests.support.dispatch_modes import Allocations, NoReads
+from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+
+LOG2_E = math.log2(math.e)
+
+
+def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
+    """The arguments of one kind."""
+    return {param.name: args[param.name] for param in PARAMS["sparse_prefill"] if param.kind is kind}
+
+
+def strides(args: dict[str, Any], tensor: str) -> list[int]:
+    """Of a tensor with heads: along batch, tokens and heads."""
+    return [args[f"{tensor}_stride_{dim}"] for dim in ("batch", "token", "head")]
+
+
+def test_a_call_is_one_launch(device: RecordingDevice) -> None:
+    out, max_logits, lse = PrefillCall(s_q=100, h_q=128).run()
+    (launch,) = device.launches
+    assert launch.kernel == f"sparse_prefill_{device.arch.name}_bf16_d576_cluster2"
+    assert launch.grid == (2, 1, 66)
+    assert launch.pdl
+    assert (out.shape, out.dtype) == ((100, 128, 512), torch.bfloat16)
+    for rows in (max_logits, lse):
+        assert (rows.shape, rows.dtype) == ((100, 128), torch.float32)
+    assert [launch.args[name] is tensor for name, tensor in (("out", out), ("max_logits", max_logits), ("lse", lse))] == [True] * 3
+
+
+def test_arguments(device: RecordingDevice) -> None:
+    call = PrefillCall(s_q=3, h_q=24, topk=65)
+    out, max_logits, lse = call.run(empty_lse=-math.inf)
+    (launch,) = device.launches
+    args = launch.args
+    given = {"q": call.q, "kv": call.kv, "indices": call.indices, "out": out, "max_logits": max_logits, "lse": lse}
+    assert all(args[name] is tensor for name, tensor in given.items())
+    assert [args[name] for name in ("kv_offsets", "topk_length", "attn_sink")] == [None] * 3
+    assert of_kind(args, ParamKind.INT64) == {
+        "q_stride_batch": 0, "q_stride_token": 24 * 576, "q_stride_head": 576,
+        "out_stride_batch": 0, "out_stride_token": 24 * 512, "out_stride_head": 512,
+        "max_logits_stride_batch": 0, "max_logits_stride_token": 24, "max_logits_stride_head": 1,
+        "lse_stride_batch": 0, "lse_stride_token": 24, "lse_stride_head": 1,
+        "indices_stride_batch": 0, "indices_stride_token": 65, "kv_stride_batch": 0, "kv_stride_row": 1152,
+    }  # fmt: skip
+    assert of_kind(args, ParamKind.INT32) == {"tokens": 3, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 65}
+    assert args["scale_log2"] == pytest.approx(0.25 * LOG2_E)
+    assert args["empty_lse"] == -math.inf
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_arguments_of_a_batch(device: RecordingDevice, ragged: bool) -> None:
+    call = PrefillCall(batch=2, s_q=3, h_q=24, d_qk=512, ragged=ragged)
+    out, max_logits, lse = call.run()
+    (launch,) = device.launches
+    args = launch.args
+    assert args["kv_offsets"] is call.options.get("kv_offsets")
+    assert of_kind(args, ParamKind.INT64) == {
+        "q_stride_batch": 3 * 24 * 512, "q_stride_token": 24 * 512, "q_stride_head": 512,
+        "out_stride_batch": 3 * 24 * 512, "out_stride_token": 24 * 512, "out_stride_head": 512,
+        "max_logits_stride_batch": 72, "max_logits_stride_token": 24, "max_logits_stride_head": 1,
+        "lse_stride_batch": 72, "lse_stride_token": 24, "lse_stride_head": 1,
+        "indices_stride_batch": 3 * 64, "indices_stride_token": 64,
+        "kv_stride_batch": 0 if ragged else 100 * 1024, "kv_stride_row": 1024,
+    }  # fmt: skip
+    assert of_kind(args, ParamKind.INT32) == {"tokens": 6, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 64}
+    assert args["empty_lse"] == math.inf
+    assert [tensor.shape for tensor in (out, max_logits, lse)] == [(2, 3, 24, 512), (2, 3, 24), (2, 3, 24)]
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_lengths_and_sinks(device: RecordingDevice, batch: int | None) -> None:
+    call = PrefillCall(batch=batch)
+    options = {"topk_length": call.lengths(), "attn_sink": torch.zeros(64)}
+    call.run(**options)
+    assert all(device.launches[0].args[name] is tensor for name, tensor in options.items())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: torch.dtype, name: str, d_qk: int) -> None:
+    out, _, _ = PrefillCall(dtype=dtype, d_qk=d_qk).run()
+    variant = SparsePrefillProblem(device.arch, name, d_qk, batch=1, s_q=5, h_q=64).config.name
+    assert variant.startswith(f"{name}_d{d_qk}_cluster")
+    assert device.launches[0].kernel == f"sparse_prefill_{device.arch.name}_{variant}"
+    assert out.dtype == dtype
+
+
+def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
+    call = PrefillCall(batch=2, s_q=2, h_q=8)
+    call.q = torch.zeros(2, 3, 20, 601, dtype=torch.bfloat16)[:, 1:, 5:13, 7:583]
+    call.kv = torch.zeros(4, 3, 50, 640, dtype=torch.bfloat16)[::2, 1, 5:45:2, None, 64:]
+    call.indices = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, None, 9:137][:, :2]
+    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
+    lse = torch.zeros(8, 2, 7).permute(2, 1, 0)[1:5:3]
+    max_logits = torch.zeros(2, 30, 33)[:, 1:3, ::4][:, :, 1:]
+    call.run(out=out, lse=lse, max_logits=max_logits)
+    args = device.launches[0].args
+    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert strides(args, "q") == [3 * 20 * 601, 20 * 601, 601]
+    assert strides(args, "out") == [8 * 2 * 600, 600, 2 * 600]
+    assert strides(args, "lse") == [3, 7, 14]
+    assert strides(args, "max_logits") == [990, 33, 4]
+    assert (args["kv_stride_batch"], args["kv_stride_row"], args["s_kv"]) == (2 * 3 * 50 * 1280, 2560, 20)
+    assert (args["indices_stride_batch"], args["indices_stride_token"], args["topk"]) == (1500, 600, 128)
+    assert device.launches[0].kernel.endswith("_elements")
+
+
+def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice) -> None:
+    call = PrefillCall(batch=1, s_q=1, h_q=1)
+    call.q = call.q.as_strided((1, 1, 1, 576), (7, 7, 7, 1))
+    call.kv = call.kv.as_strided((1, 1, 1, 576), (7, 7, 7, 1))
+    call.run(out=torch.zeros(512, dtype=torch.bfloat16).as_strided((1, 1, 1, 512), (7, 7, 7, 1)))
+    args = device.launches[0].args
+    assert (args["kv_stride_batch"], args["kv_stride_row"]) == (0, 0)
+    assert not device.launches[0].kernel.endswith("_elements")
+
+
+def test_requests_may_share_their_rows(device: RecordingDevice) -> None:
+    call = PrefillCall(batch=3)
+    call.kv = call.kv[:1].expand(3, -1, -1, -1)
+    call.run()
+    args = device.launches[0].args
+    assert (args["kv_stride_batch"], args["kv_stride_row"], args["s_kv"]) == (0, 1152, 100)
+
+
+def test_operands_far_apart(arch: Arch) -> None:
+    """More than 2^31 elements, and bytes, between neighbours of every dimension."""
+    far, cpu = 1 << 33, torch.device("cpu")
+    rows = TensorSpec((2, 3, 128), (600 * far, 200 * far, far), torch.float32, cpu)
+    call = SparsePrefillCall(
+        q=TensorSpec((2, 3, 128, 576), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu),
+        kv=TensorSpec((2, 2_000_000_000, 1, 576), (3 * far, far, 1, 1), torch.bfloat16, cpu),
+        indices=TensorSpec((2, 3, 1, 2_000_000_000), (2 * far, far, 1, 1), torch.int32, cpu),
+        topk_length=None,
+        attn_sink=None,
+        kv_offsets=None,
+        wanted=PrefillWanted(TensorSpec((2, 3, 128, 512), (600 * far, 200 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
+    )
+    plan = plan_call(call, arch, 132)
+    assert plan.int64s == (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
+    assert plan.int32s == (6, 3, 128, 2_000_000_000, 2_000_000_000)
+    assert not plan.kernel.endswith("_elements")
+
+
+@pytest.mark.parametrize("h_q", [1, 3, 16, 48, 64, 65, 96, 128])
+@pytest.mark.parametrize("s_q", [1, 3, 66, 67, 500])
+def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q: int) -> None:
+    PrefillCall(h_q=h_q, s_q=s_q).run()
+    ctas = row_ctas(device, h_q)
+    assert device.launches[0].grid == (ctas, 1, min(132 // ctas, s_q))
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 3, 148])
+def test_sms_decide_the_grid(arch: Arch, sm_count: int) -> None:
+    with RecordingDevice(arch, sm_count).active() as device:
+        PrefillCall(h_q=128, s_q=500).run()
+    assert device.launches[0].grid == (2, 1, max(sm_count // 2, 1))
+
+
+@pytest.mark.parametrize("batch", [None, 1, 3])
+def test_more_tokens_than_a_dimension_of_a_grid_holds(device: RecordingDevice, batch: int | None) -> None:
+    call = PrefillCall(batch=batch, s_q=1, h_q=1, topk=3)
+    call.leading = (*call.leading[:-1], 70_000)
+    call.q = call.q[..., :1, :, :].expand(*call.leading, -1, -1)
+    call.indices = call.indices[..., :1, :, :].expand(*call.leading, -1, -1)
+    out, max_logits, _ = call.run(topk_length=call.lengths())
+    (launch,) = device.launches
+    assert launch.grid == (row_ctas(device, 1), 1, 132 // row_ctas(device, 1))
+    assert (launch.args["tokens"], launch.args["s_q"]) == (70_000 * (batch or 1), 70_000)
+    assert (launch.args["q_stride_token"], launch.args["indices_stride_token"]) == (0, 0)
+    assert out.shape == (*call.leading, 1, 512)
+    assert strides(launch.args, "max_logits") == [70_000 if batch else 0, 1, 1]
+    assert max_logits.shape == (*call.leading, 1)
+
+
+def test_many_short_requests_fill_the_grid_as_one_long_one_does(device: RecordingDevice) -> None:
+    PrefillCall(batch=70, s_q=3).run()
+    assert device.launches[0].grid[2] == 132 // row_ctas(device, 64)
+    PrefillCall(batch=7, s_q=3).run()
+    assert device.launches[1].grid[2] == 21
+
+
+def test_more_sms_than_a_grid_has_groups(arch: Arch) -> None:
+    problem = SparsePrefillProblem(arch, "bf16", 576, batch=1, s_q=1 << 30, h_q=1)
+    assert problem.grid(1 << 20) == (row_ctas(RecordingDevice(arch), 1), 1, MAX_GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("operand", "stride", "offset", "alignment"),
+    [("q", 577, 0, 2), ("q", 578, 1, 2), ("q", 578, 0, 4), ("q", 584, 8, 16), ("out", 513, 0, 2), ("out", 514, 2, 4), ("out", 520, 8, 16)],
+)
+@pytest.mark.parametrize(("arch", "wide"), [(SM90, 4), (SM100, 16)])
+def test_rows_that_are_not_aligned_take_the_variant_for_single_elements(
+    operand: str, stride: int, offset: int, alignment: int, arch: Arch, wide: int
+) -> None:
+    columns = {"q": 576, "out": 512}[operand]
+    storage = torch.zeros(16 * stride + offset, dtype=torch.bfloat16)
+    with RecordingDevice(arch).active() as device:
+        PrefillCall(s_q=1, h_q=16).run(**{operand: storage.as_strided((1, 16, columns), (7, stride, 1), offset)})
+    assert device.launches[0].kernel.endswith("_elements") == (alignment < wide)
+
+
+@pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
+def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice, batch: int | None, ragged: bool) -> None:
+    call = PrefillCall(batch=batch, ragged=ragged)
+    options = {**call.results(), "topk_length": call.lengths(), "attn_sink": torch.zeros(64)}
+    with Allocations() as allocations:
+        out, max_logits, lse = call.run(**options)
+    assert allocations.seen == []
+    assert [out is options["out"], max_logits is options["max_logits"], lse is options["lse"]] == [True] * 3
+
+
+def test_a_call_allocates_what_it_returns_and_no_more(device: RecordingDevice) -> None:
+    call = PrefillCall()
+    with Allocations() as allocations:
+        call.run()
+    assert allocations.seen == ["aten.new_empty.default"] * 3
+    assert cute_mla.workspace_size("sparse_prefill", batch=1, s_q=5, h_q=64, topk=64, device="cpu") == 0
+
+
+def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
+    call = PrefillCall(batch=2, ragged=True)
+    with NoReads():
+        call.run(topk_length=call.lengths(), attn_sink=torch.zeros(64))
+    assert len(device.launches) == 1
+
+
+def test_results_are_declared_undefined(device: RecordingDevice) -> None:
+    results = PrefillCall().run()
+    assert device.poisoned == [tensor.data_ptr() for tensor in results]
+
+
+@pytest.mark.parametrize("shape", [{"s_q": 0}, {"batch": 0}, {"batch": 2, "s_q": 0}, {"batch": 0, "ragged": True}])
+@pytest.mark.parametrize("given", [False, True])
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
+    call = PrefillCall(**shape)
+    results = call.results()
+    out, max_logits, lse = call.run(**(results if given else {}))
+    assert (device.launches, device.poisoned) == ([], [])
+    assert [tensor.shape for tensor in (out, lse, max_logits)] == [tensor.shape for tensor in results.values()]
+    assert [out is results["out"], max_logits is results["max_logits"], lse is results["lse"]] == [given] * 3
+
+
+@pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}, {"s_kv": 0, "topk": 0}])
+@pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
+def test_rows_that_attend_to_nothing_are_written_all_the_same(
+    device: RecordingDevice, empty: dict[str, int], batch: int | None, ragged: bool
+) -> None:
+    call = PrefillCall(batch=batch, ragged=ragged, **empty)
+    call.run()
+    (launch,) = device.launches
+    assert (launch.args["s_kv"], launch.args["topk"]) == (empty.get("s_kv", 100), empty.get("topk", 64))
+    ArgumentBlock(PARAMS["sparse_prefill"]).fill(list(launch.args.values()))
+    assert [launch.args[name] for name in ("topk_length", "attn_sink")] == [None, None]
+
+
+def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingDevice) -> None:
+    plan_call.cache_clear()
+    for _ in range(3):
+        PrefillCall().run()
+    assert (plan_call.cache_info().misses, plan_call.cache_info().hits) == (1, 2)

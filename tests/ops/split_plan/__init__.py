@@ -1,0 +1,1 @@
+"""Tests of the plans that get_mla_metadata makes."""

@@ -1,0 +1,193 @@
+"""What the tensors of a plan hold: engines copy plans into buffers of their own, so that nothing ties them to a call.
+
+A plan serves calls of every kind over the same requests. Numbers that are no plan give wrong numbers, never an access outside
+the operands and never a kernel that does not end. The walk itself is tested with many more plans in tests/kernels/test_work.py.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.simulator import Finding
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.testing.cases import Case, Tensors, make_tensors
+from tests.support.bench import Bench, expect, identical
+from tests.support.decoding import with_lengths
+
+CUT = INVARIANT_SPLIT_TILES * TILE_KEYS
+SM_COUNT = 6
+GUARD = 64  # elements
+
+# Long enough for a cut of both kinds of calls; q_heads so few that the walk over many keys is quick.
+LONG = Case(batch=3, lengths=(CUT + 200, 90, 700), h_q=4, page_size=64, sm_count=SM_COUNT)
+SHORT = Case(batch=3, s_q=2, lengths=(300, 0, 70), h_q=9, page_size=32, causal=True, sm_count=SM_COUNT)
+
+Plan = tuple[Tensor, Tensor]
+
+
+def make_plan(case: Case, lengths: list[int]) -> Plan:
+    """A copy of the plan for these lengths."""
+    metadata, num_splits = cute_mla.get_mla_metadata(torch.tensor(lengths, dtype=torch.int32), case.s_q * case.h_q, 1, case.h_q)
+    return metadata.clone(), num_splits.clone()
+
+
+def decode_planned(case: Case, tensors: Tensors, plan: Plan, invariant: bool) -> tuple[Tensor, Tensor]:
+    return cute_mla.flash_mla_with_kvcache(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        512,
+        *plan,
+        causal=case.causal,
+        batch_invariant=invariant,
+    )
+
+
+def is_overwriting(finding: Finding) -> bool:
+    """Whether CTAs have written the same place among the results."""
+    return finding.kind == "race" and re.search(r"a store overwrites global address .* of '[^']*(out|lse)", finding.message) is not None
+
+
+def with_columns(tensors: Tensors, columns: int) -> Tensors:
+    """The same operands with a block table of another width."""
+    table = torch.full((tensors.block_table.shape[0], columns), 2_147_480_000, dtype=torch.int32)
+    kept = min(columns, tensors.block_table.shape[1])
+    table[:, :kept] = tensors.block_table[:, :kept]
+    return replace(tensors, block_table=table)
+
+
+def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_any_width(bench: Bench) -> None:
+    tensors = make_tensors(LONG)
+    with cute_mla.simulate(bench.arch, SM_COUNT):
+        plan = make_plan(LONG, [300, 90, CUT])
+        bits = []
+        for invariant, columns in ((False, 140), (True, 140), (True, 400)):
+            used = with_columns(tensors, columns)
+            bits.append(decode_planned(LONG, used, plan, invariant))
+            expect(LONG, used, bits[-1])
+        assert identical(bits[1], bits[2])
+        for planned_for in ([CUT + 200, 90, 700], [3 * CUT, 3 * CUT, 3 * CUT]):
+            assert identical(decode_planned(LONG, tensors, make_plan(LONG, planned_for), True), bits[1]), "the plan changes no bit"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_plan_for_longer_requests_serves_a_table_that_none_of_them_would_fit(bench: Bench, invariant: bool) -> None:
+    tensors = make_tensors(SHORT)
+    narrow = with_columns(tensors, 10)
+    with cute_mla.simulate(bench.arch, SM_COUNT):
+        for planned_for in ([9 * CUT, 9 * CUT, 9 * CUT], [0, 5 * CUT, 0], [7, 0, 70_000]):
+            expect(SHORT, narrow, decode_planned(SHORT, narrow, make_plan(SHORT, planned_for), invariant))
+
+
+def random_plan(near: bool) -> Callable[[Tensor, random.Random], None]:
+    """Fills a tensor with random numbers, near what plans hold or from all int32."""
+
+    def fill(tensor: Tensor, draw: random.Random) -> None:
+        low, high = (-2, 8) if near else (-(1 << 31), (1 << 31) - 1)
+        tensor.copy_(torch.tensor([draw.randint(low, high) for _ in range(tensor.numel())], dtype=torch.int32).view(tensor.shape))
+
+    return fill
+
+
+def constant(value: int) -> Callable[[Tensor, random.Random], None]:
+    """Fills a tensor with one number."""
+
+    def fill(tensor: Tensor, draw: random.Random) -> None:
+        tensor.fill_(value)
+
+    return fill
+
+
+CONTENTS = {
+    "zeros": constant(0),
+    "ones": constant(1),
+    "twos": constant(2),
+    "minus ones": constant(-1),
+    "greatest": constant((1 << 31) - 1),
+    "least": constant(-(1 << 31)),
+    "near": random_plan(near=True),
+    "anything": random_plan(near=False),
+}
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(a tensor of NaN, all memory around it)."""
+    size = math.prod(shape)
+    storage = torch.full((size + 2 * GUARD,), math.nan, dtype=dtype)
+    return storage[GUARD : GUARD + size].view(shape), storage
+
+
+def invariant_limit(case: Case) -> int:
+    return case.pages_per_request * case.page_size
+
+
+@pytest.mark.parametrize("columns", [None, 600], ids=["as needed", "wide"])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("contents", CONTENTS)
+def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, columns: int | None) -> None:
+    """The only findings allowed are those of accumulator rows that such a plan leaves unwritten, and merges."""
+    draw = random.Random(contents)
+    tensors = make_tensors(SHORT)
+    if columns is not None:
+        tensors = with_columns(tensors, columns)
+    limit = tensors.block_table.shape[1] * SHORT.page_size if invariant else None
+    out, out_storage = guarded((3, 2, 9, 512), torch.bfloat16)
+    lse, lse_storage = guarded((3, 9, 2), torch.float32)
+    with cute_mla.simulate(bench.arch, SM_COUNT, on_finding="collect") as device:
+        plan = make_plan(SHORT, [1, 1, 1])
+        for tensor in plan:
+            CONTENTS[contents](tensor, draw)
+        given = [tensor.clone() for tensor in plan]
+        size = cute_mla.workspace_size(
+            "dense_decode", batch=3, s_q=2, h_q=9, batch_invariant=invariant, max_cache_seqlen=limit, device="cpu"
+        )
+        workspace, workspace_storage = guarded((size // 4,), torch.float32)
+        cute_mla.flash_mla_with_kvcache(
+            tensors.q,
+            tensors.k_cache,
+            tensors.block_table,
+            tensors.cache_seqlens,
+            512,
+            *plan,
+            causal=True,
+            batch_invariant=invariant,
+            out=out,
+            lse=lse,
+            workspace=workspace,
+        )
+    # parts that all own the same rows, as numbers that are no plan may say, store over each other's results
+    assert all(finding.kind == "poison" or is_overwriting(finding) for finding in device.findings), device.findings
+    assert all(torch.equal(tensor, before) for tensor, before in zip(plan, given, strict=True))
+    for tensor, storage in ((out, out_storage), (lse, lse_storage), (workspace, workspace_storage)):
+        tensor.fill_(math.nan)
+        assert storage.isnan().all(), "memory outside the outputs and the workspace was written"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_lengths_that_the_table_has_no_room_for(bench: Bench, invariant: bool) -> None:
+    tensors = make_tensors(replace(SHORT, lengths=(320, 320, 320)))
+    tensors = with_columns(tensors, 10)
+    with cute_mla.simulate(bench.arch, SM_COUNT):
+        for given, meant in (([321, -1, 1 << 30], [320, 0, 320]), ([(1 << 31) - 1, -(1 << 31), 63], [320, 0, 63])):
+            asked, answered = with_lengths(tensors, given), with_lengths(tensors, meant)
+            for plan in (make_plan(SHORT, given), make_plan(SHORT, meant)):
+                expect(SHORT, answered, decode_planned(SHORT, asked, plan, invariant))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_plan_for_another_number_of_parts_is_refused(bench: Bench, invariant: bool) -> None:
+    tensors = make_tensors(SHORT)
+    with cute_mla.simulate(bench.arch, 9):
+        plan = make_plan(SHORT, [300, 0, 70])
+    with cute_mla.simulate(bench.arch, SM_COUNT), pytest.raises(ValueError, match=r"rows; supported: \d+, as get_mla_metadata returns"):
+        decode_planned(SHORT, tensors, plan, invariant)

@@ -1,0 +1,216 @@
+"""A decode call that was checked is not checked again, and every other call is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla import decode_call
+from cute_mla.spec.arch import Arch
+from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse, sparse_extra
+from tests.support.recording_device import RecordingDevice
+
+
+@pytest.fixture
+def device(arch: Arch) -> Iterator[RecordingDevice]:
+    with RecordingDevice(arch, sm_count=8).active() as device:
+        yield device
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every call that was checked."""
+    seen: list[Any] = []
+    original = decode_call.prepare
+
+    def counted(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(decode_call, "prepare", counted)
+    return seen
+
+
+@pytest.mark.parametrize("make", [dense, sparse])
+@pytest.mark.parametrize("missing", ["", "out", "lse", "workspace"])
+def test_a_call_like_the_one_before_is_not_checked(device: RecordingDevice, checks: list[Any], make: Any, missing: str) -> None:
+    absent = {missing: None} if missing else {}
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**make(**absent))
+    assert len(checks) == 1
+    decodes = [launch for launch in device.launches if "decode" in launch.kernel]
+    assert len(decodes) == 3
+    assert len({launch.args["q"].data_ptr() for launch in decodes} | {id(launch.args["q"]) for launch in decodes}) > 1
+
+
+def test_a_schedule_object_is_planned_once_for_calls_that_are_found_again(device: RecordingDevice, checks: list[Any]) -> None:
+    schedule, _ = cute_mla.get_mla_metadata()
+    device.launches.clear()
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=schedule, num_splits=None))
+    assert len(checks) == 2, "a call that makes the plan, and one that has it"
+    for _ in range(3):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=cute_mla.get_mla_metadata()[0], num_splits=None))
+    assert len(checks) == 2, "another schedule object"
+    decodes = [launch.args["plan"] for launch in device.launches if "dense_decode" in launch.kernel]
+    assert [plan is schedule.tile_scheduler_metadata for plan in decodes] == [True] * 3 + [False] * 3
+    assert len({plan.data_ptr() for plan in decodes}) == 4
+
+
+BAD: dict[str, Any] = {
+    "q dtype": {"q": torch.zeros(2, 1, 16, 576)},
+    "q columns": {"q": torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16)},
+    "q list": {"q": [1]},
+    "q last stride": {"q": torch.zeros(2, 1, 16, 1152, dtype=torch.bfloat16)[..., ::2]},
+    "k_cache address": {"k_cache": bytes_from(2, 4, 64, 1, 576)},
+    "k_cache pages": {"k_cache": bytes_from(0, 4, 24, 1, 576)},
+    "k_cache strides": {"k_cache": torch.zeros(4, 64, 1, 577, dtype=torch.bfloat16)[..., :576]},
+    "block_table dtype": {"block_table": torch.zeros(2, 2, dtype=torch.int64)},
+    "block_table none": {"block_table": None},
+    "cache_seqlens batch": {"cache_seqlens": torch.zeros(3, dtype=torch.int32)},
+    "head_dim_v": {"head_dim_v": 576},
+    "plan rows": {"tile_scheduler_metadata": torch.zeros(7, 8, dtype=torch.int32)},
+    "plan none": {"num_splits": None},
+    "plan object": {"tile_scheduler_metadata": 3},
+    "softmax_scale": {"softmax_scale": -1.0},
+    "softmax_scale list": {"softmax_scale": [1.0]},
+    "descale_q": {"descale_q": torch.ones(1)},
+    "fp8 flag": {"is_fp8_kvcache": True},
+    "sink": {"attn_sink": torch.zeros(16)},
+    "out shape": {"out": torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16)},
+    "out overlap": {"out": torch.zeros(1, 1, 16, 512, dtype=torch.bfloat16).expand(2, 1, 16, 512)},
+    "lse dtype": {"lse": torch.zeros(2, 16, 1, dtype=torch.bfloat16)},
+    "workspace address": {"workspace": bytes_from(4, 1 << 20, dtype=torch.uint8)},
+    "workspace size": {"workspace": bytes_from(0, 64, dtype=torch.uint8)},
+    "workspace none of torch": {"workspace": 5},
+    "empty_lse": {"empty_lse": 0.0},
+    "causal list": {"causal": [True]},
+    "q gradient": {"q": bytes_from(0, 2, 1, 16, 576).requires_grad_()},
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, bad: str) -> None:
+    refused_after_a_right_call(device, dense, **BAD[bad])
+
+
+@pytest.mark.parametrize(("name", "pages"), [("k_cache", 64), ("extra_k_cache", 16)])
+def test_an_address_that_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, name: str, pages: int) -> None:
+    refused_after_a_right_call(device, sparse_extra, **{name: bytes_from(8, 4, pages, 1, 656, dtype=torch.uint8)})
+
+
+def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -> None:
+    """Makes calls that are right, and the same but for what is bad."""
+    cute_mla.flash_mla_with_kvcache(**make())
+    launched = len(device.launches)
+    good = make()
+    planned = len(device.launches)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="supported"):
+            cute_mla.flash_mla_with_kvcache(**{**good, **bad})
+    assert len(device.launches) == planned > launched, "a refused call was launched"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["q", "cache_seqlens", "workspace"])
+def test_a_nested_tensor_is_refused_after_a_call_that_was_right(device: RecordingDevice, name: str) -> None:
+    refused_after_a_right_call(device, dense, **{name: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(4)])})
+
+
+@pytest.mark.parametrize("bad", ["out shape", "lse dtype", "workspace size"])
+def test_a_result_that_is_wrong_is_wrong_after_a_call_that_had_none(device: RecordingDevice, bad: str) -> None:
+    (name,) = BAD[bad]
+    cute_mla.flash_mla_with_kvcache(**dense(**{name: None}))
+    with pytest.raises(ValueError, match=f"^{name} has"):
+        cute_mla.flash_mla_with_kvcache(**dense(**BAD[bad]))
+
+
+def test_a_tensor_of_a_plan_without_the_other_is_no_schedule(device: RecordingDevice) -> None:
+    for _ in range(2):
+        cute_mla.flash_mla_with_kvcache(**dense(tile_scheduler_metadata=cute_mla.get_mla_metadata()[0], num_splits=None))
+    with pytest.raises(ValueError, match="tile_scheduler_metadata is Tensor, num_splits NoneType; supported"):
+        cute_mla.flash_mla_with_kvcache(**dense(num_splits=None))
+
+
+def test_a_schedule_of_other_shapes_is_refused_by_a_call_that_was_made_before(device: RecordingDevice) -> None:
+    """The page size changes neither the plan's tensors nor anything else that a call compares, but the cache."""
+    schedules = {page: cute_mla.get_mla_metadata()[0] for page in (64, 128)}
+    calls = {page: dense(k_cache=bytes_from(0, 4, page, 1, 576), num_splits=None) for page in schedules}
+    for _ in range(2):
+        for page, schedule in schedules.items():
+            cute_mla.flash_mla_with_kvcache(**{**calls[page], "tile_scheduler_metadata": schedule})
+    assert schedules[64].tile_scheduler_metadata.shape == schedules[128].tile_scheduler_metadata.shape
+    for _ in range(2):
+        with pytest.raises(ValueError, match="planned for other shapes: page_size 64 after 128"):
+            cute_mla.flash_mla_with_kvcache(**{**calls[64], "tile_scheduler_metadata": schedules[128]})
+
+
+@pytest.mark.parametrize("name", ["topk_length", "attn_sink"])
+def test_operands_that_look_alike_are_told_apart(device: RecordingDevice, name: str) -> None:
+    """One fp32 [16] or int32 [2] more or less, or another one of the same look, is another call."""
+    cute_mla.flash_mla_with_kvcache(**sparse())
+    cute_mla.flash_mla_with_kvcache(**sparse(**{name: None}))
+    decode = next(launch for launch in reversed(device.launches) if "sparse_decode" in launch.kernel)
+    assert decode.args[name] is None
+    assert decode.args[({"topk_length", "attn_sink"} - {name}).pop()] is not None
+
+
+EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("make", "names", "parameter"),
+    [
+        (sparse_extra, ("topk_length",), "topk_length"),
+        (sparse_extra, ("attn_sink",), "attn_sink"),
+        (sparse_extra, ("extra_topk_length",), "extra_topk_length"),
+        (sparse_extra, EXTRA, "extra_cache"),
+        (dense_fp8, ("descale_q",), "descale_q"),
+        (dense_fp8, ("descale_k",), "descale_k"),
+    ],
+)
+def test_what_may_be_absent_is_part_of_a_call(
+    device: RecordingDevice, make: Any, names: tuple[str, ...], parameter: str, first: bool
+) -> None:
+    for given in (first, not first, first):
+        cute_mla.flash_mla_with_kvcache(**make(**({} if given else dict.fromkeys(names))))
+        decode = next(launch for launch in reversed(device.launches) if "_decode" in launch.kernel)
+        assert (decode.args[parameter] is not None) == given
+
+
+def test_one_scale_is_not_taken_for_the_other(device: RecordingDevice) -> None:
+    cache = torch.zeros(4, 64, 1, 576, dtype=torch.float8_e4m3fn)
+    cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_k=torch.ones(1)))
+    with pytest.raises(ValueError, match="descale_q is given with"):
+        cute_mla.flash_mla_with_kvcache(**dense(k_cache=cache, descale_q=torch.ones(1)))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("q", (2, 1, 16, 576)), ("out", (2, 1, 16, 512))])
+def test_another_alignment_is_another_variant(device: RecordingDevice, name: str, shape: tuple[int, ...]) -> None:
+    kernels = []
+    for offset in (0, 2, 0):
+        cute_mla.flash_mla_with_kvcache(**dense(**{name: bytes_from(offset, *shape)}))
+        kernels.append(next(launch.kernel for launch in reversed(device.launches) if "dense_decode" in launch.kernel))
+    assert kernels[0] == kernels[2]
+    assert kernels[1] == f"{kernels[0]}_elements"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parameter"),
+    [("softmax_scale", 0.5, "scale_log2"), ("empty_lse", float("-inf"), "empty_lse"), ("causal", True, "causal")],
+)
+def test_options_are_part_of_a_call(device: RecordingDevice, option: str, value: Any, parameter: str) -> None:
+    def launched(**options: Any) -> Any:
+        q = bytes_from(0, 2, 2, 8, 576)
+        out, lse = bytes_from(0, 2, 2, 8, 512), torch.zeros(2, 8, 2)
+        cute_mla.flash_mla_with_kvcache(**dense(q=q, out=out, lse=lse, **options))
+        return next(launch.args[parameter] for launch in reversed(device.launches) if "dense_decode" in launch.kernel)
+
+    first = launched()
+    assert launched(**{option: value}) != first
+    assert launched() == first

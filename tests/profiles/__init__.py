@@ -1,0 +1,1 @@
+"""Tests of benchmarks, models and reports."""

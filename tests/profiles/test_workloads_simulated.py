@@ -1,0 +1,162 @@
+"""Workloads and the real kernels together, on the simulated device: the calls that a GPU would time are the right calls."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla.profiles.measure.runner import TIMED, WRONG, measure_case
+from cute_mla.profiles.rows import OPS, Case
+from cute_mla.profiles.shapes import CacheWriteShape, CombineShape, DensePrefillShape, MergeShape, SparseDecodeShape, SparsePrefillShape
+from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, workload
+from cute_mla.profiles.workloads.dense_decode import DenseDecode
+from cute_mla.profiles.workloads.operands import generator, selections
+from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE
+from tests.profiles import benching
+from tests.profiles.benching import bench, case_of, small_case
+
+CPU = torch.device("cpu")
+
+CASES = {
+    "several requests": small_case(lengths=(130, 3, 0), s_q=2, h_q=4),
+    "one request, split": small_case(lengths=(400,), s_q=1, h_q=128),
+    "e4m3 cache": small_case(lengths=(130, 3), s_q=2, h_q=4, operands=FP8_CACHE),
+    "e4m3 cache and queries": small_case(lengths=(130, 3), s_q=2, h_q=4, operands=FP8),
+    "sparse decode": case_of("sparse_decode", SparseDecodeShape(batch=2, s_q=2, h_q=16, topk=70, context=150)),
+    "sparse decode, bf16 cache": case_of(
+        "sparse_decode", SparseDecodeShape(batch=1, s_q=1, h_q=8, topk=200, context=300, cache="latent", page_size=2)
+    ),
+    "sparse prefill": case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=16, s_kv=150, topk=70)),
+    "dense prefill, causal": case_of("dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True)),
+    "dense prefill": case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=1, h_kv=1, causal=False)),
+    "combine": case_of("combine", CombineShape(batch=3, s_q=2, h_q=9, splits=2)),
+    "combine of many": case_of("combine", CombineShape(batch=1, s_q=1, h_q=4, splits=37)),
+    "merge_states": case_of("merge_states", MergeShape(tokens=3, h_q=9, states=3)),
+}
+# what these leave is equal to the reference
+WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
+
+
+@pytest.fixture
+def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sets, and graphs of one launch each, so that few launches are simulated."""
+    monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 2)
+    monkeypatch.setitem(benching.CALL_US, "estimate", 6000.0)
+
+
+def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
+    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values())}
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch) -> None:
+    with cute_mla.simulate(arch, sm_count=4) as device:
+        record = measure_case(case, bench())
+    assert (record["status"], record["reason"]) == (TIMED, "")
+    assert (record["launches"], record["sets"]) == (2, 2)
+    assert 0 < record["check"]["out_max_abs"] < (2e-2 if case.text.endswith(FP8) else 1e-3)
+    assert (record["plan_us"] is not None) == case.op.endswith("decode")
+    assert device.instructions > 0
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("name", ["latent", "fp8_656"])
+def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(WRITES[name], bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        write = cache_write.write_kv_cache
+        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, *rest: write(kv_c * 1.02, *rest))
+        assert measure_case(WRITES[name], bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, k_pe, cache, slots: write(kv_c[1:], k_pe[1:], cache, slots[1:]))
+        assert "was not written everywhere" in measure_case(WRITES[name], bench())["reason"]
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("name", ["sparse decode", "sparse prefill", "dense prefill, causal", "combine", "merge_states"])
+def test_a_result_that_is_off_by_a_little_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    spoiled = WORKLOADS[case.op]
+    call = spoiled.call
+
+    def off(self: workload.Workload[object], operands: object) -> None:
+        call(self, operands)
+        self.results(operands)["out"][0] *= 1.02
+
+    monkeypatch.setattr(spoiled, "call", off)
+    with cute_mla.simulate(sm_count=4):
+        record = measure_case(case, bench())
+    assert record["status"] == WRONG
+    assert record["reason"].startswith("out[0]")
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("name", ["several requests", "sparse decode", "sparse prefill", "dense prefill", "combine", "merge_states"])
+def test_all_results_are_checked_for_poison_and_compared(name: str) -> None:
+    with cute_mla.simulate(sm_count=4):
+        made = make_workload(CASES[name], CPU, 1)
+        made.poison()
+        for operands in made.sets:
+            assert all(bool(tensor.isnan().all()) for tensor in made.results(operands).values())
+            made.call(operands)
+        assert made.check_sets(made.sets, made.sets).passed
+        for result, tensor in made.results(made.sets[1]).items():
+            kept = tensor.clone()
+            tensor.flatten()[-1].fill_(math.nan)
+            assert made.check_sets(made.sets, made.sets[:1]).reason == "a result has NaN, or was not written everywhere"
+            tensor.copy_(kept)
+            tensor += 0.05
+            assert made.check_sets([], made.sets[1:]).reason.startswith(f"{result}[0]")
+            tensor.copy_(kept)
+
+
+def test_a_plan_for_too_many_parts_is_not_what_a_workload_makes(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's parts, times the CTAs of one part, are the SMs of the device."""
+    monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 1)
+    with cute_mla.simulate(arch, sm_count=8):
+        made = DenseDecode(small_case(lengths=(400,), s_q=1, h_q=128), CPU, 1)
+    assert made.metadata.shape == (4, 8)  # 128 heads are two row tiles
+    assert made.num_splits.tolist()[-1] > 1
+    assert made.workspace is not None
+    assert made.workspace.nbytes >= 2 * 128 * 513 * 4
+
+
+def test_selections_are_different_rows_in_random_order() -> None:
+    chosen = selections(generator(CPU, 3), 5, 20, 50)
+    assert all(len(set(token)) == 20 and min(token) >= 0 and max(token) < 50 for token in chosen.tolist())
+    assert len({tuple(token) for token in chosen.tolist()}) == 5
+    assert any(token != sorted(token) for token in chosen.tolist())
+    assert torch.equal(chosen, selections(generator(CPU, 3), 5, 20, 50))
+
+
+def test_every_token_selects_among_its_own_request(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 1)
+    shape = SparseDecodeShape(batch=3, s_q=2, h_q=4, topk=100, context=100, page_size=16)
+    with cute_mla.simulate(arch, sm_count=4):
+        made = make_workload(replace(CASES["sparse decode"], shape=shape), CPU, 1)
+    slots = made.sets[0].indices.flatten(1)
+    assert [len(set(request.tolist())) for request in slots] == [100, 100, 100]  # both tokens took all that there are
+    assert len(set(slots.flatten().tolist())) == 300
+
+
+@pytest.mark.usefixtures("few_launches")
+def test_combine_is_launched_as_a_decode_launches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, bool]] = []
+    launch = SimulatedDevice.launch
+
+    def noted(self: SimulatedDevice, kernel, grid, args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        launched.append((kernel.op, kwargs["pdl"]))
+        launch(self, kernel, grid, args, **kwargs)
+
+    monkeypatch.setattr(SimulatedDevice, "launch", noted)
+    with cute_mla.simulate(sm_count=4):
+        made = make_workload(CASES["combine"], CPU, 1)
+        made.call(made.sets[0])
+    assert launched == [("combine", True)]

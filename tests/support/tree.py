@@ -1,0 +1,7 @@
+"""The repository that the tests belong to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]

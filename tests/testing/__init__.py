@@ -1,0 +1,1 @@
+"""Tests of the cases, suites and comparisons that the package ships."""
