@@ -21,15 +21,15 @@ from .output import is_terminal
 from .verify_summary import count, result_of, summarise
 
 if TYPE_CHECKING:
-    from cute_mla.testing.planned import Planned
     from cute_mla.testing.runner import Kind, Record, Schedule, Target
+    from cute_mla.testing.suites.entries import SuiteEntry
 
 OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather")
 SUITES = ("smoke", "full")
 
 _JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
 
-Job = tuple["Planned[Any]", "Target"]
+Job = tuple["SuiteEntry[Any]", "Target"]
 Show = Callable[[int, list["Record"]], None]  # takes the number of finished cases, and the records of the last one
 
 
@@ -77,9 +77,9 @@ def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, rep
             click.echo(f"{each.name}: no GPU of compute capability {each.capabilities_text} here, nothing is run", err=True)
             continue
         target = runner.Target(each.name, kind, orders)
-        jobs += [(planned, target) for each_op in ops for planned in _suite(suite_name, each_op, kind, seed)]
+        jobs += [(entry, target) for each_op in ops for entry in _suite(suite_name, each_op, kind, seed)]
     if case_id:
-        jobs = [(planned, target) for planned, target in jobs if planned.case.id == case_id]
+        jobs = [(entry, target) for entry, target in jobs if entry.case.id == case_id]
         if not jobs:
             raise click.UsageError(f"--replay: the suite {suite_name} of {', '.join(ops)} has no case {case_id}")
     _check_artifacts()
@@ -121,7 +121,7 @@ def _kind(arch: Arch, device: str) -> Kind | None:
     return "sim" if device == "auto" else None
 
 
-def _suite(name: str, op: str, kind: Kind, seed: int) -> list[Planned[Any]]:
+def _suite(name: str, op: str, kind: Kind, seed: int) -> list[SuiteEntry[Any]]:
     from cute_mla.testing.suites import suite
 
     return suite(name, op, simulated=kind == "sim", seed=seed)
@@ -132,9 +132,9 @@ def _run(jobs: list[Job], json_file: Path | None) -> list[list[Record]]:
     from cute_mla.testing import runner
 
     records: list[list[Record]] = [
-        [runner.skipped(planned.case, target, planned.reason)] if planned.fate == "skipped" else [] for planned, target in jobs
+        [runner.skipped(entry.case, target, entry.reason)] if entry.mode == "skipped" else [] for entry, target in jobs
     ]
-    running = [index for index, (planned, _) in enumerate(jobs) if planned.fate != "skipped"]
+    running = [index for index, (entry, _) in enumerate(jobs) if entry.mode != "skipped"]
     results = runner.run_all(
         [(jobs[i][0].case, jobs[i][1], jobs[i][0].reason) for i in running],
         on_start=lambda case: click.echo(f"running {case.id}", err=True),

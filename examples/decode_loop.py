@@ -1,8 +1,8 @@
-"""A tiny model that attends by MLA: prefill of three prompts, then 16 decode steps over a paged cache, each by the token before it.
+"""A tiny MLA model: prefill of three prompts, then 16 greedy decode steps over a paged cache.
 
-On a Hopper or Blackwell GPU if there is one, else on the simulated device. Every step's output is checked at the end against fp32 torch.
-Run after `cute-mla build` (or `make build`):  python examples/decode_loop.py [sm90|sm100]
-The architecture is that of the simulated device.
+Runs on a Hopper or Blackwell GPU if there is one, else on the simulated device. At the end the output of every step is compared with fp32
+torch. Run after `cute-mla build` (or `make build`):  python examples/decode_loop.py [sm90|sm100]
+The argument is the architecture of the simulated device.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cute_mla.layer import MlaAttention, MlaConfig, MlaWeights, plan_batch
 GPUS = ((9, 0), (10, 0), (10, 3))  # compute capabilities that kernels are built for
 LAYERS, HIDDEN, HEADS, VOCABULARY = 2, 128, 2, 64
 PAGE_SIZE, STEPS = 64, 16
-PROMPTS = [60, 7, 1]  # tokens; the first request moves to its second page on the way
+PROMPTS = [60, 7, 1]  # tokens; the first request reaches its second page during decode
 
-# What a checkpoint's config.json says, but for the sizes: those of DeepSeek-V2-Lite are 2048 and 16 heads.
+# The config.json of a checkpoint. DeepSeek-V2-Lite has hidden_size 2048 and 16 heads.
 CONFIG = MlaConfig.from_hugging_face(
     {
         "hidden_size": HIDDEN,
@@ -40,7 +40,7 @@ CONFIG = MlaConfig.from_hugging_face(
 
 
 def random_layer(dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of a layer's attention under their names in a checkpoint, from which load_weights would read them."""
+    """Draw the attention weights of a layer, under the names of a checkpoint that load_weights reads."""
 
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns) * columns**-0.5).to(dtype)
@@ -56,25 +56,25 @@ def random_layer(dtype: torch.dtype) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Model:
-    """Embeddings, layers of attention alone, added up, and what reads out the next token. caches: of each layer [pages, 64, 1, 576]."""
+    """Embeddings, residual layers of attention only, and the output projection. caches: one per layer, [pages, 64, 1, 576]."""
 
     embeddings: Tensor
-    readout: Tensor
+    output_projection: Tensor
     layers: list[dict[str, Tensor]]
     attention: list[MlaAttention]
     caches: list[Tensor]
 
     @staticmethod
-    def drawn(pages: int, device: str, dtype: torch.dtype) -> Model:
-        """With random weights and room for so many pages."""
-        embeddings, readout = torch.randn(2, VOCABULARY, HIDDEN).to(dtype).to(device)
+    def random(pages: int, device: str, dtype: torch.dtype) -> Model:
+        """Create a model with random weights and caches of this many pages."""
+        embeddings, output_projection = torch.randn(2, VOCABULARY, HIDDEN).to(dtype).to(device)
         layers = [random_layer(dtype) for _ in range(LAYERS)]
         attention = [MlaAttention(CONFIG, MlaWeights.from_tensors(layer, CONFIG).to(device)) for layer in layers]
         caches = [torch.zeros(pages, PAGE_SIZE, 1, 576, dtype=dtype, device=device) for _ in range(LAYERS)]
-        return Model(embeddings, readout, layers, attention, caches)
+        return Model(embeddings, output_projection, layers, attention, caches)
 
     def step(self, tokens: Tensor, new: Sequence[int], contexts: Sequence[int], block_table: Tensor, decodes: int) -> Tensor:
-        """Hidden states of new tokens, packed, each behind its context. One plan serves all layers."""
+        """Return hidden states of new tokens, packed, given the cached tokens of each request. One plan serves all layers."""
         batch = plan_batch(new, contexts, block_table, PAGE_SIZE, decodes=decodes)
         states = self.embeddings[tokens]
         for attention, cache in zip(self.attention, self.caches, strict=True):
@@ -82,7 +82,7 @@ class Model:
         return states
 
     def naive(self, tokens: Tensor) -> Tensor:
-        """Hidden states of one whole sequence, without a cache: keys and values of every head, in fp32."""
+        """Return hidden states of one whole sequence without a cache, with keys and values of every head, in fp32."""
         states = self.embeddings.cpu().float()[tokens.cpu()]
         for layer in self.layers:
             states = states + naive_attention(rms_norm(states, (HIDDEN,)), {name: weight.float() for name, weight in layer.items()})
@@ -90,48 +90,48 @@ class Model:
 
 
 def naive_attention(states: Tensor, weights: dict[str, Tensor]) -> Tensor:
-    """Attention from a layer's weights, as the papers write it down."""
+    """Compute attention from a layer's weights by the formulas of the DeepSeek-V2 paper."""
     length = len(states)
     angles = torch.outer(torch.arange(length), 10_000.0 ** -(torch.arange(32) / 32))
 
-    def turned(columns: Tensor) -> Tensor:
+    def rotate(columns: Tensor) -> Tensor:
         pairs = torch.view_as_complex(columns.unflatten(-1, (32, 2)).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
     q = (states @ weights["q_proj.weight"].T).view(length, HEADS, 192).transpose(0, 1)
     latent, rotary = (states @ weights["kv_a_proj_with_mqa.weight"].T).split((512, 64), dim=-1)
     kv = (rms_norm(latent, (512,), eps=CONFIG.rms_norm_eps) @ weights["kv_b_proj.weight"].T).view(length, HEADS, 256).transpose(0, 1)
-    k = torch.cat((kv[..., :128], turned(rotary).expand(HEADS, -1, -1)), dim=-1)
-    scores = torch.cat((q[..., :128], turned(q[..., 128:])), dim=-1) @ k.transpose(1, 2) * 192**-0.5
+    k = torch.cat((kv[..., :128], rotate(rotary).expand(HEADS, -1, -1)), dim=-1)
+    scores = torch.cat((q[..., :128], rotate(q[..., 128:])), dim=-1) @ k.transpose(1, 2) * 192**-0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     out = scores.masked_fill(future, -math.inf).softmax(dim=-1) @ kv[..., 128:]
     return out.transpose(0, 1).flatten(1) @ weights["o_proj.weight"].T
 
 
 def paged(lengths: Sequence[int], device: str) -> tuple[int, Tensor]:
-    """Pages for sequences that grow to these lengths: how many, and the block table int32 [requests, pages per request]."""
+    """Return the number of pages for sequences of these lengths, and the block table int32 [requests, pages per request]."""
     counts = [math.ceil(length / PAGE_SIZE) for length in lengths]
     free = torch.randperm(sum(counts), dtype=torch.int32).split(counts)  # pages may lie anywhere
     return sum(counts), torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True, padding_value=-1).to(device)
 
 
 def main(arch: str = "sm90") -> None:
-    """Prefills, decodes, and prints the largest error of any step."""
+    """Prefill, decode, and print the largest error of any step."""
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() in GPUS
     device = "cuda" if on_gpu else "cpu"
     pages, block_table = paged([length + STEPS for length in PROMPTS], device)
-    model = Model.drawn(pages, device, torch.bfloat16)
+    model = Model.random(pages, device, torch.bfloat16)
     prompts = [torch.randint(VOCABULARY, (length,), device=device) for length in PROMPTS]
 
-    # Two SMs are enough for three requests, and simulate sooner than a whole board.
+    # Two SMs are enough for three requests and simulate faster than a whole GPU.
     with nullcontext() if on_gpu else cute_mla.simulate(arch, sm_count=2) as simulated:
         states = model.step(torch.cat(prompts), PROMPTS, [0] * len(PROMPTS), block_table, decodes=0)
         parts = [[own] for own in states.split(PROMPTS)]
         sequences = [[prompt] for prompt in prompts]
         for step in range(STEPS):
             last = torch.stack([own[-1][-1] for own in parts])
-            tokens = (last @ model.readout.T).argmax(dim=-1)  # greedy
+            tokens = (last @ model.output_projection.T).argmax(dim=-1)  # greedy
             contexts = [length + step for length in PROMPTS]
             states = model.step(tokens, [1] * len(PROMPTS), contexts, block_table, decodes=len(PROMPTS))
             for own, sequence, state, token in zip(parts, sequences, states, tokens, strict=True):

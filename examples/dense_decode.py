@@ -1,7 +1,7 @@
-"""One decode step over a paged latent cache: on a Hopper or Blackwell GPU if there is one, else on the simulated device.
+"""One decode step over a paged latent cache, on a Hopper or Blackwell GPU if there is one, else on the simulated device.
 
 Run after `cute-mla build` (or `make build`):  python examples/dense_decode.py [sm90|sm100]
-The architecture is that of the simulated device.
+The argument is the architecture of the simulated device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ PAGE_SIZE, HEAD_DIM, HEAD_DIM_V = 64, 576, 512  # 576 = 512 latent + 64 rotary c
 
 
 def paged_cache(lengths: list[int], device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache with room for these requests [pages, 64, 1, 576] and its block table int32 [requests, pages per request]."""
+    """Draw a cache for these requests [pages, 64, 1, 576] and its block table int32 [requests, pages per request]."""
     pages = [math.ceil(length / PAGE_SIZE) for length in lengths]
     k_cache = torch.randn(sum(pages), PAGE_SIZE, 1, HEAD_DIM).clamp_(-1, 1).to(dtype).to(device)
     free = torch.randperm(sum(pages), dtype=torch.int32).split(pages)  # pages may lie anywhere
-    block_table = torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True, padding_value=-1)  # the padding is never read
+    block_table = torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True, padding_value=-1)  # padding is never read
     return k_cache, block_table.to(device)
 
 
 def naive(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """The same in four lines of fp32 torch, request by request: [requests, heads, 512]."""
+    """Compute the attention of each request in fp32 torch: [requests, heads, 512]."""
     outputs = []
     for request, length in enumerate(lengths):
         k = k_cache[block_table[request, : math.ceil(length / PAGE_SIZE)].long()].reshape(-1, HEAD_DIM)[:length].float()
@@ -38,7 +38,7 @@ def naive(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, len
 
 
 def main(arch: str = "sm90") -> None:
-    """Runs one call with all buffers given, and prints its error against the naive version."""
+    """Run one call that allocates nothing, and print its error against the naive version."""
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() in GPUS
     device = "cuda" if on_gpu else "cpu"
@@ -47,7 +47,7 @@ def main(arch: str = "sm90") -> None:
     cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
     q = torch.randn(len(lengths), 1, heads, HEAD_DIM).clamp_(-1, 1).to(torch.bfloat16).to(device)
 
-    # Eight SMs are enough for three requests, and simulate sooner than a whole board.
+    # Eight SMs are enough for three requests and simulate faster than a whole GPU.
     with nullcontext() if on_gpu else cute_mla.simulate(arch, sm_count=8) as simulated:
         schedule, num_splits = cute_mla.get_mla_metadata(cache_seqlens, heads, 1, heads)
         workspace_bytes = cute_mla.workspace_size("dense_decode", batch=len(lengths), s_q=1, h_q=heads, device=device)

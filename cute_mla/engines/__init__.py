@@ -1,2 +1,4 @@
-"""Adapters to serving engines, one folder each, and what they share. An adapter imports its engine; nothing else of cute_mla imports
-an adapter."""
+"""Adapters to serving engines, one folder per engine, and the code that adapters share.
+
+An adapter imports its engine; no other module of cute_mla imports an adapter.
+"""

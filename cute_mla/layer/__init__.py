@@ -1,7 +1,7 @@
 """Multi-head latent attention of DeepSeek-V2 and V3, from a layer's weights to its output.
 
-config says what a layer is, weights holds (a shard of) its matrices, batch what is computed in one step, attention computes it, by the
-kernels or (path) in plain torch where there are none.
+config has the sizes of a layer, weights its matrices or a shard of them, and batch the requests of one step. attention computes the layer;
+path selects the kernels or, on devices without kernels, plain torch.
 """
 
 from .attention import MlaAttention

@@ -1,8 +1,8 @@
-"""The layer: hidden states in, its share of the attention's output out.
+"""The attention layer, from hidden states to the output or, for a shard of the heads, to a partial sum of the output.
 
-Tokens of decode requests are absorbed: kv_b's half for keys goes into the queries, which then attend to the cache as it is, and its half
-for values to what comes out. Tokens of prefill requests are decompressed: kv_b makes keys and values of each head, of their own tokens
-and, a chunk at a time, of what their requests have in the cache; the states of all chunks are merged.
+Decode uses the absorbed form: the queries are multiplied by the key half of kv_b and attend to the latent cache, and the result is
+multiplied by the value half. Prefill uses the decompressed form: kv_b expands latent keys to keys and values of each head. It expands the
+new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..tensors import check_dtype, check_shape, spec_of
 from ..tracing import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
-from .path import MOST_STATES, AttentionPath, Cache, Packed, path_on, say_reference
+from .path import MAX_STATES, AttentionPath, Cache, Packed, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
 
 
 class _Keys(NamedTuple):
-    """Of some tokens: latent columns [tokens, 512] and rotary ones [tokens, 64]."""
+    """Keys of some tokens: latent columns [tokens, 512] and rotary columns [tokens, 64]."""
 
     latent: torch.Tensor
     rotary: torch.Tensor
 
 
 class MlaAttention:
-    """One layer's attention, of all heads or of one rank's."""
+    """Attention of one layer, of all heads or of the heads of one rank."""
 
     def __init__(self, config: MlaConfig, weights: MlaWeights) -> None:
-        """weights: of bf16 or fp16; of fp32 on the reference path alone. ValueError if they hold more than 128 heads."""
+        """Prepare a layer. weights: bf16 or fp16; fp32 only on the reference path. Raises ValueError if they hold more than 128 heads."""
         self.config = config
         self.weights = weights
         self.heads = weights.heads(config)
@@ -43,41 +43,41 @@ class MlaAttention:
         self._radians = frequencies(config).to(weights.kv_a.device)
         keys, values = config.qk_nope_head_dim, config.v_head_dim
         by_head = weights.kv_b.view(self.heads, keys + values, config.kv_lora_rank)
-        self._into_query = by_head[:, :keys]  # [heads, 128, 512]
-        self._out_of_latent = by_head[:, keys:].transpose(1, 2)  # [heads, 512, 128]
+        self._query_to_latent = by_head[:, :keys]  # [heads, 128, 512]
+        self._latent_to_value = by_head[:, keys:].transpose(1, 2)  # [heads, 512, 128]
 
     @property
     def path(self) -> str:
-        """What computes attention on the weights' device, here and now: "kernels", or "reference" where there are none."""
-        return path_on(self.weights.kv_a.device).name
+        """Return "kernels", or "reference" if there are no kernels for the device of the weights at the moment."""
+        return attention_path(self.weights.kv_a.device).name
 
     @torch.no_grad()
     def __call__(
         self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attention of new tokens over their sequences; writes their keys to the cache.
+        """Compute attention of new tokens over their sequences, and write the keys of these tokens to the cache.
 
-        hidden: [tokens, hidden_size], in the batch's order, of the weights' dtype and device
-        k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with what the batch's requests have in it already; page
-        size and strides as flash_mla_with_kvcache takes them. Rotary columns 2i and 2i + 1 of a key are a pair.
-        descale_k: of an e4m3 cache, fp32, one element on the device: keys are descale_k * k_cache; default 1. A prefilled request's own
-        new keys take part unrounded, whoever decodes it later finds them rounded to e4m3.
+        hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
+        k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with the cached keys of the requests; page size and strides
+        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair.
+        descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
+        attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys.
 
-        Returns [tokens, hidden_size]. Of a shard, that is a partial sum: add the ranks' up (all-reduce). There are no gradients.
-        By the kernels nothing waits for the device, so that a step can be captured in a CUDA graph.
+        Returns [tokens, hidden_size]. The result of a shard is a partial sum: add up the results of all ranks (all-reduce). There are no
+        gradients. The kernel path never synchronises with the device, so that a step can be captured in a CUDA graph.
 
-        Where there are no kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures), the torch reference computes
-        attention; a warning says so, once a device, and `path` always.
+        On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
+        attention. `path` says so, and a warning does once per device.
 
-        Raises ValueError on bad arguments, and what flash_mla_with_kvcache and flash_attn_varlen_func do.
+        Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
         self._check(hidden, k_cache, batch)
-        path = path_on(hidden.device)
+        path = attention_path(hidden.device)
         if path.name == "reference":
-            say_reference(hidden.device)
-        turned = rotation(batch.positions, self._radians, self.config)
-        q = self._queries(hidden, turned)
-        keys = self._new_keys(hidden, turned)
+            warn_reference(hidden.device)
+        rope = rotation(batch.positions, self._radians, self.config)
+        q = self._queries(hidden, rope)
+        keys = self._new_keys(hidden, rope)
         write_kv_cache(*keys, k_cache, batch.slot_mapping, descale_k=descale_k)
         cache = Cache(k_cache, descale_k)
         parts = [q.new_empty(0, self.heads, self.config.v_head_dim)]
@@ -90,53 +90,53 @@ class MlaAttention:
             parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
         return linear(torch.cat(parts).flatten(1), self.weights.o)
 
-    def _queries(self, hidden: torch.Tensor, turned: Rotation) -> torch.Tensor:
-        """[tokens, heads, 192], rotary columns turned."""
+    def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
+        """Project queries [tokens, heads, 192], rotary embedding applied."""
         weights, nope = self.weights, self.config.qk_nope_head_dim
         if weights.q_a is not None and weights.q_a_norm is not None:
-            hidden = self._normed(linear(hidden, weights.q_a), weights.q_a_norm)
+            hidden = self._normalise(linear(hidden, weights.q_a), weights.q_a_norm)
         q = linear(hidden, weights.q_b).unflatten(1, (self.heads, -1))
-        q[..., nope:] = turned.apply(q[..., nope:])
+        q[..., nope:] = rope.apply(q[..., nope:])
         return q
 
-    def _new_keys(self, hidden: torch.Tensor, turned: Rotation) -> _Keys:
+    def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.weights.kv_a).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(self._normed(latent, self.weights.kv_a_norm), turned.apply(rotary))
+        return _Keys(self._normalise(latent, self.weights.kv_a_norm), rope.apply(rotary))
 
-    def _normed(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm in fp32, rounded once."""
+    def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Apply RMSNorm in fp32, rounded once."""
         return rms_norm(columns.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(columns.dtype)
 
     def _decode(self, path: AttentionPath, q: torch.Tensor, cache: Cache, requests: DecodeRequests) -> torch.Tensor:
-        """Absorbed: [tokens, heads, 128]."""
+        """Attend in the absorbed form: [tokens, heads, 128]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         absorbed = q.new_empty(*q.shape[:2], D_QK)
-        queries, place = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
-        if is_dynamo_compiling():  # which takes no part of a tensor for out
-            place.copy_(torch.bmm(queries, self._into_query))
+        queries, latent_part = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
+        if is_dynamo_compiling():  # Dynamo accepts no view as out=
+            latent_part.copy_(torch.bmm(queries, self._query_to_latent))
         else:
-            torch.bmm(queries, self._into_query, out=place)
+            torch.bmm(queries, self._query_to_latent, out=latent_part)
         absorbed[..., latent:] = q[..., nope:]
         by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
         out = path.decode(by_request, cache, requests, self.config.softmax_scale)
-        return torch.bmm(out.flatten(0, 1).transpose(0, 1), self._out_of_latent).transpose(0, 1)
+        return torch.bmm(out.flatten(0, 1).transpose(0, 1), self._latent_to_value).transpose(0, 1)
 
     def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, cache: Cache, requests: PrefillRequests) -> torch.Tensor:
-        """Decompressed: [tokens, heads, 128]."""
+        """Attend in the decompressed form: [tokens, heads, 128]."""
         scale, ends = self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
-        states = [path.varlen(q, self._decompressed(own), (ends, ends), scale, causal=True)]
+        states = [path.varlen(q, self._decompress(own), (ends, ends), scale, causal=True)]
         for chunk in requests.chunks:
             packed = (chunk.block_table, chunk.cu_seqlens, chunk.keys)
             cached = gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=q.dtype)
-            kv = self._decompressed(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
-            if len(states) == MOST_STATES:
+            kv = self._decompress(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
+            if len(states) == MAX_STATES:
                 states = [path.merge(*zip(*states, strict=True))]
             states.append(path.varlen(q, kv, (ends, Packed(chunk.cu_seqlens, chunk.max_seqlen)), scale, causal=False))
         out, _ = states[0] if len(states) == 1 else path.merge(*zip(*states, strict=True))
         return out
 
-    def _decompressed(self, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [tokens, heads, 192] and values [tokens, heads, 128] of each head."""
+    def _decompress(self, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expand latent keys to keys [tokens, heads, 192] and values [tokens, heads, 128] of each head."""
         nope = self.config.qk_nope_head_dim
         both = linear(keys.latent, self.weights.kv_b).unflatten(1, (self.heads, -1))
         k = both.new_empty(*both.shape[:2], self.config.query_columns)

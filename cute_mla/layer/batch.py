@@ -1,7 +1,7 @@
-"""What is computed in one step: decode requests first, then prefill requests, planned once for all layers.
+"""The batch of one step: decode requests first, then prefill requests, planned once for all layers.
 
-The dataclasses hold what the kernels read. plan_batch makes them from lengths that the host knows; an engine whose lengths are on the
-device alone, or that replays a CUDA graph, makes DecodeRequests itself.
+The dataclasses hold the tensors that the kernels read. plan_batch makes them from lengths on the host. An engine that has lengths only on
+the device, or that replays a CUDA graph, constructs DecodeRequests itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes
 class DecodeRequests:
     """Requests of s_q new tokens each, packed one after the other.
 
-    block_table: int32 [requests, pages per request]. cache_seqlens: int32 [requests], keys of each, the new ones included; 0: padding,
-    whose output is that of no attention. schedule: for all layers of this step, and no longer.
+    block_table: int32 [requests, pages per request]. cache_seqlens: int32 [requests], keys per request, the new keys included; 0: a padding
+    request, whose attention is 0. schedule: valid for all layers of this step only.
     """
 
     block_table: torch.Tensor
@@ -35,16 +35,16 @@ class DecodeRequests:
 
     @property
     def tokens(self) -> int:
-        """New tokens of all requests."""
+        """Return the new tokens of all requests."""
         return self.cache_seqlens.shape[0] * self.s_q
 
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Some cached keys of each prefill request, packed; of some none.
+    """Cached keys of the prefill requests that are decompressed together, packed; a request may have none.
 
-    block_table: int32 [requests, pages per request]. starts: int32 [requests], position of each one's first key in the chunk.
-    cu_seqlens: int32 [requests + 1]. keys: of all. max_seqlen: of the longest.
+    block_table: int32 [requests, pages per request]. starts: int32 [requests], position of each request's first key in the chunk.
+    cu_seqlens: int32 [requests + 1]. keys: keys of all requests. max_seqlen: most keys of a request.
     """
 
     block_table: torch.Tensor
@@ -56,9 +56,10 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class PrefillRequests:
-    """Requests with any number of new tokens each, packed. chunks: what they have in the cache already, which all of them see.
+    """Requests with any number of new tokens each, packed.
 
-    cu_seqlens: int32 [requests + 1]. max_seqlen: of the longest.
+    cu_seqlens: int32 [requests + 1]. max_seqlen: most new tokens of a request. tokens: new tokens of all requests. chunks: cached keys
+    of the requests; every new token attends to all cached keys of its request.
     """
 
     cu_seqlens: torch.Tensor
@@ -71,8 +72,8 @@ class PrefillRequests:
 class MlaBatch:
     """The new tokens of a step, those of decode requests first.
 
-    positions: int64 or int32 [tokens], of each in its sequence. slot_mapping: int64 or int32 [tokens], where its key goes in the cache,
-    page * page size + row; -1: nowhere.
+    positions: int64 or int32 [tokens], position of each token in its sequence. slot_mapping: int64 or int32 [tokens], slot of each token's
+    key in the cache, page * page size + row; -1: the key is not written.
     """
 
     positions: torch.Tensor
@@ -89,7 +90,7 @@ class MlaBatch:
 
     @property
     def tokens(self) -> int:
-        """New tokens of all requests."""
+        """Return the new tokens of all requests."""
         return self.positions.shape[0]
 
 
@@ -103,16 +104,16 @@ def plan_batch(
     slot_mapping: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> MlaBatch:
-    """A step over requests with so many new tokens and so many in the cache already; waits for no device.
+    """Plan a step from the new and the cached tokens of each request; does not synchronise with the device.
 
-    query_lengths, context_lengths: of each request, the first `decodes` of which are decoded (absorbed) and have equally many new tokens,
-    at least one; the others are prefilled (decompressed) and may have none.
+    query_lengths, context_lengths: new and cached tokens per request. The first `decodes` requests are decoded (absorbed form) and have
+    equally many new tokens, at least one; the others are prefilled (decompressed form) and may have none.
     block_table: int32 [requests, pages per request], on the device of the layer.
-    slot_mapping: where the new keys go; default where the block table has them.
-    chunk_tokens: cached keys that are decompressed at a time, of all prefilled requests together.
+    slot_mapping: slots of the new keys; default: the slots that the block table assigns.
+    chunk_tokens: cached keys, over all prefill requests, that are decompressed at a time.
     Raises ValueError on bad arguments.
     """
-    query_lengths, context_lengths = _integers("query_lengths", query_lengths), _integers("context_lengths", context_lengths)
+    query_lengths, context_lengths = _check_integers("query_lengths", query_lengths), _check_integers("context_lengths", context_lengths)
     _check_lengths(query_lengths, context_lengths, decodes)
     lengths = list(zip(query_lengths, context_lengths, strict=True))
     table = spec_of("block_table", block_table)
@@ -131,9 +132,9 @@ def plan_batch(
         if new + context > room:
             raise ValueError(f"request {request} has {context} + {new} keys; supported with this block table: up to {room}")
     pages = _Pages(block_table, page_size)
-    requests, positions = _tokens([context for _, context in lengths], [new for new, _ in lengths])
+    requests, positions = _locate_tokens([context for _, context in lengths], [new for new, _ in lengths])
     return MlaBatch(
-        positions=_sent(positions, table.device),
+        positions=_to_device(positions, table.device),
         slot_mapping=pages.slots(requests, positions) if slot_mapping is None else slot_mapping,
         decode=_decode(lengths[:decodes], block_table) if decodes else None,
         prefill=_prefill(lengths[decodes:], block_table[decodes:], chunk_tokens) if lengths[decodes:] else None,
@@ -142,25 +143,25 @@ def plan_batch(
 
 @dataclass(frozen=True)
 class _Pages:
-    """Where requests have their keys."""
+    """The pages of the requests."""
 
     block_table: torch.Tensor
     page_size: int
 
     def slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [keys]: of the keys of some requests at some positions, both int64 [keys] on the CPU."""
+        """Return the slots of keys, int64 [keys]. requests, positions: of each key, int64 [keys] on the CPU."""
         device = self.block_table.device
-        columns, rows = _sent(positions // self.page_size, device), _sent(positions % self.page_size, device)
-        return self.block_table[_sent(requests, device), columns].long() * self.page_size + rows
+        columns, rows = _to_device(positions // self.page_size, device), _to_device(positions % self.page_size, device)
+        return self.block_table[_to_device(requests, device), columns].long() * self.page_size + rows
 
 
-def _sent(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Numbers of the host on a device, without waiting for what it is doing: CUDA copies pageable memory aside before it returns."""
+def _to_device(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy host numbers to a device without synchronising: CUDA stages pageable memory before the call returns."""
     return counts.to(device, non_blocking=True)
 
 
-def _integers(name: str, lengths: Any) -> list[int]:
-    """Lengths as a list. ValueError unless each is an integer, 0 or more."""
+def _check_integers(name: str, lengths: Any) -> list[int]:
+    """Return lengths as a list. Raise ValueError unless each is an integer, 0 or more."""
     if not isinstance(lengths, Sequence):
         raise ValueError(f"{name} is {shown(lengths)}; supported: a sequence of integers")
     return [check_integer(f"{name}[{i}]", length, 0) for i, length in enumerate(lengths)]
@@ -175,22 +176,22 @@ def _check_lengths(query_lengths: Sequence[int], context_lengths: Sequence[int],
         raise ValueError(f"decode requests have {list(query_lengths[:decodes])} new tokens; supported: equally many, 1 or more")
 
 
-def _tokens(firsts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [sum of counts] twice: the request of each token, and its position, which counts from its request's first."""
+def _locate_tokens(firsts: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the request and the position of each token, both int64 [sum of counts]; positions of a request begin at its `firsts`."""
     count, first = torch.tensor(counts, dtype=torch.int64), torch.tensor(firsts, dtype=torch.int64)
     requests = torch.repeat_interleave(torch.arange(len(counts)), count)
     begins = count.cumsum(0) - count
     return requests, torch.arange(len(requests)) - begins[requests] + first[requests]
 
 
-def _ends(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 [requests + 1]: the ends of packed sequences."""
-    return _sent(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
+def _cu_seqlens(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return cu_seqlens of packed sequences, int32 [requests + 1]."""
+    return _to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
 def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor) -> DecodeRequests:
     keys = torch.tensor([new + context for new, context in lengths], dtype=torch.int32)
-    return DecodeRequests(block_table[: len(lengths)], _sent(keys, block_table.device), lengths[0][0])
+    return DecodeRequests(block_table[: len(lengths)], _to_device(keys, block_table.device), lengths[0][0])
 
 
 def _prefill(lengths: list[tuple[int, int]], block_table: torch.Tensor, chunk_tokens: int) -> PrefillRequests:
@@ -200,6 +201,6 @@ def _prefill(lengths: list[tuple[int, int]], block_table: torch.Tensor, chunk_to
     share = max(chunk_tokens // max(sum(context > 0 for context in contexts), 1), 1)
     for start in range(0, max(contexts), share):
         taken = [min(max(context - start, 0), share) for context in contexts]
-        starts = _sent(torch.full((len(taken),), start, dtype=torch.int32), device)
-        chunks.append(ContextChunk(block_table, starts, _ends(taken, device), sum(taken), max(taken)))
-    return PrefillRequests(_ends(counts, device), max(counts), sum(counts), tuple(chunks))
+        starts = _to_device(torch.full((len(taken),), start, dtype=torch.int32), device)
+        chunks.append(ContextChunk(block_table, starts, _cu_seqlens(taken, device), sum(taken), max(taken)))
+    return PrefillRequests(_cu_seqlens(counts, device), max(counts), sum(counts), tuple(chunks))

@@ -1,4 +1,4 @@
-"""What an MLA layer is: its sizes, its rotary embedding, the scale of its softmax."""
+"""Configuration of an MLA layer: sizes, rotary embedding, scale of the softmax."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE
 from ..tensors import check_flag, check_integer, is_integer, is_number, shown
 
-D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without position
+D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without rotary embedding
 
 _FIXED = {"kv_lora_rank": D_LATENT, "qk_nope_head_dim": D_NOPE, "qk_rope_head_dim": D_ROPE, "v_head_dim": HEAD_V}
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -21,11 +21,12 @@ _YARN_TYPES = ("yarn", "deepseek_yarn")
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: positions stretched by `factor` for slow frequencies, left alone for fast ones.
+    """YaRN scaling: slow frequencies are divided by `factor`, fast frequencies stay as they are.
 
-    factor: how many times longer than original_max_position_embeddings the context is to be.
-    beta_fast, beta_slow: turns within the original context from which on a frequency is left alone, and up to which it is stretched.
-    mscale, mscale_all_dim: of the queries' and keys' rotary columns, and of all columns (which goes to the scale of the softmax).
+    factor: target context length over original_max_position_embeddings.
+    beta_fast: frequencies with at least this many turns within the original context stay as they are. beta_slow: frequencies with at most
+    this many turns are divided by `factor`.
+    mscale: scale of the rotary columns of queries and keys. mscale_all_dim: scale of all columns, applied to the scale of the softmax.
     """
 
     factor: float
@@ -47,7 +48,7 @@ class YarnScaling:
 
     @staticmethod
     def from_hugging_face(scaling: Mapping[str, Any]) -> YarnScaling | None:
-        """From `rope_scaling` of a config; None where it scales nothing. ValueError if it is not YaRN."""
+        """Read `rope_scaling` of a config; return None if it scales nothing. Raise ValueError if it is not YaRN."""
         _check_mapping("rope_scaling", scaling)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind == "default":
@@ -61,22 +62,22 @@ class YarnScaling:
 
     @property
     def rotary_scale(self) -> float:
-        """What the rotary columns of queries and keys are multiplied by, each."""
+        """Return the factor of the rotary columns of queries, and of those of keys."""
         return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
 
     @property
     def softmax_scale(self) -> float:
-        """What the scale of the softmax is multiplied by."""
+        """Return the factor of the scale of the softmax."""
         return _magnitude(self.factor, self.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """The sizes of a layer. Names are those of Hugging Face configs; what is fixed is what the kernels are made for.
+    """Configuration of a layer, with the names of Hugging Face configs. Sizes that the kernels fix have one supported value.
 
-    max_position_embeddings: of the model; positions are on the device, and nothing checks them against it.
-    q_lora_rank: None where queries are projected in one step (DeepSeek-V2-Lite).
-    rope_interleave: whether a checkpoint's rotary columns 2i and 2i + 1 turn together, as DeepSeek's do; else i and i + 32.
+    max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
+    q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
+    rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
     """
 
     hidden_size: int
@@ -109,16 +110,16 @@ class MlaConfig:
 
     @staticmethod
     def from_hugging_face(config: Mapping[str, Any]) -> MlaConfig:
-        """From a model's config.json. Keys that do not concern attention are not looked at.
+        """Read a model's config.json; keys that do not concern attention are ignored.
 
-        ValueError if a key is missing or means something that is not supported.
+        Raises ValueError if a key is missing or has an unsupported value.
         """
         _check_mapping("config", config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
         if config.get("attention_bias"):
             raise ValueError(f"attention_bias is {config['attention_bias']!r}; supported: False")
-        rope = config.get("rope_parameters") or {}  # where newer configs keep rope_theta and rope_scaling
+        rope = config.get("rope_parameters") or {}  # newer configs keep rope_theta and rope_scaling here
         scaling = config.get("rope_scaling") or rope
         optional = {
             **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave")},
@@ -133,18 +134,18 @@ class MlaConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Of queries with both kinds of columns, YaRN's share included."""
+        """Return the scale of the softmax for the 192 columns of decompressed queries, YaRN's factor included."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 
     @property
     def query_columns(self) -> int:
-        """Columns of a head's query."""
+        """Return the columns of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 def _magnitude(factor: float, mscale: float) -> float:
-    """YaRN's temperature of attention over a context stretched by a factor."""
+    """Return YaRN's attention factor, 0.1 * mscale * ln(factor) + 1 (arXiv 2309.00071, section 3.4; mscale is DeepSeek's)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

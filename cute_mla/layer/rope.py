@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of neighbouring columns turned by angles that grow with the position."""
+"""Rotary position embedding over pairs of neighbouring columns, with YaRN."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .config import MlaConfig, YarnScaling
 
 
 class Rotation(NamedTuple):
-    """Of some tokens: fp32 cosines and sines [tokens, 32], YaRN's scale of rotary columns included."""
+    """Rotation of some tokens: fp32 cosines and sines [tokens, 32], YaRN's scale of rotary columns included."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
     def apply(self, columns: torch.Tensor) -> torch.Tensor:
-        """Turns rotary columns [tokens, .., 64], where 2i and 2i + 1 are a pair; rounded once, to their dtype."""
+        """Rotate rotary columns [tokens, .., 64], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
         by_token = (*self.cos.shape[:1], *[1] * (columns.dim() - 2), *self.cos.shape[1:])
         cos, sin = self.cos.view(by_token), self.sin.view(by_token)
         even, odd = columns[..., 0::2].float(), columns[..., 1::2].float()
@@ -25,7 +25,7 @@ class Rotation(NamedTuple):
 
 
 def frequencies(config: MlaConfig) -> torch.Tensor:
-    """fp32 [32]: radians per position of each pair of columns."""
+    """Return the radians per position of each pair of columns, fp32 [32]."""
     pairs = torch.arange(config.qk_rope_head_dim // 2, dtype=torch.float32)
     plain = config.rope_theta ** (-2 * pairs / config.qk_rope_head_dim)
     yarn = config.rope_scaling
@@ -37,20 +37,20 @@ def frequencies(config: MlaConfig) -> torch.Tensor:
 
 
 def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) -> Rotation:
-    """The rotation of tokens at integer positions [tokens]. radians: what frequencies returns, on their device."""
+    """Return the rotation of tokens at integer positions [tokens]. radians: from frequencies(), on the same device."""
     angles = positions.float().unsqueeze(1) * radians
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
     return Rotation(angles.cos() * scale, angles.sin() * scale)
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
-    """The rows of a projection [.., 64, columns] to rotary columns, in whose order i and i + 32 are a pair, so that 2i and 2i + 1 are."""
+    """Reorder the rows of a projection to rotary columns [.., 64, columns]: pairs i and i + 32 become pairs 2i and 2i + 1."""
     halves = rows.unflatten(-2, (2, -1))
     return halves.transpose(-3, -2).flatten(-3, -2)
 
 
 def _ramp(yarn: YarnScaling, config: MlaConfig) -> tuple[float, float]:
-    """Up to which pair frequencies are left alone, and from which on they are stretched in full."""
+    """Return the pair up to which frequencies stay as they are, and the pair from which on they are divided by YaRN's factor."""
     columns = config.qk_rope_head_dim
 
     def pair_that_turns(times: float) -> float:
@@ -59,4 +59,4 @@ def _ramp(yarn: YarnScaling, config: MlaConfig) -> tuple[float, float]:
 
     first = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(yarn.beta_slow)), columns - 1)
-    return first, max(last, first + 0.001)  # a step, where both are one
+    return first, max(last, first + 0.001)  # a step if both pairs are the same

@@ -1,4 +1,4 @@
-"""The matrices of a layer: from a state dict or from safetensors files, whole or one rank's share of the heads."""
+"""Matrices of a layer from a state dict or from safetensors files, of all heads or of one rank's heads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .rope import interleaved
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SCALE = "_scale_inv"  # behind the name of a weight in e4m3: that of its scales, one per block
-_BLOCK = 128  # rows and columns
+_SCALE = "_scale_inv"  # suffix of a weight's name for the scales of an e4m3 weight, one per block
+_BLOCK = 128  # rows and columns that share a scale
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which heads are held: those of one of `world` ranks, in order."""
+    """The heads of one of `world` ranks; ranks have consecutive heads."""
 
     rank: int = 0
     world: int = 1
@@ -32,7 +32,7 @@ class Shard:
             raise ValueError(f"rank is {self.rank} of {self.world}; supported: 0 to world - 1")
 
     def heads(self, config: MlaConfig) -> slice:
-        """The heads of this rank. ValueError if ranks cannot have as many each."""
+        """Return the heads of this rank. Raise ValueError if the heads do not divide evenly."""
         count, left = divmod(config.num_attention_heads, self.world)
         if left:
             raise ValueError(f"{config.num_attention_heads} heads on {self.world} ranks; supported: a divisor of the number of heads")
@@ -41,15 +41,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """Matrices as torch.nn.functional.linear takes them, [out, in], of one dtype and device; heads: those held.
+    """Matrices [out, in], as torch.nn.functional.linear takes them, of one dtype and device. heads: the heads of the shard.
 
     q_a, q_a_norm: [q_lora_rank, hidden] and [q_lora_rank], None without q_lora_rank
-    q_b: [heads * 192, q_lora_rank or hidden], of each head 128 columns without position and 64 rotary ones
+    q_b: [heads * 192, q_lora_rank or hidden], per head 128 columns without rotary embedding and 64 rotary columns
     kv_a, kv_a_norm: [576, hidden], 512 latent and 64 rotary columns, and [512]
-    kv_b: [heads * 256, 512], of each head 128 columns of keys and 128 of values
+    kv_b: [heads * 256, 512], per head 128 columns of keys and 128 columns of values
     o: [hidden, heads * 128]
 
-    Rotary columns 2i and 2i + 1 are a pair, however a checkpoint has them.
+    Rotary columns 2i and 2i + 1 are a pair, whatever the order in the checkpoint.
     """
 
     q_a: torch.Tensor | None
@@ -62,11 +62,11 @@ class MlaWeights:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
-        """From a state dict with Hugging Face's names behind a prefix, such as "model.layers.0.self_attn."; other names are not looked at.
+        """Read a state dict with Hugging Face's names behind a prefix, such as "model.layers.0.self_attn."; other names are ignored.
 
-        Weights in e4m3 with fp32 scales (`weight_scale_inv`, one for 128 rows and columns) are widened to bf16. With a shard, o's product
-        with this rank's heads is a partial sum: the sum over the ranks is the layer's output. ValueError if a weight is missing or has
-        another shape than the config says.
+        e4m3 weights with fp32 scales (`weight_scale_inv`, one per 128 rows and 128 columns) are dequantised to bf16. With a shard, o times
+        this rank's heads is a partial sum; the sum over the ranks is the layer's output. Raises ValueError if a weight is missing or its
+        shape does not match the config.
         """
         held = (Shard() if shard is None else shard).heads(config)
         read = {name: _read(tensors, prefix, name, shape) for name, shape in _shapes(config).items()}
@@ -78,15 +78,15 @@ class MlaWeights:
         return MlaWeights(
             q_a=read.get("q_a_proj"),
             q_a_norm=read.get("q_a_layernorm"),
-            q_b=_own(q_b.flatten(0, 1)),
-            kv_a=_own(kv_a),
+            q_b=_copy_contiguous(q_b.flatten(0, 1)),
+            kv_a=_copy_contiguous(kv_a),
             kv_a_norm=read["kv_a_layernorm"],
-            kv_b=_own(by_head["kv_b_proj"][held].flatten(0, 1)),
-            o=_own(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
+            kv_b=_copy_contiguous(by_head["kv_b_proj"][held].flatten(0, 1)),
+            o=_copy_contiguous(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MlaWeights:
-        """The same on another device or in another dtype."""
+        """Return the weights on another device or in another dtype."""
         weights: dict[str, Any] = {
             field.name: None if weight is None else weight.to(device=device, dtype=dtype)
             for field in fields(self)
@@ -95,7 +95,7 @@ class MlaWeights:
         return MlaWeights(**weights)
 
     def heads(self, config: MlaConfig) -> int:
-        """The heads held."""
+        """Return the number of heads of the shard."""
         return self.q_b.shape[0] // config.query_columns
 
 
@@ -108,9 +108,9 @@ def load_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> MlaWeights:
-    """The attention weights of a model's layer, from a .safetensors file or from the folder of a checkpoint; as from_tensors.
+    """Read the attention weights of a layer from a .safetensors file or from the folder of a checkpoint, as MlaWeights.from_tensors.
 
-    Needs the safetensors package: ModuleNotFoundError without it. FileNotFoundError if path has no such files.
+    Raises ModuleNotFoundError without the safetensors package, and FileNotFoundError if path has no .safetensors file.
     """
     try:
         from safetensors import safe_open
@@ -128,7 +128,7 @@ def load_weights(
 
 
 def _files(path: Path, prefix: str) -> list[Path]:
-    """The files that hold what begins with a prefix."""
+    """Return the files that hold weights whose names begin with the prefix."""
     if not path.is_dir():
         return [path]
     index = path / _INDEX
@@ -143,7 +143,7 @@ def _query_name(config: MlaConfig) -> str:
 
 
 def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint has, by name."""
+    """Return the shape of each weight in a checkpoint by name."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank
     query_inputs = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {
@@ -159,7 +159,7 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _read(tensors: Mapping[str, torch.Tensor], prefix: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """One weight of a checkpoint, in a float type of 16 or 32 bits. ValueError if it is missing or not what it should be."""
+    """Return one weight of a checkpoint in a 16-bit or 32-bit float dtype. Raise ValueError for a missing weight, wrong shape or dtype."""
     full = f"{prefix}{name}.weight"
     if full not in tensors:
         raise ValueError(f"there is no {full}; supported: a checkpoint with all weights of the layer's attention")
@@ -167,14 +167,14 @@ def _read(tensors: Mapping[str, torch.Tensor], prefix: str, name: str, shape: tu
     if weight.shape != shape:
         raise ValueError(f"{full} has shape {list(weight.shape)}; supported with this config: {list(shape)}")
     if weight.dtype == torch.float8_e4m3fn:
-        return _widened(full, weight, tensors.get(full + _SCALE))
+        return _dequantise(full, weight, tensors.get(full + _SCALE))
     if weight.dtype not in _FLOATS:
         raise ValueError(f"{full} has dtype {weight.dtype}; supported: {', '.join(map(str, (*_FLOATS, torch.float8_e4m3fn)))}")
     return weight
 
 
-def _widened(name: str, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Values times the scales of their blocks, in fp32, rounded once to bf16."""
+def _dequantise(name: str, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """Multiply e4m3 values by the scales of their blocks in fp32, rounded once to bf16."""
     expected = [-(-size // _BLOCK) for size in weight.shape]
     if scales is None or list(scales.shape) != expected:
         got = None if scales is None else list(scales.shape)
@@ -184,6 +184,6 @@ def _widened(name: str, weight: torch.Tensor, scales: torch.Tensor | None) -> to
     return (weight.float() * spread).to(torch.bfloat16)
 
 
-def _own(weight: torch.Tensor) -> torch.Tensor:
-    """Contiguous, in storage that holds no more."""
+def _copy_contiguous(weight: torch.Tensor) -> torch.Tensor:
+    """Copy a weight to contiguous storage of its own, so that slices do not keep the checkpoint alive."""
     return weight.clone(memory_format=torch.contiguous_format)

@@ -1,5 +1,7 @@
-"""Decode over a KV cache whose keys are dealt to several ranks (context parallelism): who holds which key (shard), and attention over all
-of them through torch.distributed (decode)."""
+"""Context parallelism: decode over a KV cache whose keys are distributed over ranks.
+
+shard computes which rank holds which key; decode attends to the keys of all ranks through torch.distributed.
+"""
 
 from .decode import ContextParallel, ShardedRequests
 from .shard import ContextShard, LocalIndices

@@ -1,4 +1,4 @@
-"""Which rank holds which key of a request, and where: arithmetic on the device, without communication."""
+"""Distribution of keys over ranks: arithmetic on the device, without communication."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..tensors import check_device, check_dtype, check_integer, check_shape, spe
 
 
 class LocalIndices(NamedTuple):
-    """What a rank's query tokens attend to in its own cache.
+    """Indices of a rank's query tokens into its own cache.
 
-    indices: int32 [batch, s_q, topk], slots of the rank's cache, its own ones in front in the order they had, -1 behind them.
-    topk_length: int32 [batch], the most that a token of each request has.
+    indices: int32 [batch, s_q, topk], slots of the rank's cache in their original order, then -1.
+    topk_length: int32 [batch], most slots of a token of each request.
     """
 
     indices: torch.Tensor
@@ -23,13 +23,13 @@ class LocalIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextShard:
-    """One rank's share of the keys of every request: blocks of `interleave` keys are dealt to the ranks in turn.
+    """One rank's share of the keys of every request: ranks take blocks of `interleave` keys in turn.
 
     The key at position p of a request is on rank p // interleave % world, where it is the request's key number p // (interleave * world) *
-    interleave + p % interleave. A rank keeps the keys that it has of a request one behind the other, on pages of its own block table. vLLM
-    deals the same way (dcp_kv_cache_interleave_size).
+    interleave + p % interleave. A rank stores its keys of a request consecutively, on pages of its own block table. vLLM distributes keys
+    in the same way (dcp_kv_cache_interleave_size).
 
-    Nothing here synchronises or reads lengths on the host; all of it can be captured in a CUDA graph. ValueError on bad arguments.
+    Methods do not synchronise or read lengths on the host, and can be captured in a CUDA graph. They raise ValueError on bad arguments.
     """
 
     rank: int
@@ -42,27 +42,29 @@ class ContextShard:
         check_integer("rank", self.rank, 0, self.world - 1)
 
     def local_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
-        """How many keys of requests of these lengths the rank has. lengths: int32 or int64 of any shape, negative ones counting as 0;
-        the result is like them."""
+        """Return how many keys of requests of these lengths the rank has, with shape and dtype of lengths.
+
+        lengths: int32 or int64 of any shape; negative lengths count as 0.
+        """
         check_dtype("lengths", spec_of("lengths", lengths), torch.int32, torch.int64)
         lengths = lengths.clamp(min=0)
         whole = lengths // self._round * self.interleave
         return whole + (lengths % self._round - self.rank * self.interleave).clamp(0, self.interleave)
 
     def slots(self, positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Where keys lie in the rank's cache: for writing them (write_kv_cache, slot_mapping) and for naming them.
+        """Return the slots of keys in the rank's cache, for slot_mapping of write_kv_cache and for indices.
 
-        positions: int32 or int64 [rows, n], of keys in their request. block_table: int32 [rows, pages per request], the rank's pages of the
-        request of each row. Returns int64 [rows, n]: page * page size + row; -1 where another rank has the key, where the position is
-        negative, or where the table has no room for it.
+        positions: int32 or int64 [rows, n], positions of keys in their request. block_table: int32 [rows, pages per request], the rank's
+        pages of the request of each row. Returns int64 [rows, n]: page * page size + row; -1 for keys of other ranks, negative positions
+        and positions beyond the block table.
         """
         check_integer("page_size", page_size, 1)
-        table, wanted = spec_of("block_table", block_table), spec_of("positions", positions)
+        table, keys = spec_of("block_table", block_table), spec_of("positions", positions)
         check_shape("block_table", table, ("rows", "pages per request"))
         check_dtype("block_table", table, torch.int32)
-        check_shape("positions", wanted, (table.shape[0], "n"), " with this block_table")
-        check_dtype("positions", wanted, torch.int32, torch.int64)
-        check_device("positions", wanted, table.device)
+        check_shape("positions", keys, (table.shape[0], "n"), " with this block_table")
+        check_dtype("positions", keys, torch.int32, torch.int64)
+        check_device("positions", keys, table.device)
         positions = positions.long()
         local = positions // self._round * self.interleave + positions % self.interleave
         column = local // page_size
@@ -73,11 +75,11 @@ class ContextShard:
         return torch.where(own, page * page_size + local % page_size, -1)
 
     def local_indices(self, positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> LocalIndices:
-        """Sparse decode: of the keys that query tokens choose, the rank's own, as slots of its cache.
+        """Return the rank's own keys among those that query tokens select, as slots of its cache, for sparse decode.
 
-        positions: int32 [batch, s_q, topk], in the token's request and below its length; a negative one names nothing. block_table: int32
-        [batch, pages per request], the rank's. Keys of other ranks are moved behind the rank's own and left out by topk_length, so that
-        the kernel does one world-th of the work and not all of it.
+        positions: int32 [batch, s_q, topk], positions in the token's request, below its length; negative positions are invalid.
+        block_table: int32 [batch, pages per request], the rank's pages. The rank's own slots are moved to the front and topk_length
+        excludes all others, so that the kernel does 1 / world of the work.
         """
         spec = spec_of("positions", positions)
         check_shape("positions", spec, ("batch", "s_q", "topk"))
@@ -85,10 +87,10 @@ class ContextShard:
         others = slots < 0
         order = others.to(torch.uint8).sort(dim=-1, stable=True).indices
         counts = (~others).sum(dim=-1, dtype=torch.int32)
-        most = counts.amax(dim=1) if spec.shape[1] else counts.new_zeros(spec.shape[0])
-        return LocalIndices(slots.gather(-1, order).int(), most)
+        topk_length = counts.amax(dim=1) if spec.shape[1] else counts.new_zeros(spec.shape[0])
+        return LocalIndices(slots.gather(-1, order).int(), topk_length)
 
     @property
     def _round(self) -> int:
-        """Keys that are dealt until it is the first rank's turn again."""
+        """Return the number of keys after which the first rank is next again."""
         return self.interleave * self.world

@@ -1,8 +1,8 @@
-"""The comparison of a kernel's result with its reference: FlashMLA's rule and bounds.
+"""Comparison of a kernel's result with its reference by FlashMLA's rule and bounds.
 
-Positions of NaN, +inf and -inf must match exactly. Each remaining element passes if its absolute or its relative error is
-within bounds, which forgives small values their relative and large values their absolute error; the cosine difference of
-the whole tensor, far stricter, then catches an error that is small everywhere but systematic.
+Positions of NaN, +inf and -inf must match exactly. Every other element passes if its absolute or its relative error is within bounds:
+the first bound decides for small values, the second for large ones. The cosine difference of the whole tensor is far stricter; it catches
+an error that is small everywhere but systematic.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ _REL_FLOOR = 1e-6  # added to |reference|, so that the relative error of a zero 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """An element passes if its error is below abs_tol, or below rel_tol * (|reference| + 1e-6); the tensor if its cosine
-    difference is at most cos_tol."""
+    """Bounds of one result.
+
+    An element passes if its error is below abs_tol or below rel_tol * (|reference| + 1e-6). The tensor passes if its cosine difference is
+    at most cos_tol.
+    """
 
     abs_tol: float
     rel_tol: float
@@ -26,18 +29,18 @@ class Tolerance:
 
 
 DENSE_DECODE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
-FP8_DENSE_OUT = Tolerance(2e-2, 1 / 16, 1e-3)  # P has 3 bits of mantissa: it is off by up to 1/16 of itself
+FP8_DENSE_OUT = Tolerance(2e-2, 1 / 16, 1e-3)  # P has 3 bits of mantissa, a relative error of up to 1/16
 SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 DENSE_PREFILL_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
-EQUAL = Tolerance(1e-300, 0.0, 0.0)  # of what is moved or rounded once: no difference at all
-PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # sparse prefill's max_logits, too
+EQUAL = Tolerance(1e-300, 0.0, 0.0)  # no difference at all, for values that are moved or rounded once
+PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # also of max_logits of sparse prefill
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcome. max_abs and cos_diff are over the elements that are finite on both sides; reason is empty when passed."""
+    """Outcome of a comparison. max_abs and cos_diff cover elements that are finite on both sides; reason is empty if passed."""
 
     passed: bool
     max_abs: float
@@ -46,7 +49,7 @@ class Comparison:
 
 
 def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> Comparison:
-    """Compares a result with its reference, of any float types; `name` opens the reason."""
+    """Compare a result with its reference, of any float dtypes. The reason begins with `name`."""
     if actual.shape != expected.shape:
         return Comparison(False, float("nan"), float("nan"), f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     actual, expected = actual.double(), expected.double()
@@ -63,8 +66,8 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -
     return Comparison(not reason, max_abs, cos_diff, reason)
 
 
-def within(name: str, comparison: Comparison, limit: float) -> Comparison:
-    """The comparison, which fails also if its largest error exceeds a limit."""
+def with_error_limit(name: str, comparison: Comparison, limit: float) -> Comparison:
+    """Return the comparison, failed if its largest error exceeds the limit."""
     if not comparison.max_abs > limit:
         return comparison
     fault = f"{name}: largest error {comparison.max_abs:.3g} exceeds {limit:.3g}"
@@ -72,14 +75,14 @@ def within(name: str, comparison: Comparison, limit: float) -> Comparison:
 
 
 def cosine_difference(x: Tensor, y: Tensor) -> float:
-    """|1 - 2<x,y> / (<x,x> + <y,y>)| in fp64: 0 for equal tensors, and sensitive to length as well as to direction."""
+    """Compute |1 - 2<x,y> / (<x,x> + <y,y>)| in fp64: 0 for equal tensors, sensitive to length and to direction."""
     x, y = x.double().flatten(), y.double().flatten()
     norm = (x.dot(x) + y.dot(y)).item()
     return abs(1 - 2 * x.dot(y).item() / norm) if norm > 0 else 0.0
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one shape and type agree in every bit, NaN included."""
+    """Return True if two tensors have the same shape, dtype and bits, those of NaN included."""
     return x.shape == y.shape and x.dtype == y.dtype and torch.equal(_bits(x), _bits(y))
 
 
@@ -88,7 +91,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _misplaced(name: str, actual: Tensor, expected: Tensor) -> str:
-    """Says where NaN or an infinity stands on one side only."""
+    """Describe the first NaN or infinity that occurs on one side only; empty if there is none."""
     both_nan = actual.isnan() & expected.isnan()
     wrong = (~actual.isfinite() | ~expected.isfinite()) & ~both_nan & (actual != expected)
     if not wrong.any():
@@ -97,7 +100,7 @@ def _misplaced(name: str, actual: Tensor, expected: Tensor) -> str:
 
 
 def _outside(name: str, actual: Tensor, expected: Tensor, error: Tensor, outside: Tensor) -> str:
-    """Says how many elements are out of bounds, and which is the worst."""
+    """Describe how many elements are out of bounds, and the worst one; empty if there is none."""
     if not outside.any():
         return ""
     worst = _unravel(int(torch.where(outside, error, -1.0).argmax()), error.shape)

@@ -1,4 +1,4 @@
-"""flash-attention's rule for dense prefill: at most twice the error that plain torch makes in the element type."""
+"""FlashAttention's error limit for dense prefill: twice the error that plain torch makes in the element type."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from ..reference import sequence_rows, visible_keys
-from .dense_prefill_cases import DensePrefillCase, DensePrefillTensors
+from .cases.dense_prefill import DensePrefillCase, DensePrefillTensors
 
 _FACTOR = 2.0
-_NUDGE = 0.3  # what is added and taken away again, to see how far rounding alone carries
+_NUDGE = 0.3  # added and subtracted again, to measure the error of rounding alone
 
 
 def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors) -> Tensor:
-    """out [total_q, h_q, 128] with scores, softmax and products each rounded to the element type; NaN in rows of no sequence."""
+    """Compute out [total_q, h_q, 128], rounding scores, softmax and products to the element type; NaN in rows of no sequence."""
     q, k, v = tensors.q, tensors.k, tensors.v
     out = torch.full((len(q), case.h_q, case.d_v), math.nan, dtype=q.dtype, device=q.device)
     for sequence in range(len(case.lengths)):
@@ -31,13 +31,13 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
 
 
 def error_limits(case: DensePrefillCase, tensors: DensePrefillTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
-    """How far any element of a result may be off the reference's, by the name of the result."""
+    """Return by name of a result the largest allowed error of an element."""
     out = expected[0]
     rounding = _largest(out + _NUDGE - _NUDGE - out)
     return {"out": _FACTOR * _largest(low_precision_attention(case, tensors).float() - out) + _FACTOR * rounding}
 
 
 def _largest(error: Tensor) -> float:
-    """The largest magnitude among those that are finite."""
+    """Return the largest magnitude among the finite elements."""
     finite = error[error.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Pairwise covers: a few rows of a table in which every two values of different columns that ever meet still meet."""
+"""Pairwise covers: a few rows of a table that contain every pair of values, from two columns, that occurs in the table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Row = Sequence[Hashable]
 
 
 def pairs(row: Row) -> frozenset[tuple[tuple[int, Hashable], tuple[int, Hashable]]]:
-    """Every two values of a row, each with its column."""
+    """Return all pairs of values of a row, each value with its column."""
     return frozenset(combinations(enumerate(row), 2))
 
 
 def pairwise_cover(rows: Sequence[Row]) -> list[int]:
-    """Indices, ascending, of rows that together hold every pair of values that occurs in `rows`.
+    """Return ascending indices of rows that together contain every pair of values that occurs in `rows`.
 
-    Greedy: the row with the most pairs not yet covered comes next, the first of them when several tie.
+    Greedy: the next row is the one with the most uncovered pairs, the first of these in a tie.
     """
     uncovered = set().union(*map(pairs, rows))
     queue = [(-len(pairs(row)), index) for index, row in enumerate(rows)]
@@ -26,7 +26,7 @@ def pairwise_cover(rows: Sequence[Row]) -> list[int]:
     while uncovered:
         _, index = heapq.heappop(queue)
         gain = len(pairs(rows[index]) & uncovered)
-        # Gains only shrink, so a row whose gain is up to date and still beats the next row's bound is the best.
+        # Gains only shrink: a row whose current gain is at least the bound of the next row is the best.
         if queue and (-gain, index) > queue[0]:
             heapq.heappush(queue, (-gain, index))
             continue

@@ -1,7 +1,7 @@
-"""Runs cases through the public API, compares them with the reference and keeps a record of each.
+"""Run cases through the public API, compare their results with the reference and record the outcome.
 
-The order matters: outputs start as NaN and the kernel runs before the reference, so that nothing right can be found lying
-in memory; what surrounds strided outputs and the workspace is looked at afterwards.
+Outputs start as NaN and the kernel runs before the reference, so that no correct value can be left in memory for the kernel to find.
+Afterwards the memory around strided outputs and around the workspace is checked for writes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from ..runtime.device import simulate
 from ..runtime.errors import ArtifactError
 from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS
-from .case import BaseCase, Given, Operands
-from .compare import Comparison, compare, same_bits, within
+from .cases.base import BaseCase
+from .cases.tensors import Operands, OutputBuffer
+from .compare import Comparison, compare, same_bits, with_error_limit
 from .operations import Result, operation
 
 Kind = Literal["sim", "cuda"]
@@ -35,7 +36,7 @@ Status = Literal["passed", "failed", "skipped", "reduced"]
 
 SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 
-_GUARD = 256  # bytes before and after the workspace that must stay as they are
+_GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
 _NAN_BYTE = 0xFF  # four of them are a NaN
 
@@ -52,13 +53,13 @@ class Schedule:
 
 
 def schedules(count: int, seed: int) -> tuple[Schedule, ...]:
-    """The first `count` schedules: each name once, then each with the next seed, and so on."""
+    """Return the first `count` schedules: each name once, then each name with the next seed, and so on."""
     return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES)) for i in range(count))
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a case runs: the simulated device of an architecture, under each of these schedules, or the first GPU."""
+    """The device of a case: the first GPU, or the simulated device of an architecture under each of these schedules."""
 
     arch: str
     kind: Kind
@@ -67,11 +68,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Record:
-    """One run of one case, as `verify --json` writes it. schedule is None on a GPU; passed is None if it did not run.
+    """One run of one case, as `verify --json` writes it. schedule is None on a GPU; passed is None if the case did not run.
 
-    out_cos_limit: what out_cos_diff may be.
-    status "reduced": it ran, in the form that `case` says; reason says what was cut, and what failed if it did.
-    kernel_sha256: of the cubin. seconds: of the kernels with the API call, on a GPU the first call's set-up included.
+    out_cos_limit: the bound of out_cos_diff.
+    status "reduced": the case ran in the reduced form that `case` names; reason says what was cut, and what failed, if anything.
+    kernel_sha256: hash of the cubin. seconds: time of the API call with its kernels, on a GPU including the set-up of the first call.
     """
 
     op: str
@@ -97,7 +98,7 @@ class Record:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a call left behind."""
+    """Results of one run of a call, findings of the simulator, and a description of out-of-bounds writes."""
 
     results: Result
     findings: tuple[str, ...]
@@ -107,7 +108,7 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Expected:
-    """The reference's results, and how far any element of a result may be off, by its name; of most there is no such limit."""
+    """Results of the reference, and by name of a result the largest allowed error of an element, if it has such a limit."""
 
     results: Result
     limits: Mapping[str, float]
@@ -120,15 +121,15 @@ def _expected(case: BaseCase, tensors: Operands) -> _Expected:
 
 
 def skipped(case: BaseCase, target: Target, reason: str) -> Record:
-    """The record of a case that is not run."""
+    """Return the record of a case that does not run."""
     return Record(**_identity(case, target), schedule=None, status="skipped", reason=reason)
 
 
 def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
-    """Runs a case, on the simulated device once under each schedule; all must give the same bits.
+    """Run a case, on the simulated device once under each schedule; all runs must give the same bits.
 
-    reduced: what was cut from the case to get this one, if anything. Whatever goes wrong becomes a failed record, except
-    that ArtifactError is raised: without kernels there is nothing to say about any case.
+    reduced: what was cut from the case, if anything. An exception of a run becomes a failed record. Only ArtifactError is raised, since no
+    case can run without kernels.
     """
     device = "cuda" if target.kind == "cuda" else "cpu"
     tensors = operation(case).make_tensors(case, device)
@@ -155,10 +156,10 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
 def run_all(
     jobs: Sequence[tuple[BaseCase, Target, str]], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
 ) -> Iterator[tuple[int, list[Record]]]:
-    """Runs jobs (case, target, what was reduced) and yields the index and records of each as it ends.
+    """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
-    Jobs on the simulated device are spread over processes (default: one per CPU), large ones first; a GPU runs its jobs in
-    this process, in order, and each is told to on_start before: a kernel that hangs a GPU leaves its name.
+    A pool of processes (default: one per CPU) runs the jobs on the simulated device, large jobs first. This process runs the jobs on a GPU
+    in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
@@ -175,7 +176,7 @@ def run_all(
             for future in as_completed(futures):
                 try:
                     records = future.result()
-                except BrokenProcessPool as error:  # a process was killed, by want of memory as a rule, and took the others along
+                except BrokenProcessPool as error:  # a worker was killed, usually for lack of memory, which stops the whole pool
                     records = _lost(*jobs[futures[future]], error)
                 yield futures[future], records
         finally:
@@ -183,7 +184,7 @@ def run_all(
 
 
 def _start_worker() -> None:
-    """One thread a process, which does not outlive the command: a killed parent leaves its pool's queue to its workers."""
+    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue."""
     torch.set_num_threads(1)
     Thread(target=_end_with_parent, daemon=True).start()
 
@@ -196,18 +197,18 @@ def _end_with_parent() -> None:
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:
-    """The records of a case that was cut off."""
+    """Return the records of a case whose process ended before the case did."""
     identity = _identity(case, target)
     return [_finish({**identity, "schedule": str(schedule)}, reduced, [_brief(error)]) for schedule in target.schedules]
 
 
 def call(case: BaseCase, tensors: Operands, workspace: Tensor | None = None) -> Result:
-    """Makes the call that a case describes, through the public API, on the device of its tensors."""
+    """Call the public API as a case describes, on the device of its tensors."""
     return operation(case).call(case, tensors, workspace)
 
 
 def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
-    """The fields that say which case ran on what."""
+    """Return the fields of a record that identify the case and its device."""
     arch = ARCHS[target.arch]
     config = case.problem(arch).config.name
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count if target.kind == "cuda" else case.sm_count or arch.sm_count
@@ -225,7 +226,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
 
 @contextmanager
 def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterator[list[Any]]:
-    """Makes the target current, and gives the list that findings go to."""
+    """Make the target the current device, and yield the list that receives findings."""
     if schedule is None:
         yield []
         torch.cuda.synchronize()
@@ -235,43 +236,43 @@ def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterat
 
 
 def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
-    for given in tensors.given.values():
-        given.storage.fill_(float("nan"))
+    for buffer in tensors.output_buffers.values():
+        buffer.storage.fill_(float("nan"))
     start = time.perf_counter()
     with _device(case, target, schedule) as findings:
-        guarded = _workspace(case, tensors) if tensors.given else None
+        guarded = _workspace(case, tensors) if tensors.output_buffers else None
         results = call(case, tensors, None if guarded is None else guarded[_GUARD : guarded.numel() - _GUARD])
     seconds = time.perf_counter() - start
-    kept = tuple(result.clone() for result in results)  # later schedules write to the same outputs
+    copies = tuple(result.clone() for result in results)  # runs under later schedules write to the same outputs
     returned = dict(zip(operation(case).results, results, strict=True))
-    return _Outcome(kept, tuple(map(str, findings)), "; ".join(_damage(tensors.given, returned, guarded)), seconds)
+    return _Outcome(copies, tuple(map(str, findings)), "; ".join(_damage(tensors.output_buffers, returned, guarded)), seconds)
 
 
 def _workspace(case: BaseCase, tensors: Operands) -> Tensor:
-    """A workspace of exactly the bytes that the call needs, between guards."""
-    size, device = operation(case).workspace_bytes(case, tensors), next(iter(tensors.given.values())).storage.device
+    """Allocate a workspace of exactly the bytes that the call needs, between guard bytes."""
+    size, device = operation(case).workspace_bytes(case, tensors), next(iter(tensors.output_buffers.values())).storage.device
     guarded = torch.full((size + 2 * _GUARD,), _GUARD_BYTE, dtype=torch.uint8, device=device)
     guarded[_GUARD : _GUARD + size] = _NAN_BYTE
     return guarded
 
 
-def _damage(expected: Mapping[str, Given], returned: Mapping[str, Tensor], guarded: Tensor | None) -> Iterator[str]:
-    """Says which memory outside the outputs and the workspace was written, and if outputs given were not those returned."""
-    for name, given in expected.items():
-        if returned[name] is not given.tensor:
+def _damage(buffers: Mapping[str, OutputBuffer], returned: Mapping[str, Tensor], guarded: Tensor | None) -> Iterator[str]:
+    """Describe each write outside the outputs and the workspace, and each returned tensor that is not the one passed."""
+    for name, buffer in buffers.items():
+        if returned[name] is not buffer.tensor:
             yield f"the {name} returned is not the {name} given"
-        given.tensor.fill_(float("nan"))
-        if not given.storage.isnan().all():
+        buffer.tensor.fill_(float("nan"))
+        if not buffer.storage.isnan().all():
             yield f"memory between the rows of {name} was written"
     if guarded is not None and ((guarded[:_GUARD] != _GUARD_BYTE).any() or (guarded[-_GUARD:] != _GUARD_BYTE).any()):
         yield "memory next to the workspace was written"
 
 
 def _compared(case: BaseCase, outcome: _Outcome, expected: _Expected) -> dict[str, Comparison]:
-    """Each result beside the reference's."""
+    """Compare each result with the reference."""
     pairs = zip(operation(case).results.items(), outcome.results, expected.results, strict=True)
-    compared = {name: compare(name, actual, wanted, tolerance) for (name, tolerance), actual, wanted in pairs}
-    return {name: within(name, comparison, expected.limits.get(name, math.inf)) for name, comparison in compared.items()}
+    compared = {name: compare(name, actual, correct, tolerance) for (name, tolerance), actual, correct in pairs}
+    return {name: with_error_limit(name, comparison, expected.limits.get(name, math.inf)) for name, comparison in compared.items()}
 
 
 def _judge(
@@ -282,7 +283,7 @@ def _judge(
     compared: Mapping[str, Comparison],
     out_cos_limit: float,
 ) -> Record:
-    """The record of an outcome that was compared with the reference; here it meets the first schedule's bits."""
+    """Return the record of a run from its comparisons with the reference and with the bits under the first schedule."""
     faults = [*(comparison.reason for comparison in compared.values()), outcome.damage]
     if outcome.findings:
         faults.append(f"{len(outcome.findings)} findings, first {outcome.findings[0]}")

@@ -22,12 +22,12 @@ from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
 from ...spec.mla import D_LATENT, D_QK, DTYPES
 from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import TILE_KEYS
-from ...testing.case import BaseCase
-from ...testing.cases import Case
-from ...testing.dense_prefill_cases import DensePrefillCase
+from ...testing.cases.base import BaseCase
+from ...testing.cases.dense_decode import DenseDecodeCase
+from ...testing.cases.dense_prefill import DensePrefillCase
+from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
+from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
-from ...testing.prefill_cases import SparsePrefillCase
-from ...testing.sparse_cases import Pool, SparseCase
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
 _FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
@@ -107,14 +107,14 @@ def _case_of(entry: KernelEntry) -> Callable[[int], BaseCase] | None:
 
 def _dense_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
     for dtype, operands, (heads, layout) in product(DTYPES, OPERANDS, _ROWS):
-        yield lambda blocks, d=dtype, o=operands, h=heads, q=layout: Case(  # type: ignore[misc]
+        yield lambda blocks, d=dtype, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
             d, s_k=blocks * TILE_KEYS, h_q=h, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
         )
 
 
 def _sparse_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
     for (dtype, cache), (heads, layout) in product(QUERY_AND_CACHE, _ROWS):
-        yield lambda blocks, d=dtype, c=cache, h=heads, q=layout: SparseCase(  # type: ignore[misc]
+        yield lambda blocks, d=dtype, c=cache, h=heads, q=layout: SparseDecodeCase(  # type: ignore[misc]
             d, cache=c, h_q=h, main=Pool(blocks * TILE_KEYS, blocks * TILE_KEYS), q_layout=q, sm_count=h // TILE_ROWS
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...spec.dense_prefill import RANKED_ROUNDS
 from ...spec.mla import ceil_div
 from ...spec.split_plan import INVARIANT_SPLIT_TILES
-from ...testing.plan_reference import pieces, reference_plan
+from ...testing.split_plan_reference import pieces, reference_plan
 
 
 @dataclass(frozen=True)

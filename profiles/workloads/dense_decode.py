@@ -13,7 +13,7 @@ from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...spec.dense_decode import FP8, LATENT
 from ...spec.mla import D_QK, D_V, ceil_div
-from ...testing.cases import DESCALE_K, DESCALE_Q, descale_tensor
+from ...testing.cases.dense_decode import DESCALE_K, DESCALE_Q, descale_tensor
 from ...testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE
 from ..shapes import DecodeShape
 from .operands import generator, page_order, values

@@ -174,7 +174,7 @@ def test_installed_it_proves_itself(installed: Path, wheel: Path, tmp_path: Path
     assert found.stdout.split() == [str(next(installed.glob("lib/*/site-packages/cute_mla/__init__.py"))), "None"], found.stderr
     commit = unpack(wheel, tmp_path / "unpacked").provenance.commit
 
-    cases = [planned.case for planned in suite("smoke", "dense_decode", simulated=True, seed=0) if planned.fate == "whole"]
+    cases = [planned.case for planned in suite("smoke", "dense_decode", simulated=True, seed=0) if planned.mode == "whole"]
     smallest = min((case for case in cases if case.tiles), key=lambda case: case.tiles)
     verify = ("cute-mla", "verify", "--op", "dense_decode", "--arch", "sm90", "--schedules", "1", "--replay", smallest.id)
     proof = run(installed, tmp_path / "empty", *verify)

@@ -12,12 +12,12 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import cute_mla
 from cute_mla.schedule import MlaSchedule
-from cute_mla.testing.case import BaseCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import operation
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.sparse_cases import Pool, SparseCase
 from tests.support.compiling import compiled, fresh
 from tests.support.recording_device import RecordingDevice
 
@@ -36,7 +36,7 @@ def arguments_of(case: BaseCase, *left_out: str) -> Arguments:
 
 def dense(*lengths: int, **changes: Any) -> Arguments:
     """Arguments of dense decode, without a plan; the batch is dynamic, and the pages of a request and of the cache."""
-    case = Case(batch=len(lengths), lengths=lengths, h_q=3, **changes)
+    case = DenseDecodeCase(batch=len(lengths), lengths=lengths, h_q=3, **changes)
     arguments = arguments_of(case, "tile_scheduler_metadata", "num_splits")
     for name, dimension in (("q", 0), ("block_table", 0), ("block_table", 1), ("cache_seqlens", 0), ("k_cache", 0)):
         torch._dynamo.mark_dynamic(arguments[name], dimension)
@@ -123,7 +123,7 @@ def test_packed_prefill_is_one_graph() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        SparseCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn"),
+        SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn"),
         SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
     ],
     ids=["decode", "prefill"],

@@ -17,12 +17,12 @@ import cute_mla
 import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.case import BaseCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import operation
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.sparse_cases import Pool, SparseCase
 from tests.support.recording_device import RecordingDevice
 
 OPS = torch.ops.cute_mla
@@ -33,9 +33,9 @@ PUBLIC = {
     "dense_prefill": "flash_attn_varlen_func",
 }
 CASES: dict[str, BaseCase] = {
-    "dense": Case(batch=2, s_q=2, lengths=(70, 0), h_q=3, causal=True, metadata="tensors"),
-    "fp8": Case(batch=1, lengths=(40,), h_q=2, operands="fp8", metadata="tensors", empty_lse=float("-inf")),
-    "sparse": SparseCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
+    "dense": DenseDecodeCase(batch=2, s_q=2, lengths=(70, 0), h_q=3, causal=True, metadata="tensors"),
+    "fp8": DenseDecodeCase(batch=1, lengths=(40,), h_q=2, operands="fp8", metadata="tensors", empty_lse=float("-inf")),
+    "sparse": SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
     "sparse_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
     "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
 }
@@ -241,7 +241,7 @@ def test_gradients_of_states_are_refused(device: RecordingDevice, state: str) ->
 
 
 def test_a_schedule_object_is_planned_for_sparse_decode_as_without_an_op() -> None:
-    _, arguments = call_of(SparseCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5)))
+    _, arguments = call_of(SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5)))
     arguments.pop("num_splits")
     with cute_mla.simulate("sm90", 5):
         schedule = arguments["tile_scheduler_metadata"]

@@ -17,25 +17,26 @@ from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import Artifacts
 from cute_mla.testing import runner, suites
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
-from cute_mla.testing.planned import Planned
-from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.runner import Record, Target
-from cute_mla.testing.sparse_cases import SparseCase
+from cute_mla.testing.suites.entries import SuiteEntry
 
-WHOLE, REDUCED, SKIPPED = Case(), Case(batch=2), Case(batch=3)
+WHOLE, REDUCED, SKIPPED = DenseDecodeCase(), DenseDecodeCase(batch=2), DenseDecodeCase(batch=3)
 SUITE = [
-    Planned(SKIPPED, "skipped", "large: not today"),
-    Planned(WHOLE),
-    Planned(REDUCED, "reduced", "batch 64 cut to 2: budget of 400 tiles"),
+    SuiteEntry(SKIPPED, "skipped", "large: not today"),
+    SuiteEntry(WHOLE),
+    SuiteEntry(REDUCED, "reduced", "batch 64 cut to 2: budget of 400 tiles"),
 ]
 
-Job = tuple[Case, Target, str]
+Job = tuple[DenseDecodeCase, Target, str]
 
 
-def record_of(case: Case, target: Target, passed: bool | None, **fields: Any) -> Record:
+def record_of(case: DenseDecodeCase, target: Target, passed: bool | None, **fields: Any) -> Record:
     status = fields.pop("status", "passed" if passed else "failed")
     figures: dict[str, Any] = {"out_max_abs": 1e-4, "out_cos_diff": 2e-7, "out_cos_limit": 5e-6, "lse_max_abs": 3e-6, "seconds": 0.5}
     if passed is None:
@@ -61,7 +62,7 @@ class StandIn:
         self.failing: dict[str, dict[str, Any]] = {}
         self.jobs: list[Job] = []
 
-    def run_all(self, jobs: Sequence[Job], on_start: Callable[[Case], None]) -> Iterator[tuple[int, list[Record]]]:
+    def run_all(self, jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None]) -> Iterator[tuple[int, list[Record]]]:
         self.jobs = list(jobs)
         for case, _, _ in jobs[:1]:
             on_start(case)
@@ -72,7 +73,7 @@ class StandIn:
             records = [record_of(case, target, failure is None, **{**fields, **(failure or {})}, schedule=str(s)) for s in target.schedules]
             yield index, records
 
-    def skipped(self, case: Case, target: Target, reason: str) -> Record:
+    def skipped(self, case: DenseDecodeCase, target: Target, reason: str) -> Record:
         return record_of(case, target, None, status="skipped", reason=reason)
 
 
@@ -225,13 +226,13 @@ def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.M
 
 
 def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_op: dict[str, list[Planned[Any]]] = {
-        "dense_decode": [Planned(WHOLE)],
-        "sparse_decode": [Planned(SparseCase()), Planned(SparseCase(batch=2))],
-        "sparse_prefill": [Planned(SparsePrefillCase())],
-        "dense_prefill": [Planned(DensePrefillCase())],
-        "cache_write": [Planned(CacheWriteCase())],
-        "cache_gather": [Planned(CacheGatherCase())],
+    of_op: dict[str, list[SuiteEntry[Any]]] = {
+        "dense_decode": [SuiteEntry(WHOLE)],
+        "sparse_decode": [SuiteEntry(SparseDecodeCase()), SuiteEntry(SparseDecodeCase(batch=2))],
+        "sparse_prefill": [SuiteEntry(SparsePrefillCase())],
+        "dense_prefill": [SuiteEntry(DensePrefillCase())],
+        "cache_write": [SuiteEntry(CacheWriteCase())],
+        "cache_gather": [SuiteEntry(CacheGatherCase())],
     }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
     every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather"]
@@ -273,7 +274,7 @@ def test_json_replaces_no_device_and_no_pipe(stand_in: StandIn, tmp_path: Path) 
 
 
 def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(jobs: Sequence[Job], on_start: Callable[[Case], None]) -> Iterator[tuple[int, list[Record]]]:
+    def interrupted(jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None]) -> Iterator[tuple[int, list[Record]]]:
         yield next(stand_in.run_all(jobs, on_start))
         raise KeyboardInterrupt
 

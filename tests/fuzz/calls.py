@@ -6,11 +6,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.sparse_cases import Pool, SparseCase
+from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class PlainCase:
     arguments: tuple[tuple[str, Any], ...] = ()
 
 
-_LIBRARY = (Case, SparseCase, SparsePrefillCase, DensePrefillCase, CacheWriteCase, CacheGatherCase)
+_LIBRARY = (DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, CacheWriteCase, CacheGatherCase)
 _OWN = (MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)
 
 AnyCase = Any  # one of these

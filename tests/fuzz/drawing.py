@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.mla import ceil_div
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
-from cute_mla.testing.indexed import Lengths
-from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_indices import Lengths
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.runner import SCHEDULES
-from cute_mla.testing.sparse_cases import Pool, SparseCase
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, MergeCase, PlainCase, PlanCase, Setting
 from tests.fuzz.judging import SUBJECTS
@@ -91,7 +92,7 @@ def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) 
 
 
 @st.composite
-def dense_cases(draw: st.DrawFn) -> Case:
+def dense_cases(draw: st.DrawFn) -> DenseDecodeCase:
     """Dense decode."""
     operands = draw(st.sampled_from(("latent", "fp8_cache", "fp8")))
     values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
@@ -103,7 +104,7 @@ def dense_cases(draw: st.DrawFn) -> Case:
     longest = draw(_SIZES)
     batch = _batch(draw, ceil_div(s_q * h_q // h_kv, 64) * h_kv, longest)
     lengths = tuple(draw(st.lists(_SIZES.map(lambda size: min(size, longest)), min_size=batch, max_size=batch)))
-    return Case(
+    return DenseDecodeCase(
         **common,
         batch=batch,
         s_q=s_q,
@@ -131,7 +132,7 @@ def _pool(draw: st.DrawFn, batch_of_even: bool) -> Pool:
 
 
 @st.composite
-def sparse_cases(draw: st.DrawFn) -> SparseCase:
+def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
     """Sparse decode."""
     cache = draw(st.sampled_from(("fp8_656", "fp8_584", "latent")))
     values = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
@@ -144,7 +145,7 @@ def sparse_cases(draw: st.DrawFn) -> SparseCase:
     s_q, h_q = _rows(draw, least=1)
     s_q = min(s_q, 2 if h_q <= 64 else 1)
     row_tiles = s_q * ceil_div(h_q, 64)
-    return SparseCase(
+    return SparseDecodeCase(
         **common,
         cache=cache,
         values=values,

@@ -17,7 +17,7 @@ from cute_mla.reference import IndexedCache
 from cute_mla.schedule import MlaSchedule
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import num_parts
-from cute_mla.testing.case import BaseCase
+from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import (
     DENSE_DECODE_OUT,
     DENSE_PREFILL_OUT,
@@ -30,7 +30,7 @@ from cute_mla.testing.compare import (
     compare,
 )
 from cute_mla.testing.operations import operation
-from cute_mla.testing.plan_reference import reference_plan
+from cute_mla.testing.split_plan_reference import reference_plan
 from tests.fuzz import contract
 from tests.fuzz.calls import MergeCase, PlanCase, Setting
 from tests.support.recording_device import RecordingDevice
@@ -113,7 +113,7 @@ def case_arguments(case: BaseCase) -> Arguments:
     op = operation(case)
     tensors = op.make_tensors(case, "cpu")
     workspace = None
-    if tensors.given and (size := op.workspace_bytes(case, tensors)):
+    if tensors.output_buffers and (size := op.workspace_bytes(case, tensors)):
         workspace = torch.zeros(size + 2 * _GUARD, dtype=torch.uint8)[_GUARD : _GUARD + size]
     return op.arguments(case, tensors, workspace)
 

@@ -11,7 +11,7 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import ARCHS
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.fuzz import judging
 from tests.fuzz.calls import Break, CacheCase, FuzzCall, MergeCase, Setting
 from tests.fuzz.campaign import Share, Tally, run, shares
@@ -135,7 +135,9 @@ def test_a_broken_call_that_passes_for_the_right_one_made_before(monkeypatch: py
 @pytest.mark.parametrize("argument", ["q", "lse"])
 def test_a_nested_tensor_where_a_call_was_kept(argument: str) -> None:
     """torch's own comparison of tensors would end the process."""
-    call = FuzzCall("dense_decode", Case(h_q=3, lengths=(5,), outputs="given"), SETTING, (Break(argument, "layout", 6),), again=True)
+    call = FuzzCall(
+        "dense_decode", DenseDecodeCase(h_q=3, lengths=(5,), outputs="given"), SETTING, (Break(argument, "layout", 6),), again=True
+    )
     assert judge(call).kind == "refused"
 
 

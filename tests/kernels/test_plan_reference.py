@@ -22,7 +22,7 @@ from cute_mla.spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     accumulator_rows,
 )
-from cute_mla.testing.plan_reference import Plan, actual_tiles, pieces, planned_tiles, reference_plan
+from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, planned_tiles, reference_plan
 
 LENGTHS = st.one_of(
     st.sampled_from([0, 1, 63, 64, 65, 127, 128, 8192, 8193, -1]), st.integers(0, 600), st.integers(0, 40_000), st.integers(0, 300_000)
@@ -32,7 +32,7 @@ NUM_PARTS = st.one_of(st.sampled_from([1, 2, 66, 132, MAX_PARTS]), st.integers(1
 SPLIT_TILES = st.sampled_from([2, 7, 128])
 
 
-def check_coverage(plan: Plan, lengths: list[int], split_tiles: int | None = None) -> None:
+def check_coverage(plan: SplitPlan, lengths: list[int], split_tiles: int | None = None) -> None:
     """Every tile of every request exactly once; rows unique, in order, and all of a merged request's rows written."""
     max_splits = ceil_div(max(map(actual_tiles, lengths), default=0), split_tiles) if split_tiles else 0
     covered: dict[int, int] = dict.fromkeys(range(len(lengths)), 0)
@@ -52,7 +52,7 @@ def check_coverage(plan: Plan, lengths: list[int], split_tiles: int | None = Non
         assert rows[request] == (list(range(first, first + count)) if count else [None])
 
 
-def part_costs(plan: Plan, lengths: list[int], split_tiles: int | None = None) -> list[int]:
+def part_costs(plan: SplitPlan, lengths: list[int], split_tiles: int | None = None) -> list[int]:
     """Tiles, plus an overhead for each request, that each part takes."""
     costs, requests = [0] * len(plan.parts), set()
     for index, piece in pieces(plan, lengths, split_tiles):
@@ -123,7 +123,7 @@ def test_coverage_check_sees_a_wrong_column(column: int) -> None:
             continue
         part = list(plan.parts[index])
         part[column] = 1 - part[column] if column == PART_END_OPEN else part[column] + 1
-        broken = Plan((*plan.parts[:index], tuple(part), *plan.parts[index + 1 :]), plan.num_splits)
+        broken = SplitPlan((*plan.parts[:index], tuple(part), *plan.parts[index + 1 :]), plan.num_splits)
         with pytest.raises(AssertionError):
             check_coverage(broken, [length])
 

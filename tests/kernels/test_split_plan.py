@@ -10,7 +10,7 @@ import torch
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
-from cute_mla.testing.plan_reference import Plan, reference_plan
+from cute_mla.testing.split_plan_reference import SplitPlan, reference_plan
 from tests.kernels.caches import Keys
 from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
 
@@ -28,7 +28,7 @@ def run_plan(
     keys: list[int] | Keys,
     num_parts: int,
     policy: simulator.Policy | None = None,
-) -> tuple[Plan, list[simulator.Finding]]:
+) -> tuple[SplitPlan, list[simulator.Finding]]:
     """The kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
     multiples of 4 bytes only."""
     keys = Keys.of(keys) if isinstance(keys, list) else keys
@@ -45,7 +45,7 @@ def run_plan(
     args = [*tables, parts, splits, batch, num_parts, keys.limit, keys.extra_limit]
     findings = launch(kernel, (1, 1, 1), args, memory, policy)
     rows = tuple(tuple(row) for row in parts.view(num_parts, PLAN_COLUMNS).tolist())
-    return Plan(rows, tuple(splits.tolist())), findings
+    return SplitPlan(rows, tuple(splits.tolist())), findings
 
 
 def check(kernel: CompiledKernel, lengths: list[int], num_parts: int) -> None:

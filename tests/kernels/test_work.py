@@ -15,7 +15,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
-from cute_mla.testing.plan_reference import Plan, actual_tiles, pieces, reference_plan
+from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, reference_plan
 from tests.kernels.caches import Keys
 from tests.kernels.launching import CompiledKernel, launch, nbytes
 
@@ -45,7 +45,7 @@ def kernel(built_for: Arch) -> CompiledKernel:
     return compile_walk_once(built_for)
 
 
-def walk(kernel: CompiledKernel, plan: Plan, keys: Keys, invariant: bool) -> tuple[list[list[Record]], list[simulator.Finding]]:
+def walk(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> tuple[list[list[Record]], list[simulator.Finding]]:
     """The pieces of every part. The records have room for no more than a part can have at most."""
     batch, parts = keys.batch, len(plan.parts)
     max_splits = invariant_splits(keys.most) if invariant else 0
@@ -70,7 +70,7 @@ def walk(kernel: CompiledKernel, plan: Plan, keys: Keys, invariant: bool) -> tup
     return [[tuple(record) for record in rows[:count]] for rows, count in walks], findings
 
 
-def expected_walk(plan: Plan, keys: Keys, invariant: bool) -> list[list[Record]]:
+def expected_walk(plan: SplitPlan, keys: Keys, invariant: bool) -> list[list[Record]]:
     """What the plan in plain Python says."""
     clipped = keys.counts
     max_splits = invariant_splits(keys.most) if invariant else 0
@@ -113,14 +113,14 @@ def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed
     check(kernel, reference_plan(keys.counts, draw.choice([1, 2, 5, 24])), keys, invariant)
 
 
-def check(kernel: CompiledKernel, plan: Plan, keys: Keys, invariant: bool) -> None:
+def check(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> None:
     """The pieces are the plan's."""
     walks, findings = walk(kernel, plan, keys, invariant)
     assert not findings
     assert without_unused_rows(walks) == expected_walk(plan, keys, invariant)
 
 
-def nonsense(seed: int, parts: int, batch: int) -> Plan:
+def nonsense(seed: int, parts: int, batch: int) -> SplitPlan:
     """Numbers that are no plan."""
     draw = random.Random(seed)
     near = [*range(-1, batch + 2), *EXTREMES]
@@ -128,10 +128,10 @@ def nonsense(seed: int, parts: int, batch: int) -> Plan:
     def number() -> int:
         return draw.choice(near) if draw.random() < 0.8 else draw.randrange(-(1 << 31), 1 << 31)
 
-    return Plan(tuple(tuple(number() for _ in range(PLAN_COLUMNS)) for _ in range(parts)), tuple(number() for _ in range(batch + 1)))
+    return SplitPlan(tuple(tuple(number() for _ in range(PLAN_COLUMNS)) for _ in range(parts)), tuple(number() for _ in range(batch + 1)))
 
 
-def faults(kernel: CompiledKernel, plan: Plan, lengths: list[int], max_keys: int, invariant: bool) -> Iterator[str]:
+def faults(kernel: CompiledKernel, plan: SplitPlan, lengths: list[int], max_keys: int, invariant: bool) -> Iterator[str]:
     """What a walk has done that is not allowed with any plan."""
     walks, findings = walk(kernel, plan, Keys.of(lengths, max_keys), invariant)
     yield from map(str, findings)
@@ -161,7 +161,7 @@ def test_no_plan_leads_outside(kernel: CompiledKernel, seed: int, invariant: boo
 @pytest.mark.parametrize("value", EXTREMES)
 @pytest.mark.parametrize("invariant", [False, True])
 def test_the_same_number_everywhere(kernel: CompiledKernel, value: int, invariant: bool) -> None:
-    plan = Plan(((value,) * PLAN_COLUMNS,) * 5, (value,) * 4)
+    plan = SplitPlan(((value,) * PLAN_COLUMNS,) * 5, (value,) * 4)
     for lengths in ([100, 3000, CUT + 1], [value] * 3):
         assert not list(faults(kernel, plan, lengths, 2 * CUT, invariant))
 

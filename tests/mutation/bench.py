@@ -20,7 +20,7 @@ from cute_mla.runtime.library import load_artifacts
 from cute_mla.simulator.engine import recorder
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import ANY_16_BITS
-from cute_mla.testing.case import BaseCase
+from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations import Result
 from cute_mla.testing.runner import Schedule
@@ -94,7 +94,7 @@ class Subject:
             self.cases.append((case, tensors, results))
 
     def _call(self, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
-        for given in tensors.given.values():
+        for given in tensors.output_buffers.values():
             given.storage.fill_(float("nan"))
         with simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
             results = operation_of(case).call(case, tensors, None)

@@ -7,21 +7,22 @@ from dataclasses import replace
 
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase
-from cute_mla.testing.case import BaseCase
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.sparse_cases import Pool, SparseCase
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.mutation.merging import MergeCase
 
-DENSE = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
+DENSE = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
 GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
-RISING = Case(batch=2, lengths=(400, 200), h_q=9, values="rising")  # O is rescaled again and again
-SPLIT = Case(batch=2, lengths=(700, 130), h_q=9, sm_count=8)  # for the kernels around it, on more SMs than it has requests
+RISING = DenseDecodeCase(batch=2, lengths=(400, 200), h_q=9, values="rising")  # O is rescaled again and again
+SPLIT = DenseDecodeCase(batch=2, lengths=(700, 130), h_q=9, sm_count=8)  # for the kernels around it, on more SMs than it has requests
 PARTS = replace(SPLIT, lengths=(4000, 130), sm_count=80)  # more parts than a warp has threads, most of them of one request
 WHOLE = replace(PARTS, batch=3, lengths=(10, 10, 10))  # and no request is cut
-SPARSE = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn")
+SPARSE = SparseDecodeCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn")
 TOKENS = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn")
 PREFILL = DensePrefillCase(lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 165)), causal=True, values="falling", outputs="given")
 FEW = replace(TOKENS, s_q=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))

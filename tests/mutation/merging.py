@@ -13,7 +13,8 @@ from torch import Tensor
 from cute_mla import merge_states
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import MergeStatesConfig
-from cute_mla.testing.case import DTYPES, BaseCase, Given, generator_for, nan_tensor
+from cute_mla.testing.cases.base import DTYPES, BaseCase
+from cute_mla.testing.cases.tensors import OutputBuffer, generator_for, nan_tensor
 from cute_mla.testing.operations import Operation, Result, operation
 
 STATES = 3
@@ -45,7 +46,7 @@ class MergeTensors:
 
     outs: Tensor
     lses: Tensor
-    given: Mapping[str, Given]
+    output_buffers: Mapping[str, OutputBuffer]
 
 
 def _make(case: MergeCase, device: str | torch.device) -> MergeTensors:
@@ -53,22 +54,18 @@ def _make(case: MergeCase, device: str | torch.device) -> MergeTensors:
     draw = generator_for(case, STATES * case.tokens * case.heads * case.head_dim, torch.device(device))
     outs = torch.randn(STATES, *rows, case.head_dim, generator=draw).to(DTYPES[case.dtype])
     out, lse = nan_tensor((*rows, case.head_dim), outs.dtype, outs.device), nan_tensor(rows, torch.float32, outs.device)
-    return MergeTensors(outs, torch.randn(STATES, *rows, generator=draw), {"out": Given(out, out), "lse": Given(lse, lse)})
-
-
-def _call(case: MergeCase, tensors: MergeTensors, workspace: Tensor | None) -> Result:
-    return merge_states(**_arguments(case, tensors, workspace))
+    return MergeTensors(outs, torch.randn(STATES, *rows, generator=draw), {"out": OutputBuffer(out, out), "lse": OutputBuffer(lse, lse)})
 
 
 def _arguments(case: MergeCase, tensors: MergeTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {"outs": tensors.outs, "lses": tensors.lses, **{name: given.tensor for name, given in tensors.given.items()}}
+    return {"outs": tensors.outs, "lses": tensors.lses, **{name: buffer.tensor for name, buffer in tensors.output_buffers.items()}}
 
 
 def _no_reference(case: MergeCase, tensors: MergeTensors) -> Result:
     raise NotImplementedError
 
 
-MERGING = Operation(_make, _call, lambda case, tensors: 0, _no_reference, {}, _arguments)
+MERGING = Operation(_make, merge_states, _arguments, _no_reference, {})
 
 
 def operation_of(case: BaseCase) -> Operation:

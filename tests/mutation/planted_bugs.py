@@ -19,7 +19,7 @@ import pytest
 from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.runtime.library import FOLDER_VARIABLE, artifacts_folder
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.runner import Target, run_case, schedules
 
 SEEDS = 6  # some missing waits show only when one role is slow at one moment
@@ -42,15 +42,15 @@ class Workshop:
         """A workshop beside the artefacts in use."""
         return Workshop(arch, artifacts_folder(), scratch, monkeypatch)
 
-    def _entry(self, case: Case) -> tuple[Manifest, KernelEntry]:
+    def _entry(self, case: DenseDecodeCase) -> tuple[Manifest, KernelEntry]:
         manifest = Manifest.load(self.source)
         return manifest, manifest.find(case.op, self.arch.name, case.problem(self.arch).config.name)
 
-    def shipped_ptx(self, case: Case) -> str:
+    def shipped_ptx(self, case: DenseDecodeCase) -> str:
         """The PTX of a case's kernel."""
         return (self.source / self._entry(case)[1].ptx).read_text()
 
-    def install(self, case: Case, ptx: str) -> None:
+    def install(self, case: DenseDecodeCase, ptx: str) -> None:
         """Makes a PTX text the kernel of a case."""
         manifest, entry = self._entry(case)
         digest = hashlib.sha256(ptx.encode()).hexdigest()
@@ -62,13 +62,13 @@ class Workshop:
         Manifest({**manifest.kernels, entry.name: replace(entry, ptx_sha256=digest)}).save(folder)
         self.monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
 
-    def places(self, case: Case, pattern: str) -> list[re.Match[str]]:
+    def places(self, case: DenseDecodeCase, pattern: str) -> list[re.Match[str]]:
         """Where a pattern occurs in the PTX of a case's kernel."""
         found = list(re.finditer(pattern, self.shipped_ptx(case)))
         assert found, f"{pattern!r} does not occur in the PTX: the planted bug is out of date"
         return found
 
-    def is_found(self, case: Case, replacement: str, broken: Iterable[re.Match[str]]) -> bool:
+    def is_found(self, case: DenseDecodeCase, replacement: str, broken: Iterable[re.Match[str]]) -> bool:
         """Breaks the kernel at these places, and says whether a case fails for it."""
         ptx = self.shipped_ptx(case)
         for place in sorted(broken, key=lambda place: -place.start()):
@@ -76,11 +76,11 @@ class Workshop:
         self.install(case, ptx)
         return any(not run_case(case, Target(self.arch.name, "sim", (schedule,)))[0].passed for schedule in schedules(4 * SEEDS, 0))
 
-    def survivors(self, case: Case, pattern: str, replacement: str) -> list[str]:
+    def survivors(self, case: DenseDecodeCase, pattern: str, replacement: str) -> list[str]:
         """Breaks the kernel at each place of a pattern in turn, and returns those that nobody missed."""
         return [place[0] for place in self.places(case, pattern) if not self.is_found(case, replacement, [place])]
 
-    def check_unbroken(self, case: Case) -> None:
+    def check_unbroken(self, case: DenseDecodeCase) -> None:
         """Asserts that a case passes with its kernel replaced by itself."""
         self.install(case, self.shipped_ptx(case) + "// as it was\n")
         for record in run_case(case, Target(self.arch.name, "sim", schedules(4, 0))):

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One pair of CTAs walks three requests: enough tiles to go round every ring, keys past the end, masked rows.
-WALK = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=2)
-RISING = Case(batch=2, lengths=(400, 200), h_q=64, values="rising", sm_count=2)  # O is rescaled again and again
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=2)
+RISING = DenseDecodeCase(batch=2, lengths=(400, 200), h_q=64, values="rising", sm_count=2)  # O is rescaled again and again
 GAPS = replace(WALK, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
 
 WAITS = r"mbarrier\.try_wait\.parity\.shared\.b64 +P1, [^;]*;"
@@ -45,14 +45,14 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize("case", [WALK, RISING, GAPS], ids=["walk", "rising", "gaps"])
-def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: DenseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
 @pytest.mark.parametrize(
     ("index", "case"), [(i, case) for i, (_, case) in enumerate(WAITED) if case], ids=[name for name, case in WAITED if case]
 )
-def test_a_missing_wait(index: int, case: Case, workshop: Workshop) -> None:
+def test_a_missing_wait(index: int, case: DenseDecodeCase, workshop: Workshop) -> None:
     waits = workshop.places(WALK, WAITS)
     assert len(waits) == len(WAITED), "the planted bugs are out of date"
     assert workshop.is_found(case, NO_WAIT, [waits[index]])

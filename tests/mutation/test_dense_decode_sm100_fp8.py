@@ -9,7 +9,7 @@ import pytest
 
 from cute_mla.spec.arch import SM100
 from cute_mla.spec.dense_decode import FP8
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 from tests.mutation.test_dense_decode_sm100 import GAPS as GAPS_16_BITS
 from tests.mutation.test_dense_decode_sm100 import NO_WAIT, WAITS
@@ -17,7 +17,7 @@ from tests.mutation.test_dense_decode_sm100 import RISING as RISING_16_BITS
 from tests.mutation.test_dense_decode_sm100 import WALK as WALK_16_BITS
 
 WALK, RISING, GAPS = (replace(case, operands=FP8) for case in (WALK_16_BITS, RISING_16_BITS, GAPS_16_BITS))
-STEEP = Case(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8)  # by 1,000 octaves and more
+STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8)  # by 1,000 octaves and more
 
 # In the order of the PTX, as in the 16-bit kernel's test. None: the wait keeps a CTA alive for signals nobody else waits for.
 WAITED = (
@@ -48,14 +48,14 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize("case", [WALK, RISING, GAPS, STEEP], ids=["walk", "rising", "gaps", "steep"])
-def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: DenseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
 @pytest.mark.parametrize(
     ("index", "case"), [(i, case) for i, (_, case) in enumerate(WAITED) if case], ids=[name for name, case in WAITED if case]
 )
-def test_a_missing_wait(index: int, case: Case, workshop: Workshop) -> None:
+def test_a_missing_wait(index: int, case: DenseDecodeCase, workshop: Workshop) -> None:
     waits = workshop.places(WALK, WAITS)
     assert len(waits) == len(WAITED), "the planted bugs are out of date"
     assert workshop.is_found(case, NO_WAIT, [waits[index]])

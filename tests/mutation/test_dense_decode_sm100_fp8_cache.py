@@ -10,11 +10,11 @@ import pytest
 
 from cute_mla.spec.arch import SM100
 from cute_mla.spec.dense_decode import FP8_CACHE
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One pair of CTAs, tiles enough to go round the ring, lengths that end inside a tile.
-WALK = Case(batch=3, s_q=2, lengths=(500, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=2)
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=2)
 HALF = replace(WALK, dtype="fp16")
 PEAKS = replace(WALK, values="peaks")  # RoPE columns matter only where few keys decide
 
@@ -29,7 +29,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize("case", [WALK, HALF, replace(WALK, page_size=16)], ids=["bf16", "fp16", "small pages"])
-def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: DenseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
@@ -53,7 +53,7 @@ def test_keys_that_are_not_loaded(load: int, workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("case", [WALK, HALF], ids=["bf16", "fp16"])
-def test_a_pair_of_values_that_is_not_converted(case: Case, which: int, workshop: Workshop) -> None:
+def test_a_pair_of_values_that_is_not_converted(case: DenseDecodeCase, which: int, workshop: Workshop) -> None:
     """The last ones are RoPE columns."""
     case = replace(case, values="peaks")
     conversions = workshop.places(case, r"cvt\.rn\.b?f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;")

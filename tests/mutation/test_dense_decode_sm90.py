@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One CTA walks three requests: enough tiles to go round every ring of buffers, keys past the end, masked rows.
-WALK = Case(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=1)
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=1)
 PAIR = replace(WALK, h_q=64)  # two row tiles, a cluster of two CTAs
 SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be several requests ahead of another
 
@@ -28,12 +28,12 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize("case", [WALK, PAIR, SHORT], ids=["alone", "cluster", "short"])
-def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: DenseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
 @pytest.mark.parametrize("case", [WALK, PAIR], ids=["alone", "cluster"])
-def test_a_missing_arrival(case: Case, workshop: Workshop) -> None:
+def test_a_missing_arrival(case: DenseDecodeCase, workshop: Workshop) -> None:
     arrivals = r"mbarrier\.arrive\.(?:release\.cluster\.)?shared(?:::cluster)?\.b64 [^;]*;"
     assert workshop.survivors(case, arrivals, "") == []
 
@@ -43,14 +43,14 @@ def test_a_missing_arrival(case: Case, workshop: Workshop) -> None:
     [(WALK, 0, 4), (WALK, 4, 5), (SHORT, 9, 1), (WALK, 10, 1), (SHORT, 11, 1)],
     ids=["kv_free", "kv_ready and rope_ready", "stats_free", "probs_ready", "stats_ready"],
 )
-def test_missing_waits(case: Case, first: int, count: int, workshop: Workshop) -> None:
+def test_missing_waits(case: DenseDecodeCase, first: int, count: int, workshop: Workshop) -> None:
     waits = workshop.places(case, WAITS)
     assert len(waits) == WAIT_COUNT, "the planted bugs are out of date"
     assert workshop.is_found(case, NO_WAIT, waits[first : first + count])
 
 
 @pytest.mark.parametrize("case", [WALK, PAIR], ids=["alone", "cluster"])
-def test_a_missing_copy(case: Case, workshop: Workshop) -> None:
+def test_a_missing_copy(case: DenseDecodeCase, workshop: Workshop) -> None:
     assert workshop.survivors(case, r"cp\.async\.bulk\.tensor[^;]*;", "") == []
 
 

@@ -13,11 +13,11 @@ import pytest
 
 from cute_mla.spec.arch import SM90
 from cute_mla.spec.dense_decode import FP8_CACHE
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One CTA, tiles enough to go round the rings, lengths that end inside a tile, in either half of it.
-WALK = Case(batch=3, s_q=2, lengths=(330, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=1)
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(330, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=1)
 HALF = replace(WALK, dtype="fp16")
 SMALL_PAGES = replace(WALK, page_size=16)
 
@@ -34,7 +34,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize("case", [WALK, HALF, SMALL_PAGES], ids=["bf16", "fp16", "small pages"])
-def test_the_unbroken_kernel_passes(case: Case, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: DenseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
@@ -57,7 +57,7 @@ def test_columns_that_are_not_loaded(columns: int, workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("case", [WALK, HALF], ids=["bf16", "fp16"])
-def test_a_pair_of_values_that_is_not_converted(case: Case, which: int, workshop: Workshop) -> None:
+def test_a_pair_of_values_that_is_not_converted(case: DenseDecodeCase, which: int, workshop: Workshop) -> None:
     """The last ones are RoPE columns, which few keys must decide upon to matter."""
     case = replace(case, values="peaks")
     conversions = workshop.places(case, r"cvt\.rn\.f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.mutation.planted_bugs import Workshop
 
 # One CTA walks items of three tiles, two, one and none, with one Q tile or both; rows that see nothing, and a maximum that moves

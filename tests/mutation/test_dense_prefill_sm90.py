@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.mutation.planted_bugs import Workshop
 
 # One CTA walks items of two tiles, one and none; rows that see nothing, and a maximum that moves from tile to tile.

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.sparse_cases import Pool, SparseCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One pair of CTAs, tiles enough to go round the ring, indices of every kind, lengths that end inside a tile.
-WALK = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=2)
+WALK = SparseDecodeCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=2)
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.sparse_cases import Pool, SparseCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from tests.mutation.planted_bugs import Workshop
 
 # One CTA, tiles enough to go round the rings, indices of every kind, lengths that end inside a tile.
-ALONE = SparseCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=1)
+ALONE = SparseDecodeCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=1)
 PAIR = replace(ALONE, h_q=128, sm_count=2)  # each CTA converts half of the keys for both
 BOTH = pytest.mark.parametrize("case", [ALONE, PAIR], ids=["alone", "pair"])
 
@@ -25,18 +25,18 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @BOTH
-def test_the_unbroken_kernel_passes(case: SparseCase, workshop: Workshop) -> None:
+def test_the_unbroken_kernel_passes(case: SparseDecodeCase, workshop: Workshop) -> None:
     workshop.check_unbroken(case)
 
 
 @BOTH
-def test_a_missing_arrival(case: SparseCase, workshop: Workshop) -> None:
+def test_a_missing_arrival(case: SparseDecodeCase, workshop: Workshop) -> None:
     arrivals = r"mbarrier\.arrive\.(?:release\.cluster\.)?shared(?:::cluster)?\.b64 [^;]*;"
     assert workshop.survivors(case, arrivals, "") == []
 
 
 @BOTH
-def test_no_proxy_fence(case: SparseCase, workshop: Workshop) -> None:
+def test_no_proxy_fence(case: SparseDecodeCase, workshop: Workshop) -> None:
     assert workshop.is_found(case, "", workshop.places(case, r"fence\.proxy\.async[^;]*;"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.mutation.planted_bugs import Workshop
 
 # One pair of CTAs walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.

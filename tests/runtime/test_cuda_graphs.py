@@ -20,22 +20,24 @@ from cute_mla.runtime.device import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.case import BaseCase
-from cute_mla.testing.cases import UNUSED_TABLE_ENTRY, Case, Tensors, make_tensors
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.operations import operation
-from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tensors
-from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
 from tests.runtime.captured_graph import CapturingDriver, Graph, captured
 from tests.runtime.fake_driver import installed
 from tests.support.bench import expect
 
 SM_COUNT = 6
 LENGTHS = (140, 70, 100, 64)
-DENSE = Case(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", sm_count=SM_COUNT)
-SPARSE = SparseCase(batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", sm_count=SM_COUNT)
+DENSE = DenseDecodeCase(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", sm_count=SM_COUNT)
+SPARSE = SparseDecodeCase(
+    batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", sm_count=SM_COUNT
+)
 
-T = TypeVar("T", Tensors, SparseTensors)
+T = TypeVar("T", DenseDecodeTensors, SparseDecodeTensors)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def driver(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[CapturingDri
 class Step:
     """A decode step whose tensors stay where they are. plan: None to make one in each call."""
 
-    def __init__(self, case: Case | SparseCase, tensors: Any, *, planned: bool) -> None:
+    def __init__(self, case: DenseDecodeCase | SparseDecodeCase, tensors: Any, *, planned: bool) -> None:
         op = operation(case)
         self.case, self.tensors = case, tensors
         self.workspace = torch.zeros(op.workspace_bytes(case, tensors), dtype=torch.uint8)
@@ -62,7 +64,7 @@ class Step:
     def plan(self) -> tuple[Tensor, Tensor]:
         """A new plan for what the tensors hold now."""
         case, rows = self.case, self.case.s_q * self.case.h_q
-        if isinstance(case, Case):
+        if isinstance(case, DenseDecodeCase):
             return cute_mla.get_mla_metadata(self.tensors.cache_seqlens, rows, 1, case.h_q)
         return cute_mla.get_mla_metadata(self.tensors.topk_length, rows, 1, case.h_q, True, case.main.topk)
 
@@ -84,16 +86,16 @@ class Step:
         return out, lse
 
 
-def shrink_dense(tensors: Tensors) -> None:
+def shrink_dense(tensors: DenseDecodeTensors) -> None:
     """Two requests instead of four, in other places than they were."""
     tensors.block_table[:2] = tensors.block_table[[2, 0]]
     tensors.block_table[2:] = UNUSED_TABLE_ENTRY
-    tensors.q[:2] = make_tensors(replace(DENSE, seed=1)).q[:2]
+    tensors.q[:2] = make_dense_decode_tensors(replace(DENSE, seed=1)).q[:2]
     tensors.q[2:] = float("nan")
     tensors.cache_seqlens.copy_(torch.tensor([100, 139, 0, 0]))
 
 
-def shrink_sparse(tensors: SparseTensors) -> None:
+def shrink_sparse(tensors: SparseDecodeTensors) -> None:
     """Two requests instead of four."""
     assert tensors.topk_length is not None
     tensors.indices[:2] = tensors.indices[[2, 0]]
@@ -103,8 +105,8 @@ def shrink_sparse(tensors: SparseTensors) -> None:
 
 
 STEPS: dict[str, tuple[Any, Callable[[Any, str], Any], Callable[[Any], None]]] = {
-    "dense": (DENSE, make_tensors, shrink_dense),
-    "sparse": (SPARSE, make_sparse_tensors, shrink_sparse),
+    "dense": (DENSE, make_dense_decode_tensors, shrink_dense),
+    "sparse": (SPARSE, make_sparse_decode_tensors, shrink_sparse),
 }
 
 
@@ -138,7 +140,7 @@ def test_a_decode_step_is_replayed_for_a_smaller_batch(driver: CapturingDriver, 
 
 def of_requests(tensors: T, requests: slice) -> T:
     """The operands of some requests."""
-    if isinstance(tensors, Tensors):
+    if isinstance(tensors, DenseDecodeTensors):
         own = {name: getattr(tensors, name)[requests] for name in ("q", "block_table", "cache_seqlens")}
     else:
         own = {name: getattr(tensors, name)[requests] for name in ("q", "indices", "topk_length")}
@@ -209,7 +211,7 @@ def replay_prefill(graph: Graph, arch: Arch, arguments: dict[str, Any]) -> None:
 
 def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, arch: Arch) -> None:
     case = SparsePrefillCase(s_q=4, h_q=9, s_kv=200, lengths=(64, 64, 64, 64), sm_count=SM_COUNT)
-    tensors = make_prefill_tensors(case, "cpu")
+    tensors = make_sparse_prefill_tensors(case, "cpu")
     results = {"out": torch.zeros(4, 9, 512, dtype=torch.bfloat16), "max_logits": torch.zeros(4, 9), "lse": torch.zeros(4, 9)}
     arguments = operation(case).arguments(case, tensors, None) | results
     graph = capture_prefill(driver, case, arguments)
@@ -244,7 +246,7 @@ def test_dense_prefill_is_replayed_for_fewer_sequences(driver: CapturingDriver, 
 
 
 def test_a_first_call_may_be_captured(driver: CapturingDriver, arch: Arch) -> None:
-    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)  # whose plan has loaded one kernel of three
+    step = Step(DENSE, make_dense_decode_tensors(DENSE, "cpu"), planned=True)  # whose plan has loaded one kernel of three
     with captured(driver, loading=True) as graph:
         step()
     assert len(driver.called("cuLibraryLoadData")) == 3
@@ -252,7 +254,7 @@ def test_a_first_call_may_be_captured(driver: CapturingDriver, arch: Arch) -> No
 
 
 def test_a_driver_that_loads_nothing_during_capture_is_answered_with_what_to_do(driver: CapturingDriver) -> None:
-    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)
+    step = Step(DENSE, make_dense_decode_tensors(DENSE, "cpu"), planned=True)
     driver.refuses_loading = True
     advice = r"make the same call once before the capture \(cuLibraryLoadData failed: CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED \(900\)\)"
     with pytest.raises(DeviceError, match=advice) as caught, captured(driver, loading=True):
@@ -269,7 +271,7 @@ LOOKING: dict[str, Callable[[Step], Any]] = {
 
 @pytest.mark.parametrize("look", LOOKING)
 def test_the_stand_in_notices_a_call_that_cannot_be_captured(driver: CapturingDriver, look: str) -> None:
-    step = Step(DENSE, make_tensors(DENSE, "cpu"), planned=True)
+    step = Step(DENSE, make_dense_decode_tensors(DENSE, "cpu"), planned=True)
     step()
 
     def capture() -> None:

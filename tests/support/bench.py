@@ -9,8 +9,9 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.case import BaseCase, Operands
-from cute_mla.testing.compare import compare, same_bits, within
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.tensors import Operands
+from cute_mla.testing.compare import compare, same_bits, with_error_limit
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
 
@@ -44,7 +45,7 @@ def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
     expected = op.reference(case, tensors)
     limits = op.limits(case, tensors, expected)
     for (name, tolerance), actual, wanted in zip(op.results.items(), result, expected, strict=True):
-        comparison = within(name, compare(name, actual, wanted, tolerance), limits.get(name, math.inf))
+        comparison = with_error_limit(name, compare(name, actual, wanted, tolerance), limits.get(name, math.inf))
         assert comparison.passed, comparison.reason
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from cute_mla.testing.cases import Tensors
+from cute_mla.testing.cases.dense_decode import DenseDecodeTensors
 
 
-def with_lengths(tensors: Tensors, lengths: list[int]) -> Tensors:
+def with_lengths(tensors: DenseDecodeTensors, lengths: list[int]) -> DenseDecodeTensors:
     """The same operands with other lengths, which the block table must have pages for."""
     return replace(tensors, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))

@@ -10,30 +10,35 @@ import torch
 
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED, closed_variants
-from cute_mla.testing import cache_cases
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase, PagedCase, empty_pages, make_gather_tensors, make_write_tensors
-from cute_mla.testing.cache_suites import GATHER_SMOKE, TOKENS, WRITE_SMOKE, full_gathers, full_writes
+from cute_mla.testing.cases.cache_gather import CacheGatherCase, make_cache_gather_tensors
+from cute_mla.testing.cases.cache_write import CacheWriteCase, KeyLayout, KeyValues, SlotType, make_cache_write_tensors
+from cute_mla.testing.cases.paged_cache import PagedCacheCase, PagedLayout, allocate_cache
 from cute_mla.testing.operations import operation
-from cute_mla.testing.planned import SMOKE_TILES
 from cute_mla.testing.suites import suite
+from cute_mla.testing.suites.cache_gather import SMOKE as GATHER_SMOKE
+from cute_mla.testing.suites.cache_gather import full_cases as full_gathers
+from cute_mla.testing.suites.cache_write import SMOKE as WRITE_SMOKE
+from cute_mla.testing.suites.cache_write import full_cases as full_writes
+from cute_mla.testing.suites.entries import SMOKE_TILES
+from cute_mla.testing.suites.paged_cache import TOKENS
 
-SUITES: dict[str, tuple[PagedCase, ...]] = {"cache_write": WRITE_SMOKE, "cache_gather": GATHER_SMOKE}
+SUITES: dict[str, tuple[PagedCacheCase, ...]] = {"cache_write": WRITE_SMOKE, "cache_gather": GATHER_SMOKE}
 FACTORS: dict[str, dict[str, tuple[object, ...]]] = {
     "cache_write": {
         "cache": tuple(CACHED),
         "dtype": ("bf16", "fp16"),
         "tokens": TOKENS,
-        "values": get_args(cache_cases.KeyValues),
-        "key_layout": get_args(cache_cases.KeyLayout),
-        "slot_type": get_args(cache_cases.SlotType),
-        "cache_layout": get_args(cache_cases.PagedLayout),
+        "values": get_args(KeyValues),
+        "key_layout": get_args(KeyLayout),
+        "slot_type": get_args(SlotType),
+        "cache_layout": get_args(PagedLayout),
         "power_of_two": (False, True),
     },
     "cache_gather": {
         "cache": tuple(CACHED),
         "dtype": ("bf16", "fp16"),
         "outputs": ("allocated", "given", "strided", "odd"),
-        "cache_layout": get_args(cache_cases.PagedLayout),
+        "cache_layout": get_args(PagedLayout),
         "broken": (False, True),
     },
 }
@@ -85,19 +90,19 @@ def test_smoke_is_small_and_each_case_is_there_once(op: str) -> None:
 def test_full_is_run_whole(op: str) -> None:
     every = full_writes() if op == "cache_write" else full_gathers()
     assert len(every) == len({case.id for case in every}) > 80
-    assert [item.fate for item in suite("full", op, simulated=True)] == ["whole"] * len(every)
+    assert [item.mode for item in suite("full", op, simulated=True)] == ["whole"] * len(every)
 
 
 def test_slots_are_distinct_but_for_those_outside() -> None:
     for case in (case for case in (*WRITE_SMOKE, *full_writes()) if case.tokens):
-        slots = make_write_tensors(case).slot_mapping.long()
+        slots = make_cache_write_tensors(case).slot_mapping.long()
         inside = slots[(slots >= 0) & (slots < case.pages * case.page_size)]
         assert len(inside.unique()) == len(inside) >= case.tokens * 3 // 4
         assert case.tokens < 5 or len(inside) < case.tokens
 
 
 def test_nasty_values_are_nasty() -> None:
-    tensors = make_write_tensors(CacheWriteCase(cache="fp8_656", values="nasty"))
+    tensors = make_cache_write_tensors(CacheWriteCase(cache="fp8_656", values="nasty"))
     keys = tensors.kv_c
     assert keys.isnan().any()
     assert keys.isinf().any()
@@ -110,20 +115,20 @@ def test_nasty_values_are_nasty() -> None:
 @pytest.mark.parametrize("cache", CACHED)
 def test_what_no_length_uses_is_nan(cache: str) -> None:
     case = CacheGatherCase(cache=cache, lengths=(3,), starts=(2,), page_size=16)
-    tensors = make_gather_tensors(case)
+    tensors = make_cache_gather_tensors(case)
     (out,) = operation(case).reference(case, tensors)
     assert out.isfinite().all()
     whole = CacheGatherCase(cache=cache, lengths=(16,), page_size=16)
-    table, tensors = tensors.block_table, make_gather_tensors(case)
+    table, tensors = tensors.block_table, make_cache_gather_tensors(case)
     (out,) = operation(whole).reference(whole, tensors)
     assert out.isnan().any(dim=1).tolist() == [not 2 <= row < 5 for row in range(16)]
     assert table.shape == (1, 1)
 
 
-@pytest.mark.parametrize("layout", get_args(cache_cases.PagedLayout))
-def test_pages_lie_where_the_layout_says(layout: cache_cases.PagedLayout) -> None:
+@pytest.mark.parametrize("layout", get_args(PagedLayout))
+def test_pages_lie_where_the_layout_says(layout: PagedLayout) -> None:
     case = CacheWriteCase(cache="fp8_656", cache_layout=layout, page_size=8)
-    cache = empty_pages(case, torch.device("cpu"))
+    cache = allocate_cache(case, torch.device("cpu"))
     assert (cache == 0xFF).all()
     last = cache[-1].data_ptr() - cache.data_ptr()
     assert {"packed": last == 3 * 8 * 656, "layers": last == 9 * 8 * 656, "far": last >= 1 << 32}[layout]

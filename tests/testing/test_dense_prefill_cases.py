@@ -10,10 +10,9 @@ from typing import get_args
 import pytest
 import torch
 
-from cute_mla.testing import case as base
-from cute_mla.testing import dense_prefill_cases
+from cute_mla.testing.cases.base import Values
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, Ends, KvLayout, Neighbours, make_dense_prefill_tensors
 from cute_mla.testing.compare import compare, same_bits
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.low_precision import error_limits, low_precision_attention
 from cute_mla.testing.operations import OPERATIONS
 from tests.support.bench import expect
@@ -47,7 +46,7 @@ def test_tiles_count_what_is_seen() -> None:
     assert DensePrefillCase(lengths=()).tiles == 0
 
 
-@pytest.mark.parametrize("ends", get_args(dense_prefill_cases.Ends))
+@pytest.mark.parametrize("ends", get_args(Ends))
 @pytest.mark.parametrize("outputs", ["allocated", "strided"])
 def test_tensors_have_the_shapes_of_the_call(ends: str, outputs: str) -> None:
     case = replace(SMALL, ends=ends, outputs=outputs)  # type: ignore[arg-type]
@@ -63,12 +62,12 @@ def test_tensors_have_the_shapes_of_the_call(ends: str, outputs: str) -> None:
     elif outputs == "strided":
         assert tensors.cu_seqlens_q.tolist() == [7, 27, 34, 34, 38, 41]
         assert tensors.cu_seqlens_k.tolist() == [7, 37, 42, 51, 51, 91]
-        assert {name: given.tensor.shape for name, given in tensors.given.items()} == {"out": (45, 6, 128), "lse": (45, 6)}
+        assert {name: given.tensor.shape for name, given in tensors.output_buffers.items()} == {"out": (45, 6, 128), "lse": (45, 6)}
 
 
 @KINDS
-@pytest.mark.parametrize("values", get_args(base.Values))
-@pytest.mark.parametrize("neighbours", get_args(dense_prefill_cases.Neighbours))
+@pytest.mark.parametrize("values", get_args(Values))
+@pytest.mark.parametrize("neighbours", get_args(Neighbours))
 def test_tokens_of_sequences_are_finite_and_all_others_nan(dtype: str, d_qk: int, values: str, neighbours: str) -> None:
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, values=values, neighbours=neighbours)  # type: ignore[arg-type]
     tensors = make_dense_prefill_tensors(case)
@@ -115,7 +114,7 @@ def test_sequences_draw_their_own_keys() -> None:
     assert not torch.equal(tensors.v[:10], tensors.k[:10, :, :128])
 
 
-@pytest.mark.parametrize("layout", get_args(dense_prefill_cases.KvLayout))
+@pytest.mark.parametrize("layout", get_args(KvLayout))
 @pytest.mark.parametrize("d_qk", [192, 128])
 def test_a_layout_of_k_and_v_changes_strides_and_no_value(layout: str, d_qk: int) -> None:
     case = replace(SMALL, d_qk=d_qk)
@@ -132,7 +131,7 @@ def test_a_layout_of_k_and_v_changes_strides_and_no_value(layout: str, d_qk: int
 
 @pytest.mark.parametrize("outputs", ["strided", "odd"])
 def test_strided_outputs_leave_room_on_every_side(outputs: str) -> None:
-    given = make_dense_prefill_tensors(replace(SMALL, outputs=outputs)).given  # type: ignore[arg-type]
+    given = make_dense_prefill_tensors(replace(SMALL, outputs=outputs)).output_buffers  # type: ignore[arg-type]
     assert given["lse"].tensor.stride() == (1, SMALL.total_q + 3)
     assert given["out"].tensor.stride(1) == (192 if outputs == "strided" else 129)
     for tensor, storage in given.values():

@@ -11,24 +11,23 @@ import pytest
 
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.dense_prefill import closed_variants
-from cute_mla.testing import case as base
-from cute_mla.testing import dense_prefill_cases, dense_prefill_suites
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
-from cute_mla.testing.dense_prefill_suites import SMOKE, full_cases, grid
+from cute_mla.testing.cases.base import Outputs, QLayout, Values
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, Ends, KvLayout, Neighbours
 from cute_mla.testing.pairwise import pairs
-from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
 from cute_mla.testing.suites import suite
+from cute_mla.testing.suites.dense_prefill import SHORT_TILES, SMOKE, full_cases, grid
+from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
     "d_qk": (192, 128),
     "causal": (False, True),
-    "values": get_args(base.Values),
-    "q_layout": get_args(base.QLayout),
-    "outputs": get_args(base.Outputs),
-    "kv_layout": get_args(dense_prefill_cases.KvLayout),
-    "ends": get_args(dense_prefill_cases.Ends),
-    "neighbours": get_args(dense_prefill_cases.Neighbours),
+    "values": get_args(Values),
+    "q_layout": get_args(QLayout),
+    "outputs": get_args(Outputs),
+    "kv_layout": get_args(KvLayout),
+    "ends": get_args(Ends),
+    "neighbours": get_args(Neighbours),
     "empty_lse": (None, float("-inf")),
 }
 LENGTHS = (0, 1, 17, 63, 64, 65, 127, 128, 129, 257)
@@ -122,7 +121,9 @@ def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
 
 
 def test_smoke_is_the_same_on_both_devices() -> None:
-    assert suite("smoke", "dense_prefill", simulated=True) == suite("smoke", "dense_prefill", simulated=False) == list(map(Planned, SMOKE))
+    assert (
+        suite("smoke", "dense_prefill", simulated=True) == suite("smoke", "dense_prefill", simulated=False) == list(map(SuiteEntry, SMOKE))
+    )
 
 
 def test_the_grid_has_every_length_over_every_head_count() -> None:
@@ -139,7 +140,7 @@ def test_the_grid_has_every_length_over_every_head_count() -> None:
 
 def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
     planned = suite("full", "dense_prefill", simulated=False)
-    assert {item.fate for item in planned} == {"whole"}
+    assert {item.mode for item in planned} == {"whole"}
     running = {item.case for item in planned}
     assert len(running) == len(planned)
     assert running >= {*grid(), *SMOKE}
@@ -150,44 +151,44 @@ def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> list[Planned[DensePrefillCase]]:
+def simulated() -> list[SuiteEntry[DensePrefillCase]]:
     """The full suite of the simulated device."""
     return suite("full", "dense_prefill", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Planned[DensePrefillCase]]) -> None:
-    whole = {item.case for item in simulated if item.fate == "whole"}
-    short = {case for case in grid() if case.tiles <= dense_prefill_suites.SHORT_TILES}
+def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
+    whole = {item.case for item in simulated if item.mode == "whole"}
+    short = {case for case in grid() if case.tiles <= SHORT_TILES}
     assert len(short) > 500
     assert {case for case in grid() if case.max_seqlen_q <= 127 and case.max_seqlen_k <= 129 and case.h_q <= 20} <= short
     assert short <= whole
 
 
-def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned[DensePrefillCase]]) -> None:
+def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     assert len(simulated) == len(full_cases())
     for item in simulated:
-        assert bool(item.reason) == (item.fate != "whole")
-    running = Counter(item.case for item in simulated if item.fate != "skipped")
+        assert bool(item.reason) == (item.mode != "whole")
+    running = Counter(item.case for item in simulated if item.mode != "skipped")
     assert set(running.values()) == {1}
 
 
-def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned[DensePrefillCase]]) -> None:
+def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     """But those of many heads that share a KV head and 1,000 query tokens, whose heads are what is cut."""
 
     def factors(case: DensePrefillCase) -> tuple[object, ...]:
         return case.dtype, case.d_qk, case.causal, case.h_kv, case.lengths
 
     every = set().union(*(pairs(factors(case)) for case in grid()))  # type: ignore[arg-type]
-    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
+    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.mode != "skipped"))  # type: ignore[arg-type]
     assert every <= run
     groups = {(case.group, case.lengths) for case in grid() if case.max_seqlen_q < 1000}
-    assert groups <= {(item.case.group, item.case.lengths) for item in simulated if item.fate != "skipped"}
+    assert groups <= {(item.case.group, item.case.lengths) for item in simulated if item.mode != "skipped"}
 
 
-def test_a_reduced_case_keeps_everything_but_heads_that_share_keys(simulated: list[Planned[DensePrefillCase]]) -> None:
+def test_a_reduced_case_keeps_everything_but_heads_that_share_keys(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     for item in simulated:
-        assert item.fate == "skipped" or item.case.tiles <= REDUCED_TILES or item.case.group == 1
-        assert item.fate != "reduced" or f"cut to {item.case.group}: budget of 400 tiles" in item.reason
+        assert item.mode == "skipped" or item.case.tiles <= REDUCED_TILES or item.case.group == 1
+        assert item.mode != "reduced" or f"cut to {item.case.group}: budget of 400 tiles" in item.reason
 
 
 def test_a_seed_reaches_every_case() -> None:

@@ -12,42 +12,42 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE, OPERANDS, closed_variants
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing import cases, dense_suites
-from cute_mla.testing.cases import Case
-from cute_mla.testing.dense_suites import GRID_TYPES, SMOKE, grid
+from cute_mla.testing.cases.base import Metadata, Outputs, QLayout, Values
+from cute_mla.testing.cases.dense_decode import CacheLayout, DenseDecodeCase
 from cute_mla.testing.pairwise import pairs
-from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
 from cute_mla.testing.suites import suite
+from cute_mla.testing.suites.dense_decode import GRID_BATCH, GRID_H_KV, GRID_H_Q, GRID_S_K, GRID_S_Q, GRID_TYPES, SMOKE, grid
+from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
-    "batch": dense_suites.GRID_BATCH,
-    "s_q": dense_suites.GRID_S_Q,
-    "s_k": dense_suites.GRID_S_K,
-    "h_q": dense_suites.GRID_H_Q,
-    "h_kv": dense_suites.GRID_H_KV,
+    "batch": GRID_BATCH,
+    "s_q": GRID_S_Q,
+    "s_k": GRID_S_K,
+    "h_q": GRID_H_Q,
+    "h_kv": GRID_H_KV,
     "page_size": (16, 32, 64, 128),
     "varlen": (False, True),
     "causal": (False, True),
     "zero_lengths": (False, True),
-    "values": get_args(cases.Values),
-    "q_layout": get_args(cases.QLayout),
-    "cache_layout": get_args(cases.CacheLayout),
-    "outputs": get_args(cases.Outputs),
-    "metadata": get_args(cases.Metadata),
+    "values": get_args(Values),
+    "q_layout": get_args(QLayout),
+    "cache_layout": get_args(CacheLayout),
+    "outputs": get_args(Outputs),
+    "metadata": get_args(Metadata),
     "batch_invariant": (False, True),
     "empty_lse": (None, float("-inf")),
     "operands": OPERANDS,
 }
 
 
-def rows(case: Case) -> int:
+def rows(case: DenseDecodeCase) -> int:
     """Query rows of one KV head; 0 if there is nothing to do."""
     return case.s_q * case.h_q // case.h_kv if case.batch else 0
 
 
 # Every line of the edge contract that dense decode has, and when a case exercises it.
-EDGE_CONTRACT: dict[str, Callable[[Case], bool]] = {
+EDGE_CONTRACT: dict[str, Callable[[DenseDecodeCase], bool]] = {
     "a request without keys": lambda case: 0 in case.key_lengths,
     "rows that causality leaves nothing": lambda case: case.has_masked_rows,
     "lse +inf for an empty row": lambda case: case.empty_lse is None and (0 in case.key_lengths or case.has_masked_rows),
@@ -90,7 +90,7 @@ def test_smoke_has_every_line_of_the_edge_contract(line: str) -> None:
 
 
 def test_the_edge_contract_is_not_met_by_an_ordinary_case() -> None:
-    ordinary = Case(batch=2, s_k=128, h_q=64)
+    ordinary = DenseDecodeCase(batch=2, s_k=128, h_q=64)
     met = {line for line, exercises in EDGE_CONTRACT.items() if exercises(ordinary)}
     assert met == {
         "table entries past the length", "a row tile that is full to the last row", "a pair of CTAs of which one has no rows",
@@ -110,7 +110,7 @@ def test_smoke_has_12_to_20_cases_of_at_most_200_tiles(operands: str) -> None:
 
 
 def test_smoke_is_the_same_on_both_devices() -> None:
-    assert suite("smoke", "dense_decode", simulated=True) == suite("smoke", "dense_decode", simulated=False) == list(map(Planned, SMOKE))
+    assert suite("smoke", "dense_decode", simulated=True) == suite("smoke", "dense_decode", simulated=False) == list(map(SuiteEntry, SMOKE))
 
 
 def test_the_grid_is_flashmlas() -> None:
@@ -122,7 +122,7 @@ def test_the_grid_is_flashmlas() -> None:
 
 def test_full_on_a_gpu_is_the_whole_grid_in_both_types() -> None:
     planned = suite("full", "dense_decode", simulated=False)
-    assert {item.fate for item in planned} == {"whole"}
+    assert {item.mode for item in planned} == {"whole"}
     running = {item.case for item in planned}
     assert len(running) == len(planned)
     assert running >= {*grid("bf16"), *grid("fp16"), *grid("bf16", FP8), *grid("bf16", FP8_CACHE), *grid("fp16", FP8_CACHE), *SMOKE}
@@ -130,13 +130,13 @@ def test_full_on_a_gpu_is_the_whole_grid_in_both_types() -> None:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> list[Planned]:
+def simulated() -> list[SuiteEntry]:
     """The full suite of the simulated device."""
     return suite("full", "dense_decode", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Planned]) -> None:
-    whole = {item.case for item in simulated if item.fate == "whole"}
+def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry]) -> None:
+    whole = {item.case for item in simulated if item.mode == "whole"}
     short = {case for case in grid("bf16") if case.s_k <= 140 and case.batch <= 6}
     assert len(short) == 3 * 3 * 2 * 16 * 4
     assert short <= whole
@@ -144,25 +144,25 @@ def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Plann
     assert sum(case.s_k == 4096 for case in whole) >= 6
 
 
-def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned]) -> None:
+def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry]) -> None:
     assert len(simulated) == len(suite("full", "dense_decode", simulated=False))
     for item in simulated:
-        assert bool(item.reason) == (item.fate != "whole")
-    running = Counter(item.case for item in simulated if item.fate != "skipped")
+        assert bool(item.reason) == (item.mode != "whole")
+    running = Counter(item.case for item in simulated if item.mode != "skipped")
     assert set(running.values()) == {1}
 
 
-def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned]) -> None:
-    def factors(case: Case) -> tuple[object, ...]:
+def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[SuiteEntry]) -> None:
+    def factors(case: DenseDecodeCase) -> tuple[object, ...]:
         return case.dtype, case.operands, case.s_q, case.s_k, (case.h_q, case.h_kv), case.varlen, case.causal
 
     every = set().union(*(pairs(factors(case)) for types in GRID_TYPES for case in grid(*types)))  # type: ignore[arg-type]
-    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
+    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.mode != "skipped"))  # type: ignore[arg-type]
     assert every <= run
 
 
-def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[Planned]) -> None:
-    reduced = [item for item in simulated if item.fate == "reduced"]
+def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[SuiteEntry]) -> None:
+    reduced = [item for item in simulated if item.mode == "reduced"]
     assert reduced
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.batch == 1

@@ -8,19 +8,19 @@ from torch import Tensor
 
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
-from cute_mla.testing import cache_suites, dense_prefill_suites, dense_suites, prefill_suites, sparse_suites
-from cute_mla.testing.case import BaseCase
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.sparse_cases import Pool, SparseCase
+from cute_mla.testing.suites import cache_gather, cache_write, dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from tests.support.recording_device import RecordingDevice
 
-SMOKE: list[BaseCase] = [*dense_suites.SMOKE, *sparse_suites.SMOKE, *prefill_suites.SMOKE, *dense_prefill_suites.SMOKE]
+SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_prefill.SMOKE, *dense_prefill.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
-    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_suites.WRITE_SMOKE, *cache_suites.GATHER_SMOKE)}
+    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_write.SMOKE, *cache_gather.SMOKE)}
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: f"{case.op}-{case.id}")
@@ -36,7 +36,7 @@ def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseC
     assert results["out"].shape == (*tensors.q.shape[:-1], case.d_v)
     expected = op.reference(case, tensors)
     assert [result.shape for result in results.values()] == [wanted.shape for wanted in expected]
-    assert all(results[name] is given.tensor for name, given in tensors.given.items())
+    assert all(results[name] is given.tensor for name, given in tensors.output_buffers.items())
     launched = [launch.kernel for launch in device.launches]
     config = case.problem(arch).config
     assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.q_shape[0] * case.q_shape[1] > 0)
@@ -53,7 +53,7 @@ def test_every_operand_of_a_dense_prefill_case_reaches_the_kernel(arch: Arch) ->
         op.call(case, tensors, None)
     args = device.launches[0].args
     names = {"q": tensors.q, "cu_seqlens_q": tensors.cu_seqlens_q, "cu_seqlens_k": tensors.cu_seqlens_k}
-    names |= {name: given.tensor for name, given in tensors.given.items()}
+    names |= {name: given.tensor for name, given in tensors.output_buffers.items()}
     for name, tensor in names.items():
         assert isinstance(args[name], Tensor)
         assert args[name].data_ptr() == tensor.data_ptr(), name
@@ -74,7 +74,7 @@ def test_every_operand_of_a_prefill_case_reaches_the_kernel(arch: Arch) -> None:
     (launch,) = device.launches
     names = {"q": tensors.q, "kv": tensors.kv, "indices": tensors.indices, "topk_length": tensors.topk_length}
     names |= {"attn_sink": tensors.attn_sink, "kv_offsets": tensors.kv_offsets}
-    names |= {name: given.tensor for name, given in tensors.given.items()}
+    names |= {name: given.tensor for name, given in tensors.output_buffers.items()}
     for name, tensor in names.items():
         assert isinstance(launch.args[name], Tensor)
         assert launch.args[name].data_ptr() == tensor.data_ptr(), name
@@ -87,7 +87,7 @@ def test_every_operand_of_a_prefill_case_reaches_the_kernel(arch: Arch) -> None:
 
 @pytest.mark.parametrize("metadata", ["object", "tensors"])
 def test_every_operand_of_a_sparse_case_reaches_the_kernel(metadata: str, arch: Arch) -> None:
-    case = SparseCase(
+    case = SparseDecodeCase(
         batch=2, s_q=2, h_q=3, main=Pool(40, 20, 16, "drawn"), extra=Pool(30, 9, 3, "drawn"), sinks="drawn", softmax_scale=0.5,
         empty_lse=float("-inf"), metadata=metadata,  # type: ignore[arg-type]
     )  # fmt: skip

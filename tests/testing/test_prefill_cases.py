@@ -11,11 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_mla.testing import prefill_cases
+from cute_mla.testing.cases.sparse_indices import FAR_BYTES, INT_MAX, INT_MIN
+from cute_mla.testing.cases.sparse_prefill import (
+    AMPLIFIED,
+    Form,
+    KvLayout,
+    PrefillValues,
+    SparsePrefillCase,
+    SparsePrefillTensors,
+    make_sparse_prefill_tensors,
+)
 from cute_mla.testing.compare import compare, same_bits
-from cute_mla.testing.indexed import FAR_BYTES, INT_MAX, INT_MIN
 from cute_mla.testing.operations import OPERATIONS
-from cute_mla.testing.prefill_cases import SparsePrefillCase, SparsePrefillTensors, make_prefill_tensors
 
 SMALL = SparsePrefillCase(s_q=5, h_q=3, s_kv=40, topk=20)
 RAGGED = SparsePrefillCase(batch=5, form="ragged", s_q=5, h_q=2, s_kv=300, topk=250, indices="mixed")
@@ -97,7 +104,7 @@ SHAPES = [
 @pytest.mark.parametrize(("form", "batch", "rows", "kv"), SHAPES)
 def test_tensors_have_the_shapes_of_the_call(form: str, batch: int, rows: tuple[int, ...], kv: tuple[int, ...]) -> None:
     case = replace(SMALL, form=form, batch=batch, lengths="drawn", sinks="drawn", outputs="strided")  # type: ignore[arg-type]
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     assert tensors.q.shape == (*rows, 576)
     assert tensors.kv.shape == kv
     assert tensors.indices.shape == (*rows[:-1], 1, 20)
@@ -107,12 +114,16 @@ def test_tensors_have_the_shapes_of_the_call(form: str, batch: int, rows: tuple[
     assert tensors.attn_sink.shape == (3,)
     assert (tensors.kv_offsets is None) == (form in ("single", "batched"))
     assert tensors.kv_offsets is None or tensors.kv_offsets.shape == (batch + 1,)
-    assert {name: given.tensor.shape for name, given in tensors.given.items()} == {"out": (*rows, 512), "max_logits": rows, "lse": rows}
+    assert {name: given.tensor.shape for name, given in tensors.output_buffers.items()} == {
+        "out": (*rows, 512),
+        "max_logits": rows,
+        "lse": rows,
+    }
     assert tensors.indices.dtype == tensors.topk_length.dtype == torch.int32
 
 
 def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:
-    first, second, other = (make_prefill_tensors(replace(SMALL, seed=seed)) for seed in (0, 0, 1))
+    first, second, other = (make_sparse_prefill_tensors(replace(SMALL, seed=seed)) for seed in (0, 0, 1))
     assert same_bits(first.q, second.q)
     assert same_bits(first.kv, second.kv)
     assert torch.equal(first.indices, second.indices)
@@ -121,11 +132,11 @@ def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "d_qk"), list(product(("bf16", "fp16"), (576, 512))))
-@pytest.mark.parametrize("values", get_args(prefill_cases.PrefillValues))
+@pytest.mark.parametrize("values", get_args(PrefillValues))
 def test_every_row_that_is_named_is_finite_and_every_other_is_nan(dtype: str, d_qk: int, values: str) -> None:
     for form in ("ragged", "clipped"):
         case = replace(RAGGED, dtype=dtype, d_qk=d_qk, values=values, form=form, topk=65, lengths="edges")  # type: ignore[arg-type]
-        tensors = make_prefill_tensors(case)
+        tensors = make_sparse_prefill_tensors(case)
         assert tensors.q.isfinite().all()
         used = named(case, tensors)
         assert 100 < used.sum() < case.kv_rows - 50
@@ -136,7 +147,7 @@ def test_every_row_that_is_named_is_finite_and_every_other_is_nan(dtype: str, d_
 @pytest.mark.parametrize(("dtype", "d_qk"), list(product(("bf16", "fp16"), (576, 512))))
 def test_the_reference_is_finite_but_for_rows_without_keys(dtype: str, d_qk: int) -> None:
     case = replace(RAGGED, dtype=dtype, d_qk=d_qk, lengths="edges", sinks="infinite")
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     out, max_logits, lse = OPERATION.reference(case, tensors)
     assert out.isfinite().all()
     valid = [int(((i >= 0) & (i < case.row_ranges[request][1])).sum()) for request, i in tokens_of(case, tensors)]
@@ -150,7 +161,7 @@ def test_the_reference_is_finite_but_for_rows_without_keys(dtype: str, d_qk: int
 
 
 def test_valid_indices_name_each_row_once() -> None:
-    for token in make_prefill_tensors(replace(SMALL, topk=64)).indices.flatten(0, 1):
+    for token in make_sparse_prefill_tensors(replace(SMALL, topk=64)).indices.flatten(0, 1):
         valid = token[token >= 0]
         assert len(valid.unique()) == len(valid) == 40
         assert (token[:40] == -1).any(), "not all at the end"
@@ -158,7 +169,7 @@ def test_valid_indices_name_each_row_once() -> None:
 
 def test_mixed_indices_have_every_invalid_value_and_whole_tiles_of_them() -> None:
     case = SparsePrefillCase(s_q=10, h_q=1, s_kv=600, topk=500, indices="mixed")
-    indices = make_prefill_tensors(case).indices.squeeze(1)
+    indices = make_sparse_prefill_tensors(case).indices.squeeze(1)
     valid = (indices >= 0) & (indices < 600)
     assert set(indices[~valid].tolist()) == {INT_MIN, -123456, -1, 600, 601, 114514, 1919810, 2147480000, INT_MAX}
     assert 0.7 < valid[0].float().mean() < 0.9
@@ -174,7 +185,7 @@ def test_mixed_indices_have_every_invalid_value_and_whole_tiles_of_them() -> Non
 
 
 def test_ragged_indices_name_rows_that_only_neighbours_have() -> None:
-    tensors = make_prefill_tensors(RAGGED)
+    tensors = make_sparse_prefill_tensors(RAGGED)
     elsewhere = {"in front": 0, "behind": 0}
     for request, indices in tokens_of(RAGGED, tensors):
         first, rows = RAGGED.row_ranges[request]
@@ -188,7 +199,7 @@ def test_ragged_indices_name_rows_that_only_neighbours_have() -> None:
 def test_a_kernel_that_takes_a_neighbours_rows_is_wrong() -> None:
     """The comparison tells it: rows of neighbours are not NaN alone, so this is no matter of NaN."""
     case = replace(RAGGED, indices="valid", topk=60, s_q=2)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     expected = OPERATION.reference(case, tensors)
     assert tensors.kv_offsets is not None
     shifted = replace(tensors, kv_offsets=tensors.kv_offsets - 1, kv=tensors.kv.nan_to_num(0.01))
@@ -201,7 +212,7 @@ def test_a_kernel_that_takes_a_neighbours_rows_is_wrong() -> None:
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_ramps_move_the_scores_along_the_indices(values: str, d_qk: int) -> None:
     case = SparsePrefillCase(h_q=1, d_qk=d_qk, s_kv=640, topk=640, values=values)  # type: ignore[arg-type]
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     keys = tensors.kv[tensors.indices[0, 0].long(), 0].float()
     tiles = (keys @ tensors.q[0, 0].float() * case.scale).view(10, 64).amax(dim=1)
     assert ((tiles.diff() if values == "rising" else -tiles.diff()) > 5).all(), "each tile moves the maximum by far"
@@ -210,12 +221,12 @@ def test_ramps_move_the_scores_along_the_indices(values: str, d_qk: int) -> None
 def test_amplified_rows_stress_rescaling() -> None:
     """One row in fifty is 2^8 times larger; where one turns up, the maximum of a running softmax moves by far."""
     case = SparsePrefillCase(h_q=4, s_kv=2000, topk=2000, values="amplified", softmax_scale=64.0)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     norms = tensors.kv.float().norm(dim=-1).flatten()
     large = norms > norms.max() / 16
     assert 20 < large.sum() < 60
     ratio = norms[large].mean() / norms[~large].mean()
-    assert ratio == pytest.approx(prefill_cases.AMPLIFIED, rel=0.05)
+    assert ratio == pytest.approx(AMPLIFIED, rel=0.05)
     scores = tensors.q[0].float() @ tensors.kv[tensors.indices[0, 0].long(), 0].float().T * case.scale
     running = scores.view(4, -1, 40).amax(dim=-1).cummax(dim=-1).values
     assert (running.diff() > 6).sum() >= 4, "more than a factor of 2^8, which a lazy reference would let pass"
@@ -223,7 +234,7 @@ def test_amplified_rows_stress_rescaling() -> None:
 
 def test_max_logits_in_base_2_fail() -> None:
     """And the reference of a lazily moved maximum instead of the maximum."""
-    tensors = make_prefill_tensors(SMALL)
+    tensors = make_sparse_prefill_tensors(SMALL)
     _, max_logits, _ = OPERATION.reference(SMALL, tensors)
     tolerance = OPERATION.results["max_logits"]
     assert not compare("max_logits", max_logits * math.log2(math.e), max_logits, tolerance).passed
@@ -231,11 +242,11 @@ def test_max_logits_in_base_2_fail() -> None:
     assert compare("max_logits", max_logits * (1 + 1e-6), max_logits, tolerance).passed
 
 
-@pytest.mark.parametrize("form", get_args(prefill_cases.Form))
-@pytest.mark.parametrize("layout", get_args(prefill_cases.KvLayout))
+@pytest.mark.parametrize("form", get_args(Form))
+@pytest.mark.parametrize("layout", get_args(KvLayout))
 def test_a_layout_of_kv_changes_strides_and_no_value(form: str, layout: str) -> None:
     case = replace(SMALL, form=form, batch=1 if form == "single" else 3)  # type: ignore[arg-type]
-    packed, other = make_prefill_tensors(case), make_prefill_tensors(replace(case, kv_layout=layout))  # type: ignore[arg-type]
+    packed, other = make_sparse_prefill_tensors(case), make_sparse_prefill_tensors(replace(case, kv_layout=layout))  # type: ignore[arg-type]
     assert torch.equal(packed.indices, other.indices)
     assert same_bits(packed.kv, other.kv)
     assert all(stride * 2 % 16 == 0 for stride in other.kv.stride()[:-1])
@@ -251,7 +262,7 @@ def test_a_layout_of_kv_changes_strides_and_no_value(form: str, layout: str) -> 
 
 @pytest.mark.parametrize("outputs", ["strided", "odd"])
 def test_strided_outputs_leave_room_on_every_side(outputs: str) -> None:
-    given = make_prefill_tensors(replace(SMALL, outputs=outputs)).given  # type: ignore[arg-type]
+    given = make_sparse_prefill_tensors(replace(SMALL, outputs=outputs)).output_buffers  # type: ignore[arg-type]
     assert list(given) == ["out", "max_logits", "lse"]
     assert given["max_logits"].tensor.stride() == (1, 8)
     assert given["lse"].tensor.stride() == (6, 1)
@@ -263,7 +274,7 @@ def test_strided_outputs_leave_room_on_every_side(outputs: str) -> None:
 
 
 def test_odd_index_rows_are_aligned_to_nothing() -> None:
-    tensors, packed = make_prefill_tensors(replace(SMALL, index_layout="odd")), make_prefill_tensors(SMALL)
+    tensors, packed = make_sparse_prefill_tensors(replace(SMALL, index_layout="odd")), make_sparse_prefill_tensors(SMALL)
     assert torch.equal(tensors.indices, packed.indices)
     assert (tensors.indices.stride(0), tensors.indices.stride(2)) == (23, 1)
     assert tensors.indices.storage_offset() == 1
@@ -272,7 +283,7 @@ def test_odd_index_rows_are_aligned_to_nothing() -> None:
 @pytest.mark.parametrize("empty", [{"batch": 0, "form": "batched"}, {"s_q": 0}, {"s_kv": 0}, {"topk": 0}])
 def test_what_is_empty_has_empty_operands(empty: dict[str, object]) -> None:
     case = replace(SparsePrefillCase(lengths="drawn", outputs="given", indices="mixed"), **empty)  # type: ignore[arg-type]
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     out, _, lse = OPERATION.reference(case, tensors)
-    assert out.shape == tensors.given["out"].tensor.shape
+    assert out.shape == tensors.output_buffers["out"].tensor.shape
     assert (lse == math.inf).all()

@@ -13,28 +13,28 @@ from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_prefill import closed_variants
 from cute_mla.spec.split_plan import TILE_KEYS
-from cute_mla.testing import case as base
-from cute_mla.testing import indexed, prefill_cases, prefill_suites
+from cute_mla.testing.cases.base import Outputs, QLayout
+from cute_mla.testing.cases.sparse_indices import IndexLayout, Indices, Sinks
+from cute_mla.testing.cases.sparse_prefill import Form, KvLayout, PrefillValues, SparsePrefillCase
 from cute_mla.testing.pairwise import pairs
-from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
-from cute_mla.testing.prefill_cases import SparsePrefillCase
-from cute_mla.testing.prefill_suites import SMOKE, full_cases, grid
 from cute_mla.testing.suites import suite
+from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
+from cute_mla.testing.suites.sparse_prefill import HEADS, SHORT_TILES, SMOKE, TOPKS, full_cases, grid
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
     "d_qk": (576, 512),
-    "h_q": prefill_suites.HEADS,
+    "h_q": HEADS,
     "topk": (1, 63, 64, 65, 2048),
-    "form": get_args(prefill_cases.Form),
+    "form": get_args(Form),
     "lengths": (None, "drawn", "zeros", "edges"),
-    "values": get_args(prefill_cases.PrefillValues),
-    "q_layout": get_args(base.QLayout),
-    "kv_layout": get_args(prefill_cases.KvLayout),
-    "indices": get_args(indexed.Indices),
-    "index_layout": get_args(indexed.IndexLayout),
-    "sinks": get_args(indexed.Sinks),
-    "outputs": get_args(base.Outputs),
+    "values": get_args(PrefillValues),
+    "q_layout": get_args(QLayout),
+    "kv_layout": get_args(KvLayout),
+    "indices": get_args(Indices),
+    "index_layout": get_args(IndexLayout),
+    "sinks": get_args(Sinks),
+    "outputs": get_args(Outputs),
     "empty_lse": (None, float("-inf")),
 }
 
@@ -136,7 +136,9 @@ def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
 
 def test_smoke_is_the_same_on_both_devices() -> None:
     assert (
-        suite("smoke", "sparse_prefill", simulated=True) == suite("smoke", "sparse_prefill", simulated=False) == list(map(Planned, SMOKE))
+        suite("smoke", "sparse_prefill", simulated=True)
+        == suite("smoke", "sparse_prefill", simulated=False)
+        == list(map(SuiteEntry, SMOKE))
     )
 
 
@@ -152,14 +154,14 @@ def test_the_grid_is_flashmlas() -> None:
 
 def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
     planned = suite("full", "sparse_prefill", simulated=False)
-    assert {item.fate for item in planned} == {"whole"}
+    assert {item.mode for item in planned} == {"whole"}
     running = {item.case for item in planned}
     assert len(running) == len(planned)
     assert running >= {*grid(), *SMOKE}
     for dtype, d_qk in product(("bf16", "fp16"), (576, 512)):
         ours = [case for case in running if (case.dtype, case.d_qk) == (dtype, d_qk)]
-        assert {case.h_q for case in ours} >= set(prefill_suites.HEADS)
-        assert {case.topk for case in ours} >= set(prefill_suites.TOPKS)
+        assert {case.h_q for case in ours} >= set(HEADS)
+        assert {case.topk for case in ours} >= set(TOPKS)
         assert {(case.s_kv, case.topk) for case in ours} >= {(32, 2048), (64, 8192)}
         assert {case.indices for case in ours} == {"valid", "mixed", "none"}
         assert {case.values for case in ours} >= {"normal", "amplified", "rising"}
@@ -167,41 +169,41 @@ def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
 
 
 @pytest.fixture(scope="module")
-def simulated() -> list[Planned[SparsePrefillCase]]:
+def simulated() -> list[SuiteEntry[SparsePrefillCase]]:
     """The full suite of the simulated device."""
     return suite("full", "sparse_prefill", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Planned[SparsePrefillCase]]) -> None:
-    whole = {item.case for item in simulated if item.fate == "whole"}
+def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
+    whole = {item.case for item in simulated if item.mode == "whole"}
     single = {case for case in grid() if case.s_q == 1}
     short = {case for case in grid() if case.s_q == 62 and case.topk == 128 and case.h_q == 64}
     assert len(single) == 160
     assert len(short) == 3 * 2 * 2 * 2
-    assert max(case.tiles for case in short) <= prefill_suites.SHORT_TILES
+    assert max(case.tiles for case in short) <= SHORT_TILES
     assert single | short <= whole
     assert sum(max(case.counts, default=0) >= 4096 for case in whole) >= 3
 
 
-def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned[SparsePrefillCase]]) -> None:
+def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
     assert len(simulated) == len(full_cases())
     for item in simulated:
-        assert bool(item.reason) == (item.fate != "whole")
-    running = Counter(item.case for item in simulated if item.fate != "skipped")
+        assert bool(item.reason) == (item.mode != "whole")
+    running = Counter(item.case for item in simulated if item.mode != "skipped")
     assert set(running.values()) == {1}
 
 
-def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned[SparsePrefillCase]]) -> None:
+def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
     def factors(case: SparsePrefillCase) -> tuple[object, ...]:
         return case.dtype, case.d_qk, case.h_q, (case.s_kv, case.topk), case.indices
 
     every = set().union(*(pairs(factors(case)) for case in grid()))  # type: ignore[arg-type]
-    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
+    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.mode != "skipped"))  # type: ignore[arg-type]
     assert every <= run
 
 
-def test_a_reduced_case_keeps_everything_but_its_query_tokens(simulated: list[Planned[SparsePrefillCase]]) -> None:
-    reduced = [item for item in simulated if item.fate == "reduced"]
+def test_a_reduced_case_keeps_everything_but_its_query_tokens(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
+    reduced = [item for item in simulated if item.mode == "reduced"]
     assert reduced
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.s_q == 1

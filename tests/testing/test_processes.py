@@ -8,11 +8,11 @@ import pytest
 
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.runtime.library import FOLDER_VARIABLE
-from cute_mla.testing.cases import Case
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.runner import Target, run_all, schedules
 
-SMALL = Case(s_k=20, h_q=4, sm_count=1)
-LARGE = Case("fp16", batch=2, s_k=100, h_q=4, outputs="strided", sm_count=2)
+SMALL = DenseDecodeCase(s_k=20, h_q=4, sm_count=1)
+LARGE = DenseDecodeCase("fp16", batch=2, s_k=100, h_q=4, outputs="strided", sm_count=2)
 
 
 def test_every_job_comes_back_under_its_index() -> None:

@@ -24,15 +24,15 @@ from torch import Tensor
 
 from cute_mla import reference
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.testing import operations, runner
-from cute_mla.testing.cases import Case, make_tensors
+from cute_mla.testing import runner
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS
-from cute_mla.testing.prefill_cases import SparsePrefillCase
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 
 Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
 
-CASE = Case(batch=2, lengths=(70, 0), h_q=4, outputs="strided")
+CASE = DenseDecodeCase(batch=2, lengths=(70, 0), h_q=4, outputs="strided")
 SIM = Target("sm90", "sim")
 
 
@@ -65,14 +65,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A stand-in kernel without faults, until one is planted."""
     stand_in = StandIn()
     artifacts = SimpleNamespace(entry=lambda *key: SimpleNamespace(cubin_sha256="0123"))
-    monkeypatch.setattr(operations, "flash_mla_with_kvcache", stand_in.decode)
+    stood_in = replace(OPERATIONS["dense_decode"], function=stand_in.decode, workspace_bytes=lambda case, tensors: 64)
+    monkeypatch.setitem(OPERATIONS, "dense_decode", stood_in)
     monkeypatch.setattr(runner, "simulate", stand_in.simulate)
-    monkeypatch.setattr(operations, "workspace_size", lambda *args, **kwargs: 64)
     monkeypatch.setattr(runner, "load_artifacts", lambda: artifacts)
     return stand_in
 
 
-def run(case: Case = CASE, target: Target = SIM, reduced: str = "") -> Record:
+def run(case: DenseDecodeCase = CASE, target: Target = SIM, reduced: str = "") -> Record:
     (record,) = run_case(case, target, reduced)
     return record
 
@@ -192,7 +192,8 @@ class PrefillStandIn:
 def prefill(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> PrefillStandIn:
     """A stand-in kernel of sparse prefill without faults, until one is planted."""
     stand_in = PrefillStandIn()
-    monkeypatch.setattr(operations, "flash_mla_sparse_fwd", stand_in)
+    stood_in = replace(OPERATIONS["sparse_prefill"], function=stand_in, workspace_bytes=lambda case, tensors: 64)
+    monkeypatch.setitem(OPERATIONS, "sparse_prefill", stood_in)
     return stand_in
 
 
@@ -256,7 +257,7 @@ def test_an_output_that_is_not_the_one_given_fails(kernel: StandIn, monkeypatch:
         out, lse = kernel.decode(*args, **kwargs)
         return out.clone(), lse
 
-    monkeypatch.setattr(operations, "flash_mla_with_kvcache", decode)
+    monkeypatch.setitem(OPERATIONS, "dense_decode", replace(OPERATIONS["dense_decode"], function=decode))
     assert run().reason == "the out returned is not the out given"
 
 
@@ -267,8 +268,10 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
         calls.append("call")
         return kernel.decode(*args, **kwargs)
 
-    monkeypatch.setattr(operations, "flash_mla_with_kvcache", decode)
-    on_cpu = replace(OPERATIONS["dense_decode"], make_tensors=lambda case, device: calls.append(device) or make_tensors(case, "cpu"))
+    monkeypatch.setitem(OPERATIONS, "dense_decode", replace(OPERATIONS["dense_decode"], function=decode))
+    on_cpu = replace(
+        OPERATIONS["dense_decode"], make_tensors=lambda case, device: calls.append(device) or make_dense_decode_tensors(case, "cpu")
+    )
     monkeypatch.setitem(OPERATIONS, "dense_decode", on_cpu)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
@@ -281,7 +284,7 @@ def test_a_gpu_job_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """So that a kernel that never returns is known by name."""
     seen: list[str] = []
     monkeypatch.setattr(runner, "run_case", lambda case, target, reduced: seen.append(f"ran {case.h_q}") or [])
-    jobs = [(Case(h_q=h_q), Target("sm90", "cuda", schedules(1, 0)), "") for h_q in (1, 2)]
+    jobs = [(DenseDecodeCase(h_q=h_q), Target("sm90", "cuda", schedules(1, 0)), "") for h_q in (1, 2)]
     list(runner.run_all(jobs, on_start=lambda case: seen.append(f"start {case.h_q}")))
     assert seen == ["start 1", "ran 1", "start 2", "ran 2"]
 

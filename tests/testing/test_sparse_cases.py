@@ -11,17 +11,23 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
-from cute_mla.testing import sparse_cases
+from cute_mla.testing.cases.sparse_decode import (
+    Pool,
+    SparseCacheLayout,
+    SparseDecodeCase,
+    SparseDecodeTensors,
+    SparseValues,
+    make_sparse_decode_tensors,
+)
+from cute_mla.testing.cases.sparse_indices import FAR_BYTES, INT_MAX, INT_MIN
 from cute_mla.testing.compare import LSE, SPARSE_DECODE_OUT, compare, same_bits
-from cute_mla.testing.indexed import FAR_BYTES, INT_MAX, INT_MIN
 from cute_mla.testing.operations import OPERATIONS
-from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
 
-CASE = SparseCase(batch=7, s_q=2, h_q=3, main=Pool(200, 130, 61, "edges"), extra=Pool(90, 70, 64, "edges"), indices="mixed")
-SMALL = SparseCase(batch=2, h_q=2, main=Pool(40, 20, 16))
+CASE = SparseDecodeCase(batch=7, s_q=2, h_q=3, main=Pool(200, 130, 61, "edges"), extra=Pool(90, 70, 64, "edges"), indices="mixed")
+SMALL = SparseDecodeCase(batch=2, h_q=2, main=Pool(40, 20, 16))
 
 
-def pools(case: SparseCase, tensors: SparseTensors) -> list[tuple[Pool, Tensor, Tensor, tuple[int, ...]]]:
+def pools(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> list[tuple[Pool, Tensor, Tensor, tuple[int, ...]]]:
     """Of each pool: itself, cache, indices, and how many of these count in each request."""
     found = [(case.main, tensors.k_cache, tensors.indices, case.counts[0])]
     if case.extra is not None:
@@ -41,7 +47,7 @@ def named(indices: Tensor, counts: tuple[int, ...], slots: int) -> Tensor:
 
 
 def test_an_id_names_the_shape_and_what_is_unusual() -> None:
-    assert SparseCase().id == "bf16-fp8_656-b1-q1-k512t64p64-h16"
+    assert SparseDecodeCase().id == "bf16-fp8_656-b1-q1-k512t64p64-h16"
     assert CASE.id == "bf16-fp8_656-b7-q2-k200t130p61_edgesxk90t70p64_edges-h3-idx_mixed"
     case = replace(SMALL, main=Pool(40, 20, 16, (3, 4)), sinks="drawn", power_of_two=True, index_layout="odd", seed=5, sm_count=3)
     assert case.id == "bf16-fp8_656-b2-q1-k40t20p16_3_4-h2-sinks_drawn-powers-idx_odd-sm3-seed5"
@@ -49,13 +55,13 @@ def test_an_id_names_the_shape_and_what_is_unusual() -> None:
 
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype is fp16 with a fp8_656 cache"):
-        SparseCase("fp16")
+        SparseDecodeCase("fp16")
     with pytest.raises(ValueError, match="got 1 for a batch of 2"):
-        SparseCase(batch=2, main=Pool(10, 5, 64, (3,)))
+        SparseDecodeCase(batch=2, main=Pool(10, 5, 64, (3,)))
     with pytest.raises(ValueError, match="'tight' is not one of fp8_656"):
-        SparseCase(cache_layout="tight")
+        SparseDecodeCase(cache_layout="tight")
     with pytest.raises(ValueError, match="'padded_rows' is not one of fp8_584"):
-        SparseCase(cache="fp8_584", cache_layout="padded_rows")
+        SparseDecodeCase(cache="fp8_584", cache_layout="padded_rows")
 
 
 def test_lengths() -> None:
@@ -64,23 +70,23 @@ def test_lengths() -> None:
     assert CASE.topk_lengths == ((1, 64, 65, 63, 0, 1 << 20, -7), (63, 0, 1 << 20, -7, 1, 64, 65))
     assert CASE.counts == ((1, 64, 65, 63, 0, 130, 0), (63, 0, 70, 0, 1, 64, 65))
     assert CASE.key_counts == (64, 64, 135, 63, 1, 194, 65)
-    drawn = SparseCase(batch=300, main=Pool(10, 9, 64, "drawn")).counts[0]
+    drawn = SparseDecodeCase(batch=300, main=Pool(10, 9, 64, "drawn")).counts[0]
     assert set(drawn) == set(range(10))
-    zeros = SparseCase(batch=300, main=Pool(10, 9, 64, "zeros")).counts[0]
+    zeros = SparseDecodeCase(batch=300, main=Pool(10, 9, 64, "zeros")).counts[0]
     assert 100 < zeros.count(0) < 200
     assert zeros[0] == 0
     assert set(zeros) == set(range(10))
 
 
 def test_tiles_count_tokens_times_keys() -> None:
-    assert SparseCase(batch=2, s_q=3, h_q=128, main=Pool(512, 65)).tiles == 2 * 3 * 2 * 2
+    assert SparseDecodeCase(batch=2, s_q=3, h_q=128, main=Pool(512, 65)).tiles == 2 * 3 * 2 * 2
     assert CASE.tiles == 2 * (1 + 1 + 3 + 1 + 1 + 4 + 2)
-    assert SparseCase(batch=3, h_q=1, main=Pool(8, 8, 64, (0, 0, 0)), extra=Pool(8, 60)).tiles == 3
-    assert SparseCase(batch=0).tiles == 0
+    assert SparseDecodeCase(batch=3, h_q=1, main=Pool(8, 8, 64, (0, 0, 0)), extra=Pool(8, 60)).tiles == 3
+    assert SparseDecodeCase(batch=0).tiles == 0
 
 
 def test_tensors_have_the_shapes_of_the_call() -> None:
-    tensors = make_sparse_tensors(replace(CASE, outputs="given", sinks="drawn"))
+    tensors = make_sparse_decode_tensors(replace(CASE, outputs="given", sinks="drawn"))
     assert tensors.q.shape == (7, 2, 3, 576)
     assert tensors.k_cache.shape == (7 * 4 + 3, 61, 1, 656)
     assert tensors.indices.shape == (7, 2, 130)
@@ -92,13 +98,17 @@ def test_tensors_have_the_shapes_of_the_call() -> None:
     assert tensors.topk_length.tolist() == list(CASE.topk_lengths[0] or ())
     assert tensors.attn_sink is not None
     assert tensors.attn_sink.shape == (3,)
-    assert tensors.given["out"].tensor.shape == (7, 2, 3, 512)
+    assert tensors.output_buffers["out"].tensor.shape == (7, 2, 3, 512)
     assert tensors.indices.dtype == tensors.topk_length.dtype == torch.int32
     assert tensors.k_cache.dtype == torch.uint8
 
 
 def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:
-    first, second, other = make_sparse_tensors(SMALL), make_sparse_tensors(SMALL), make_sparse_tensors(replace(SMALL, seed=1))
+    first, second, other = (
+        make_sparse_decode_tensors(SMALL),
+        make_sparse_decode_tensors(SMALL),
+        make_sparse_decode_tensors(replace(SMALL, seed=1)),
+    )
     assert same_bits(first.q, second.q)
     assert torch.equal(first.k_cache, second.k_cache)
     assert torch.equal(first.indices, second.indices)
@@ -107,10 +117,10 @@ def test_the_same_case_gives_the_same_bits_and_another_seed_others() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
-@pytest.mark.parametrize("values", get_args(sparse_cases.SparseValues))
+@pytest.mark.parametrize("values", get_args(SparseValues))
 def test_every_token_that_is_named_is_finite_and_every_other_is_nan(dtype: str, cache: str, values: str) -> None:
     case = replace(CASE, dtype=dtype, cache=cache, values=values)  # type: ignore[arg-type]
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     assert tensors.q.isfinite().all()
     for _, k_cache, indices, counts in pools(case, tensors):
         keys = dequantise_cache(k_cache, cache).flatten(0, 2)
@@ -122,7 +132,7 @@ def test_every_token_that_is_named_is_finite_and_every_other_is_nan(dtype: str, 
 
 def test_padding_is_nan() -> None:
     case = replace(CASE, cache="fp8_584", main=Pool(200, 130, 6))
-    k_cache = make_sparse_tensors(case).k_cache
+    k_cache = make_sparse_decode_tensors(case).k_cache
     pages = len(k_cache)
     assert k_cache.stride(0) == 7 * 576
     used = 6 * 584
@@ -134,18 +144,18 @@ def test_padding_is_nan() -> None:
 
 
 def test_unreferenced_scales_are_nan() -> None:
-    tensors = make_sparse_tensors(SMALL)
+    tensors = make_sparse_decode_tensors(SMALL)
     scales = tensors.k_cache[..., 512:528].clone().view(torch.float32).flatten(0, 2)
     used = named(tensors.indices, SMALL.counts[0], len(scales))
     assert scales[~used].isnan().all()
     assert scales[used].isfinite().all()
     assert (torch.frexp(scales[used]).mantissa != 0.5).all(), "not powers of two"
-    powers = make_sparse_tensors(replace(SMALL, power_of_two=True)).k_cache[..., 512:528].clone().view(torch.float32).flatten(0, 2)
+    powers = make_sparse_decode_tensors(replace(SMALL, power_of_two=True)).k_cache[..., 512:528].clone().view(torch.float32).flatten(0, 2)
     assert (torch.frexp(powers[used]).mantissa == 0.5).all()
 
 
 def test_valid_indices_name_each_key_once() -> None:
-    tensors = make_sparse_tensors(replace(SMALL, main=Pool(40, 64, 16)))
+    tensors = make_sparse_decode_tensors(replace(SMALL, main=Pool(40, 64, 16)))
     for token in tensors.indices.flatten(0, 1):
         valid = token[token >= 0]
         assert len(valid.unique()) == len(valid) == 40
@@ -156,8 +166,8 @@ def test_valid_indices_name_each_key_once() -> None:
 
 
 def test_mixed_indices_have_every_invalid_value_and_whole_tiles_of_them() -> None:
-    case = SparseCase(batch=5, s_q=2, main=Pool(600, 500, 69), indices="mixed")
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(batch=5, s_q=2, main=Pool(600, 500, 69), indices="mixed")
+    tensors = make_sparse_decode_tensors(case)
     slots = tensors.k_cache.shape[0] * 69
     valid = (tensors.indices >= 0) & (tensors.indices < slots)
     assert set(tensors.indices[~valid].tolist()) == {INT_MIN, -123456, -1, slots, slots + 1, 2147480000, INT_MAX}
@@ -175,13 +185,13 @@ def test_mixed_indices_have_every_invalid_value_and_whole_tiles_of_them() -> Non
 
 
 def test_no_valid_index_at_all() -> None:
-    tensors = make_sparse_tensors(replace(CASE, indices="none"))
+    tensors = make_sparse_decode_tensors(replace(CASE, indices="none"))
     assert (tensors.indices == -1).all()
 
 
 def test_sinks() -> None:
-    assert make_sparse_tensors(SMALL).attn_sink is None
-    drawn, infinite = (make_sparse_tensors(replace(SMALL, h_q=6, sinks=sinks)).attn_sink for sinks in ("drawn", "infinite"))  # type: ignore[arg-type]
+    assert make_sparse_decode_tensors(SMALL).attn_sink is None
+    drawn, infinite = (make_sparse_decode_tensors(replace(SMALL, h_q=6, sinks=sinks)).attn_sink for sinks in ("drawn", "infinite"))  # type: ignore[arg-type]
     assert drawn is not None
     assert drawn.isfinite().all()
     assert infinite is not None
@@ -192,8 +202,8 @@ def test_sinks() -> None:
 
 @pytest.mark.parametrize("values", ["rising", "falling"])
 def test_ramps_move_the_scores_along_the_indices(values: str) -> None:
-    case = SparseCase(h_q=1, main=Pool(640, 640), values=values)  # type: ignore[arg-type]
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(h_q=1, main=Pool(640, 640), values=values)  # type: ignore[arg-type]
+    tensors = make_sparse_decode_tensors(case)
     keys = dequantise_cache(tensors.k_cache, case.cache).flatten(0, 2)[tensors.indices[0, 0].long()]
     tiles = (keys @ tensors.q[0, 0, 0].float() / 24).view(10, 64).amax(dim=1)
     assert ((tiles.diff() if values == "rising" else -tiles.diff()) > 5).all(), "each tile moves the maximum by far"
@@ -202,8 +212,8 @@ def test_ramps_move_the_scores_along_the_indices(values: str) -> None:
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float8_e8m0fnu])
 def test_coherent_values_tell_a_narrowed_scale(to: torch.dtype) -> None:
     """The kernel in error is one that rounds the scales of fp8_656; lse must be out of bounds, though out is not."""
-    case = SparseCase(h_q=4, main=Pool(300, 128), values="coherent")
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(h_q=4, main=Pool(300, 128), values="coherent")
+    tensors = make_sparse_decode_tensors(case)
     operation = OPERATIONS[case.op]
     expected = operation.reference(case, tensors)
     scales = tensors.k_cache[..., 512:528].clone().view(torch.float32)
@@ -219,7 +229,7 @@ def test_coherent_values_tell_a_narrowed_scale(to: torch.dtype) -> None:
 
 
 def test_spread_values_have_scales_of_all_sizes() -> None:
-    tensors = make_sparse_tensors(replace(SMALL, main=Pool(40, 40, 16), values="spread"))
+    tensors = make_sparse_decode_tensors(replace(SMALL, main=Pool(40, 40, 16), values="spread"))
     scales = tensors.k_cache[..., 512:528].clone().view(torch.float32).flatten()
     scales = scales[scales.isfinite()]
     assert scales.max() / scales.min() > 50
@@ -228,7 +238,7 @@ def test_spread_values_have_scales_of_all_sizes() -> None:
 LAYOUTS = [
     (dtype, cache, layout)
     for dtype, cache in QUERY_AND_CACHE
-    for layout in get_args(sparse_cases.SparseCacheLayout)
+    for layout in get_args(SparseCacheLayout)
     if not (layout == "tight" and cache != "fp8_584") and not (layout == "padded_rows" and cache == "fp8_584")
 ]
 
@@ -236,7 +246,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("dtype", "cache", "layout"), LAYOUTS)
 def test_a_layout_of_the_cache_changes_strides_and_no_value(dtype: str, cache: str, layout: str) -> None:
     case = replace(SMALL, dtype=dtype, cache=cache, main=Pool(40, 20, 2))
-    tensors, packed = make_sparse_tensors(replace(case, cache_layout=layout)), make_sparse_tensors(case)  # type: ignore[arg-type]
+    tensors, packed = make_sparse_decode_tensors(replace(case, cache_layout=layout)), make_sparse_decode_tensors(case)  # type: ignore[arg-type]
     used = named(tensors.indices, case.counts[0], packed.k_cache.shape[0] * 2)
     keys = [dequantise_cache(cached, cache).flatten(0, 2)[used] for cached in (tensors.k_cache, packed.k_cache)]
     assert torch.equal(*keys)
@@ -250,14 +260,14 @@ def test_a_layout_of_the_cache_changes_strides_and_no_value(dtype: str, cache: s
 
 
 def test_odd_index_rows_are_aligned_to_nothing() -> None:
-    tensors, packed = make_sparse_tensors(replace(SMALL, index_layout="odd")), make_sparse_tensors(SMALL)
+    tensors, packed = make_sparse_decode_tensors(replace(SMALL, index_layout="odd")), make_sparse_decode_tensors(SMALL)
     assert torch.equal(tensors.indices, packed.indices)
     assert tensors.indices.stride() == (23, 23, 1)
     assert tensors.indices.storage_offset() == 1
 
 
 def test_an_empty_batch_has_empty_operands() -> None:
-    tensors = make_sparse_tensors(SparseCase(batch=0, outputs="given", extra=Pool(8, 4, 64, "drawn")))
+    tensors = make_sparse_decode_tensors(SparseDecodeCase(batch=0, outputs="given", extra=Pool(8, 4, 64, "drawn")))
     assert tensors.q.shape == (0, 1, 16, 576)
     assert tensors.indices.shape == (0, 1, 64)
     assert tensors.extra_topk_length is not None

@@ -11,26 +11,26 @@ import pytest
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE, closed_variants
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing import case as base
-from cute_mla.testing import decode_case, indexed, sparse_cases, sparse_suites
+from cute_mla.testing.cases.base import Metadata, Outputs, QLayout
+from cute_mla.testing.cases.sparse_decode import Pool, SparseCacheLayout, SparseDecodeCase, SparseValues
+from cute_mla.testing.cases.sparse_indices import IndexLayout, Indices, Sinks
 from cute_mla.testing.pairwise import pairs
-from cute_mla.testing.planned import REDUCED_TILES, SMOKE_TILES, Planned
-from cute_mla.testing.sparse_cases import Pool, SparseCase
-from cute_mla.testing.sparse_suites import GRID_POOLS, SMOKE, full_cases, grid
 from cute_mla.testing.suites import suite
+from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
+from cute_mla.testing.suites.sparse_decode import GRID_POOLS, HEADS, SMOKE, TOPKS, full_cases, grid
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "s_q": (1, 2, 3),
-    "h_q": sparse_suites.HEADS,
-    "values": get_args(sparse_cases.SparseValues),
+    "h_q": HEADS,
+    "values": get_args(SparseValues),
     "power_of_two": (False, True),
-    "q_layout": get_args(base.QLayout),
-    "cache_layout": get_args(sparse_cases.SparseCacheLayout),
-    "indices": get_args(indexed.Indices),
-    "index_layout": get_args(indexed.IndexLayout),
-    "sinks": get_args(indexed.Sinks),
-    "outputs": get_args(base.Outputs),
-    "metadata": get_args(decode_case.Metadata),
+    "q_layout": get_args(QLayout),
+    "cache_layout": get_args(SparseCacheLayout),
+    "indices": get_args(Indices),
+    "index_layout": get_args(IndexLayout),
+    "sinks": get_args(Sinks),
+    "outputs": get_args(Outputs),
+    "metadata": get_args(Metadata),
     "batch_invariant": (False, True),
     "empty_lse": (None, float("-inf")),
 }
@@ -41,13 +41,13 @@ POOL_FACTORS: dict[str, tuple[object, ...]] = {
 }
 
 
-def per_cache(case: SparseCase) -> list[tuple[int, ...]]:
+def per_cache(case: SparseDecodeCase) -> list[tuple[int, ...]]:
     """Of each request with two caches, how many indices of each count."""
     return list(zip(*case.counts, strict=True)) if case.extra is not None else []
 
 
 # Every line of the edge contract that sparse decode has, and when a case exercises it.
-EDGE_CONTRACT: dict[str, Callable[[SparseCase], bool]] = {
+EDGE_CONTRACT: dict[str, Callable[[SparseDecodeCase], bool]] = {
     "a request without keys": lambda case: 0 in case.key_counts,
     "tokens whose indices are all invalid": lambda case: case.indices == "none",
     "such tokens beside others": lambda case: case.indices == "mixed" and case.batch * case.s_q > 3,
@@ -105,7 +105,7 @@ def test_smoke_has_every_line_of_the_edge_contract(line: str) -> None:
 
 
 def test_the_edge_contract_is_not_met_by_an_ordinary_case() -> None:
-    ordinary = SparseCase(batch=2, h_q=64, main=Pool(512, 128))
+    ordinary = SparseDecodeCase(batch=2, h_q=64, main=Pool(512, 128))
     assert {line for line, exercises in EDGE_CONTRACT.items() if exercises(ordinary)} == {
         "scales that are not powers of two", "a row tile that is full to the last row", "a pair of CTAs of which one has no rows",
     }  # fmt: skip
@@ -129,7 +129,9 @@ def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
 
 
 def test_smoke_is_the_same_on_both_devices() -> None:
-    assert suite("smoke", "sparse_decode", simulated=True) == suite("smoke", "sparse_decode", simulated=False) == list(map(Planned, SMOKE))
+    assert (
+        suite("smoke", "sparse_decode", simulated=True) == suite("smoke", "sparse_decode", simulated=False) == list(map(SuiteEntry, SMOKE))
+    )
 
 
 def test_the_grid_is_flashmlas() -> None:
@@ -148,53 +150,53 @@ def test_the_grid_is_flashmlas() -> None:
 
 def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
     planned = suite("full", "sparse_decode", simulated=False)
-    assert {item.fate for item in planned} == {"whole"}
+    assert {item.mode for item in planned} == {"whole"}
     running = {item.case for item in planned}
     assert len(running) == len(planned)
     assert running >= {*grid(), *SMOKE}
     for dtype, cache in QUERY_AND_CACHE:
         ours = [case for case in running if (case.dtype, case.cache) == (dtype, cache)]
-        assert {case.h_q for case in ours} >= set(sparse_suites.HEADS)
-        assert {case.main.topk for case in ours} >= set(sparse_suites.TOPKS)
+        assert {case.h_q for case in ours} >= set(HEADS)
+        assert {case.main.topk for case in ours} >= set(TOPKS)
         assert {case.indices for case in ours} == {"valid", "mixed", "none"}
         assert any(case.main.lengths == "zeros" for case in ours)
         assert any(case.extra is not None for case in ours)
 
 
 @pytest.fixture(scope="module")
-def simulated() -> list[Planned[SparseCase]]:
+def simulated() -> list[SuiteEntry[SparseDecodeCase]]:
     """The full suite of the simulated device."""
     return suite("full", "sparse_decode", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[Planned[SparseCase]]) -> None:
-    whole = {item.case for item in simulated if item.fate == "whole"}
+def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
+    whole = {item.case for item in simulated if item.mode == "whole"}
     short = {case for case in grid() if case.batch <= 6 and all(pool.topk <= 64 for pool in case.pools)}
     assert len(short) == 2 * 2 * 3 * 2 * (2 * 4 + 2)
     assert short <= whole
     assert sum(max(case.key_counts) >= 4096 for case in whole if case.batch) >= 5
 
 
-def test_full_on_the_simulator_accounts_for_every_case(simulated: list[Planned[SparseCase]]) -> None:
+def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
     assert len(simulated) == len(full_cases())
     for item in simulated:
-        assert bool(item.reason) == (item.fate != "whole")
-    running = Counter(item.case for item in simulated if item.fate != "skipped")
+        assert bool(item.reason) == (item.mode != "whole")
+    running = Counter(item.case for item in simulated if item.mode != "skipped")
     assert set(running.values()) == {1}
 
 
-def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Planned[SparseCase]]) -> None:
-    def factors(case: SparseCase) -> tuple[object, ...]:
+def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
+    def factors(case: SparseDecodeCase) -> tuple[object, ...]:
         extra = None if case.extra is None else case.extra._replace(lengths=None)
         return (case.dtype, case.cache), case.s_q, case.h_q, case.main._replace(lengths=None), extra, case.sinks
 
     every = set().union(*(pairs(factors(case)) for case in grid()))  # type: ignore[arg-type]
-    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.fate != "skipped"))  # type: ignore[arg-type]
+    run = set().union(*(pairs(factors(item.case)) for item in simulated if item.mode != "skipped"))  # type: ignore[arg-type]
     assert every <= run
 
 
-def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[Planned[SparseCase]]) -> None:
-    reduced = [item for item in simulated if item.fate == "reduced"]
+def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
+    reduced = [item for item in simulated if item.mode == "reduced"]
     assert reduced
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.batch == 1

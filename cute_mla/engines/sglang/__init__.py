@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: the attention backend cute_mla, for decode and for verification of draft tokens.
+"""Attention backend cute_mla of SGLang 0.5.23, for decode and for verification of draft tokens.
 
 SGLang calls register() in each of its processes, through the entry point `cute_mla` of the group `sglang.srt.plugins`.
 """
@@ -11,7 +11,7 @@ NAME = "cute_mla"
 
 
 def register() -> None:
-    """Makes the backend known to SGLang by name, and an argument of its command line."""
+    """Register the backend with SGLang, and add its name to the choices of the command line."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
 
@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def _create(runner: Any) -> Any:
-    """The backend of a model runner. Its module is imported when SGLang asks for it, not before."""
+    """Create the backend of a model runner. Its module is imported only when SGLang creates a backend."""
     from .decode import CuteMlaDecode
 
     return CuteMlaDecode(runner)

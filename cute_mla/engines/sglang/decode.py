@@ -12,11 +12,11 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from ...api import flash_mla_with_kvcache, get_mla_metadata
 from ...cache import page_size_problem
 from ...spec.mla import D_V
-from ..plans import PlanPlaces
+from ..plan_buffers import PlanBuffers
 
 
 class DecodeMetadata(NamedTuple):
-    """Of a batch: int32 [batch, pages] and [batch], the plan, and query tokens of each request."""
+    """Metadata of a batch: block_table int32 [batch, pages], lengths int32 [batch], the plan, and query tokens per request."""
 
     block_table: torch.Tensor
     lengths: torch.Tensor
@@ -26,15 +26,15 @@ class DecodeMetadata(NamedTuple):
 
 
 class GraphBuffers(NamedTuple):
-    """Where the metadata of captured batches lies, which replays find there. plans: by query tokens of a request."""
+    """Buffers of the metadata that captured graphs read. plans: one plan per number of query tokens per request."""
 
     block_table: torch.Tensor
     lengths: torch.Tensor
-    plans: PlanPlaces
+    plans: PlanBuffers
 
 
 class CuteMlaDecode(AttentionBackend):
-    """Prefill goes to another backend (--prefill-attention-backend), which SGLang combines with this one."""
+    """Decode backend; SGLang combines it with another backend for prefill (--prefill-attention-backend)."""
 
     needs_cpu_seq_lens: bool = False
 
@@ -59,29 +59,29 @@ class CuteMlaDecode(AttentionBackend):
         self._graph: GraphBuffers | None = None
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Places for batches of up to max_bs requests."""
+        """Allocate metadata buffers for batches of up to max_bs requests."""
         table = torch.zeros((max_bs, self._pages), dtype=torch.int32, device=self.device)
-        self._graph = GraphBuffers(table, torch.ones(max_bs, dtype=torch.int32, device=self.device), PlanPlaces(max_bs))
+        self._graph = GraphBuffers(table, torch.ones(max_bs, dtype=torch.int32, device=self.device), PlanBuffers(max_bs))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of requests that pad a batch."""
+        """Return the length of requests that pad a batch."""
         return 1
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Of a batch that runs eagerly."""
+        """Compute the metadata of a batch that runs eagerly."""
         self.forward_metadata = self._metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Of a batch that is captured or replayed: lengths stay on the device, and all of it where the graph looks for it."""
+        """Compute the metadata of a batch that is captured or replayed, in the buffers that the graph reads. Lengths stay on the device."""
         if self._graph is None:
             raise ValueError("init_cuda_graph_state has not been called; supported: once, before batches are captured")
-        made = self._metadata(forward_batch)
-        batch = made.lengths.shape[0]
+        metadata = self._metadata(forward_batch)
+        batch = metadata.lengths.shape[0]
         self.forward_metadata = DecodeMetadata(
-            self._graph.block_table[:batch].copy_(made.block_table),
-            self._graph.lengths[:batch].copy_(made.lengths),
-            *self._graph.plans.keep(made.tokens, (made.plan, made.num_splits)),
-            made.tokens,
+            self._graph.block_table[:batch].copy_(metadata.block_table),
+            self._graph.lengths[:batch].copy_(metadata.lengths),
+            *self._graph.plans.store(metadata.tokens, (metadata.plan, metadata.num_splits)),
+            metadata.tokens,
         )
 
     def _metadata(self, forward_batch: Any) -> DecodeMetadata:
@@ -94,8 +94,8 @@ class CuteMlaDecode(AttentionBackend):
         tokens = self.draft_tokens if mode.is_target_verify() else 1
         lengths = forward_batch.seq_lens[:batch].to(torch.int32)
         if mode.is_target_verify():
-            lengths = lengths + tokens  # SGLang counts those that are verified only afterwards
-        # A page's slots are neighbours: its first one tells which page it is.
+            lengths = lengths + tokens  # SGLang adds the draft tokens to seq_lens only after verification
+        # The slots of a page are consecutive: its first slot determines the page.
         slots = self.req_to_token[:, : self._pages * self.page_size : self.page_size]
         table = slots.index_select(0, forward_batch.req_pool_indices[:batch]).div(self.page_size, rounding_mode="floor").to(torch.int32)
         return DecodeMetadata(table, lengths, *get_mla_metadata(lengths, tokens * self._heads, 1, self._heads), tokens)
@@ -110,10 +110,10 @@ class CuteMlaDecode(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attention of as many tokens of each request as the metadata says.
+        """Write the new keys to the pool, then attend with metadata.tokens query tokens per request.
 
-        q: [batch * tokens, heads * 576], latent and rotary columns side by side; k [batch * tokens, 1, 576] and v, its latent columns, are
-        saved first. Returns [batch * tokens, heads * 512] of q's type. An e4m3 pool holds keys as they were, rounded: its scale is 1.
+        q: [batch * tokens, heads * 576], latent columns followed by rotary columns; k: [batch * tokens, 1, 576]; v: latent columns of k.
+        Returns [batch * tokens, heads * 512] of q's dtype. Keys of an e4m3 pool have scale 1.
         """
         if kwargs:
             raise NotImplementedError(f"{', '.join(kwargs)} given; supported: q and k with their rotary columns, no indices, no sinks")
@@ -136,15 +136,4 @@ class CuteMlaDecode(AttentionBackend):
         )
         return out.view(-1, heads * D_V)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Verification of draft tokens: decode of several tokens a request."""
-        return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+    forward_extend = forward_decode  # SGLang verifies draft tokens by forward_extend: decode with several tokens per request

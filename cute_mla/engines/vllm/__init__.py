@@ -1,11 +1,11 @@
-"""vLLM 0.33: attention backends CUTE_MLA and CUTE_MLA_SPARSE, and the MLA prefill backend CUTE_MLA.
+"""Attention backends CUTE_MLA and CUTE_MLA_SPARSE, and MLA prefill backend CUTE_MLA, of vLLM 0.33.
 
-vLLM calls register() in each of its processes, through the entry point `cute_mla` of the group `vllm.general_plugins`. The modules of the
-backends are imported when vLLM looks one up, not before.
+vLLM calls register() in each of its processes, through the entry point `cute_mla` of the group `vllm.general_plugins`. The module of a
+backend is imported only when vLLM looks the backend up.
 
     dense    decode over bf16, fp16 and e4m3 caches
-    sparse   decode and prefill by indices, over bf16 and fp16 caches and those of 656 bytes a token
-    prefill  dense prefill, of new tokens and of chunks of the context
+    sparse   decode and prefill by indices, over bf16 and fp16 caches and FP8 caches of 656 bytes a token
+    prefill  dense prefill of new tokens and of chunks of the context
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PREFILL = "CUTE_MLA"
 
 
 def register() -> None:
-    """Makes the backends known to vLLM by name. A second call in the same process does nothing."""
+    """Register the backends with vLLM. A second call in the same process does nothing."""
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

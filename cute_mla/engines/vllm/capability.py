@@ -1,4 +1,4 @@
-"""What vLLM asks a backend before it selects it, answered by is_supported."""
+"""Capabilities that vLLM queries before it selects a backend, answered by is_supported."""
 
 from __future__ import annotations
 
@@ -13,39 +13,42 @@ from ...spec.dense_decode import SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
 from ...support import is_supported
 
-# vLLM's names of caches, and what they hold; "auto" is the model's type.
+# vLLM's names of cache dtypes; "auto" is the dtype of the model.
 WIDE_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 E4M3_CACHES = ("fp8", "fp8_e4m3")
 PACKED_CACHE = "fp8_ds_mla"  # 656 bytes a token
 DTYPES = [torch.bfloat16, torch.float16]
-HEAD_SIZES = (320, 512, 576)  # those that MLA models have in vLLM
+HEAD_SIZES = (320, 512, 576)  # head sizes of MLA models in vLLM
 
 
-def somewhere(op: str, **features: Any) -> bool:
-    """Whether an op with these features is supported on any architecture."""
+def supported_on_any(op: str, **features: Any) -> bool:
+    """Return True if an op with these features is supported on any architecture."""
     return any(is_supported(op, arch, **features)[0] for arch in ARCHS)
 
 
 def has_kernels_for(capability: DeviceCapability | None) -> bool:
-    """Whether devices of this compute capability run the kernels."""
+    """Return True if devices of this compute capability run the kernels."""
     return capability is not None and arch_for((capability.major, capability.minor)) is not None
 
 
 def head_sizes(op: str) -> list[int]:
-    """Columns of queries and keys."""
-    return [size for size in HEAD_SIZES if somewhere(op, head_dim=size)]
+    """Return the supported columns of queries and keys."""
+    return [size for size in HEAD_SIZES if supported_on_any(op, head_dim=size)]
 
 
 def block_sizes(op: str) -> list[int | MultipleOf]:
-    """Keys of a page."""
-    sizes: list[int | MultipleOf] = [size for size in SMALL_PAGES if somewhere(op, page_size=size)]
+    """Return the supported keys per page."""
+    sizes: list[int | MultipleOf] = [size for size in SMALL_PAGES if supported_on_any(op, page_size=size)]
     return [*sizes, MultipleOf(TILE_KEYS)]
 
 
-def reason_against(op: str, capability: DeviceCapability, dtype: torch.dtype, kv_cache_dtype: str | None, **features: Any) -> str | None:
-    """Why an op is not supported over this cache on devices of this compute capability, or None if it is.
+def unsupported_reason(
+    op: str, capability: DeviceCapability, dtype: torch.dtype, kv_cache_dtype: str | None, **features: Any
+) -> str | None:
+    """Return why an op is not supported over this cache on devices of this compute capability, or None if it is supported.
 
-    dtype: of the model. kv_cache_dtype: vLLM's name, None for "auto"."""
+    dtype: dtype of the model. kv_cache_dtype: vLLM's name, None for "auto".
+    """
     arch = arch_for((capability.major, capability.minor))
     if arch is None:
         served = ", ".join(known.capabilities_text for known in ARCHS.values())

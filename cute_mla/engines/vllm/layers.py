@@ -1,4 +1,4 @@
-"""What the dense and the sparse layer share: options that no kernel has, queries in one tensor, and new keys into the cache."""
+"""Code shared by the dense and the sparse layer: checks of options, concatenated queries, and writing keys to the cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...spec.mla import D_QK
 from .capability import E4M3_CACHES
 
 
-def refuse_options(options: dict[str, Any]) -> None:
-    """NotImplementedError if a layer has what no kernel has."""
+def check_options(options: dict[str, Any]) -> None:
+    """Raise NotImplementedError for options that no kernel supports."""
     for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
         if options.get(name):
             raise NotImplementedError(f"{name} is {options[name]!r}; supported: None")
@@ -24,20 +24,20 @@ def refuse_options(options: dict[str, Any]) -> None:
         raise NotImplementedError(f"attn_type is {attn_type!r}; supported: {AttentionType.DECODER!r}")
 
 
-def most_decode_tokens() -> int:
-    """Most query tokens that vLLM decodes in one step."""
+def max_decode_tokens() -> int:
+    """Return the largest number of query tokens that vLLM decodes in one step."""
     config = get_current_vllm_config()
     scheduler = config.scheduler_config
     return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_decode_query_len(config))
 
 
 def reserve_queries(tokens: int, heads: int) -> None:
-    """Makes room in vLLM's workspace for so many queries, before it is locked."""
+    """Reserve space for this many queries in vLLM's workspace, before vLLM locks it."""
     current_workspace_manager().get_simultaneous(((tokens, heads, D_QK), torch.get_default_dtype()))
 
 
-def whole_queries(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[tokens, heads, 576]: the latent and the rotary columns side by side, in vLLM's workspace where they come apart."""
+def concatenate_queries(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return queries [tokens, heads, 576]; separate latent and rotary columns are concatenated in vLLM's workspace."""
     if isinstance(q, torch.Tensor):
         return q
     latent, _ = q
@@ -46,8 +46,8 @@ def whole_queries(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.
     return whole
 
 
-class WritesCache:
-    """do_kv_cache_update of a layer, by our kernels."""
+class CacheWriteMixin:
+    """Mixin of a layer that writes keys to the cache with cache_write."""
 
     def do_kv_cache_update(
         self,
@@ -59,11 +59,11 @@ class WritesCache:
         k_scale: torch.Tensor,
         skip_scale: bool = False,
     ) -> None:
-        """Writes new keys to their slots.
+        """Write new keys to their slots.
 
-        kv_c_normed [tokens or more, 512] and k_pe [tokens or more, 1, 64], of the model's type; slot_mapping int64 [tokens], -1 skips one;
-        kv_cache [blocks, block size, 576 or 656], of any type of the right size. k_scale: fp32, one element, of e4m3 caches.
-        skip_scale says that it is 1, which is no faster here.
+        kv_c_normed: [at least tokens, 512], k_pe: [at least tokens, 1, 64], both of the model's dtype; slot_mapping: int64 [tokens], -1
+        skips a key; kv_cache: [blocks, block size, 576 or 656], of any dtype of the right size. k_scale: scale of e4m3 caches, fp32, one
+        element. skip_scale: True if k_scale is 1; ignored, since skipping the scale is no faster.
         """
         if kv_cache.numel() == 0:
             return

@@ -1,4 +1,4 @@
-"""CUTE_MLA as MLA prefill backend: attention over decompressed keys and values, of new tokens and of chunks of the context."""
+"""MLA prefill backend CUTE_MLA: attention over decompressed keys and values of new tokens and of chunks of the context."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from ...varlen import flash_attn_varlen_func
 from . import PREFILL
-from .capability import DTYPES, has_kernels_for, somewhere
+from .capability import DTYPES, has_kernels_for, supported_on_any
 
 _OP = "dense_prefill"
 
 
 class CuteMlaPrefill(MLAPrefillBackend):
-    """Of a layer, or of a metadata builder, which tells it the sequences of each batch."""
+    """Prefill backend of a layer or of a metadata builder; the builder sets the sequences of each batch."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM registers."""
         return PREFILL
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        """Return True if devices of this compute capability run the kernels."""
         return has_kernels_for(device_capability)
 
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: MLADimensions) -> bool:
+        """Return True if a layer of these sizes is supported on any architecture."""
         d_qk = mla_dimensions.qk_nope_head_dim + mla_dimensions.qk_rope_head_dim
-        return somewhere(_OP, head_dim=d_qk, head_dim_v=mla_dimensions.v_head_dim)
+        return supported_on_any(_OP, head_dim=d_qk, head_dim_v=mla_dimensions.v_head_dim)
 
     def supports_out(self) -> bool:
+        """Return True: the caller may pass out."""
         return True
 
     def run_prefill_new_tokens(
@@ -46,10 +50,10 @@ class CuteMlaPrefill(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention of each sequence over its own new keys.
+        """Compute causal attention of each sequence over its own new keys.
 
-        q, k: [tokens, heads, d_qk]; v: [tokens, heads, 128]. Returns out [tokens, heads, 128], and lse fp32 [heads, tokens], natural log,
-        if it is asked for.
+        q, k: [tokens, heads, d_qk]; v: [tokens, heads, 128]. Returns out [tokens, heads, 128] and, with return_softmax_lse, lse fp32
+        [heads, tokens] in natural log.
         """
         if output_scale is not None:
             raise NotImplementedError("output_scale is given; supported: None, out has the type of q")
@@ -60,8 +64,10 @@ class CuteMlaPrefill(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, chunk: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk's query tokens over keys that all of them see: out and lse, as above; -inf for a token without keys, as
-        vLLM's merge wants it."""
+        """Compute unmasked attention of query tokens over the keys of a context chunk.
+
+        Returns out and lse as run_prefill_new_tokens does; lse of a token without keys is -inf, as vLLM's merge expects.
+        """
         return self._attention(
             q,
             k,

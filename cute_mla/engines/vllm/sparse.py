@@ -1,4 +1,4 @@
-"""CUTE_MLA_SPARSE: decode and prefill by the indices of DeepSeek's indexer."""
+"""Backend CUTE_MLA_SPARSE: decode and prefill by the indices of DeepSeek's indexer."""
 
 from __future__ import annotations
 
@@ -22,60 +22,69 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ...spec.mla import D_V
-from ..plans import Plan, PlanPlaces
+from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
-from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, reason_against, somewhere
-from .layers import WritesCache, refuse_options, reserve_queries, whole_queries
+from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
+from .layers import CacheWriteMixin, check_options, concatenate_queries, reserve_queries
 
 _OP = "sparse_decode"
 
 
 class CuteMlaSparse(AttentionBackend):
-    """What vLLM may select it for: what is_supported says of sparse decode."""
+    """Backend for the configurations of sparse decode that is_supported accepts."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *WIDE_CACHES, PACKED_CACHE]
 
     @staticmethod
     def get_name() -> str:
+        """Return the name that vLLM registers."""
         return SPARSE
 
     @staticmethod
     def get_impl_cls() -> type[CuteMlaSparseImpl]:
+        """Return the class of a layer's attention."""
         return CuteMlaSparseImpl
 
     @staticmethod
     def get_builder_cls() -> type[CuteMlaSparseMetadataBuilder]:
+        """Return the class of the metadata builder."""
         return CuteMlaSparseMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Return the supported keys per page."""
         return block_sizes(_OP)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Blocks lie a whole number of rows apart: vLLM's slots count rows."""
+        """Align the distance of blocks to whole rows, since vLLM's slots count rows."""
         return align_blocks_to_rows(spec)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [size for size in head_sizes(_OP) if somewhere(_OP, head_dim=size, fp8_kvcache=False)]
+        """Return the supported columns of queries and keys."""
+        return [size for size in head_sizes(_OP) if supported_on_any(_OP, head_dim=size, fp8_kvcache=False)]
 
     @classmethod
     def is_mla(cls) -> bool:
+        """Return True: keys are latent."""
         return True
 
     @classmethod
     def is_sparse(cls) -> bool:
+        """Return True: indices select the keys."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Return True if devices of this compute capability run the kernels."""
         return has_kernels_for(capability)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return somewhere(_OP, batch_invariant=True)
+        """Return True if the op is batch invariant on any architecture."""
+        return supported_on_any(_OP, batch_invariant=True)
 
     @classmethod
     def supports_combination(
@@ -90,18 +99,21 @@ class CuteMlaSparse(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: DeviceCapability,
     ) -> str | None:
-        return reason_against(_OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, topk_length=True)
+        """Return why this combination is not supported, or None if it is supported."""
+        return unsupported_reason(
+            _OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, topk_length=True
+        )
 
 
 @dataclass(kw_only=True)
 class CuteMlaSparseMetadata(SparseMLACommonMetadata):
-    """plans: tile_scheduler_metadata and num_splits, by the number of query tokens that a call may have."""
+    """Metadata of a batch. plans: tile_scheduler_metadata and num_splits, keyed by the query tokens of a call."""
 
     plans: dict[int, Plan] = field(default_factory=dict)
 
 
 class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseMetadata]):
-    """Plans once a step, for all layers: each query token is a request of its own, with as many keys as there may be indices."""
+    """Metadata builder. It plans once a step for all layers; each query token is a request with topk keys."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     metadata_cls = CuteMlaSparseMetadata
@@ -109,35 +121,37 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         parallel = vllm_config.parallel_config
-        # Which keys a token sees is in its indices: tokens of one request need not be equally many, nor lie on one rank.
+        # Indices determine the keys of a token: requests may differ in their numbers of tokens, and keys may lie on several ranks.
         self._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=parallel.cp_kv_cache_interleave_size == 1
         )
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._decode_heads = layer.num_heads * self.dcp_world_size
-        self._plans = PlanPlaces(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_batched_tokens)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CuteMlaSparseMetadata:
-        """Metadata of a batch, with a plan for its decode tokens and one for all of its tokens: vLLM decides layer by layer whether
-        prefill goes by indices too."""
+        """Return the metadata of a batch, with one plan for its decode tokens and one for all of its tokens.
+
+        The second plan serves layers for which vLLM decides that prefill uses indices, too.
+        """
         metadata: CuteMlaSparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         counts = dict.fromkeys((metadata.num_actual_tokens, metadata.num_decode_tokens))
         metadata.plans = {tokens: self._plan(i, tokens, metadata.req_id_per_token) for i, tokens in enumerate(counts) if tokens}
         return metadata
 
-    def _plan(self, place: int, tokens: int, int32s: torch.Tensor) -> Plan:
-        """The plan of so many tokens, in one of two places that stay. Only the length of int32s counts."""
-        made = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self.topk_tokens)
-        return self._plans.keep(place, made)
+    def _plan(self, buffer: int, tokens: int, int32s: torch.Tensor) -> Plan:
+        """Plan this many tokens in one of two persistent buffers. The plan depends on the length of int32s only."""
+        plan = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self.topk_tokens)
+        return self._plans.store(buffer, plan)
 
 
-class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata]):
-    """A layer. vLLM makes slots of the indexer's token ids, those of this rank alone where ranks share the keys.
+class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetadata]):
+    """Attention of a layer. vLLM converts the indexer's token ids to slots, only those of this rank if ranks share the keys.
 
-    It also moves the slots to the front of each row, in an order that differs from run to run, and lets a batch decide whether prefill
-    goes by indices. Where it asks for batch invariance, neither is done, and one kernel computes all tokens.
+    vLLM also compacts the slots to the front of each row, in an order that differs from run to run, and decides per batch whether prefill
+    uses indices. With batch invariance the adapter converts without compaction, and one kernel computes all tokens.
     """
 
     can_return_lse_for_decode: bool = True
@@ -147,7 +161,7 @@ class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata])
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
-        refuse_options(options)
+        check_options(options)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
         if isinstance(self.index_group, HiSparseMLAIndexGroup):
             raise NotImplementedError("hisparse_config is given; supported: caches on the device")
@@ -161,12 +175,12 @@ class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata])
         attn_metadata: CuteMlaSparseMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of the decode tokens, or of all tokens, over the keys that the indexer chose.
+        """Attend with the decode tokens, or with all tokens, to the keys that the indexer selected.
 
-        q: as of dense decode. Returns out [tokens, heads, 512] and, where vLLM merges ranks, lse fp32 [tokens, heads]: natural log, -inf
-        for a row without keys.
+        q: as in dense decode. Returns out [tokens, heads, 512] and, if vLLM merges ranks, lse fp32 [tokens, heads] in natural log, -inf for
+        a row without keys.
         """
-        q = whole_queries(q)
+        q = concatenate_queries(q)
         self._plans = attn_metadata.plans
         if not envs.VLLM_BATCH_INVARIANT:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
@@ -197,8 +211,11 @@ class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata])
         block_size: int,
         is_decode: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over slots, int32 [tokens, topk], which are rows of the cache's flat view. valid_counts: int32 [tokens], how many of
-        a token's first ones count; None: all. Of a wide cache, batches with prefill go to sparse prefill, others to sparse decode."""
+        """Attend to slots, rows of the cache's flat view.
+
+        topk_indices: int32 [tokens, topk]. valid_counts: int32 [tokens], number of leading slots that count; None: all. Over a 16-bit
+        cache, batches with prefill run sparse prefill, all others sparse decode.
+        """
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         out = q.new_empty((*q.shape[:2], D_V))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -226,7 +243,7 @@ class CuteMlaSparseImpl(WritesCache, SparseMLACommonImpl[CuteMlaSparseMetadata])
         counts: torch.Tensor | None,
         results: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Each token as a request of its own, over the cache as pages of one row."""
+        """Run sparse decode with each token as a request, over the cache as pages of one row."""
         out, lse = results
         metadata, num_splits = self._plans[q.shape[0]]
         flash_mla_with_kvcache(

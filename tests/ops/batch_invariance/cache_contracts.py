@@ -14,8 +14,9 @@ from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FP8_584, LATENT
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns
 from cute_mla.spec.mla import D_ROPE
-from cute_mla.testing.case import DTYPES, normal
-from cute_mla.testing.cases import UNUSED_TABLE_ENTRY
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY
+from cute_mla.testing.cases.tensors import normal_values
 from tests.ops.batch_invariance.contracts import Call, ConfigCase, Contract, Picks, elsewhere, in_order, own_rows, widened
 from tests.support.bench import Bench, Result
 
@@ -69,7 +70,7 @@ def _write_make(case: Case) -> Written:
     """Keys of very different sizes."""
     sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0, 4.0])[:, None]
     draw = torch.Generator().manual_seed(7)
-    kv_c, k_pe = (sizes * normal((5, columns), draw) for columns in (latent_columns(case.config.format), D_ROPE))
+    kv_c, k_pe = (sizes * normal_values((5, columns), draw) for columns in (latent_columns(case.config.format), D_ROPE))
     return Written(kv_c.to(_dtype(case)), k_pe.to(_dtype(case)), torch.tensor([40, 3, 70, 4, 31]))
 
 
@@ -111,7 +112,9 @@ def _gather_make(case: Case) -> Gathered:
     """Written by plain torch."""
     cache = new_cache(case, PAGE_SIZE, 8)
     draw = torch.Generator().manual_seed(8)
-    kv_c, k_pe = (normal((8 * PAGE_SIZE, columns), draw).to(_dtype(case)) for columns in (latent_columns(case.config.format), D_ROPE))
+    kv_c, k_pe = (
+        normal_values((8 * PAGE_SIZE, columns), draw).to(_dtype(case)) for columns in (latent_columns(case.config.format), D_ROPE)
+    )
     write_kv_cache(kv_c, k_pe, cache, torch.arange(8 * PAGE_SIZE), descale_k=scale_of(case))
     return Gathered(cache, torch.tensor([[5, -1], [-1, -1], [2, 7], [0, -1], [3, -1]], dtype=torch.int32), LENGTHS)
 

@@ -25,12 +25,13 @@ from cute_mla.spec.merge_states import MergeStatesConfig
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing.case import DTYPES, Given
-from cute_mla.testing.cases import UNUSED_TABLE_ENTRY, Case, Tensors
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, DensePrefillTensors
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
+from cute_mla.testing.cases.tensors import OutputBuffer
 from cute_mla.testing.operations import operation
-from cute_mla.testing.prefill_cases import SparsePrefillCase, SparsePrefillTensors
-from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors
 from tests.support.bench import Bench, Result, expect
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
@@ -94,10 +95,10 @@ def own_rows(operands: Any, results: Result, place: int) -> Result:
 # ---------------------------------------------------------------- dense decode
 
 
-def _dense_cases(lengths: tuple[int, ...]) -> tuple[Case, ...]:
+def _dense_cases(lengths: tuple[int, ...]) -> tuple[DenseDecodeCase, ...]:
     """s_q is 2, so that half of MANY_HEADS fill two CTAs."""
     return tuple(
-        Case(
+        DenseDecodeCase(
             dtype, batch=len(lengths), s_q=2, lengths=lengths, h_q=h_q, causal=True, q_layout=layout, operands=operands,  # type: ignore[arg-type]
             outputs="given" if operands == FP8 and dtype == "fp16" else "allocated", batch_invariant=True, sm_count=3,
         )
@@ -105,14 +106,14 @@ def _dense_cases(lengths: tuple[int, ...]) -> tuple[Case, ...]:
     )  # fmt: skip
 
 
-def _dense_taken(case: Case, operands: Tensors, picks: Picks, moved: bool) -> Call:
+def _dense_taken(case: DenseDecodeCase, operands: DenseDecodeTensors, picks: Picks, moved: bool) -> Call:
     picked = list(picks)
     operands = replace(
         operands,
         q=at(operands.q, picks),
         block_table=operands.block_table[picked],
         cache_seqlens=operands.cache_seqlens[picked],
-        given={name: _as_given(given, len(picked)) for name, given in operands.given.items()},
+        output_buffers={name: _as_given(given, len(picked)) for name, given in operands.output_buffers.items()},
     )
     if not moved:
         return case, operands
@@ -126,18 +127,18 @@ def _dense_taken(case: Case, operands: Tensors, picks: Picks, moved: bool) -> Ca
     return replace(case, metadata="tensors"), operands
 
 
-def _as_given(given: Given, requests: int) -> Given:
+def _as_given(given: OutputBuffer, requests: int) -> OutputBuffer:
     result = given.tensor.new_full((requests, *given.tensor.shape[1:]), float("nan"))
-    return Given(result, result)
+    return OutputBuffer(result, result)
 
 
 # ---------------------------------------------------------------- sparse decode
 
 
-def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseCase, ...]:
+def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseDecodeCase, ...]:
     assert isinstance(main.lengths, tuple)
     return tuple(
-        SparseCase(
+        SparseDecodeCase(
             dtype, cache=cache, batch=len(main.lengths), s_q=s_q, h_q=h_q, main=main, extra=extra, indices="mixed", sinks="drawn",
             power_of_two=cache == FP8_656.name, q_layout=layout, batch_invariant=True, sm_count=6,  # type: ignore[arg-type]
         )
@@ -145,7 +146,7 @@ def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseCase, ...]:
     )  # fmt: skip
 
 
-def _sparse_taken(case: SparseCase, operands: SparseTensors, picks: Picks, moved: bool) -> Call:
+def _sparse_taken(case: SparseDecodeCase, operands: SparseDecodeTensors, picks: Picks, moved: bool) -> Call:
     assert case.extra is not None
     assert operands.topk_length is not None
     assert operands.extra_k_cache is not None

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.testing.cases import Case, Tensors, make_tensors
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.runner import Schedule, schedules
 from tests.support.bench import Bench, Result, expect, identical
 from tests.support.decoding import with_lengths
 
-MIXED = Case(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
+MIXED = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
 
 
-def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: bool) -> tuple[Tensor, Tensor]:
+def decode_planned(tensors: DenseDecodeTensors, plan: tuple[Tensor, Tensor], **options: bool) -> tuple[Tensor, Tensor]:
     """A call with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, 512, *plan, causal=True, **options
@@ -28,7 +28,7 @@ def decode_planned(tensors: Tensors, plan: tuple[Tensor, Tensor], **options: boo
 
 
 def test_the_same_inputs_give_the_same_bits(bench: Bench) -> None:
-    tensors = make_tensors(MIXED)
+    tensors = make_dense_decode_tensors(MIXED)
     assert identical(bench.run(MIXED, tensors), bench.run(MIXED, tensors))
 
 
@@ -39,15 +39,15 @@ def test_every_schedule_gives_the_same_bits(bench: Bench) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_every_schedule_gives_the_same_bits_in_clusters(bench: Bench, dtype: str) -> None:
-    bench.judge(Case(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
+    bench.judge(DenseDecodeCase(dtype, batch=2, lengths=(300, 65), h_q=128, page_size=32, values="rising", sm_count=6), *schedules(4, 3))
 
 
 OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [0, 0, 0], [1, 2, 3]]
 
 
-def spacious() -> Tensors:
+def spacious() -> DenseDecodeTensors:
     """Operands of MIXED in which every request has 512 keys."""
-    return make_tensors(replace(MIXED, lengths=(512, 512, 512)))
+    return make_dense_decode_tensors(replace(MIXED, lengths=(512, 512, 512)))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
@@ -78,6 +78,6 @@ def test_layers_share_a_schedule_object(bench: Bench) -> None:
     with cute_mla.simulate(bench.arch, 12) as device:
         schedule, none = cute_mla.get_mla_metadata()
         for layer in range(3):
-            tensors = make_tensors(replace(MIXED, seed=layer))
+            tensors = make_dense_decode_tensors(replace(MIXED, seed=layer))
             expect(MIXED, tensors, decode_planned(tensors, (schedule, none)))  # type: ignore[arg-type]
         assert device.launches == 1 + 3 * 2, "planned once"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.runner import schedules
 from tests.support.bench import Bench, identical
 

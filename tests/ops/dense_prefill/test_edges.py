@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.operations import OPERATIONS
 from tests.support.bench import Bench, expect, identical
 
@@ -110,7 +110,7 @@ def test_rows_of_no_sequence_are_not_written(bench: Bench) -> None:
     """Neither in front, nor behind, nor where a sequence ends within a block of rows."""
     case = DensePrefillCase(lengths=((20, 30), (130, 20)), outputs="given", sm_count=1)
     tensors = make_dense_prefill_tensors(case)
-    for given, _ in tensors.given.values():
+    for given, _ in tensors.output_buffers.values():
         given.fill_(-7.0)
     out, lse = bench.run(case, tensors)
     rows = torch.ones(case.total_q, dtype=torch.bool)

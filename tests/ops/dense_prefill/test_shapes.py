@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 
-from cute_mla.testing.dense_prefill_cases import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.support.bench import Bench
 
 KINDS = tuple(product(("bf16", "fp16"), (192, 128)))

@@ -13,9 +13,12 @@ import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import CACHED, latent_columns
-from cute_mla.testing.cache_cases import CacheGatherCase, CacheWriteCase, PagedCase, copied_cache, make_gather_tensors, make_write_tensors
-from cute_mla.testing.cache_suites import GATHER_SMOKE, WRITE_SMOKE
+from cute_mla.testing.cases.cache_gather import CacheGatherCase, make_cache_gather_tensors
+from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
+from cute_mla.testing.cases.paged_cache import PagedCacheCase, copy_cache
 from cute_mla.testing.runner import schedules
+from cute_mla.testing.suites.cache_gather import SMOKE as GATHER_SMOKE
+from cute_mla.testing.suites.cache_write import SMOKE as WRITE_SMOKE
 from tests.mutation.planted_bugs import Workshop
 from tests.support.bench import Bench
 
@@ -23,13 +26,13 @@ SMOKE = pytest.mark.parametrize("case", [*WRITE_SMOKE, *GATHER_SMOKE], ids=lambd
 
 
 @SMOKE
-def test_smoke(case: PagedCase, bench: Bench) -> None:
+def test_smoke(case: PagedCacheCase, bench: Bench) -> None:
     bench.judge(case)
 
 
 @pytest.mark.slow
 @SMOKE
-def test_smoke_under_every_schedule(case: PagedCase, bench: Bench) -> None:
+def test_smoke_under_every_schedule(case: PagedCacheCase, bench: Bench) -> None:
     bench.judge(case, *schedules(8, 0))
 
 
@@ -37,9 +40,9 @@ def test_smoke_under_every_schedule(case: PagedCase, bench: Bench) -> None:
 def test_a_key_is_the_same_whoever_else_is_written(cache: str, arch: Arch) -> None:
     """Batch invariance: a token alone, and the same among others, in another place."""
     case = CacheWriteCase(cache=cache, tokens=23, values="nasty")
-    tensors = make_write_tensors(case)
+    tensors = make_cache_write_tensors(case)
     token = 13
-    alone, among = copied_cache(case, tensors.k_cache), copied_cache(case, tensors.k_cache)
+    alone, among = copy_cache(case, tensors.k_cache), copy_cache(case, tensors.k_cache)
     order = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(1))
     with cute_mla.simulate(arch.name, sm_count=3):
         write_kv_cache(*(operand[[token]] for operand in (tensors.kv_c, tensors.k_pe)), alone, tensors.slot_mapping[[token]])
@@ -57,8 +60,8 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
     """Outside simulate() plain torch writes the same bytes and gathers the same numbers."""
     for cache in CACHED:
         case = CacheWriteCase("fp16", cache=cache, tokens=40, values="normal", scale_of_cache=0.3 if cache == "fp8_576" else None)
-        tensors = make_write_tensors(case)
-        paged = [copied_cache(case, tensors.k_cache) for _ in range(2)]
+        tensors = make_cache_write_tensors(case)
+        paged = [copy_cache(case, tensors.k_cache) for _ in range(2)]
         table, ends = torch.tensor([[3, 1, 9]], dtype=torch.int32), torch.tensor([0, 140], dtype=torch.int32)
         gathered = []
         for kernels, target in zip((True, False), paged, strict=True):
@@ -82,7 +85,7 @@ FLAT = CacheWriteCase(cache="fp8_576", scale_of_cache=0.4)
 ROWS = CacheGatherCase(cache="fp8_656", lengths=(30, 0, 40), starts=(5, 0, 17), page_size=16, pages=9)
 BROKEN = replace(ROWS, broken=True)
 MANY = CacheGatherCase(lengths=(*(0,) * 40, 3, *(0,) * 30, 2), page_size=16)
-BUGS: dict[str, tuple[PagedCase, str, str]] = {
+BUGS: dict[str, tuple[PagedCacheCase, str, str]] = {
     "negative slots are written": (NASTY, r"setp\.lt\.s64\s+(%p\d+), (%rd\d+), 0;", r"setp.lt.s64 \1, \2, -9223372036854775807;"),
     "slots behind the cache are written": (PAGES, r"setp\.ge\.s64\s+(%p\d+), (%rd\d+), (%rd\d+);", r"setp.lt.s64 \1, \2, -5;"),
     "a lane is left out of the largest": (NASTY, r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 8,", r"\1, 0,"),
@@ -115,15 +118,15 @@ def test_planted_bugs_are_found(bug: str, arch: Arch, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("case", "arch"),
     list(zip([NASTY, ROWS], ARCHS.values(), strict=True)),
-    ids=lambda value: value.id if isinstance(value, PagedCase) else value.name,
+    ids=lambda value: value.id if isinstance(value, PagedCacheCase) else value.name,
 )
-def test_the_unbroken_kernels_pass(case: PagedCase, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unbroken_kernels_pass(case: PagedCacheCase, arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Workshop.open(arch, tmp_path, monkeypatch).check_unbroken(case)
 
 
 def test_unused_memory_is_not_read(arch: Arch) -> None:
     """Of block table, starts and ends there is no more than a call may read: the simulator would find a read beyond."""
-    tensors = make_gather_tensors(ROWS)
+    tensors = make_cache_gather_tensors(ROWS)
     with cute_mla.simulate(arch.name):
         gather_kv_cache(
             tensors.k_cache, tensors.block_table.contiguous(), tensors.cu_seqlens, ROWS.keys, starts=tensors.starts, out=None

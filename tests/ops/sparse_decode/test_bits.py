@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import cute_mla
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from cute_mla.testing.runner import call, schedules
-from cute_mla.testing.sparse_cases import Pool, SparseCase, SparseTensors, make_sparse_tensors
 from tests.support.bench import Bench, Result, expect, identical
 
-MIXED = SparseCase(
+MIXED = SparseDecodeCase(
     batch=3, s_q=2, h_q=10, main=Pool(512, 140, 61, (140, 70, 0)), extra=Pool(256, 90, 64, (90, 0, 65)),
     indices="mixed", sinks="drawn", sm_count=14,
 )  # fmt: skip
@@ -28,7 +28,7 @@ def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
     assert len(records) == 4
 
 
-def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
+def planned(tensors: SparseDecodeTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
     """A call of MIXED with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q,
@@ -48,7 +48,7 @@ def planned(tensors: SparseTensors, plan: tuple[Tensor, Tensor], **options: bool
     )
 
 
-def told(tensors: SparseTensors, lengths: list[int] | None, extra: list[int] | None) -> SparseTensors:
+def told(tensors: SparseDecodeTensors, lengths: list[int] | None, extra: list[int] | None) -> SparseDecodeTensors:
     """The same operands with other lengths."""
     as_tensors = [None if given is None else torch.tensor(given, dtype=torch.int32) for given in (lengths, extra)]
     return replace(tensors, topk_length=as_tensors[0], extra_topk_length=as_tensors[1])
@@ -57,9 +57,9 @@ def told(tensors: SparseTensors, lengths: list[int] | None, extra: list[int] | N
 OTHER_LENGTHS = [([0, 140, 1], None), (None, [0, 0, 90]), ([0, 0, 0], [0, 7, 0])]
 
 
-def spacious() -> SparseTensors:
+def spacious() -> SparseDecodeTensors:
     """Operands of MIXED in which every index counts, so that nothing that lengths may reach is NaN."""
-    return make_sparse_tensors(replace(MIXED, main=Pool(512, 140, 61), extra=Pool(256, 90, 64)))
+    return make_sparse_decode_tensors(replace(MIXED, main=Pool(512, 140, 61), extra=Pool(256, 90, 64)))
 
 
 @pytest.mark.parametrize(("topk", "invariant"), [(230, False), (1, False), (20_000, False), (1, True)])
@@ -85,7 +85,7 @@ def test_a_schedule_object_used_with_other_lengths_gives_the_right_answer(bench:
 @pytest.mark.parametrize("value", [1, -1, (1 << 31) - 1])
 def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(bench: Bench, value: int) -> None:
     case = replace(MIXED, batch=2, main=Pool(128, 100, 64, (100, 3)), extra=Pool(64, 30, 2, (0, 30)))
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     with cute_mla.simulate(bench.arch, 14, on_finding="collect") as device:
         plan = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 20, 1, 10, True, 130)
         for part in plan:
@@ -97,7 +97,7 @@ def test_numbers_that_are_no_plan_end_and_keep_to_the_operands(bench: Bench, val
 
 def test_int8_and_e4m3_views_of_a_cache_are_the_same_cache(bench: Bench) -> None:
     case = replace(MIXED, batch=1, s_q=1, h_q=3, main=Pool(128, 100, 64), extra=Pool(64, 30, 2))
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     results = []
     for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
         assert tensors.extra_k_cache is not None

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
-from cute_mla.testing.indexed import INT_MAX, INT_MIN
-from cute_mla.testing.sparse_cases import Pool, SparseCase, make_sparse_tensors
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, make_sparse_decode_tensors
+from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from tests.support.bench import Bench, expect, identical
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
 FP8 = pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])
 
-SMALL = SparseCase(batch=2, s_q=2, h_q=5, main=Pool(150, 130, 61), sm_count=6)
+SMALL = SparseDecodeCase(batch=2, s_q=2, h_q=5, main=Pool(150, 130, 61), sm_count=6)
 
 
 @FORMATS
 def test_lse_is_the_natural_logarithm_in_fp32(bench: Bench, dtype: str, cache: str) -> None:
-    case = SparseCase(dtype, cache=cache, h_q=4, main=Pool(100, 70), sm_count=1)
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(dtype, cache=cache, h_q=4, main=Pool(100, 70), sm_count=1)
+    tensors = make_sparse_decode_tensors(case)
     tensors.q.zero_()  # every score is 0, so that lse = ln 70
     _, lse = bench.run(case, tensors)
     assert lse.dtype == torch.float32
@@ -40,7 +40,7 @@ def test_lse_is_the_natural_logarithm_in_fp32(bench: Bench, dtype: str, cache: s
 @pytest.mark.parametrize("sm_count", [1, 132])
 def test_a_token_that_attends_to_nothing_has_out_0_and_the_lse_asked_for(bench: Bench, empty_lse: float, sinks: str, sm_count: int) -> None:
     case = replace(SMALL, main=Pool(150, 130, 61, (0, 130)), empty_lse=empty_lse, sinks=sinks, sm_count=sm_count)  # type: ignore[arg-type]
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     tensors.indices[1, 0] = -1
     out, lse = bench.run(case, tensors)
     assert (out[0] == 0).all()
@@ -63,7 +63,7 @@ def test_nothing_but_invalid_indices(bench: Bench, dtype: str, cache: str) -> No
 @FP8
 def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, invalid: int | str) -> None:
     case = replace(SMALL, cache=cache, main=Pool(150, 130, 8), extra=Pool(90, 70, 6))
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     assert tensors.extra_indices is not None
     for indices, slots in ((tensors.indices, len(tensors.k_cache) * 8), (tensors.extra_indices, len(tensors.extra_k_cache) * 6)):  # type: ignore[arg-type]
         value = invalid if isinstance(invalid, int) else slots + (invalid != "slots")
@@ -74,7 +74,7 @@ def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, invalid
 
 def test_an_index_that_is_repeated_counts_as_often(bench: Bench) -> None:
     case = replace(SMALL, main=Pool(150, 66, 61))
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     tensors.indices[..., 1:] = tensors.indices[..., :1]
     out, lse = bench.run(case, tensors)
     expect(case, tensors, (out, lse))
@@ -82,8 +82,8 @@ def test_an_index_that_is_repeated_counts_as_often(bench: Bench) -> None:
 
 @FORMATS
 def test_the_last_slot_is_one(bench: Bench, dtype: str, cache: str) -> None:
-    case = SparseCase(dtype, cache=cache, h_q=3, main=Pool(64, 64, 64), sm_count=1)
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(dtype, cache=cache, h_q=3, main=Pool(64, 64, 64), sm_count=1)
+    tensors = make_sparse_decode_tensors(case)
     last = len(tensors.k_cache) - 1
     assert (tensors.indices // 64 == last).all(), "requests begin with the last page"
     assert (tensors.indices == last * 64 + 63).any()
@@ -111,7 +111,7 @@ def with_unnamed(cache: Tensor, cache_format: str, byte: int) -> Tensor:
 def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, byte: int) -> None:
     """NaN values, NaN scales, and finite ones whose products are infinite."""
     case = replace(SMALL, cache=cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     assert tensors.extra_k_cache is not None
     caches = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
     other = replace(tensors, **dict(zip(("k_cache", "extra_k_cache"), caches, strict=True)))
@@ -120,7 +120,7 @@ def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, 
 
 
 def test_nan_in_a_token_that_is_named_does_reach_the_output(bench: Bench) -> None:
-    tensors = make_sparse_tensors(SMALL)
+    tensors = make_sparse_decode_tensors(SMALL)
     slot = int(tensors.indices[0, 0, 7])
     tensors.k_cache[slot // 61, slot % 61, 0, 5] = 0x7F
     out, _ = bench.run(SMALL, tensors)
@@ -143,8 +143,8 @@ def test_lengths_of_two_caches(bench: Bench) -> None:
 
 @pytest.mark.parametrize("sm_count", [1, 132])
 def test_sinks_scale_out_and_leave_lse_alone(bench: Bench, sm_count: int) -> None:
-    case = SparseCase(h_q=4, main=Pool(1100, 1000), sm_count=sm_count)
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(h_q=4, main=Pool(1100, 1000), sm_count=sm_count)
+    tensors = make_sparse_decode_tensors(case)
     out, lse = bench.run(case, tensors)
     sinks = torch.tensor([-math.inf, math.inf, float(lse[0, 2, 0]), 3.0])
     scaled, same_lse = bench.run(case, replace(tensors, attn_sink=sinks))
@@ -157,7 +157,7 @@ def test_sinks_scale_out_and_leave_lse_alone(bench: Bench, sm_count: int) -> Non
 
 @pytest.mark.parametrize("sink", [-1e30, -200.0, 200.0, 1e30])
 def test_sinks_far_from_the_scores(bench: Bench, sink: float) -> None:
-    tensors = replace(make_sparse_tensors(SMALL), attn_sink=torch.full((5,), sink))
+    tensors = replace(make_sparse_decode_tensors(SMALL), attn_sink=torch.full((5,), sink))
     out, lse = bench.run(SMALL, tensors)
     assert out.isfinite().all()
     assert lse.isfinite().all()
@@ -166,13 +166,13 @@ def test_sinks_far_from_the_scores(bench: Bench, sink: float) -> None:
 
 def test_scales_are_not_rounded(bench: Bench) -> None:
     """FlashMLA rounds them to bf16, or to powers of two: lse would be off by far more than its bound."""
-    bench.judge(SparseCase(h_q=16, main=Pool(300, 256), values="coherent", sm_count=2))
+    bench.judge(SparseDecodeCase(h_q=16, main=Pool(300, 256), values="coherent", sm_count=2))
 
 
 def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
     """All finite codes, under a very small, a small, a usual and a large scale."""
-    case = SparseCase(h_q=2, main=Pool(64, 64), sm_count=1)
-    tensors = make_sparse_tensors(case)
+    case = SparseDecodeCase(h_q=2, main=Pool(64, 64), sm_count=1)
+    tensors = make_sparse_decode_tensors(case)
     tensors.q[..., :512] = 0  # scores are of the RoPE columns alone
     codes = torch.arange(256, dtype=torch.uint8)
     codes[127::128] = 0
@@ -189,7 +189,7 @@ def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
 @FP8
 def test_byte_types_of_a_cache_are_the_same(bench: Bench, cache: str) -> None:
     case = replace(SMALL, cache=cache)
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     expected = bench.run(case, tensors)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         assert identical(bench.run(case, replace(tensors, k_cache=tensors.k_cache.view(dtype))), expected)
@@ -197,7 +197,7 @@ def test_byte_types_of_a_cache_are_the_same(bench: Bench, cache: str) -> None:
 
 def test_a_cache_from_the_public_quantiser(bench: Bench) -> None:
     case = replace(SMALL, cache="fp8_584", main=Pool(64, 64, 16))
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     generator = torch.Generator().manual_seed(1)
     kv = torch.randn(len(tensors.k_cache), 16, 1, 512, generator=generator)
     fresh = replace(tensors, k_cache=quantise_cache(kv, "fp8_584"))
@@ -206,7 +206,7 @@ def test_a_cache_from_the_public_quantiser(bench: Bench) -> None:
 
 def test_batch_0(bench: Bench) -> None:
     for metadata in ("tensors", "object"):
-        out, lse = bench.run(SparseCase(batch=0, s_q=2, h_q=8, metadata=metadata))  # type: ignore[arg-type]
+        out, lse = bench.run(SparseDecodeCase(batch=0, s_q=2, h_q=8, metadata=metadata))  # type: ignore[arg-type]
         assert out.shape == (0, 2, 8, 512)
         assert lse.shape == (0, 8, 2)
 
@@ -218,13 +218,13 @@ def test_indices_that_are_a_slice_of_wider_ones(bench: Bench) -> None:
 
 def test_one_index_row_for_all_tokens(bench: Bench) -> None:
     case = replace(SMALL, s_q=3)
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     shared = replace(tensors, indices=tensors.indices[:, :1].expand(-1, 3, -1))
     expect(case, shared, bench.run(case, shared))
 
 
 def test_q_that_is_one_row_for_all_heads(bench: Bench) -> None:
     case = replace(SMALL, h_q=8)
-    tensors = make_sparse_tensors(case)
+    tensors = make_sparse_decode_tensors(case)
     shared = replace(tensors, q=tensors.q[:, :, :1].expand(-1, -1, 8, -1))
     expect(case, shared, bench.run(case, shared))

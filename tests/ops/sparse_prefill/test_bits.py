@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cute_mla.spec.split_plan import TILE_KEYS
-from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tensors
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.runner import schedules
 from tests.support.bench import Bench, identical
 
@@ -32,7 +32,7 @@ def test_every_schedule_gives_the_same_bits(bench: Bench, case: SparsePrefillCas
 def test_tiles_of_invalid_indices_leave_the_bits_alone(bench: Bench) -> None:
     """They are passed by: wherever they stand, what is left is the same sequence of tiles."""
     case = SparsePrefillCase(s_q=3, h_q=20, s_kv=200, topk=3 * TILE_KEYS, sinks="drawn", values="rising", sm_count=2)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     expected = bench.run(case, tensors)
     tiles = [*tensors.indices.split(TILE_KEYS, dim=-1)]
     nothing = torch.full_like(tiles[0], -1)
@@ -43,7 +43,7 @@ def test_tiles_of_invalid_indices_leave_the_bits_alone(bench: Bench) -> None:
 def test_bits_depend_on_neither_form_nor_layout(bench: Bench) -> None:
     """Requests of one length side by side, one behind the other, far apart or among other layers; results given or not."""
     case = replace(MIXED, s_q=3, lengths=None, sinks="none")
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     expected = bench.run(case, tensors)
     offsets = torch.tensor([0, 300, 600], dtype=torch.int32)
     assert identical(bench.run(case, replace(tensors, kv=tensors.kv.flatten(0, 1), kv_offsets=offsets)), expected)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.spec.split_plan import TILE_KEYS
-from cute_mla.testing.indexed import INT_MAX, INT_MIN
-from cute_mla.testing.prefill_cases import SparsePrefillCase, make_prefill_tensors
+from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.runner import call
 from tests.support.bench import Bench, expect, identical
 
@@ -28,7 +28,7 @@ SMALL = SparsePrefillCase(s_q=4, h_q=5, s_kv=150, topk=130, sm_count=4)
 @KINDS
 def test_lse_is_the_natural_logarithm_and_max_logits_are_in_natural_units(bench: Bench, dtype: str, d_qk: int) -> None:
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, topk=70, softmax_scale=0.25)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     tensors.q.zero_()
     tensors.q[1:, :, 3] = 1  # of token 0 every score is 0, so that lse = ln 70; of the others, what column 3 is
     _, max_logits, lse = bench.run(case, tensors)
@@ -45,7 +45,7 @@ def test_lse_is_the_natural_logarithm_and_max_logits_are_in_natural_units(bench:
 def test_a_token_that_attends_to_nothing(bench: Bench, empty_lse: float, sinks: str, sm_count: int) -> None:
     """Out 0, max_logits -inf and the lse asked for; between others on one group of CTAs, and alone."""
     case = replace(SMALL, s_q=6, lengths=(130, 0, 130, -5, 130, 130), empty_lse=empty_lse, sinks=sinks, sm_count=sm_count)  # type: ignore[arg-type]
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     tensors.indices[2] = -1
     out, max_logits, lse = bench.run(case, tensors)
     for token in (1, 2, 3):
@@ -62,7 +62,7 @@ def test_an_index_outside_the_rows_is_skipped(bench: Bench, dtype: str, d_qk: in
     """A token for each value: here and there, and a tile of nothing else in front, in the middle or at the end."""
     invalid = [INT_MIN, -123456, -1, 150, 151, 114514, 1919810, 2_147_480_000, INT_MAX]
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, s_q=len(invalid), s_kv=150, topk=3 * TILE_KEYS + 5)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     for token, value in enumerate(invalid):
         tile = token % 3 * TILE_KEYS
         tensors.indices[token, 0, 3::7] = value
@@ -72,7 +72,7 @@ def test_an_index_outside_the_rows_is_skipped(bench: Bench, dtype: str, d_qk: in
 
 def test_the_first_and_the_last_row_are_rows(bench: Bench) -> None:
     case = replace(SMALL, s_q=2, topk=2)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     tensors.kv[0], tensors.kv[-1] = 0.5, 0.25
     tensors.indices[:] = torch.tensor([[0, 150], [149, -1]], dtype=torch.int32)[:, None]
     out, max_logits, lse = bench.run(case, tensors)
@@ -84,7 +84,7 @@ def test_the_first_and_the_last_row_are_rows(bench: Bench) -> None:
 
 def test_an_index_that_is_repeated_counts_as_often(bench: Bench) -> None:
     case = replace(SMALL, topk=66)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     tensors.indices[..., 1:] = tensors.indices[..., :1]
     out, max_logits, lse = bench.run(case, tensors)
     torch.testing.assert_close(lse, max_logits + math.log(66), rtol=1e-5, atol=0)
@@ -95,7 +95,7 @@ def test_an_index_that_is_repeated_counts_as_often(bench: Bench) -> None:
 def test_what_no_index_names_never_reaches_the_output(bench: Bench, dtype: str, d_qk: int) -> None:
     """NaN, infinities, and the largest values, whose products are infinite."""
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, h_q=70, topk=70, indices="mixed")
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     unnamed = tensors.kv[:, 0, 0].isnan()
     assert unnamed.sum() > 10
     other = replace(tensors, kv=tensors.kv.clone())
@@ -106,7 +106,7 @@ def test_what_no_index_names_never_reaches_the_output(bench: Bench, dtype: str, 
 
 def test_nan_in_a_row_that_is_named_reaches_the_tokens_that_name_it(bench: Bench) -> None:
     case = replace(SMALL, topk=40)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     row = int(tensors.indices[1, 0, 7])
     tensors.kv[row, 0, 5] = math.nan
     out, _, _ = bench.run(case, tensors)
@@ -123,7 +123,7 @@ def test_indices_beyond_the_length_do_not_count(bench: Bench) -> None:
 
 def test_sinks_scale_out_and_leave_lse_and_max_logits_alone(bench: Bench) -> None:
     case = replace(SMALL, s_q=1, h_q=8, s_kv=300, topk=300)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     out, max_logits, lse = bench.run(case, tensors)
     sinks = torch.tensor([-math.inf, math.inf, float(lse[0, 2]), 3.0, -1e30, -200.0, 200.0, 1e30])
     scaled, *same = bench.run(case, replace(tensors, attn_sink=sinks))
@@ -147,14 +147,14 @@ def test_no_tokens(bench: Bench, empty: dict[str, object]) -> None:
     case = replace(SMALL, **empty)  # type: ignore[arg-type]
     out, max_logits, lse = bench.run(case)
     assert out.numel() == 0
-    assert out.shape == (*make_prefill_tensors(case).q.shape[:-1], 512)
+    assert out.shape == (*make_sparse_prefill_tensors(case).q.shape[:-1], 512)
     assert max_logits.shape == lse.shape == out.shape[:-1]
 
 
 def test_what_a_neighbour_has_reaches_no_other_request(bench: Bench) -> None:
     """Indices are counted in the request's own rows; those before and behind belong to others."""
     case = SparsePrefillCase(batch=3, form="ragged", s_q=2, h_q=5, s_kv=100, topk=90, indices="mixed", sm_count=4)
-    tensors = make_prefill_tensors(case)
+    tensors = make_sparse_prefill_tensors(case)
     expected = bench.run(case, tensors)
     expect(case, tensors, expected)
     first, rows = case.row_ranges[2]
@@ -169,7 +169,7 @@ def test_what_a_neighbour_has_reaches_no_other_request(bench: Bench) -> None:
 def test_operands_that_are_shared(bench: Bench) -> None:
     """One index row for all tokens, one row of q for all heads, one latent for all requests."""
     case = SparsePrefillCase(batch=2, form="batched", s_q=2, h_q=8, s_kv=100, topk=70, sm_count=4)
-    tensors = make_prefill_tensors(replace(case, topk=100))
+    tensors = make_sparse_prefill_tensors(replace(case, topk=100))
     shared = replace(
         tensors,
         q=tensors.q[:, :, :1].expand(-1, -1, 8, -1),
@@ -181,7 +181,7 @@ def test_operands_that_are_shared(bench: Bench) -> None:
 
 def instructions(bench: Bench, case: SparsePrefillCase, indices: Tensor) -> int:
     """Warp instructions of a call with these indices, after its answer was found right."""
-    tensors = replace(make_prefill_tensors(case), indices=indices)
+    tensors = replace(make_sparse_prefill_tensors(case), indices=indices)
     with cute_mla.simulate(bench.arch, case.sm_count) as device:
         results = call(case, tensors)
         executed = device.instructions
@@ -193,7 +193,7 @@ def instructions(bench: Bench, case: SparsePrefillCase, indices: Tensor) -> int:
 def test_tiles_without_valid_indices_are_skipped(bench: Bench, h_q: int) -> None:
     """In front, in the middle or behind: 7 of 8 tiles cost less than half of their instructions, for indices and handshakes."""
     case = SparsePrefillCase(s_q=2, h_q=h_q, s_kv=8 * TILE_KEYS, topk=8 * TILE_KEYS, sm_count=2)
-    every = make_prefill_tensors(case).indices
+    every = make_sparse_prefill_tensors(case).indices
     full = instructions(bench, case, every)
     alone = instructions(bench, case, every[..., :TILE_KEYS])
     for tile in (0, 4, 7):

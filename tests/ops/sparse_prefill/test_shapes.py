@@ -11,7 +11,7 @@ from itertools import product
 import pytest
 
 from cute_mla.spec.mla import MAX_HEADS
-from cute_mla.testing.prefill_cases import SparsePrefillCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.support.bench import Bench
 
 HEADS = (1, 3, 16, 48, 63, 64, 65, 96, 127, 128)

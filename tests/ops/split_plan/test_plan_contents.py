@@ -19,7 +19,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.simulator import Finding
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing.cases import Case, Tensors, make_tensors
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from tests.support.bench import Bench, expect, identical
 from tests.support.decoding import with_lengths
 
@@ -28,19 +28,19 @@ SM_COUNT = 6
 GUARD = 64  # elements
 
 # Long enough for a cut of both kinds of calls; q_heads so few that the walk over many keys is quick.
-LONG = Case(batch=3, lengths=(CUT + 200, 90, 700), h_q=4, page_size=64, sm_count=SM_COUNT)
-SHORT = Case(batch=3, s_q=2, lengths=(300, 0, 70), h_q=9, page_size=32, causal=True, sm_count=SM_COUNT)
+LONG = DenseDecodeCase(batch=3, lengths=(CUT + 200, 90, 700), h_q=4, page_size=64, sm_count=SM_COUNT)
+SHORT = DenseDecodeCase(batch=3, s_q=2, lengths=(300, 0, 70), h_q=9, page_size=32, causal=True, sm_count=SM_COUNT)
 
 Plan = tuple[Tensor, Tensor]
 
 
-def make_plan(case: Case, lengths: list[int]) -> Plan:
+def make_plan(case: DenseDecodeCase, lengths: list[int]) -> Plan:
     """A copy of the plan for these lengths."""
     metadata, num_splits = cute_mla.get_mla_metadata(torch.tensor(lengths, dtype=torch.int32), case.s_q * case.h_q, 1, case.h_q)
     return metadata.clone(), num_splits.clone()
 
 
-def decode_planned(case: Case, tensors: Tensors, plan: Plan, invariant: bool) -> tuple[Tensor, Tensor]:
+def decode_planned(case: DenseDecodeCase, tensors: DenseDecodeTensors, plan: Plan, invariant: bool) -> tuple[Tensor, Tensor]:
     return cute_mla.flash_mla_with_kvcache(
         tensors.q,
         tensors.k_cache,
@@ -58,7 +58,7 @@ def is_overwriting(finding: Finding) -> bool:
     return finding.kind == "race" and re.search(r"a store overwrites global address .* of '[^']*(out|lse)", finding.message) is not None
 
 
-def with_columns(tensors: Tensors, columns: int) -> Tensors:
+def with_columns(tensors: DenseDecodeTensors, columns: int) -> DenseDecodeTensors:
     """The same operands with a block table of another width."""
     table = torch.full((tensors.block_table.shape[0], columns), 2_147_480_000, dtype=torch.int32)
     kept = min(columns, tensors.block_table.shape[1])
@@ -67,7 +67,7 @@ def with_columns(tensors: Tensors, columns: int) -> Tensors:
 
 
 def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_any_width(bench: Bench) -> None:
-    tensors = make_tensors(LONG)
+    tensors = make_dense_decode_tensors(LONG)
     with cute_mla.simulate(bench.arch, SM_COUNT):
         plan = make_plan(LONG, [300, 90, CUT])
         bits = []
@@ -82,7 +82,7 @@ def test_a_plan_for_shorter_requests_serves_both_kinds_of_calls_and_tables_of_an
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_plan_for_longer_requests_serves_a_table_that_none_of_them_would_fit(bench: Bench, invariant: bool) -> None:
-    tensors = make_tensors(SHORT)
+    tensors = make_dense_decode_tensors(SHORT)
     narrow = with_columns(tensors, 10)
     with cute_mla.simulate(bench.arch, SM_COUNT):
         for planned_for in ([9 * CUT, 9 * CUT, 9 * CUT], [0, 5 * CUT, 0], [7, 0, 70_000]):
@@ -127,7 +127,7 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return storage[GUARD : GUARD + size].view(shape), storage
 
 
-def invariant_limit(case: Case) -> int:
+def invariant_limit(case: DenseDecodeCase) -> int:
     return case.pages_per_request * case.page_size
 
 
@@ -137,7 +137,7 @@ def invariant_limit(case: Case) -> int:
 def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, columns: int | None) -> None:
     """The only findings allowed are those of accumulator rows that such a plan leaves unwritten, and merges."""
     draw = random.Random(contents)
-    tensors = make_tensors(SHORT)
+    tensors = make_dense_decode_tensors(SHORT)
     if columns is not None:
         tensors = with_columns(tensors, columns)
     limit = tensors.block_table.shape[1] * SHORT.page_size if invariant else None
@@ -175,7 +175,7 @@ def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_lengths_that_the_table_has_no_room_for(bench: Bench, invariant: bool) -> None:
-    tensors = make_tensors(replace(SHORT, lengths=(320, 320, 320)))
+    tensors = make_dense_decode_tensors(replace(SHORT, lengths=(320, 320, 320)))
     tensors = with_columns(tensors, 10)
     with cute_mla.simulate(bench.arch, SM_COUNT):
         for given, meant in (([321, -1, 1 << 30], [320, 0, 320]), ([(1 << 31) - 1, -(1 << 31), 63], [320, 0, 63])):
@@ -186,7 +186,7 @@ def test_lengths_that_the_table_has_no_room_for(bench: Bench, invariant: bool) -
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_plan_for_another_number_of_parts_is_refused(bench: Bench, invariant: bool) -> None:
-    tensors = make_tensors(SHORT)
+    tensors = make_dense_decode_tensors(SHORT)
     with cute_mla.simulate(bench.arch, 9):
         plan = make_plan(SHORT, [300, 0, 70])
     with cute_mla.simulate(bench.arch, SM_COUNT), pytest.raises(ValueError, match=r"rows; supported: \d+, as get_mla_metadata returns"):

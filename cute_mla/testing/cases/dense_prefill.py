@@ -1,7 +1,7 @@
-"""Dense prefill: a DensePrefillCase is one call in all its particulars; and the tensors made for it.
+"""Cases of dense prefill.
 
-Tensors come from the case's seed, with nasty values on purpose: every row of q, k and v that belongs to no sequence is NaN, and
-so is whatever lies between and around rows, and so may be the keys and values of a sequence's neighbours.
+A case's seed determines its tensors, which probe what a kernel must not read: every row of q, k and v that belongs to no sequence is NaN,
+and so is the memory between and around rows. The keys and values of a sequence's neighbours may be NaN, too.
 """
 
 from __future__ import annotations
@@ -15,29 +15,24 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..spec.arch import Arch
-from ..spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
-from ..spec.mla import D_ROPE, ceil_div
-from .case import (
-    DTYPES,
-    STEEP,
-    TAGS,
-    BaseCase,
-    Given,
-    Tags,
-    Values,
+from ...spec.arch import Arch
+from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
+from ...spec.mla import ceil_div
+from .base import DTYPES, TAGS, BaseCase, Tags, Values
+from .tensors import (
+    Fp32Result,
+    OutputBuffer,
+    allocate_output_buffers,
+    allocate_q,
+    draw_queries,
     generator_for,
-    given_fp32,
-    given_out,
-    levels,
     nan_tensor,
-    normal,
-    q_storage,
-    signs,
+    normal_values,
+    ramp_keys,
 )
 
 MARGINS = (7, 4)  # tokens before the first sequence and after the last
-BLOCK = 64  # query rows, and keys, of a tile as suites count them
+BLOCK = 64  # query rows and keys of a tile, the unit of a case's cost
 
 Ends = Literal["margins", "clipped"]
 Neighbours = Literal["finite", "nan"]
@@ -53,12 +48,13 @@ def _lengths_tag(lengths: SeqLengths) -> str:
 class DensePrefillCase(BaseCase):
     """One call of dense prefill.
 
-    lengths: query tokens and keys of each sequence. group: query heads that share a KV head.
-    values: as in Case, along the keys of each sequence.
-    ends: "margins": tokens of nobody in front of the first sequence and behind the last (query tokens only if results are given,
-        since those of nobody are not written); "clipped": none, but the first offsets are negative and the last far beyond.
-    neighbours: "nan": keys and values of every second sequence, the second among them, are NaN, and so are its results.
-    kv_layout: "padded": rows further apart than they are long; "kvpacked": k and v as slices of one tensor; "heads_first":
+    lengths: query tokens and keys of each sequence. group: query heads per KV head.
+    values: as in DenseDecodeCase, along the keys of each sequence.
+    ends: "margins": tokens of no sequence before the first sequence and after the last; query tokens of no sequence only if the
+        caller passes results, since the call leaves their rows unwritten; "clipped": no such tokens, but the first offsets are
+        negative and the last offsets lie far beyond the tensors.
+    neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
+    kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
         transposed [h_kv, total_k, ..].
     """
 
@@ -92,24 +88,24 @@ class DensePrefillCase(BaseCase):
 
     @property
     def shape_id(self) -> str:
-        """The first part of the id."""
+        """Return the first part of the id."""
         causal = "causal" if self.causal else "full"
         return f"{self.dtype}-d{self.d_qk}-{_lengths_tag(self.lengths) or 'none'}-h{self.h_kv}x{self.group}-{causal}"
 
     @property
     def h_q(self) -> int:
-        """Query heads."""
+        """Return the number of query heads."""
         return self.h_kv * self.group
 
     @cached_property
     def q_starts(self) -> tuple[int, ...]:
-        """First row of q of each sequence, and the end of the last."""
+        """Return the first row of q of each sequence, and the end of the last sequence."""
         margin = MARGINS[0] if self._q_margins else 0
         return tuple(accumulate((s_q for s_q, _ in self.lengths), initial=margin))
 
     @cached_property
     def k_starts(self) -> tuple[int, ...]:
-        """First row of k and v of each sequence, and the end of the last."""
+        """Return the first row of k and v of each sequence, and the end of the last sequence."""
         return tuple(accumulate((s_k for _, s_k in self.lengths), initial=MARGINS[0] if self.ends == "margins" else 0))
 
     @property
@@ -118,31 +114,31 @@ class DensePrefillCase(BaseCase):
 
     @property
     def total_q(self) -> int:
-        """Rows of q."""
+        """Return the rows of q."""
         return self.q_starts[-1] + (MARGINS[1] if self._q_margins else 0)
 
     @property
     def total_k(self) -> int:
-        """Rows of k and v."""
+        """Return the rows of k and v."""
         return self.k_starts[-1] + (MARGINS[1] if self.ends == "margins" else 0)
 
     @property
     def max_seqlen_q(self) -> int:
-        """Query tokens of the longest sequence."""
+        """Return the query tokens of the longest sequence."""
         return max((s_q for s_q, _ in self.lengths), default=0)
 
     @property
     def max_seqlen_k(self) -> int:
-        """Keys of the longest sequence."""
+        """Return the keys of the longest sequence."""
         return max((s_k for _, s_k in self.lengths), default=0)
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
-        """(1, total_q, h_q, d_qk)."""
+        """Return (1, total_q, h_q, d_qk)."""
         return 1, self.total_q, self.h_q, self.d_qk
 
     def problem(self, arch: Arch) -> DensePrefillProblem:
-        """The shapes of the call."""
+        """Return the shapes of the call."""
         return DensePrefillProblem(
             arch=arch,
             dtype=self.dtype,
@@ -156,11 +152,11 @@ class DensePrefillCase(BaseCase):
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 query rows x 64 keys in which any row sees a key; a block of rows that see nothing counts as one."""
+        """Return the cost on the simulated device: unmasked tiles of 64 query rows x 64 keys; rows without keys cost one tile."""
         return sum(max(ceil_div(keys, BLOCK), 1) for lengths in self.lengths for keys in self._keys_of_blocks(*lengths)) * self.h_q
 
     def _keys_of_blocks(self, s_q: int, s_k: int) -> list[int]:
-        """Of each 64 query rows of a sequence, how many keys the last of them sees."""
+        """Return for each block of 64 query rows of a sequence how many keys its last row attends to."""
         ends = [min(first + BLOCK, s_q) for first in range(0, s_q, BLOCK)]
         return [min(max(end + s_k - s_q, 0), s_k) if self.causal else s_k for end in ends]
 
@@ -170,7 +166,7 @@ class DensePrefillTensors:
     """The operands of a case.
 
     q dtype [total_q, h_q, d_qk]; k dtype [total_k, h_kv, d_qk]; v dtype [total_k, h_kv, 128]; cu_seqlens_q, cu_seqlens_k int32
-    [sequences + 1]. given: out dtype [total_q, h_q, 128], lse fp32 [total_q, h_q].
+    [sequences + 1]. output_buffers: out dtype [total_q, h_q, 128], lse fp32 [total_q, h_q].
     """
 
     q: Tensor
@@ -178,11 +174,11 @@ class DensePrefillTensors:
     v: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    given: Mapping[str, Given] = field(default_factory=dict)
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
 def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.device = "cpu") -> DensePrefillTensors:
-    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
+    """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
     device = torch.device(device)
     k, v = _kv_storage(case, device)
     for sequence, (first, (_, s_k)) in enumerate(zip(case.k_starts, case.lengths, strict=False)):
@@ -194,7 +190,7 @@ def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.devic
         v=v,
         cu_seqlens_q=_offsets(case, case.q_starts, device),
         cu_seqlens_k=_offsets(case, case.k_starts, device),
-        given=_given(case, device),
+        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1)}, drop_batch=True),
     )
 
 
@@ -205,37 +201,25 @@ def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.devi
     return torch.tensor(offsets, dtype=torch.int32, device=device)
 
 
-def _given(case: DensePrefillCase, device: torch.device) -> dict[str, Given]:
-    if case.outputs == "allocated":
-        return {}
-    results = {"out": given_out(case, device), "lse": given_fp32(case, (1, case.total_q, case.h_q), 1, device)}
-    return {name: Given(given.tensor[0], given.storage) for name, given in results.items()}
-
-
 def _q(case: DensePrefillCase, device: torch.device) -> Tensor:
-    q = q_storage(case, device)[0]
+    q = allocate_q(case, device)[0]
     own = q[case.q_starts[0] : case.q_starts[-1]]
-    values = normal(tuple(own.shape), generator_for(case, own.numel(), device))
-    if case.values != "normal":
-        values[..., -D_ROPE:] = STEEP * signs(values.device)
-    own.copy_(values)
+    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device)))
     return q
 
 
 def _fill_keys(case: DensePrefillCase, sequence: int, k: Tensor, v: Tensor) -> None:
-    """Draws keys and values of a sequence."""
+    """Draw the keys and values of a sequence."""
     generator = generator_for(case, k.numel(), k.device, 1000 + 2 * sequence)
-    keys = normal(tuple(k.shape), generator)
+    keys = normal_values(tuple(k.shape), generator)
     if case.values != "normal":
-        place = torch.arange(len(k), device=keys.device)
-        level = levels(case.values, place / max(len(k) - 1, 1), generator)
-        keys[..., -D_ROPE:] = level[:, None, None] * signs(keys.device)
+        ramp_keys(case.values, keys, len(keys), generator)
     k.copy_(keys)
-    v.copy_(normal(tuple(v.shape), generator_for(case, k.numel(), k.device, 1001 + 2 * sequence)))
+    v.copy_(normal_values(tuple(v.shape), generator_for(case, k.numel(), k.device, 1001 + 2 * sequence)))
 
 
 def _kv_storage(case: DensePrefillCase, device: torch.device) -> tuple[Tensor, Tensor]:
-    """k [total_k, h_kv, d_qk] and v [total_k, h_kv, 128] in their layout, NaN in and around them."""
+    """Allocate k [total_k, h_kv, d_qk] and v [total_k, h_kv, 128] in their layout, with NaN in and around them."""
     rows, heads, d_qk, dtype = case.total_k, case.h_kv, case.d_qk, DTYPES[case.dtype]
     match case.kv_layout:
         case "packed":

@@ -1,4 +1,4 @@
-"""The suites of sparse prefill."""
+"""Suites of sparse prefill."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from ..spec.sparse_prefill import HEAD_DIMS
-from .planned import Bearable
-from .prefill_cases import SparsePrefillCase
+from ...spec.sparse_prefill import HEAD_DIMS
+from ..cases.base import DTYPES
+from ..cases.sparse_prefill import SparsePrefillCase
+from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
 GRID_S_Q = (1, 62, 213)
 GRID_H_Q = (64, 128)
-GRID_DTYPES = ("bf16", "fp16")
 MOSTLY_INVALID = ((32, 2048), (64, 8192))  # (s_kv, topk)
 HEADS = (1, 3, 16, 48, 64, 96, 128)
 TOPKS = (1, 63, 65, 2048)
-SHORT_TILES = 128  # the simulated device runs cases of the grid of up to so many tiles whole
+SHORT_TILES = 128  # the simulated device runs cases of the grid with at most this many tiles whole
 
 _MINUS_INF = float("-inf")
 
-# A small sm_count has each group of CTAs walk many tokens.
+# With a small sm_count each group of CTAs processes many tokens.
 SMOKE: tuple[SparsePrefillCase, ...] = (
-    # FlashMLA's own: the heads of DeepSeek-V3.2, rows of either width, no options; and all options.
+    # FlashMLA's cases: the heads of DeepSeek-V3.2, rows of both widths, without options and with all options.
     SparsePrefillCase(s_q=3, h_q=128, s_kv=1521, topk=512),
     SparsePrefillCase("fp16", s_q=6, h_q=64, d_qk=512, s_kv=592, topk=128, lengths="drawn", indices="mixed", sinks="infinite"),
     SparsePrefillCase(
         "fp16", s_q=4, h_q=128, s_kv=1840, topk=256, lengths="drawn", values="peaks", indices="mixed", sinks="infinite"
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided"),
-    # Tokens of none, one and many tiles, one behind the other on one group of CTAs, with and without valid indices.
+    # Tokens of no, one and many tiles in sequence on one group of CTAs, with and without valid indices.
     SparsePrefillCase(
         s_q=12, h_q=128, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
         sm_count=2,
     ),
     SparsePrefillCase(s_q=15, h_q=16, d_qk=512, s_kv=700, topk=321, lengths="edges", indices="mixed", q_layout="odd", sm_count=1),
     SparsePrefillCase("fp16", batch=2, form="batched", s_q=7, h_q=48, s_kv=200, topk=130, lengths="edges", sinks="infinite", sm_count=3),
-    # Requests with rows of their own: none for some of them, and indices that only a neighbour has.
+    # Requests with rows of their own: some requests have none, and some indices are valid only for a neighbour.
     SparsePrefillCase(batch=4, form="ragged", s_q=3, h_q=64, s_kv=150, topk=200, indices="mixed", outputs="given", sm_count=6),
     SparsePrefillCase("fp16", batch=5, form="clipped", s_q=2, h_q=96, d_qk=512, s_kv=100, topk=65, indices="mixed", sinks="drawn"),
-    # Every kind of access to Q and out, with every type and either width.
+    # Every width of access to Q and out, with every dtype and both widths of rows.
     SparsePrefillCase(s_q=4, h_q=3, s_kv=300, topk=65, indices="mixed", index_layout="odd", q_layout="odd", outputs="odd", sm_count=2),
     SparsePrefillCase("fp16", s_q=3, h_q=128, s_kv=64, topk=63, q_layout="heads_first", outputs="odd", kv_layout="padded_rows"),
     SparsePrefillCase("fp16", s_q=2, h_q=70, d_qk=512, s_kv=128, topk=100, q_layout="odd", indices="mixed", outputs="strided"),
     SparsePrefillCase(batch=2, form="batched", s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even", kv_layout="layers"),
     SparsePrefillCase("fp16", batch=2, form="batched", s_q=2, h_q=16, d_qk=512, s_kv=100, topk=64, q_layout="sliced", kv_layout="far"),
-    # Nothing but invalid indices, and no tokens; tokens of mostly invalid ones.
+    # Only invalid indices, no tokens, and tokens with mostly invalid indices.
     SparsePrefillCase(s_q=3, h_q=8, s_kv=64, topk=130, indices="none", sinks="infinite", empty_lse=_MINUS_INF, outputs="strided"),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
     SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=1),
-    # The running maximum moves in every tile of a long loop, never after the first, or by far at a few keys.
+    # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
     SparsePrefillCase(s_q=2, h_q=128, s_kv=1300, topk=1100, values="rising", sm_count=2),
     SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1100, values="falling", softmax_scale=0.1, sm_count=1),
     SparsePrefillCase(s_q=3, h_q=128, s_kv=2000, topk=1024, values="amplified", softmax_scale=64.0),
@@ -58,8 +58,8 @@ SMOKE: tuple[SparsePrefillCase, ...] = (
 
 
 def grid() -> Iterator[SparsePrefillCase]:
-    """FlashMLA's sparse-prefill grid, plain and with all options, in both types."""
-    for dtype, d_qk, h_q, s_q, (s_kv, topk) in product(GRID_DTYPES, HEAD_DIMS, GRID_H_Q, GRID_S_Q, GRID_KEYS):
+    """Yield FlashMLA's sparse-prefill grid, plain and with all options, in both dtypes."""
+    for dtype, d_qk, h_q, s_q, (s_kv, topk) in product(DTYPES, HEAD_DIMS, GRID_H_Q, GRID_S_Q, GRID_KEYS):
         plain = SparsePrefillCase(dtype, s_q=s_q, h_q=h_q, d_qk=d_qk, s_kv=s_kv, topk=topk)
         yield plain
         yield _with_all_options(plain)
@@ -70,8 +70,8 @@ def _with_all_options(case: SparsePrefillCase) -> SparsePrefillCase:
 
 
 def corner_cases() -> Iterator[SparsePrefillCase]:
-    """Many more indices than rows, FlashMLA's amplified rows, and numbers of heads and indices that it does not take."""
-    for dtype, d_qk in product(GRID_DTYPES, HEAD_DIMS):
+    """Yield many more indices than rows, FlashMLA's amplified rows, and numbers of heads and indices that FlashMLA rejects."""
+    for dtype, d_qk in product(DTYPES, HEAD_DIMS):
         case = SparsePrefillCase(dtype, d_qk=d_qk)
         yield from (replace(case, s_q=2, h_q=h_q, s_kv=s_kv, topk=topk) for (s_kv, topk), h_q in product(MOSTLY_INVALID, GRID_H_Q))
         yield replace(case, s_q=6, s_kv=100, topk=130, indices="none", sinks="infinite", form="batched")
@@ -85,7 +85,7 @@ def corner_cases() -> Iterator[SparsePrefillCase]:
             yield replace(long, values="rising")
 
 
-# A few of 4,096 keys, one and several on a group of CTAs.
+# Long cases of 4,096 keys, with one and with several tokens per group of CTAs.
 _LONG = (
     SparsePrefillCase(s_q=2, h_q=128, s_kv=8192, topk=4096, sm_count=2),
     SparsePrefillCase(s_q=2, h_q=64, d_qk=512, s_kv=8192, topk=4096),
@@ -94,7 +94,7 @@ _LONG = (
 
 
 def full_cases() -> list[SparsePrefillCase]:
-    """Every case of the unreduced suite, once."""
+    """Return every case of the full suite once."""
     return list(dict.fromkeys([*SMOKE, *corner_cases(), *_LONG, *grid()]))
 
 
@@ -109,4 +109,4 @@ def _factors(case: SparsePrefillCase) -> tuple[Hashable, ...]:
     return case.dtype, case.d_qk, case.h_q, case.s_q, (case.s_kv, case.topk), case.indices
 
 
-SIMULATED: Bearable[SparsePrefillCase] = Bearable(_runs_whole, _factors, lambda case: "large")
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))

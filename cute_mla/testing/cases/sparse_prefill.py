@@ -1,7 +1,7 @@
-"""Sparse prefill: a SparsePrefillCase is one call in all its particulars; and the tensors made for it.
+"""Cases of sparse prefill.
 
-Tensors come from the case's seed, with nasty values on purpose: every row of kv that no index which counts names is NaN, and
-so is whatever lies between and around rows. Indices beyond a length name rows like any other, but nobody fills them.
+A case's seed determines its tensors, which probe what a kernel must not read: every row of kv that no used index names is NaN, and so is
+the memory between and around rows. Indices beyond topk_length name rows like any other, but these rows hold no keys.
 """
 
 from __future__ import annotations
@@ -16,46 +16,28 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..spec.arch import Arch
-from ..spec.dense_decode import TILE_ROWS
-from ..spec.mla import D_QK, D_ROPE, ceil_div
-from ..spec.sparse_prefill import HEAD_DIMS, SparsePrefillProblem
-from ..spec.split_plan import TILE_KEYS
-from .case import (
-    DTYPES,
-    STEEP,
-    TAGS,
-    BatchedCase,
-    Given,
-    Tags,
+from ...spec.arch import Arch
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_QK, ceil_div
+from ...spec.sparse_prefill import HEAD_DIMS, SparsePrefillProblem
+from ...spec.split_plan import TILE_KEYS
+from . import sparse_indices
+from .base import DTYPES, TAGS, BatchedCase, Tags
+from .sparse_indices import FAR_BYTES, INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
+from .tensors import (
+    Fp32Result,
+    OutputBuffer,
+    allocate_output_buffers,
+    allocate_q,
+    draw_queries,
     generator_for,
-    given_fp32,
-    given_out,
-    levels,
     nan_tensor,
-    normal,
-    q_storage,
-    signs,
-)
-from .indexed import (
-    FAR_BYTES,
-    INT_MAX,
-    INT_MIN,
-    IndexLayout,
-    Indices,
-    Lengths,
-    Sinks,
-    counted,
-    drawn_sinks,
-    index_values,
-    laid_out,
-    lengths_tag,
-    named_keys,
-    told_lengths,
+    normal_values,
+    ramp_keys,
 )
 
 MARGINS = (7, 4)  # rows of a ragged kv before the first request and after the last
-AMPLIFIED = 2.0**8  # FlashMLA's k_amplifier
+AMPLIFIED = 2.0**8  # k_amplifier of FlashMLA's tests
 
 PrefillValues = Literal["normal", "rising", "falling", "peaks", "amplified"]
 Form = Literal["single", "batched", "ragged", "clipped"]
@@ -66,25 +48,25 @@ KvLayout = Literal["packed", "padded_rows", "layers", "far"]
 class SparsePrefillCase(BatchedCase):
     """One call of sparse prefill.
 
-    s_kv: rows of kv, or of each request; ragged, of the longest. topk: indices of each token; beyond the rows that there are,
-        they are invalid.
-    form: "single": no batch dimension; "batched": kv [b, s_kv]; "ragged": the requests' rows one behind the other, the second
-        request having none, and rows of nobody in front and behind; "clipped": so, but the first offset is negative, the last
-        beyond kv, and the second request ends before it begins.
-    lengths: of tokens, as told_lengths has them.
-    values: as in Case, along the rows of a request, which rising and falling indices then name in order; "amplified": of every
-        fifty rows one is AMPLIFIED times larger than the others, and as large as those of "normal": scores of the rest are
-        all but 0, so that the maximum moves by far wherever one of these turns up, given a scale such as 64.
-    kv_layout: "padded_rows": rows further apart than they are long; "layers": one layer of several that lie side by side;
+    s_kv: rows of kv, per request; with form "ragged", of the longest request. topk: indices per token; indices beyond the number of
+        rows are invalid.
+    form: "single": no batch dimension; "batched": kv [b, s_kv]; "ragged": kv_offsets, the rows of all requests packed, none for the
+        second request, and rows of no request before the first and after the last; "clipped": like "ragged", but the first offset
+        is negative, the last lies beyond kv, and the second request ends before it begins.
+    lengths: the topk_length of each token, as in draw_topk_lengths.
+    values: as in DenseDecodeCase, along the rows of a request; indices of "rising" and "falling" ascend; "amplified": one row in
+        fifty is as large as with "normal" and AMPLIFIED times larger than all others. With a scale such as 64 the scores of the
+        small rows are almost 0, and the running maximum jumps at each large row.
+    kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
         "far": the last eighth of the rows lies beyond 2^32 bytes.
-    indices, index_layout, sinks: as named_keys, laid_out and drawn_sinks have them; see invalid_indices.
+    indices: as in draw_key_positions, with the values of invalid_indices. index_layout: as in lay_out_indices. sinks: as in draw_sinks.
     """
 
     op: ClassVar[str] = "sparse_prefill"
     cut_by: ClassVar[str] = "s_q"
     tags: ClassVar[Tags] = {
         "form": str,
-        "lengths": lambda lengths: f"len_{lengths_tag(lengths)}",
+        "lengths": lambda lengths: f"len_{sparse_indices.lengths_tag(lengths)}",
         "indices": lambda indices: f"idx_{indices}",
         "sinks": lambda sinks: f"sinks_{sinks}",
         "index_layout": lambda layout: f"idx_{layout}",
@@ -113,27 +95,27 @@ class SparsePrefillCase(BatchedCase):
 
     @property
     def shape_id(self) -> str:
-        """The first part of the id."""
+        """Return the first part of the id."""
         return f"{self.dtype}-d{self.d_qk}-b{self.batch}-q{self.s_q}-k{self.s_kv}t{self.topk}-h{self.h_q}"
 
     @property
     def tokens(self) -> int:
-        """Query tokens of all requests."""
+        """Return the query tokens of all requests."""
         return self.batch * self.s_q
 
     @cached_property
     def topk_lengths(self) -> tuple[int, ...] | None:
-        """What the call is told of how many indices of each token count."""
-        return told_lengths(self.lengths, self.tokens, self.topk, f"{self.seed} {self.tokens} {self.topk}")
+        """Return the topk_length argument, one length per token, or None."""
+        return sparse_indices.draw_topk_lengths(self.lengths, self.tokens, self.topk, f"{self.seed} {self.tokens} {self.topk}")
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many indices of each token count."""
-        return counted(self.topk_lengths, self.tokens, self.topk)
+        """Return how many indices the kernel uses per token."""
+        return sparse_indices.clip_topk_lengths(self.topk_lengths, self.tokens, self.topk)
 
     @cached_property
     def request_lengths(self) -> tuple[int, ...]:
-        """Rows that kv holds for each request."""
+        """Return the rows that kv holds for each request."""
         if self.form in ("single", "batched"):
             return (self.s_kv,) * self.batch
         draw = random.Random(f"{self.seed} {self.batch} {self.s_kv}")
@@ -142,12 +124,12 @@ class SparsePrefillCase(BatchedCase):
 
     @property
     def kv_rows(self) -> int:
-        """Rows of kv."""
+        """Return the rows of kv."""
         return sum(self.request_lengths) + (0 if self.form in ("single", "batched") else sum(MARGINS))
 
     @cached_property
     def offsets(self) -> tuple[int, ...] | None:
-        """kv_offsets."""
+        """Return the kv_offsets argument, or None."""
         if self.form in ("single", "batched"):
             return None
         offsets = list(accumulate(self.request_lengths, initial=MARGINS[0]))
@@ -159,20 +141,20 @@ class SparsePrefillCase(BatchedCase):
 
     @cached_property
     def row_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Of each request, its first row in kv (all requests' rows counted one behind the other) and how many it has."""
+        """Return for each request its first row in kv, counted over the rows of all requests, and its number of rows."""
         if self.offsets is None:
             return tuple((request * self.s_kv, self.s_kv) for request in range(self.batch))
         bounds = [min(max(offset, 0), self.kv_rows) for offset in self.offsets]
         return tuple((first, max(end - first, 0)) for first, end in pairwise(bounds))
 
     def invalid_indices(self, request: int) -> tuple[int, ...]:
-        """Values that are no row of a request: FlashMLA's, and what names a neighbour's row, or the first or last row of kv."""
+        """Return indices that name no row of a request: those of FlashMLA's tests, and a neighbour's row or the first or last row of kv."""
         first, rows = self.row_ranges[request]
         others = (min(-first, -1), max(self.kv_rows - 1 - first, rows))
         return -1, INT_MIN, -123456, rows, rows + 1, 114514, 1919810, 2_147_480_000, INT_MAX, *others
 
     def problem(self, arch: Arch) -> SparsePrefillProblem:
-        """The shapes of the call."""
+        """Return the shapes of the call."""
         return SparsePrefillProblem(
             arch=arch,
             dtype=self.dtype,
@@ -185,17 +167,17 @@ class SparsePrefillCase(BatchedCase):
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; an empty token counts as one key tile."""
+        """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; a token without keys costs one key tile."""
         return sum(max(ceil_div(count, TILE_KEYS), 1) for count in self.counts) * ceil_div(self.h_q, TILE_ROWS)
 
 
 @dataclass(frozen=True)
 class SparsePrefillTensors:
-    """The operands of a case.
+    """The operands of a case; the call omits operands that are None.
 
-    q dtype [b, s_q, h_q, d_qk]; kv dtype [b, s_kv, 1, d_qk], with offsets [kv_rows, 1, d_qk]; indices int32
-    [b, s_q, 1, topk]; topk_length int32 [b, s_q]; attn_sink fp32 [h_q]; kv_offsets int32 [b + 1]; what is None is absent from
-    the call. given: out dtype [b, s_q, h_q, 512], max_logits and lse fp32 [b, s_q, h_q]. Of form "single" all without batch.
+    q dtype [b, s_q, h_q, d_qk]; kv dtype [b, s_kv, 1, d_qk], with kv_offsets [kv_rows, 1, d_qk]; indices int32
+    [b, s_q, 1, topk]; topk_length int32 [b, s_q]; attn_sink fp32 [h_q]; kv_offsets int32 [b + 1]. output_buffers: out dtype
+    [b, s_q, h_q, 512], max_logits and lse fp32 [b, s_q, h_q]. Tensors of form "single" have no dimension b.
     """
 
     q: Tensor
@@ -204,11 +186,11 @@ class SparsePrefillTensors:
     topk_length: Tensor | None = None
     attn_sink: Tensor | None = None
     kv_offsets: Tensor | None = None
-    given: Mapping[str, Given] = field(default_factory=dict)
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
-def make_prefill_tensors(case: SparsePrefillCase, device: str | torch.device = "cpu") -> SparsePrefillTensors:
-    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
+def make_sparse_prefill_tensors(case: SparsePrefillCase, device: str | torch.device = "cpu") -> SparsePrefillTensors:
+    """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
     device = torch.device(device)
     indices, named = _indices(case)
     kv = _kv(case, named.to(device))
@@ -216,16 +198,16 @@ def make_prefill_tensors(case: SparsePrefillCase, device: str | torch.device = "
     return SparsePrefillTensors(
         q=_as_called(case, _q(case, device)),
         kv=_as_called(case, kv.unflatten(0, (case.batch, case.s_kv)) if case.offsets is None else kv),
-        indices=_as_called(case, laid_out(indices, case.index_layout).to(device)).unsqueeze(-2),
+        indices=_as_called(case, sparse_indices.lay_out_indices(indices, case.index_layout).to(device)).unsqueeze(-2),
         topk_length=None if lengths is None else _as_called(case, lengths),
-        attn_sink=drawn_sinks(case.sinks, case.h_q, case.seed, device),
+        attn_sink=sparse_indices.draw_sinks(case.sinks, case.h_q, case.seed, device),
         kv_offsets=None if case.offsets is None else _int32(case.offsets, device),
-        given=_given(case, device),
+        output_buffers=_output_buffers(case, device),
     )
 
 
 def _as_called(case: SparsePrefillCase, tensor: Tensor) -> Tensor:
-    """A tensor [b, ..] as the call of the case's form has it."""
+    """Drop the batch dimension of a tensor [b, ..] if the case's form has none."""
     return tensor[0] if case.form == "single" else tensor
 
 
@@ -233,28 +215,19 @@ def _int32(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def _given(case: SparsePrefillCase, device: torch.device) -> dict[str, Given]:
-    if case.outputs == "allocated":
-        return {}
-    per_row = (case.batch, case.s_q, case.h_q)
-    results = {
-        "out": given_out(case, device),
-        "max_logits": given_fp32(case, per_row, 1, device),
-        "lse": given_fp32(case, per_row, 2, device),
-    }
-    return {name: Given(_as_called(case, given.tensor), given.storage) for name, given in results.items()}
+def _output_buffers(case: SparsePrefillCase, device: torch.device) -> dict[str, OutputBuffer]:
+    shape = (case.batch, case.s_q, case.h_q)
+    fp32 = {"max_logits": Fp32Result(shape, 1), "lse": Fp32Result(shape, 2)}
+    return allocate_output_buffers(case, device, fp32, drop_batch=case.form == "single")
 
 
 def _q(case: SparsePrefillCase, device: torch.device) -> Tensor:
-    q = q_storage(case, device)
-    values = normal((case.batch, case.s_q, case.h_q, case.d_qk), generator_for(case, q.numel(), device))
-    if case.values in ("rising", "falling", "peaks"):
-        values[..., -D_ROPE:] = STEEP * signs(values.device)
-    return q.copy_(values)
+    q = allocate_q(case, device)
+    return q.copy_(draw_queries(case.values, case.q_shape, generator_for(case, q.numel(), device)))
 
 
 def _indices(case: SparsePrefillCase) -> tuple[Tensor, Tensor]:
-    """int32 [b, s_q, topk], and bool [kv_rows]: which rows of kv the indices that count name."""
+    """Draw indices int32 [b, s_q, topk], and mark the rows of kv that used indices name, bool [kv_rows]."""
     draw = torch.Generator().manual_seed(case.seed + 10)
     indices = torch.empty(case.batch, case.s_q, case.topk, dtype=torch.int32)
     named = torch.zeros(case.kv_rows, dtype=torch.bool)
@@ -263,25 +236,23 @@ def _indices(case: SparsePrefillCase) -> tuple[Tensor, Tensor]:
         invalid = case.invalid_indices(request)
         for place in range(case.s_q):
             token = request * case.s_q + place
-            keys = named_keys(case.indices, token, rows, case.topk, ordered=ordered, kinds=len(invalid), draw=draw)
-            indices[request, place] = index_values(keys, torch.arange(rows), invalid)
-            counting = keys[: case.counts[token]]
-            named[first + counting[counting >= 0]] = True
+            keys = sparse_indices.draw_key_positions(case.indices, token, rows, case.topk, ordered=ordered, kinds=len(invalid), draw=draw)
+            indices[request, place] = sparse_indices.encode_indices(keys, torch.arange(rows), invalid)
+            used = keys[: case.counts[token]]
+            named[first + used[used >= 0]] = True
     return indices, named
 
 
 def _kv(case: SparsePrefillCase, named: Tensor) -> Tensor:
-    """kv [kv_rows, 1, d_qk] in its layout, all requests' rows one behind the other; rows that are not named are NaN."""
+    """Make kv [kv_rows, 1, d_qk] in its layout, the rows of all requests packed; rows that no index names are NaN."""
     generator = generator_for(case, case.kv_rows * case.d_qk, named.device, 11)
-    rows = normal((case.kv_rows, case.d_qk), generator)
+    rows = normal_values((case.kv_rows, case.d_qk), generator)
     if case.values == "amplified":
         small = torch.rand(case.kv_rows, 1, generator=generator, device=rows.device) >= 0.02
         rows = torch.where(small, rows / AMPLIFIED, rows)
     elif case.values != "normal":
         for first, count in case.row_ranges:
-            place = torch.arange(count, device=rows.device)
-            level = levels(case.values, place / max(count - 1, 1), generator)
-            rows[first : first + count, -D_ROPE:] = level[:, None] * signs(rows.device)
+            ramp_keys(case.values, rows[first : first + count], count, generator)
     kv = _kv_storage(case, named.device)
     kv.fill_(float("nan"))
     kv[named, 0] = rows.to(named.device)[named].to(kv)
@@ -289,7 +260,7 @@ def _kv(case: SparsePrefillCase, named: Tensor) -> Tensor:
 
 
 def _kv_storage(case: SparsePrefillCase, device: torch.device) -> Tensor:
-    """[kv_rows, 1, d_qk] in its layout, NaN around it ("far": uninitialised, most never touched)."""
+    """Allocate kv [kv_rows, 1, d_qk] in its layout, with NaN around it; "far": uninitialised memory."""
     rows, d_qk, dtype = case.kv_rows, case.d_qk, DTYPES[case.dtype]
     match case.kv_layout:
         case "packed":

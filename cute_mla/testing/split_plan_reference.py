@@ -1,4 +1,4 @@
-"""split_plan in plain Python, and the loop of its consumers: what the kernel must produce and what a plan must satisfy."""
+"""Reference of split_plan in plain Python, and of the loop in which the decode kernels process a plan."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..spec.split_plan import (
 
 
 @dataclass(frozen=True)
-class Plan:
-    """parts: num_parts rows of PLAN_COLUMNS; num_splits: batch + 1 first accumulator rows."""
+class SplitPlan:
+    """The plan of a decode batch. parts: num_parts rows of PLAN_COLUMNS; num_splits: batch + 1 first accumulator rows."""
 
     parts: tuple[tuple[int, ...], ...]
     num_splits: tuple[int, ...]
@@ -31,7 +31,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Piece:
-    """The key tiles [begin, end) of one request, done at once; row: its accumulator row, None when written directly."""
+    """The key tiles [begin, end) of one request that one part processes; row: their accumulator row, None if the part writes the output."""
 
     request: int
     begin: int
@@ -40,17 +40,17 @@ class Piece:
 
 
 def actual_tiles(length: int) -> int:
-    """Key tiles that a length occupies."""
+    """Return the number of key tiles of a length."""
     return ceil_div(max(length, 0), TILE_KEYS)
 
 
 def planned_tiles(length: int) -> int:
-    """Key tiles that the plan reckons with: at least one, since an empty request must still write its output."""
+    """Return the number of key tiles in the plan: at least one, since an empty request must still write its output."""
     return max(actual_tiles(length), 1)
 
 
 def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
-    """The num_parts + 1 boundaries (request, tile) between parts."""
+    """Return the num_parts + 1 boundaries (request, tile) of the parts."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + planned_tiles(length) + PIECE_OVERHEAD_TILES)
@@ -72,9 +72,9 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[i
 
 
 def whole_boundaries(starts: Sequence[int], num_parts: int, cap: int) -> list[int]:
-    """The requests at which num_parts + 1 boundaries lie if every part takes as many whole requests as cost at most cap.
+    """Return num_parts + 1 boundaries, each a request, if every part takes as many whole requests as cost at most cap.
 
-    starts: cost of the requests before each, and of all. The last boundary is not the end of the batch if the parts do not hold it.
+    starts: cost of all requests before each request, and the total. The last boundary is less than the batch if it does not fit.
     """
     boundaries = [0]
     for _ in range(num_parts):
@@ -82,8 +82,8 @@ def whole_boundaries(starts: Sequence[int], num_parts: int, cap: int) -> list[in
     return boundaries
 
 
-def reference_plan(lengths: Sequence[int], num_parts: int) -> Plan:
-    """The plan for these lengths, boundary by boundary."""
+def reference_plan(lengths: Sequence[int], num_parts: int) -> SplitPlan:
+    """Return the plan for these lengths, computed boundary by boundary."""
     batch = len(lengths)
     boundaries = reference_boundaries(lengths, num_parts)
     cuts = [0] * batch
@@ -94,15 +94,15 @@ def reference_plan(lengths: Sequence[int], num_parts: int) -> Plan:
             cuts[begin[0]] += 1
             begin_split = _pieces_before(boundaries, begin)
         parts.append(_part(lengths, begin, end, begin_split))
-    # Boundary 0 cuts nothing and the last boundary is the end of the batch, so the loop above has seen every cut.
+    # Boundary 0 splits no request and the last boundary is the end of the batch: the loop above has seen every cut.
     rows = [0]
     for count in cuts:
         rows.append(rows[-1] + (count + 1 if count else 0))
-    return Plan(tuple(parts), tuple(rows))
+    return SplitPlan(tuple(parts), tuple(rows))
 
 
 def _pieces_before(boundaries: list[tuple[int, int]], begin: tuple[int, int]) -> int:
-    """Pieces of a request that lie before a cut of it."""
+    """Return the number of pieces of a request before one of its cuts."""
     return len({tile for request, tile in boundaries if request == begin[0] and 0 < tile <= begin[1]})
 
 
@@ -119,11 +119,11 @@ def _part(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int], 
     return (begin[0], end_req, begin[1], end_tile, begin_split, int(first), int(last), int(end_open))
 
 
-def pieces(plan: Plan, lengths: Sequence[int], split_tiles: int | None = None, max_splits: int = 0) -> Iterator[tuple[int, Piece]]:
-    """What every part does with these lengths, which may differ from the planned ones: (part, piece), as the decode
-    kernels walk it. A piece may be empty: it then says so in its accumulator row, or writes an empty output.
+def pieces(plan: SplitPlan, lengths: Sequence[int], split_tiles: int | None = None, max_splits: int = 0) -> Iterator[tuple[int, Piece]]:
+    """Yield (part, piece) for all parts, in the order of the decode kernels. Lengths may differ from the planned lengths.
 
-    split_tiles: None, or what a batch-invariant call rounds cuts down to, with max_splits rows for each request.
+    An empty piece marks its accumulator row as empty, or writes an empty output.
+    split_tiles: None, or the multiple to which a batch-invariant call rounds cuts down, with max_splits accumulator rows per request.
     """
     for index, part in enumerate(plan.parts):
         begin, end = _cuts(part, split_tiles)
@@ -143,7 +143,7 @@ def pieces(plan: Plan, lengths: Sequence[int], split_tiles: int | None = None, m
 
 
 def _cuts(part: tuple[int, ...], split_tiles: int | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Begin and end of a part, each (request, tile); the end is the first place that is not its own."""
+    """Return begin and end of a part, each (request, tile); the end is exclusive."""
     begin, end = (part[PART_BEGIN_REQ], part[PART_BEGIN_TILE]), (part[PART_END_REQ], part[PART_END_TILE])
     if split_tiles is not None:
         begin, end = ((request, tile - tile % split_tiles) for request, tile in (begin, end))

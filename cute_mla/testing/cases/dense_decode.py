@@ -1,7 +1,7 @@
-"""Dense decode: a Case is one call in all its particulars; and the tensors made for it.
+"""Cases of dense decode.
 
-Tensors come from the case's seed, with nasty values on purpose: pages are shuffled; unused pages, unused slots of the last
-page and whatever lies between the rows of a strided tensor are NaN; unused block-table entries are far out of range.
+A case's seed determines its tensors, which probe what a kernel must not read: pages are shuffled; unused pages, unused rows of the
+last page and the memory between the rows of a strided tensor are NaN; unused block-table entries are far out of range.
 """
 
 from __future__ import annotations
@@ -15,65 +15,43 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..spec.arch import Arch
-from ..spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
-from ..spec.mla import D_QK, D_ROPE, ceil_div
-from ..spec.split_plan import TILE_KEYS
-from .case import (
-    DTYPES,
-    STEEP,
-    TAGS,
-    Given,
-    Outputs,
-    QLayout,
-    Tags,
-    Values,
+from ...spec.arch import Arch
+from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
+from ...spec.mla import D_QK, ceil_div
+from ...spec.split_plan import TILE_KEYS
+from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .tensors import (
+    Fp32Result,
+    OutputBuffer,
+    allocate_output_buffers,
+    allocate_q,
+    draw_queries,
     generator_for,
-    levels,
     nan_tensor,
-    normal,
-    q_storage,
-    signs,
+    normal_values,
+    ramp_keys,
 )
-from .decode_case import DecodeCase, Metadata, given_results
-
-__all__ = [
-    "DTYPES",
-    "FAR_ELEMENTS",
-    "SPARE_PAGES",
-    "TABLE_SLACK",
-    "UNUSED_TABLE_ENTRY",
-    "CacheLayout",
-    "Case",
-    "Metadata",
-    "Outputs",
-    "QLayout",
-    "Tensors",
-    "Values",
-    "descale_tensor",
-    "make_tensors",
-]
 
 UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
 FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
-DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # of e4m3 operands, whose elements then reach from about 2^-9 to 300: no powers of two
+DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # no powers of two; elements of e4m3 operands then reach from about 2^-9 to 300
 
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
 
 
 @dataclass(frozen=True)
-class Case(DecodeCase):
+class DenseDecodeCase(DecodeCase):
     """One call of dense decode.
 
-    s_k: length of every request; its mean when varlen: N(s_k, s_k/2), at least s_q, as FlashMLA's tests draw it.
-    zero_lengths: about half of the requests have length 0. lengths: all lengths, instead of what s_k and these say.
-    values: "normal": N(0, 1)/10 clamped to +-1; "rising" and "falling": scores ramp along the keys, so that the running
-        maximum moves in every tile, or never again; "peaks": a few keys per request outweigh all others.
-    cache_layout: "layers": one layer of a cache that packs three in a block; "padded_rows": rows of 640 elements;
+    s_k: keys of every request. varlen: lengths are drawn from N(s_k, s_k/2), at least s_q, as FlashMLA's tests draw them.
+    zero_lengths: about half of the requests have length 0. lengths: all lengths; s_k, varlen and zero_lengths then do not count.
+    values: "normal": N(0, 1)/10 clamped to +-1; "rising": scores rise along the keys, so that the running maximum moves in every
+        tile; "falling": it never moves after the first tile; "peaks": a few keys per request outweigh all others.
+    cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
-    operands: as in DenseDecodeConfig: which of q and cache are e4m3, with DESCALE_Q and DESCALE_K.
+    operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     """
 
     op: ClassVar[str] = "dense_decode"
@@ -102,33 +80,33 @@ class Case(DecodeCase):
 
     @property
     def shape_id(self) -> str:
-        """The first part of the id."""
+        """Return the first part of the id."""
         lengths = "k" + "_".join(map(str, self.lengths)) if self.lengths is not None else f"k{self.s_k}{'v' * self.varlen}"
         return f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
 
     @property
     def d_qk(self) -> int:
-        """Columns of q."""
+        """Return the columns of q."""
         return D_QK
 
     @property
     def q_dtype(self) -> torch.dtype:
-        """The element type of q."""
+        """Return the dtype of q."""
         return torch.float8_e4m3fn if self.operands == FP8 else DTYPES[self.dtype]
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """The element type of the cache."""
+        """Return the dtype of the cache."""
         return DTYPES[self.dtype] if self.operands == LATENT else torch.float8_e4m3fn
 
     @property
     def descales(self) -> tuple[float | None, float | None]:
-        """What q and the cache are multiplied with; None where they are not e4m3."""
+        """Return the scales of q and of the cache, None for an operand that is not e4m3."""
         return DESCALE_Q if self.operands == FP8 else None, None if self.operands == LATENT else DESCALE_K
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        """The length of each request."""
+        """Return the length of each request."""
         if self.lengths is not None:
             return self.lengths
         draw = random.Random(f"{self.seed} {self.batch} {self.s_q} {self.s_k}")
@@ -141,16 +119,16 @@ class Case(DecodeCase):
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Pages that each request uses."""
+        """Return the number of pages that each request uses."""
         return tuple(ceil_div(length, self.page_size) for length in self.key_lengths)
 
     @property
     def pages_per_request(self) -> int:
-        """Columns of the block table."""
+        """Return the columns of the block table."""
         return max(self.pages, default=0) + TABLE_SLACK
 
     def problem(self, arch: Arch) -> DenseDecodeProblem:
-        """The shapes of the call."""
+        """Return the shapes of the call."""
         return DenseDecodeProblem(
             arch=arch,
             dtype=self.dtype,
@@ -167,23 +145,23 @@ class Case(DecodeCase):
 
     @property
     def tiles(self) -> int:
-        """Tiles of 64 query rows x 64 keys, the measure of a simulated case's cost; an empty request counts as one key tile."""
+        """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; an empty request costs one key tile."""
         key_tiles = sum(max(ceil_div(length, TILE_KEYS), 1) for length in self.key_lengths)
         return key_tiles * ceil_div(self.s_q * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
 
     @property
     def has_masked_rows(self) -> bool:
-        """Whether a query row of a request that has keys sees none of them, for causality."""
+        """Return True if the causal mask hides every key of a nonempty request from some query row."""
         return self.causal and any(0 < length < self.s_q for length in self.key_lengths)
 
 
 @dataclass(frozen=True)
-class Tensors:
+class DenseDecodeTensors:
     """The operands of a case.
 
     q dtype or e4m3 [b, s_q, h_q, 576]; k_cache dtype or e4m3 [pages, page, h_kv, 576]; block_table int32 [b, columns];
-    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] where the operand is e4m3; given: out dtype [b, s_q, h_q, 512]
-    and lse fp32 [b, h_q, s_q], unless the call is to allocate them.
+    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None; output_buffers: out dtype [b, s_q, h_q, 512]
+    and lse fp32 [b, h_q, s_q], unless the call allocates them.
     """
 
     q: Tensor
@@ -192,31 +170,35 @@ class Tensors:
     cache_seqlens: Tensor
     descale_q: Tensor | None = None
     descale_k: Tensor | None = None
-    given: Mapping[str, Given] = field(default_factory=dict)
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
-def make_tensors(case: Case, device: str | torch.device = "cpu") -> Tensors:
-    """The operands of a case, the same for the same case (and on every device, unless they exceed 2^25 elements)."""
-    q = q_storage(case, torch.device(device))
-    generator = generator_for(case, q.numel(), q.device)
-    values = normal((case.batch, case.s_q, case.h_q, D_QK), generator)
-    if case.values != "normal":
-        values[..., D_QK - D_ROPE :] = STEEP * signs(values.device)
+def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device = "cpu") -> DenseDecodeTensors:
+    """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
+    q = allocate_q(case, torch.device(device))
+    values = draw_queries(case.values, case.q_shape, generator_for(case, q.numel(), q.device))
     descale_q, descale_k = case.descales
     q.copy_(values if descale_q is None else values / descale_q)
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
-    given = given_results(case, q.device)
-    return Tensors(q, k_cache, block_table, cache_seqlens, descale_tensor(descale_q, q.device), descale_tensor(descale_k, q.device), given)
+    return DenseDecodeTensors(
+        q=q,
+        k_cache=k_cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        descale_q=descale_tensor(descale_q, q.device),
+        descale_k=descale_tensor(descale_k, q.device),
+        output_buffers=allocate_output_buffers(case, q.device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1)}),
+    )
 
 
 def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
-    """A scale as calls take it, fp32 [1]; None where there is none."""
+    """Return a scale as calls take it, fp32 [1], or None for None."""
     return None if value is None else torch.full((1,), value, device=device)
 
 
-def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
-    """k_cache [pages, page, h_kv, 576] in its layout, NaN in and around it ("far": uninitialised, most never touched)."""
+def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> Tensor:
+    """Allocate k_cache [pages, page, h_kv, 576] in its layout, with NaN in and around it; "far": uninitialised memory."""
     page, h_kv, dtype = case.page_size, case.h_kv, case.cache_dtype
     match case.cache_layout:
         case "packed":
@@ -233,15 +215,15 @@ def _cache_storage(case: Case, pages: int, device: torch.device) -> Tensor:
             return storage.as_strided((pages, page, h_kv, D_QK), (stride, h_kv * D_QK, D_QK, 1))
 
 
-def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The cache, with the requests' keys on shuffled pages, and the block table."""
+def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Make the cache, with the keys of the requests on shuffled pages, and the block table."""
     used = sum(case.pages)
     pages = used + SPARE_PAGES
     cache = _cache_storage(case, pages, device)
     generator = generator_for(case, used * case.page_size * case.h_kv * D_QK, device)
     generator.manual_seed(case.seed + 1)
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
-    shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # the last page, which may lie far away, is used first
+    shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # use the last page, which may lie far away, first
     table = torch.full((case.batch, case.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
     first = 0
     for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
@@ -252,13 +234,11 @@ def _paged_cache(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     return cache, table.to(device)
 
 
-def _request_pages(case: Case, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """fp32 [count, page, h_kv, 576]: one request's keys as the cache holds them, NaN past its end."""
-    keys = normal((count * case.page_size, case.h_kv, D_QK), generator)
-    position = torch.arange(count * case.page_size, device=keys.device)
+def _request_pages(case: DenseDecodeCase, length: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw the keys of one request, fp32 [count, page, h_kv, 576], as the cache holds them; NaN past its end."""
+    keys = normal_values((count * case.page_size, case.h_kv, D_QK), generator)
     if case.values != "normal":
-        level = levels(case.values, position / max(length - 1, 1), generator)
-        keys[..., D_QK - D_ROPE :] = level[:, None, None] * signs(keys.device)
+        ramp_keys(case.values, keys, length, generator)
     keys[length:] = float("nan")
     _, descale_k = case.descales
     if descale_k is not None:

@@ -1,4 +1,4 @@
-"""What the cases of all sparse ops have in common: which keys indices name, how many of them count, and sinks."""
+"""Indices, numbers of indices and attention sinks, which the cases of all sparse ops share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..spec.split_plan import TILE_KEYS
+from ...spec.split_plan import TILE_KEYS
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
 
-_EDGES = (1, 64, 65, 63, 0, 1 << 20, -7)  # lengths, the last two to be clipped
+_EDGES = (1, 64, 65, 63, 0, 1 << 20, -7)  # lengths around a tile; kernels clip the last two
 
 Indices = Literal["valid", "mixed", "none"]
 IndexLayout = Literal["packed", "odd"]
@@ -22,15 +22,15 @@ Lengths = Literal["drawn", "zeros", "edges"] | tuple[int, ...]
 
 
 def lengths_tag(lengths: Lengths) -> str:
-    """Lengths in a case's id."""
+    """Return the tag of lengths in a case's id."""
     return "_".join(map(str, lengths)) if isinstance(lengths, tuple) else lengths
 
 
-def told_lengths(lengths: Lengths | None, count: int, topk: int, seed: str, shift: int = 0) -> tuple[int, ...] | None:
-    """What a call is told of how many of topk indices count, of `count` requests or tokens; None: nothing, as all of them do.
+def draw_topk_lengths(lengths: Lengths | None, count: int, topk: int, seed: str, shift: int = 0) -> tuple[int, ...] | None:
+    """Return the topk_length argument for `count` requests or tokens with topk indices each, or None if `lengths` is None.
 
-    lengths: "drawn": 0 to topk; "zeros": 0 for about half; "edges": lengths around a tile, too large and negative ones, in
-    turn, the first of them the one at `shift`; or all of them.
+    lengths: "drawn": 0 to topk; "zeros": 0 for about half; "edges": lengths around a tile, too large ones and negative ones, in
+    turn from number `shift` on; a tuple: these lengths.
     """
     draw = random.Random(seed)
     match lengths:
@@ -40,21 +40,21 @@ def told_lengths(lengths: Lengths | None, count: int, topk: int, seed: str, shif
             return tuple(0 if index == 0 or draw.random() < 0.5 else draw.randint(1, topk) for index in range(count))
         case "edges":
             return tuple(_EDGES[(index + shift) % len(_EDGES)] for index in range(count))
-        case given:
-            return given
+        case fixed:
+            return fixed
 
 
-def counted(told: tuple[int, ...] | None, count: int, topk: int) -> tuple[int, ...]:
-    """How many indices count of each of `count` requests or tokens."""
-    return tuple(min(max(length, 0), topk) for length in ((topk,) * count if told is None else told))
+def clip_topk_lengths(lengths: tuple[int, ...] | None, count: int, topk: int) -> tuple[int, ...]:
+    """Return how many indices the kernel uses for each of `count` requests or tokens; lengths: the topk_length argument."""
+    return tuple(min(max(length, 0), topk) for length in ((topk,) * count if lengths is None else lengths))
 
 
-def named_keys(indices: Indices, row: int, keys: int, topk: int, *, ordered: bool, kinds: int, draw: torch.Generator) -> Tensor:
-    """int64 [topk]: which of its keys a token names, or -1 minus the number, below `kinds`, of an invalid value.
+def draw_key_positions(indices: Indices, row: int, keys: int, topk: int, *, ordered: bool, kinds: int, draw: torch.Generator) -> Tensor:
+    """Draw the keys that a token attends to, int64 [topk]: positions of keys, or -1 - kind for an invalid value, kind < `kinds`.
 
     indices: "valid": without repetition; "mixed": a fifth of them invalid, a tenth of them repeated; "none": all -1.
-    row: the token's number, which with "mixed" says where whole tiles of invalid values lie: nowhere, in front, in the
-    middle, everywhere, or in the second half. ordered: keys come in ascending order, but for those that are repeated.
+    row: the token's number. With "mixed" row % 5 selects where whole tiles of invalid values lie: nowhere, at the front, in the
+    middle, everywhere, or in the second half. ordered: positions ascend, repeated ones excepted.
     """
     positions = torch.full((topk,), -1)
     if indices == "none" or not topk:
@@ -84,17 +84,17 @@ def named_keys(indices: Indices, row: int, keys: int, topk: int, *, ordered: boo
     return torch.where(invalid, values, positions)
 
 
-def index_values(positions: Tensor, places: Tensor, invalid: tuple[int, ...]) -> Tensor:
-    """int32, shaped as positions, which named_keys made: places[key], an int64, or the invalid value of that number."""
+def encode_indices(positions: Tensor, slots: Tensor, invalid: tuple[int, ...]) -> Tensor:
+    """Map positions of draw_key_positions to int32 indices: slots[position], int64, or the invalid value of that kind."""
     valid = positions >= 0
     if not valid.any():
-        places = torch.zeros(1, dtype=torch.int64)
-    values = places[torch.where(valid, positions, 0)]
+        slots = torch.zeros(1, dtype=torch.int64)
+    values = slots[torch.where(valid, positions, 0)]
     return torch.where(valid, values, torch.tensor(invalid)[torch.where(valid, 0, -1 - positions)]).int()
 
 
-def laid_out(indices: Tensor, layout: IndexLayout) -> Tensor:
-    """int32 [b, s_q, topk] in its layout; beside them lie indices of keys. "odd": rows aligned to nothing but the element."""
+def lay_out_indices(indices: Tensor, layout: IndexLayout) -> Tensor:
+    """Return indices int32 [b, s_q, topk] in their layout; "odd": rows aligned to one element, between indices of valid keys."""
     if layout == "packed":
         return indices
     storage = torch.zeros(*indices.shape[:2], indices.shape[2] + 3, dtype=torch.int32)
@@ -102,8 +102,11 @@ def laid_out(indices: Tensor, layout: IndexLayout) -> Tensor:
     return storage[..., 1:-2]
 
 
-def drawn_sinks(sinks: Sinks, h_q: int, seed: int, device: torch.device) -> Tensor | None:
-    """fp32 [h_q]; "none": None; "drawn": N(0, 3); "infinite": so, but of every three heads one has +inf and one -inf."""
+def draw_sinks(sinks: Sinks, h_q: int, seed: int, device: torch.device) -> Tensor | None:
+    """Draw attention sinks, fp32 [h_q].
+
+    sinks: "none": no tensor; "drawn": N(0, 3); "infinite": like "drawn", but every three heads include one with +inf and one with -inf.
+    """
     if sinks == "none":
         return None
     values = 3 * torch.randn(h_q, generator=torch.Generator().manual_seed(seed + 3))

@@ -1,0 +1,161 @@
+"""Fields and properties that the cases of several ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+
+from ...spec.arch import Arch
+from ...spec.dense_decode import MAX_ROW_ALIGNMENT
+from ...spec.mla import D_V
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Values = Literal["normal", "rising", "falling", "peaks"]
+QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
+Outputs = Literal["allocated", "given", "strided", "odd"]
+Metadata = Literal["tensors", "object"]
+Tags = dict[str, Callable[[Any], str]]
+
+# Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
+_ROW_ELEMENTS = {"odd": 1, "even": 2}
+
+# The tag in a case's id for each field that is not part of the shape, when the field is not at its default.
+TAGS: Tags = {
+    "values": str,
+    "q_layout": lambda layout: f"q_{layout}",
+    "cache_layout": lambda layout: f"kv_{layout}",
+    "outputs": lambda outputs: f"out_{outputs}",
+    "metadata": lambda _: "tensor_plan",
+    "softmax_scale": lambda scale: f"scale{scale:g}",
+    "batch_invariant": lambda _: "invariant",
+    "empty_lse": lambda value: f"empty{value:g}",
+    "sm_count": lambda count: f"sm{count}",
+    "seed": lambda seed: f"seed{seed}",
+}
+
+
+class Config(Protocol):
+    """A compiled variant of a kernel."""
+
+    @property
+    def name(self) -> str:
+        """Return the kernel's name in the manifest, without op and architecture."""
+
+
+class Problem(Protocol):
+    """The shapes of a call."""
+
+    @property
+    def config(self) -> Config:
+        """Return the variant that serves the call."""
+
+
+@dataclass(frozen=True)
+class BaseCase:
+    """One call of any op.
+
+    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows one element longer than d_qk, aligned to one
+        element only; "even": rows two elements longer, aligned to two elements; "heads_first": a transposed
+        [h_q, b, s_q, d_qk], as the absorption matmul of an engine leaves q.
+    outputs: "allocated": the call allocates its results; "given": the caller passes results and workspace; "strided": like "given",
+        but out is a 16-byte aligned slice and the other results are slices; "odd": like "strided", but rows of out are d_v + 1
+        elements apart.
+    sm_count: streaming multiprocessors of the simulated device, None for the default board; a GPU has its own.
+    cut_by: the field that a suite lowers to make a case cheaper. d_v: columns of out.
+    """
+
+    op: ClassVar[str]
+    tags: ClassVar[Tags] = TAGS
+    cut_by: ClassVar[str]
+    d_v: ClassVar[int] = D_V
+
+    dtype: str = "bf16"
+    q_layout: QLayout = "packed"
+    outputs: Outputs = "allocated"
+    softmax_scale: float | None = None
+    empty_lse: float | None = None
+    sm_count: int | None = None
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """Return a short unique name: the shape, then a tag for every other field that is not at its default."""
+        defaults = {field.name: field.default for field in fields(self)}
+        unusual = ((name, tag) for name, tag in self.tags.items() if name in defaults and getattr(self, name) != defaults[name])
+        return "-".join([self.shape_id, *(tag(getattr(self, name)) for name, tag in unusual)])
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        raise NotImplementedError
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of q: requests, query tokens per request, query heads, columns."""
+        raise NotImplementedError
+
+    @property
+    def scale(self) -> float:
+        """Return the scale of the softmax, by default d_qk ** -0.5."""
+        return self.q_shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def tiles(self) -> int:
+        """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; rows without keys cost one key tile."""
+        raise NotImplementedError
+
+    def problem(self, arch: Arch) -> Problem:
+        """Return the shapes of the call."""
+        raise NotImplementedError
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """Return the dtype of q."""
+        return DTYPES[self.dtype]
+
+    @property
+    def row_alignment(self) -> int:
+        """Return the alignment in bytes of the rows of q and out, as the op's problem takes it."""
+        layouts = ((self.q_layout, self.q_dtype), (self.outputs, DTYPES[self.dtype]))
+        unaligned = [_ROW_ELEMENTS[layout] * dtype.itemsize for layout, dtype in layouts if layout in _ROW_ELEMENTS]
+        return min(unaligned, default=MAX_ROW_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class BatchedCase(BaseCase):
+    """One call whose requests have equally many query tokens.
+
+    batch: requests; s_q: query tokens per request; h_q: query heads.
+    """
+
+    cut_by: ClassVar[str] = "batch"
+
+    batch: int = 1
+    s_q: int = 1
+    h_q: int = 16
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of q."""
+        raise NotImplementedError
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of q: requests, query tokens per request, query heads, columns."""
+        return self.batch, self.s_q, self.h_q, self.d_qk
+
+
+@dataclass(frozen=True)
+class DecodeCase(BatchedCase):
+    """One call of a decode op.
+
+    metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "object": get_mla_metadata() returns a
+        schedule that plans in its first call.
+    """
+
+    metadata: Metadata = "object"
+    batch_invariant: bool = False

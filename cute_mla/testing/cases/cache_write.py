@@ -1,0 +1,119 @@
+"""Cases of cache_write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ...spec.cache_rows import latent_columns
+from ...spec.mla import D_ROPE
+from .base import DTYPES, Tags
+from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
+from .tensors import OutputBuffer, generator_for, nan_tensor
+
+KeyValues = Literal["normal", "nasty"]
+KeyLayout = Literal["packed", "projection", "odd"]
+SlotType = Literal["int64", "int32", "strided"]
+
+
+@dataclass(frozen=True)
+class CacheWriteCase(PagedCacheCase):
+    """One write.
+
+    tokens: keys to write. Every fifth has a slot outside the cache, the others have distinct slots inside.
+    values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, and groups of zeros.
+    key_layout: "projection": latent and rotary columns are slices of wider rows; "odd": slices that begin at odd elements.
+    slot_type: "strided": int64, every second element of a tensor. power_of_two: scales of fp8_656 are powers of two.
+    """
+
+    op: ClassVar[str] = "cache_write"
+    tags: ClassVar[Tags] = {
+        "values": str,
+        "key_layout": lambda layout: f"keys_{layout}",
+        "slot_type": lambda name: f"slots_{name}",
+        "power_of_two": lambda _: "pow2",
+        **PagedCacheCase.tags,
+    }
+
+    tokens: int = 65
+    values: KeyValues = "normal"
+    key_layout: KeyLayout = "packed"
+    slot_type: SlotType = "int64"
+    power_of_two: bool = False
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        return f"{self.cache}-{self.dtype}-t{self.tokens}-p{self.pages}x{self.page_size}"
+
+    @property
+    def keys(self) -> int:
+        """Return the number of keys that the call moves."""
+        return self.tokens
+
+
+@dataclass(frozen=True)
+class CacheWriteTensors:
+    """The operands of a case, as write_kv_cache takes them."""
+
+    kv_c: Tensor
+    k_pe: Tensor
+    k_cache: Tensor
+    slot_mapping: Tensor
+    descale_k: Tensor | None
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
+
+
+def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = "cpu") -> CacheWriteTensors:
+    """Make the operands of a case: equal for equal cases."""
+    device, latent = torch.device(device), latent_columns(case.format)
+    columns = latent + D_ROPE
+    values = _key_values(case, columns).to(DTYPES[case.dtype])
+    before, around = {"packed": (0, 0), "projection": (64, 128), "odd": (3, 7)}[case.key_layout]
+    wide = nan_tensor((case.tokens, columns + around), values.dtype, device)
+    rows = wide[:, before : before + columns]
+    rows.copy_(values)
+    kv_c, k_pe = rows[:, :latent], rows[:, latent:]
+    if case.key_layout == "packed":
+        kv_c, k_pe = kv_c.contiguous(), k_pe.contiguous()
+    return CacheWriteTensors(kv_c, k_pe, allocate_cache(case, device), _slots(case).to(device), scale_tensor(case, device))
+
+
+def _key_values(case: CacheWriteCase, columns: int) -> Tensor:
+    """Draw the keys, fp32 [tokens, columns]."""
+    draw = generator_for(case, case.tokens * columns, torch.device("cpu"))
+    values = torch.randn(case.tokens, columns, generator=draw)
+    if case.values == "normal":
+        return values
+    most = torch.finfo(DTYPES[case.dtype]).max
+    widely = 10.0 ** torch.empty(case.tokens, 1).uniform_(-8, 4, generator=draw)
+    values *= widely.clamp(max=most / 16)
+    kinds = torch.arange(case.tokens) % 8
+    values[kinds == 1, 3] = math.nan
+    values[kinds == 1, 200] = -math.inf
+    values[kinds == 2] = torch.copysign(torch.zeros(()), values[kinds == 2])
+    values[kinds == 3, :130] = -0.0
+    values[kinds == 4] = values[kinds == 4].sign() * torch.finfo(DTYPES[case.dtype]).tiny * 2.0**-5  # subnormal
+    values[kinds == 5, ::7] = most
+    values[kinds == 6] = values[kinds == 6].round(decimals=1) * 0 + torch.arange(columns).sub(300) / 64  # ties
+    return values
+
+
+def _slots(case: CacheWriteCase) -> Tensor:
+    """Draw slot_mapping, [tokens] of the case's type."""
+    slots = case.pages * case.page_size
+    draw = torch.Generator().manual_seed(case.seed + 1)
+    chosen = torch.randperm(slots, generator=draw)[: case.tokens]
+    outside = torch.tensor([-1, slots, -(1 << 31), (1 << 31) - 1, slots + 5])
+    chosen = torch.where(torch.arange(case.tokens) % 5 == 2, outside[torch.arange(case.tokens) // 5 % 5], chosen)
+    if case.slot_type == "int32":
+        return chosen.int()
+    if case.slot_type == "strided":
+        chosen = torch.where(chosen == (1 << 31) - 1, 1 << 40, chosen)
+        return torch.stack((chosen, torch.zeros_like(chosen)), dim=1)[:, 0]
+    return chosen

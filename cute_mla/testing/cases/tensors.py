@@ -1,0 +1,135 @@
+"""Tensors that the cases of several ops share: q, scores that rise or fall along the keys, and results in their layouts.
+
+Every element in and around a tensor is NaN before it gets its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ...spec.mla import D_ROPE
+from .base import DTYPES, BaseCase
+
+_CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
+STEEP = 4.0  # of ramped values: rotary columns of q, and the bound of those of k; scores span +-43 at the default scale
+RAMPED = ("rising", "falling", "peaks")  # values whose scores depend on the position of the key
+
+
+class OutputBuffer(NamedTuple):
+    """A result tensor that the caller passes, full of NaN, and the storage that it is a slice of."""
+
+    tensor: Tensor
+    storage: Tensor
+
+
+class Operands(Protocol):
+    """The tensors of a call of any op."""
+
+    @property
+    def output_buffers(self) -> Mapping[str, OutputBuffer]:
+        """Return by name the results that the caller passes; the call allocates all others."""
+
+
+class Fp32Result(NamedTuple):
+    """A result beside out. shape: [b, x, y]; dense: the dimension, 1 or 2, along which elements are neighbours in memory."""
+
+    shape: tuple[int, int, int]
+    dense: int
+
+
+def generator_for(case: BaseCase, elements: int, device: torch.device, offset: int = 0) -> torch.Generator:
+    """Return the generator for a tensor of a case with this many elements. Each tensor of a case has an offset of its own."""
+    home = torch.device("cpu") if elements <= _CPU_ELEMENTS else device
+    return torch.Generator(home).manual_seed(case.seed + offset)
+
+
+def normal_values(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw fp32 values: N(0, 1)/10 clamped to +-1."""
+    return torch.randn(shape, generator=generator, device=generator.device).div_(10).clamp_(-1, 1)
+
+
+def ramp_direction(device: torch.device) -> Tensor:
+    """Return fp32 [64] of +1 and -1: the direction of the ramps in the rotary columns of q and k."""
+    return 1.0 - 2.0 * (torch.arange(D_ROPE, device=device) % 3 == 0)
+
+
+def draw_queries(values: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw q, fp32 [.., d_qk]. For ramped values all rotary columns lie along the ramp."""
+    q = normal_values(shape, generator)
+    if values in RAMPED:
+        q[..., -D_ROPE:] = STEEP * ramp_direction(q.device)
+    return q
+
+
+def score_levels(values: str, fraction: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the level of each key's score, -STEEP to STEEP, for the key's position as a fraction, 0 to 1."""
+    if values == "rising":
+        return (2 * fraction - 1) * STEEP
+    if values == "falling":
+        return (1 - 2 * fraction) * STEEP
+    peak = torch.rand(fraction.shape, generator=generator, device=generator.device) < 0.02
+    return torch.where(peak, STEEP, 0.0)
+
+
+def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator) -> None:
+    """Set the rotary columns of keys [n, .., d_qk] so that scores follow `values`, one of RAMPED, over `length` keys."""
+    position = torch.arange(len(keys), device=keys.device)
+    level = score_levels(values, position / max(length - 1, 1), generator)
+    keys[..., -D_ROPE:] = level.view(-1, *[1] * (keys.dim() - 1)) * ramp_direction(keys.device)
+
+
+def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a tensor full of NaN."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def allocate_q(case: BaseCase, device: torch.device) -> Tensor:
+    """Allocate q [b, s_q, h_q, d_qk] in its layout, with NaN in and around it."""
+    (batch, s_q, h_q, d_qk), dtype = case.q_shape, case.q_dtype
+    match case.q_layout:
+        case "packed":
+            return nan_tensor((batch, s_q, h_q, d_qk), dtype, device)
+        case "sliced":
+            return nan_tensor((batch, s_q, h_q + 2, d_qk + 64), dtype, device)[:, :, 1:-1, 32:-32]
+        case "odd":
+            return nan_tensor((batch, s_q, h_q, d_qk + 1), dtype, device)[..., 1:]
+        case "even":
+            return nan_tensor((batch, s_q, h_q, d_qk + 2), dtype, device)[..., 2:]
+        case "heads_first":
+            return nan_tensor((h_q, batch, s_q, d_qk), dtype, device).permute(1, 2, 0, 3)
+
+
+def allocate_output_buffers(
+    case: BaseCase, device: torch.device, fp32: Mapping[str, Fp32Result], *, drop_batch: bool = False
+) -> dict[str, OutputBuffer]:
+    """Allocate out [b, s_q, h_q, d_v] and the fp32 results if the caller passes them; drop_batch: without their first dimension."""
+    if case.outputs == "allocated":
+        return {}
+    buffers = {"out": _out_buffer(case, device)}
+    buffers |= {name: _fp32_buffer(case, result, device) for name, result in fp32.items()}
+    if drop_batch:
+        return {name: buffer._replace(tensor=buffer.tensor[0]) for name, buffer in buffers.items()}
+    return buffers
+
+
+def _out_buffer(case: BaseCase, device: torch.device) -> OutputBuffer:
+    (batch, s_q, h_q, _), dtype = case.q_shape, DTYPES[case.dtype]
+    if case.outputs == "given":
+        out = nan_tensor((batch, s_q, h_q, case.d_v), dtype, device)
+        return OutputBuffer(out, out)
+    out = nan_tensor((batch, s_q, h_q + 1, case.d_v + (1 if case.outputs == "odd" else 64)), dtype, device)
+    return OutputBuffer(out[:, :, 1:, :-1] if case.outputs == "odd" else out[:, :, 1:, 32:-32], out)
+
+
+def _fp32_buffer(case: BaseCase, result: Fp32Result, device: torch.device) -> OutputBuffer:
+    shape, dense = result
+    if case.outputs == "given":
+        packed = nan_tensor(shape, torch.float32, device)
+        return OutputBuffer(packed, packed)
+    storage = nan_tensor((shape[0], shape[3 - dense], shape[dense] + 3), torch.float32, device)
+    view = storage[..., 1:-2]
+    return OutputBuffer(view if dense == 2 else view.transpose(1, 2), storage)

@@ -1,0 +1,30 @@
+"""Operations: for each op, how the tensors of a case are made, the call through the public API, and the reference."""
+
+from __future__ import annotations
+
+from ...spec.dense_decode import FP8
+from ..cases.base import BaseCase
+from ..cases.dense_decode import DenseDecodeCase
+from .cache_gather import CACHE_GATHER
+from .cache_write import CACHE_WRITE
+from .dense_decode import DENSE_DECODE, FP8_DENSE_DECODE
+from .dense_prefill import DENSE_PREFILL
+from .operation import Operation, Result
+from .sparse_decode import SPARSE_DECODE
+from .sparse_prefill import SPARSE_PREFILL
+
+__all__ = ["OPERATIONS", "Operation", "Result", "operation"]
+
+OPERATIONS = {
+    "dense_decode": DENSE_DECODE,
+    "sparse_decode": SPARSE_DECODE,
+    "sparse_prefill": SPARSE_PREFILL,
+    "dense_prefill": DENSE_PREFILL,
+    "cache_write": CACHE_WRITE,
+    "cache_gather": CACHE_GATHER,
+}
+
+
+def operation(case: BaseCase) -> Operation:
+    """Return the operation of a case."""
+    return FP8_DENSE_DECODE if isinstance(case, DenseDecodeCase) and case.operands == FP8 else OPERATIONS[case.op]

@@ -1,0 +1,50 @@
+"""The operation cache_gather."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...cache import dequantise_cache, gather_kv_cache
+from ...spec.cache_format import LATENT
+from ...spec.cache_rows import FP8_576
+from ..cases.base import DTYPES
+from ..cases.cache_gather import CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
+from ..compare import EQUAL
+from .operation import Operation, Result, output_argument
+
+
+def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "k_cache": tensors.k_cache,
+        "block_table": tensors.block_table,
+        "cu_seqlens": tensors.cu_seqlens,
+        "rows": case.keys + case.rest,
+        "starts": tensors.starts,
+        "descale_k": tensors.descale_k,
+        "dtype": None if case.format is LATENT else DTYPES[case.dtype],
+        "out": output_argument(tensors, "out"),
+    }
+
+
+def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
+    """Gather key by key; rows behind the last key stay NaN."""
+    cache, out = tensors.k_cache, torch.full((case.keys + case.rest, case.format.d_qk), math.nan)
+    if case.format is FP8_576:
+        keys = cache.float() * (1.0 if tensors.descale_k is None else tensors.descale_k)
+    else:
+        keys = dequantise_cache(cache, case.cache)
+    table, row = tensors.block_table.tolist(), 0
+    for request, (first, length) in enumerate(zip(case.firsts, case.lengths, strict=True)):
+        for position in range(first, first + length):
+            column = position // case.page_size
+            page = table[request][column] if column < len(table[request]) else -1
+            out[row] = keys[page, position % case.page_size, 0] if 0 <= page < case.pages else 0.0
+            row += 1
+    return (out.to(cache.device, DTYPES[case.dtype]),)
+
+
+CACHE_GATHER = Operation(make_cache_gather_tensors, gather_kv_cache, _arguments, _reference, {"out": EQUAL})

@@ -1,0 +1,64 @@
+"""The operation dense_decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ... import reference
+from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
+from ..compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE
+from .decode import decode_arguments
+from .operation import Operation, Result, empty_lse
+
+
+def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
+    rows = case.s_q * case.h_q // case.h_kv
+    return {
+        **decode_arguments(case, tensors, workspace, lambda: get_mla_metadata(tensors.cache_seqlens, rows, case.h_kv, case.h_q)),
+        "block_table": tensors.block_table,
+        "cache_seqlens": tensors.cache_seqlens,
+        "causal": case.causal,
+        "descale_q": tensors.descale_q,
+        "descale_k": tensors.descale_k,
+    }
+
+
+def _workspace_bytes(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> int:
+    return workspace_size(
+        case.op,
+        batch=case.batch,
+        s_q=case.s_q,
+        h_q=case.h_q,
+        h_kv=case.h_kv,
+        batch_invariant=case.batch_invariant,
+        max_cache_seqlen=case.pages_per_request * case.page_size if case.batch_invariant else None,
+        device=tensors.q.device,
+    )
+
+
+def _reference(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> Result:
+    return reference.dense_decode(
+        tensors.q,
+        tensors.k_cache,
+        tensors.block_table,
+        tensors.cache_seqlens,
+        softmax_scale=case.scale,
+        causal=case.causal,
+        empty_lse=empty_lse(case),
+        descales=(tensors.descale_q, tensors.descale_k),
+    )
+
+
+DENSE_DECODE = Operation(
+    make_dense_decode_tensors,
+    flash_mla_with_kvcache,
+    _arguments,
+    _reference,
+    {"out": DENSE_DECODE_OUT, "lse": LSE},
+    workspace_bytes=_workspace_bytes,
+)
+FP8_DENSE_DECODE = replace(DENSE_DECODE, results={"out": FP8_DENSE_OUT, "lse": LSE})

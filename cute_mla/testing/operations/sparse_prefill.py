@@ -1,0 +1,58 @@
+"""The operation sparse_prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ... import reference
+from ...api import flash_mla_sparse_fwd, workspace_size
+from ...spec.mla import D_V
+from ..cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors, make_sparse_prefill_tensors
+from ..compare import PREFILL_LSE, SPARSE_PREFILL_OUT
+from .operation import Operation, Result, empty_lse, output_argument
+
+
+def _arguments(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "q": tensors.q,
+        "kv": tensors.kv,
+        "indices": tensors.indices,
+        "sm_scale": case.scale,
+        "d_v": D_V,
+        "attn_sink": tensors.attn_sink,
+        "topk_length": tensors.topk_length,
+        "kv_offsets": tensors.kv_offsets,
+        "out": output_argument(tensors, "out"),
+        "lse": output_argument(tensors, "lse"),
+        "max_logits": output_argument(tensors, "max_logits"),
+        "empty_lse": empty_lse(case),
+    }
+
+
+def _workspace_bytes(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> int:
+    return workspace_size(case.op, batch=case.batch, s_q=case.s_q, h_q=case.h_q, device=tensors.q.device)
+
+
+def _reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Result:
+    return reference.sparse_prefill(
+        tensors.q,
+        tensors.kv,
+        tensors.indices,
+        case.scale,
+        tensors.attn_sink,
+        tensors.topk_length,
+        tensors.kv_offsets,
+        empty_lse(case),
+    )
+
+
+SPARSE_PREFILL = Operation(
+    make_sparse_prefill_tensors,
+    flash_mla_sparse_fwd,
+    _arguments,
+    _reference,
+    {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE},
+    workspace_bytes=_workspace_bytes,
+)

@@ -1,0 +1,43 @@
+"""Suites: which cases of each op run on a GPU and on the simulated device, and why a case is reduced or skipped.
+
+smoke   12 to 20 cases per op and operand type, of at most 200 tiles each. Every factor value, every line of the edge contract and, on every
+        architecture, every variant occurs. All architectures, the simulated device and GPUs run the same cases.
+full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this project), its corner cases and the smoke cases. A GPU runs
+        all of them. The simulated device runs the grid's small cases whole: short sequences and at most 6 requests (dense decode: in
+        bf16), or few tiles (prefill). A pairwise cover of the factor values replaces the large cases. Its cases are cut to a budget of
+        tiles: by batch (decode), query tokens (sparse prefill) or query heads per KV head (dense prefill). A few long cases run whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from . import cache_gather, cache_write, dense_decode, dense_prefill, sparse_decode, sparse_prefill
+from .entries import OpSuites, SuiteEntry
+
+SUITES = ("smoke", "full")
+
+_SUITES_OF_OP: dict[str, OpSuites[Any]] = {
+    "dense_decode": dense_decode.OP_SUITES,
+    "sparse_decode": sparse_decode.OP_SUITES,
+    "sparse_prefill": sparse_prefill.OP_SUITES,
+    "dense_prefill": dense_prefill.OP_SUITES,
+    "cache_write": cache_write.OP_SUITES,
+    "cache_gather": cache_gather.OP_SUITES,
+}
+OPS = tuple(_SUITES_OF_OP)
+
+
+def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEntry[Any]]:
+    """Return the entries of a suite, all cases with this seed. Raise ValueError for an unknown suite or op."""
+    if name not in SUITES or op not in OPS:
+        raise ValueError(f"suite is {name!r} and op {op!r}; supported: {', '.join(SUITES)} and {', '.join(OPS)}")
+    suites = _SUITES_OF_OP[op]
+    if name == "smoke":
+        entries = [SuiteEntry(case) for case in suites.smoke]
+    elif simulated:
+        entries = suites.simulated.entries(suites.full())
+    else:
+        entries = [SuiteEntry(case) for case in suites.full()]
+    return [replace(entry, case=replace(entry.case, seed=seed)) for entry in entries]

@@ -1,0 +1,86 @@
+"""Entries of a suite, and how the simulated device's full suite is reduced to what it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
+
+from ..cases.base import BaseCase
+from ..pairwise import pairwise_cover
+
+SMOKE_TILES = 200  # most tiles of a smoke case
+REDUCED_TILES = 400  # tiles to which the simulated device's full suite cuts a large case
+
+RunMode = Literal["whole", "reduced", "skipped"]
+C = TypeVar("C", bound=BaseCase)
+
+
+@dataclass(frozen=True)
+class SuiteEntry(Generic[C]):
+    """A case of a suite. reason says why the case is reduced or skipped; it is empty for a whole case."""
+
+    case: C
+    mode: RunMode = "whole"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SimulatorReduction(Generic[C]):
+    """The part of a full suite that the simulated device runs.
+
+    runs_whole: True for cases that run as they are. factors: the factor values of a case; the remaining cases are replaced by a pairwise
+    cover of these values. why: a word for why a case is not run whole.
+    """
+
+    runs_whole: Callable[[C], bool]
+    factors: Callable[[C], Sequence[Hashable]] = lambda case: ()
+    why: Callable[[C], str] = lambda case: "large"
+
+    def entries(self, cases: Sequence[C]) -> list[SuiteEntry[C]]:
+        """Return one entry per case: whole, reduced to the budget of tiles, or skipped."""
+        whole = {case for case in cases if self.runs_whole(case)}
+        rest = [case for case in cases if case not in whole]
+        covering = {rest[index] for index in pairwise_cover([self.factors(case) for case in rest])}
+        return _without_repeats([self._entry(case, case in whole, case in covering) for case in cases])
+
+    def _entry(self, case: C, whole: bool, covering: bool) -> SuiteEntry[C]:
+        if whole:
+            return SuiteEntry(case)
+        if not covering:
+            return SuiteEntry(case, "skipped", f"{self.why(case)}: the simulated device runs a cover of all pairs of factor values")
+        reduced = _reduce(case)
+        if reduced == case:
+            return SuiteEntry(case)
+        cut = f"{case.cut_by} {getattr(case, case.cut_by)} cut to {getattr(reduced, case.cut_by)}"
+        return SuiteEntry(reduced, "reduced", f"{cut}: budget of {REDUCED_TILES} tiles on the simulated device")
+
+
+@dataclass(frozen=True)
+class OpSuites(Generic[C]):
+    """The suites of an op: its smoke cases, all cases of its full suite, and the part of these that the simulated device runs."""
+
+    smoke: Sequence[C]
+    full: Callable[[], list[C]]
+    simulated: SimulatorReduction[C]
+
+
+def _without_repeats(entries: list[SuiteEntry[C]]) -> list[SuiteEntry[C]]:
+    """Skip each reduced case that equals another case that runs."""
+    running = {entry.case for entry in entries if entry.mode == "whole"}
+    result = []
+    for entry in entries:
+        if entry.mode == "reduced" and entry.case in running:
+            entry = replace(entry, mode="skipped", reason="large: cut to the budget, it is another case that runs")
+        elif entry.mode == "reduced":
+            running.add(entry.case)
+        result.append(entry)
+    return result
+
+
+def _reduce(case: C) -> C:
+    """Lower the field that the case is cut by, to no less than 1, until the case fits the budget of tiles."""
+    while case.tiles > REDUCED_TILES and (size := getattr(case, case.cut_by)) > 1:
+        fitting = size * REDUCED_TILES // case.tiles
+        case = replace(case, **{case.cut_by: min(max(fitting, 1), size - 1)})
+    return case
