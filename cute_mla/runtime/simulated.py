@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
 
-KEPT_MODULES = 24  # parsed kernels, some 100 MB each
+KEPT_MODULES = 8  # parsed kernels, some 10 MB each
 
 _modules: dict[str, Module] = {}  # the one last used is the last
 _modules_lock = threading.Lock()
