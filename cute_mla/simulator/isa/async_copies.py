@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from ..state.origin import Origin
 from ..state.registers import WARP
 from ..state.window import Window
 from ..units import copies
+from ..units.lane_copies import LaneCopies
 from .emitter import Emitter, Unsupported
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
@@ -302,8 +304,7 @@ def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
 
 def warps_of(w: Window) -> list[tuple[int, np.ndarray]]:
     """Return the warps of a window with the positions of their lanes."""
-    warp = w.lanes // WARP
-    return [(number, np.flatnonzero(warp == number)) for number in w.warps]
+    return [(number, np.flatnonzero(w.lane_warps == number)) for number in w.warps]
 
 
 @runtime
@@ -324,28 +325,10 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     races.copy_async(w, pattern, size)
     smem_hazards.check_store(w, w.lane_warps, cta, pattern, size, "a cp.async")
     for warp, index in warps_of(w):
-        held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
-
-        def read(index: np.ndarray = index, held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
-            for lane in index:
-                data, valid = np.zeros(size, np.uint8), np.ones(size, np.uint8)
-                count = int(counts[lane])
-                if count:
-                    buffer = memory.require(int(addresses[lane]), int(addresses[lane]) + count, False)
-                    start = int(addresses[lane]) - buffer.address
-                    data[:count] = buffer.data[start : start + count]
-                    if buffer.valid is not None:
-                        valid[:count] = buffer.valid[start : start + count]
-                held.append((int(offsets[lane]), data, valid))
-
-        def write(held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
-            for offset, data, valid in held:
-                cta.smem.check(offset, offset + size, "cp.async write")
-                cta.smem.data[offset : offset + size] = data
-                cta.smem.valid[offset : offset + size] = valid
-
+        copies = LaneCopies(memory, addresses[index], counts[index], pattern.part(index), size)
         number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
-        add_grouped(w.engine, cta.copies, warp, GroupedCopy(read, write, w.origin(), serial=number))
+        write = partial(copies.write, cta.smem)
+        add_grouped(w.engine, cta.copies, warp, GroupedCopy(copies.read, write, w.origin(), serial=number))
 
 
 def cp_async_agent(cta: Cta, warp: int) -> int:
