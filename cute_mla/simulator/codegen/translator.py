@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from .control_flow import Block, Flow
 
 EXIT = -1
 BLOCKED = -2
+MAX_CODES = 2048  # compiled blocks that are cached, some 8 KB each
 
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
@@ -61,9 +64,23 @@ class Translator:
         filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
         self.scope[LINES][filename] = instructions
         self.scope.update(self.constants.values)
-        exec(compile(source, filename, "exec"), self.scope)
+        exec(code_of(source, filename), self.scope)
         function: Callable[..., Any] = self.scope.pop("block")
         return function
+
+
+_CODES: dict[tuple[str, bytes], CodeType] = {}
+
+
+def code_of(source: str, filename: str) -> CodeType:
+    """Compile a source text. Code is cached by what it says: a changed or reloaded kernel shares its unchanged blocks with the other."""
+    key = filename, sha256(source.encode()).digest()
+    found = _CODES.get(key)
+    if found is None:
+        if len(_CODES) >= MAX_CODES:
+            _CODES.clear()
+        found = _CODES[key] = compile(source, filename, "exec")
+    return found
 
 
 class BlockWriter:

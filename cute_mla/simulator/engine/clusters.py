@@ -43,6 +43,12 @@ class Home:
         self.storage.trace.reset()
         self.groups = []
 
+    def dissolve(self) -> None:
+        """Part what refers to each other, so that the memory is free at once and not when a garbage collection runs."""
+        self.slot.windows.clear()
+        self.slot.compacts.clear()
+        self.lane_sets.clear()
+
 
 MAX_HOME_BYTES = 64 << 20  # of unused homes: 3 of the largest kernel, 8 of a middling one
 HOMES: Pool[Home] = Pool(MAX_HOME_BYTES)
@@ -63,6 +69,12 @@ class Clusters:
         layout = launch.target.layout
         self._shape = (launch.block, *layout.sizes.values(), layout.dynamic_base + launch.smem_bytes)
         self._homes: dict[Cta, Home] = {}
+
+    def close(self) -> None:
+        """Let go of the engine, and of the copies of registers that unused homes hold: the launch has ended."""
+        self.engine = None  # type: ignore[assignment]
+        for home in HOMES.items(self._shape):
+            home.slot.compacts.clear()
 
     def _indices(self) -> Iterator[tuple[int, int, int]]:
         extents = [extent // part for extent, part in zip(self.launch.grid, self.launch.cluster, strict=True)]
@@ -124,7 +136,8 @@ class Clusters:
             home = self._homes.pop(cta)
             home.slot.vacate()
             home.groups = []
-            HOMES.give(self._shape, home, home.storage.nbytes)
+            for dropped in HOMES.give(self._shape, home, home.storage.nbytes):
+                dropped.dissolve()
         self.running.remove(cluster)
         cluster.ctas.clear()  # no circle of references: memory is free at once, not when a collection runs
 

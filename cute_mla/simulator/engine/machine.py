@@ -90,6 +90,7 @@ class Machine:
             except Stop:
                 pass
         self.running = None  # type: ignore[assignment]  # no circle of references: memory is free at once
+        self.clusters.close()
         return Report(self.recorder.findings, self.executed, time.perf_counter() - began)
 
     def _report_fences(self) -> None:

@@ -33,9 +33,16 @@ class Pool(Generic[T]):
                     return self._items.pop(index)[1]
         return None
 
-    def give(self, shape: Shape, item: T, nbytes: int) -> None:
-        """Keep an object of nbytes for a later launch."""
+    def items(self, shape: Shape) -> list[T]:
+        """Return the unused objects of a shape; they stay in the pool."""
+        with self._lock:
+            return [item for kept, item, _ in self._items if kept == shape]
+
+    def give(self, shape: Shape, item: T, nbytes: int) -> list[T]:
+        """Keep an object of nbytes for a later launch. Return the objects that are dropped for it."""
+        dropped = []
         with self._lock:
             self._items.append((shape, item, nbytes))
             while len(self._items) > 1 and self.nbytes > self.max_bytes:
-                self._items.pop(0)
+                dropped.append(self._items.pop(0)[1])
+        return dropped
