@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ..api import flash_mla_with_kvcache, merge_states
-from ..schedule import MlaSchedule
+from ..ops.arguments import check_integer
+from ..ops.split_plan import MlaSchedule
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 from ..spec.mla import D_V
-from ..tensors import check_device, check_dtype, check_integer, check_shape, spec_of
 from .shard import ContextShard, LocalIndices
 
 # 16-bit columns of a state in transfers: out, then lse as fp32, then padding to a multiple of 16 bytes, so that the decode kernel stores
@@ -190,8 +191,9 @@ class ContextParallel:
         return result, result_lse
 
     def _gather_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """Gather queries [heads of all ranks, batch, s_q, d_qk], contiguous. q is not copied if it is contiguous with heads first, the
-        layout of a batched matmul over heads.
+        """Gather queries [heads of all ranks, batch, s_q, d_qk], contiguous.
+
+        q is not copied if it is contiguous with heads first, the layout of a batched matmul over heads.
         """
         own = q.permute(2, 0, 1, 3).contiguous()
         if self.shard.world == 1:

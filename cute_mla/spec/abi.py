@@ -1,13 +1,18 @@
-"""The kernel parameter ABI: gmem pointers, scalars and by-value tensor maps, nothing else."""
+"""The kernel parameter ABI: gmem pointers, scalars and by-value tensor maps, nothing else.
+
+An op lists its parameters once, as a NamedTuple whose annotations are the types below. The manifest's table is derived from it,
+and the same tuple carries the arguments through host function and kernel.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 
 class ParamKind(StrEnum):
-    """How one kernel parameter is passed. The value is what the manifest stores."""
+    """Kind of a kernel parameter. The manifest stores the value."""
 
     POINTER = "pointer"
     INT32 = "int32"
@@ -32,7 +37,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter: its name in the kernel's signature and how it is passed."""
+    """One kernel parameter: its name in the kernel's signature, and its kind."""
 
     name: str
     kind: ParamKind
@@ -43,26 +48,39 @@ class Param:
         return self.kind.size
 
 
+Pointer: TypeAlias = Annotated[Any, ParamKind.POINTER]
+Int32: TypeAlias = Annotated[Any, ParamKind.INT32]
+Int64: TypeAlias = Annotated[Any, ParamKind.INT64]
+Float32: TypeAlias = Annotated[Any, ParamKind.FLOAT32]
+TensorMap: TypeAlias = Annotated[Any, ParamKind.TENSOR_MAP]
+
+
+def params_of(arguments: type) -> tuple[Param, ...]:
+    """Return the parameters that a NamedTuple of the types above lists, in order."""
+    hints = get_type_hints(arguments, include_extras=True)
+    return tuple(Param(name, hint.__metadata__[0]) for name, hint in hints.items())
+
+
 def pointers(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 64-bit global-memory addresses."""
+    """Return parameters that are 64-bit global-memory addresses."""
     return tuple(Param(name, ParamKind.POINTER) for name in names)
 
 
 def int32s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 32-bit signed integers."""
+    """Return parameters that are 32-bit signed integers."""
     return tuple(Param(name, ParamKind.INT32) for name in names)
 
 
 def int64s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 64-bit signed integers."""
+    """Return parameters that are 64-bit signed integers."""
     return tuple(Param(name, ParamKind.INT64) for name in names)
 
 
 def float32s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 32-bit floats."""
+    """Return parameters that are 32-bit floats."""
     return tuple(Param(name, ParamKind.FLOAT32) for name in names)
 
 
 def tensor_maps(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 128-byte tensor maps passed by value."""
+    """Return parameters that are 128-byte tensor maps passed by value."""
     return tuple(Param(name, ParamKind.TENSOR_MAP) for name in names)

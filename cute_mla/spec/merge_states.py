@@ -1,53 +1,70 @@
 """merge_states: merges attention over disjoint sets of keys: chunks of a long context, or shares of it on several ranks.
 
 out = sum_s w_s out_s / sum_s w_s,  lse = ln sum_s exp(lse_s),  with w_s = exp(lse_s - max lse). A state whose lse is infinite, of either
-sign, attended to nothing and weighs nothing.
+sign, attended to nothing and has weight 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers
+from .abi import Float32, Int32, Int64, Pointer, params_of
 from .mla import DTYPES, ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (token, head)
-LISTED_STATES = 8  # that may lie anywhere; more of them lie at one distance from each other
+LISTED_STATES = 8  # states with a pointer each; more states have one stride between them
 MAX_TOKENS = (1 << 31) - 1  # over the batch: the grid's first dimension
 MAX_HEADS = 65_535 * ROWS_PER_BLOCK  # its second
 HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
 
-PARAMS: tuple[Param, ...] = (
-    # dtype [batch, tokens, heads, head_dim]: of each state, as far as there are states; with a stride between states, of all
-    # of them the first alone. The others are null
-    *pointers(*(f"state_out_{state}" for state in range(LISTED_STATES))),
-    *pointers(*(f"state_lse_{state}" for state in range(LISTED_STATES))),  # fp32 [batch, tokens, heads], natural log, likewise
-    *pointers(
-        "out",  # dtype [batch, tokens, heads, head_dim]; may be one of the states
-        "lse",  # fp32 [batch, tokens, heads]; may be one of the states'
-    ),
+
+class MergeStatesArguments(NamedTuple):
+    """Launch arguments of merge_states, in ABI order: the one list that host, launch and kernel share."""
+
+    # dtype [batch, tokens, heads, head_dim]: one pointer per state; with a stride between states, a pointer to the first. The other
+    # pointers are null
+    state_out_0: Pointer
+    state_out_1: Pointer
+    state_out_2: Pointer
+    state_out_3: Pointer
+    state_out_4: Pointer
+    state_out_5: Pointer
+    state_out_6: Pointer
+    state_out_7: Pointer
+    # fp32 [batch, tokens, heads], natural log, likewise
+    state_lse_0: Pointer
+    state_lse_1: Pointer
+    state_lse_2: Pointer
+    state_lse_3: Pointer
+    state_lse_4: Pointer
+    state_lse_5: Pointer
+    state_lse_6: Pointer
+    state_lse_7: Pointer
+    out: Pointer  # dtype [batch, tokens, heads, head_dim]; may be one of the states
+    lse: Pointer  # fp32 [batch, tokens, heads]; may be one of the states'
     # in elements
-    *int64s(
-        "state_out_stride_state",  # 0: every state has a pointer
-        "state_lse_stride_state",
-    ),
-    *int64s(
-        "state_out_stride_batch",
-        "state_out_stride_token",
-        "state_out_stride_head",
-        "state_lse_stride_batch",
-        "state_lse_stride_token",
-        "state_lse_stride_head",
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_batch",
-        "lse_stride_token",
-        "lse_stride_head",
-    ),
-    *float32s("empty_lse"),  # lse of a row of which every state is empty
-    *int32s("tokens", "heads", "states"),
-)
+    state_out_stride_state: Int64  # 0: every state has a pointer
+    state_lse_stride_state: Int64
+    state_out_stride_batch: Int64
+    state_out_stride_token: Int64
+    state_out_stride_head: Int64
+    state_lse_stride_batch: Int64
+    state_lse_stride_token: Int64
+    state_lse_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    empty_lse: Float32  # lse of a row of which every state is empty
+    tokens: Int32
+    heads: Int32
+    states: Int32
+
+
+PARAMS = params_of(MergeStatesArguments)
 
 
 @dataclass(frozen=True)
@@ -64,10 +81,10 @@ class MergeStatesConfig:
 
 
 def grid(batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
-    """CTAs along (batch * tokens, blocks of heads, 1)."""
+    """Return the CTAs along (batch * tokens, blocks of heads, 1)."""
     return batch * tokens, ceil_div(heads, ROWS_PER_BLOCK), 1
 
 
 def closed_variants() -> tuple[MergeStatesConfig, ...]:
-    """Every variant that ships, on each architecture."""
+    """Return every variant that ships, on each architecture."""
     return tuple(MergeStatesConfig(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)

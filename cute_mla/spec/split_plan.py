@@ -10,15 +10,16 @@ directly. num_splits[r] is the first row of the accumulators that request r uses
 A plan is never wrong, only less balanced: the parts of a request cover all its tiles whatever its length has become,
 since the last part of a request runs to its actual end (PART_END_OPEN) and the others clip their tiles to it.
 
-Nor does a plan know whether a call that uses it is batch invariant. Such a call rounds every cut down to a multiple of
+A plan does not depend on whether its calls are batch invariant. A batch-invariant call rounds every cut down to a multiple of
 INVARIANT_SPLIT_TILES, cuts requests at all those multiples, and counts accumulator rows itself; it ignores num_splits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, int32s, pointers
+from .abi import Int32, Pointer, params_of
 from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
@@ -36,29 +37,30 @@ PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
 
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
 MAX_PARTS = 1024
-MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; there are few cuts beside so many requests
+MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; the cuts are few beside so many requests
 
 INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "lengths",  # int32 [batch]: keys of each request, taken for 0 if negative; or null: max_keys each
-        "extra_lengths",  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
-        "plan",  # int32 [num_parts, 8], out
-        "num_splits",  # int32 [batch + 1], out
-    ),
-    *int32s(
-        "batch",
-        "num_parts",
-        "max_keys",  # more count as that many; NO_LIMIT for any number
-        "extra_max_keys",  # 0 without a second cache. The sum of both is an int32
-    ),
-)
+
+class SplitPlanArguments(NamedTuple):
+    """Launch arguments of split_plan, in ABI order: the one list that host, launch and kernel share."""
+
+    lengths: Pointer  # int32 [batch]: keys of each request, taken for 0 if negative; or null: max_keys each
+    extra_lengths: Pointer  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
+    plan: Pointer  # int32 [num_parts, 8], out
+    num_splits: Pointer  # int32 [batch + 1], out
+    batch: Int32
+    num_parts: Int32
+    max_keys: Int32  # more count as that many; NO_LIMIT for any number
+    extra_max_keys: Int32  # 0 without a second cache. The sum of both is an int32
+
+
+PARAMS = params_of(SplitPlanArguments)
 
 
 @dataclass(frozen=True)
 class SplitPlanConfig:
-    """split_plan has no variants."""
+    """The only variant of split_plan."""
 
     @property
     def name(self) -> str:
@@ -67,12 +69,12 @@ class SplitPlanConfig:
 
 
 def invariant_splits(max_keys: int) -> int:
-    """Splits of a request of at most so many keys in a batch-invariant call; at least 1."""
+    """Return the splits of a request of at most max_keys keys in a batch-invariant call; at least 1."""
     return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
 
 
 def accumulator_rows(batch: int, num_parts: int, max_splits: int = 0) -> int:
-    """Rows of the split accumulators that a call can need at most. max_splits: invariant_splits(), or 0 where the plan cuts.
+    """Return the most rows of the split accumulators that a call can need. max_splits: invariant_splits(), or 0 where the plan cuts.
 
     Each of a plan's num_parts - 1 boundaries cuts one request, and a request cut k times has k + 1 <= 2 k splits.
     """

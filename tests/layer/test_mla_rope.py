@@ -22,8 +22,11 @@ def test_frequencies_without_scaling() -> None:
 
 
 def test_frequencies_with_yarn() -> None:
-    """Pairs that turn at least 32 times in 4096 positions, 0 to 10, are left alone; those that turn at most once, from 23 on, are slowed
-    down 40 times; in between it goes linearly: pair 16 has 7 / 13 of its own frequency and 6 / 13 of a 40th, 0.55 of it in all."""
+    """YaRN slows pairs down by how often they turn in 4096 positions.
+
+    Pairs 0 to 10 turn at least 32 times and keep their frequency. Pairs from 23 on turn at most once and are 40 times slower. Between
+    them the share is linear: pair 16 has 7 / 13 of its own frequency and 6 / 13 of a 40th, 0.55 of it in all.
+    """
     radians = frequencies(CONFIG).tolist()
     plain = [10_000 ** (-pair / 32) for pair in range(32)]
     shares = [slowed / own for slowed, own in zip(radians, plain, strict=True)]
@@ -34,7 +37,7 @@ def test_frequencies_with_yarn() -> None:
 
 
 def test_a_ramp_of_no_width_is_a_step() -> None:
-    """Of 8 original positions no pair turns even twice: all but the first are slowed down."""
+    """Over 8 original positions no pair turns twice, so every pair but the first is slowed down."""
     radians = frequencies(replace(CONFIG, rope_scaling=YarnScaling(40, 8, beta_fast=32, beta_slow=31)))
     assert radians[0] == 1.0
     assert radians[1:].tolist() == pytest.approx([10_000 ** (-pair / 32) / 40 for pair in range(1, 32)], rel=1e-6)

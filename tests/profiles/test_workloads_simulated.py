@@ -15,7 +15,7 @@ from cute_mla.profiles.shapes import CacheWriteShape, CombineShape, DensePrefill
 from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, workload
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.operands import generator, selections
-from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from tests.profiles import benching
@@ -112,7 +112,7 @@ def test_all_results_are_checked_for_poison_and_compared(name: str) -> None:
             tensor.flatten()[-1].fill_(math.nan)
             assert made.check_sets(made.sets, made.sets[:1]).reason == "a result has NaN, or was not written everywhere"
             tensor.copy_(kept)
-            tensor += 0.05
+            tensor.add_(0.05)
             assert made.check_sets([], made.sets[1:]).reason.startswith(f"{result}[0]")
             tensor.copy_(kept)
 

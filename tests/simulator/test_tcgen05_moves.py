@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import UnsupportedInstruction
+from cute_mla.simulator import Policy, UnsupportedInstruction
 from tests.simulator.tensor_kernels import SCHEDULES, TensorKernel, commit, fill, leader, place, smem_descriptor, store_words, wait
 
 # CuTe's layouts (threads, registers) -> bit of the 16 or 32 lanes x columns that one instruction covers, as (shape, stride in bits)
@@ -39,10 +39,11 @@ def places(shape: str, count: int, packed: bool, split: int) -> np.ndarray:
     for register in range(count * per):
         for lane in range(32):
             at = {"row": 0, "column": register // per * WIDTH[shape], "half": 0}
-            for modes, index in ((THREADS[shape], lane), (REGISTERS[shape], register % per)):
+            for modes, number in ((THREADS[shape], lane), (REGISTERS[shape], register % per)):
+                rest = number
                 for extent, what, stride in modes:
-                    at[what] += index % extent * stride
-                    index //= extent
+                    at[what] += rest % extent * stride
+                    rest //= extent
             out[register, lane] = at["row"], at["column"] * (2 if packed else 1) + at["half"] * split
     return out
 
@@ -144,7 +145,7 @@ COPIES = {
 @pytest.mark.parametrize("policy", SCHEDULES)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("shape", list(COPIES))
-def test_copy(shape: str, group: int, policy) -> None:
+def test_copy(shape: str, group: int, policy: Policy) -> None:
     rows, chunks, lanes = COPIES[shape]
     first = 28 if shape == "4x256b" else 0
     raw = np.random.default_rng(5).integers(0, 2**32, (group, rows, 4 * chunks), np.uint32)

@@ -30,13 +30,13 @@ OPERATION = OPERATIONS[SMALL.op]
 
 
 def tokens_of(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> list[tuple[int, Tensor]]:
-    """Of each token, its request and its indices that count."""
+    """Return each token's request and its valid indices."""
     rows = tensors.indices.reshape(case.tokens, case.topk)
     return [(token // case.s_q, rows[token, :count]) for token, count in enumerate(case.counts)]
 
 
 def named(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Tensor:
-    """bool [kv_rows]: which rows of kv the indices that count name."""
+    """Bool [kv_rows]: which rows of kv the indices that count name."""
     used = torch.zeros(case.kv_rows, dtype=torch.bool)
     for request, indices in tokens_of(case, tensors):
         first, rows = case.row_ranges[request]

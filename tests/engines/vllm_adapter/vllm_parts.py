@@ -56,7 +56,7 @@ class Setting:
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
-    """vLLM's configuration, of a model whose config.json is written to a folder."""
+    """VLLM's configuration, of a model whose config.json is written to a folder."""
     heads = {"num_attention_heads": setting.heads, "num_key_value_heads": setting.heads}
     sparse = {} if setting.topk is None else {"index_topk": setting.topk}
     (folder / "config.json").write_text(json.dumps({**_MODEL, **heads, **sparse}))
@@ -104,7 +104,7 @@ class Served:
 
 
 def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
-    """A layer of this backend, and of our prefill backend, as vLLM makes it."""
+    """Return a layer of this backend, and of our prefill backend, as vLLM makes it."""
     config = configuration(setting, folder)
     backend = AttentionBackendEnum[name].get_class()
     weight = torch.randn(setting.heads * (NOPE + V), LATENT, generator=torch.Generator().manual_seed(1)) * LATENT**-0.5
@@ -147,8 +147,10 @@ class Request:
 
 
 def batch_of(requests: Sequence[Request], block_size: int, seed: int = 0, padded_tokens: int | None = None) -> CommonAttentionMetadata:
-    """vLLM's description of a batch, over pages in random order of which page 0 is nobody's. Requests without tokens pad a CUDA graph,
-    padded_tokens is then what the batch counts."""
+    """Describe a batch as vLLM does, over pages in random order. No request owns page 0.
+
+    Requests without tokens pad a CUDA graph; the batch then counts padded_tokens.
+    """
     starts = torch.tensor([0, *[request.tokens for request in requests]]).cumsum(0).to(torch.int32)
     lengths = torch.tensor([request.keys for request in requests], dtype=torch.int32)
     pages = [-(-request.keys // block_size) for request in requests]
@@ -190,17 +192,17 @@ def empty_cache(batch: CommonAttentionMetadata, setting: Setting) -> Tensor:
 
 
 def rows_of(batch: CommonAttentionMetadata, request: int, block_size: int) -> Tensor:
-    """Blocks and rows of all keys of a request: (int64 [keys], int64 [keys])."""
+    """Return blocks and rows of all keys of a request: (int64 [keys], int64 [keys])."""
     position = torch.arange(int(batch.seq_lens[request]))
     return torch.stack((batch.block_table_tensor[request, position // block_size].long(), position % block_size))
 
 
 def query_rows(batch: CommonAttentionMetadata, request: int) -> slice:
-    """The query tokens of a request."""
+    """Return the query tokens of a request."""
     start, end = batch.query_start_loc[request : request + 2].tolist()
     return slice(start, end)
 
 
 def agree(out: Tensor, wanted: Tensor, absolute: float = 5e-3) -> None:
-    """Asserts that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
+    """Assert that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=absolute)
