@@ -34,7 +34,7 @@ def launch(module: Module, out: np.ndarray, smem_bytes: int = 1024) -> None:
     memory = GlobalMemory()
     memory.add("out", out.ctypes.data, out.nbytes)
     grid = (4, 1, 1)
-    arguments = [out.ctypes.data.to_bytes(8, "little")]
+    arguments = (out.ctypes.data.to_bytes(8, "little"),)
     report = run(Launch(module, "kernel", grid, (64, 1, 1), (1, 1, 1), smem_bytes, arguments), memory)
     assert {finding.kind for finding in report.findings} <= {"race"}
 
