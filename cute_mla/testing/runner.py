@@ -6,18 +6,19 @@ Afterwards the memory around strided outputs and around the workspace is checked
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import active_children, get_context, parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from threading import Thread, current_thread, main_thread
 from typing import Any, Literal
 
@@ -31,14 +32,13 @@ from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer
 from .compare import Comparison, compare, same_bits, with_error_limit
+from .job_queue import JobQueue
 from .operations import Result, operation
 
 Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced"]
 
 SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
-
-_POLL_SECONDS = 0.2  # period of looking which jobs have started
 
 _GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
@@ -165,9 +165,9 @@ def run_all(
 ) -> Generator[tuple[int, list[Record]], None, None]:
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
-    A pool of processes (default: one per CPU) runs the jobs on the simulated device, large jobs first. This process runs the jobs on a GPU
-    in order. on_start: takes each case as it starts; on a GPU before it starts, so that the log names a kernel that hangs the GPU.
-    An exception, such as that of Ctrl-C, or closing the iterator ends the processes at once.
+    Worker processes (default: one per CPU) run the jobs on the simulated device, in the order of JobQueue. This process runs the jobs on a
+    GPU in order. on_start: takes each case before it starts, so that the log names a kernel that hangs the GPU. An exception, such as that
+    of Ctrl-C, or closing the iterator ends the processes at once.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
@@ -175,41 +175,47 @@ def run_all(
         on_start(jobs[index][0])
         yield index, run_case(*jobs[index])
     if simulated:
-        simulated.sort(key=lambda index: -jobs[index][0].tiles)
-        yield from _run_in_processes(jobs, simulated, min(workers or os.cpu_count() or 1, len(simulated)), on_start)
+        workers = min(workers or os.cpu_count() or 1, len(simulated))
+        yield from _run_simulated({index: jobs[index] for index in simulated}, workers, on_start)
 
 
-def _run_in_processes(
-    jobs: Sequence[Job], order: Sequence[int], workers: int, on_start: Callable[[BaseCase], None]
-) -> Iterator[tuple[int, list[Record]]]:
-    """Run the jobs with these indices, in this order, in a pool of processes; yield the index and the records of each as it ends."""
-    context = get_context("spawn")
-    started, starting = context.Pipe(duplex=False)
+def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
+    """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
+    order = list(jobs)
+    kernels = [(case.op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
+    queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
     others = set(active_children())
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_reporting_worker, initargs=(starting,))
+    pools = [_worker() for _ in range(workers)]
+    running: dict[Future[list[Record]], tuple[int, int]] = {}
+
+    def start(worker: int) -> None:
+        position = queue.take(worker)
+        if position is not None:
+            job = jobs[order[position]]
+            on_start(job[0])
+            with _workers_ignore_interrupts():
+                running[pools[worker].submit(run_case, *job)] = worker, order[position]
+
     try:
-        with _workers_ignore_interrupts():
-            futures = {pool.submit(_run_job, index, jobs[index]): index for index in order}
-        pending = set(futures)
-        while pending:
-            ended, pending = wait_for_futures(pending, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-            while started.poll():
-                on_start(jobs[started.recv()][0])
-            for future in ended:
-                index = futures[future]
+        for worker in range(workers):
+            start(worker)
+        while running:
+            for future in wait_for_futures(running, return_when=FIRST_COMPLETED).done:
+                worker, index = running.pop(future)
                 try:
                     records = future.result()
-                except BrokenProcessPool as error:  # a worker was killed, usually for lack of memory, which stops the whole pool
+                except BrokenProcessPool as error:  # the worker was killed, usually for lack of memory
                     records = _lost(*jobs[index], error)
+                    pools[worker] = _worker()
+                start(worker)
                 yield index, records
     except BaseException:
-        for worker in set(active_children()) - others:
-            worker.kill()  # in the middle of its case
+        for process in set(active_children()) - others:
+            process.kill()  # in the middle of its case
         raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-        started.close()
-        starting.close()
+        for pool in pools:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager
@@ -225,18 +231,17 @@ def _workers_ignore_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_starting: list[Connection] = []  # in a worker: the one where it sends the index of each job that it starts
-
-
-def _start_reporting_worker(starting: Connection) -> None:
-    """Start a worker that sends the index of each job that it starts."""
-    _starting.append(starting)
-    _start_worker()
+def _worker() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start_worker)
 
 
 def _start_worker() -> None:
-    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue."""
+    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
+
+    Modules imported so far are no longer looked at by the garbage collector.
+    """
     torch.set_num_threads(1)
+    gc.freeze()
     Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -245,12 +250,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         wait([parent.sentinel])
         os._exit(1)
-
-
-def _run_job(index: int, job: Job) -> list[Record]:
-    """Run a job in a worker. The index is one short message, which the system writes whole, so that workers need no lock."""
-    _starting[0].send(index)
-    return run_case(*job)
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:

@@ -83,14 +83,14 @@ def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
 
 
 @contextmanager
-def limited_time() -> Iterator[None]:
-    """Raise TimeoutError in what takes too long."""
+def limited_time(seconds: float = CPU_SECONDS) -> Iterator[None]:
+    """Raise TimeoutError in what takes more seconds of CPU time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
 
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:

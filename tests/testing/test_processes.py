@@ -39,12 +39,12 @@ def test_each_case_is_named_as_it_starts() -> None:
 def test_an_interruption_ends_the_workers_at_once() -> None:
     """A case that would take minutes is cut off; what had ended before is there."""
     program = (
-        "import os, signal, time\n"
+        "import os, signal, threading\n"
         "from cute_mla.testing.cases.dense_decode import DenseDecodeCase\n"
         "from cute_mla.testing.runner import Target, run_all\n"
         "def interrupt(case):\n"
         "    print('started', flush=True)\n"
-        "    os.killpg(0, signal.SIGINT)\n"
+        "    threading.Timer(8, os.killpg, (0, signal.SIGINT)).start()  # in the middle of the case\n"
         "if __name__ == '__main__':\n"
         "    long = DenseDecodeCase(batch=4, s_k=100_000, h_q=128, sm_count=1)\n"
         "    try:\n"
