@@ -14,7 +14,7 @@ from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import (
     DESCALE_K,
     DESCALE_Q,
-    FAR_ELEMENTS,
+
     UNUSED_TABLE_ENTRY,
     DenseDecodeCase,
     DenseDecodeTensors,

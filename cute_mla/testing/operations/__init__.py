@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ...spec.dense_decode import FP8
+from dataclasses import replace
+
+from ..bounds import bounds
 from ..cases.base import BaseCase
-from ..cases.dense_decode import DenseDecodeCase
 from .cache_gather import CACHE_GATHER
 from .cache_write import CACHE_WRITE
-from .dense_decode import DENSE_DECODE, FP8_DENSE_DECODE
+from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
 from .operation import Operation, Result
 from .sparse_decode import SPARSE_DECODE
@@ -26,5 +27,5 @@ OPERATIONS = {
 
 
 def operation(case: BaseCase) -> Operation:
-    """Return the operation of a case."""
-    return FP8_DENSE_DECODE if isinstance(case, DenseDecodeCase) and case.operands == FP8 else OPERATIONS[case.op]
+    """Return the operation of a case, with the bounds of the case."""
+    return replace(OPERATIONS[case.op], results=bounds(case))

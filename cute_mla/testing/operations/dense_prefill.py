@@ -10,7 +10,6 @@ from ... import reference
 from ...api import workspace_size
 from ...varlen import flash_attn_varlen_func
 from ..cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
-from ..compare import DENSE_PREFILL_OUT, PREFILL_LSE
 from ..low_precision import error_limits
 from .operation import Operation, Result, empty_lse, output_argument
 
@@ -54,7 +53,6 @@ DENSE_PREFILL = Operation(
     flash_attn_varlen_func,
     _arguments,
     _reference,
-    {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE},
     workspace_bytes=_workspace_bytes,
     limits=error_limits,
 )
