@@ -12,7 +12,7 @@ from rich.progress import Progress as ProgressBar
 from cute_mla.aot_build.build import FAILED, REASSEMBLED, BuildReport, KernelReport, Progress, build_all, build_variants
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
-from cute_mla.runtime.library import artifacts_folder
+from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.spec.arch import ARCHS
 
 from .output import is_terminal, print_table

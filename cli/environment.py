@@ -11,8 +11,8 @@ from typing import Any
 from cute_mla import __version__
 from cute_mla.manifest import KernelEntry, manifest_sha256
 from cute_mla.runtime import driver
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE, Artifacts, artifacts_folder, cubin_toolkit, load_artifacts
 from cute_mla.runtime.errors import ArtifactError, DeviceError
-from cute_mla.runtime.library import FOLDER_VARIABLE, Artifacts, artifacts_folder, cubin_toolkit, load_artifacts
 from cute_mla.spec.arch import ARCHS, Arch, arch_for
 
 PACKAGES = (

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.runtime.library import Artifacts, load_artifacts
 from cute_mla.spec.arch import ARCHS
 
 from .environment import environment, table_rows

@@ -76,14 +76,15 @@ def _what(variant: Variant) -> str:
 
 def options() -> list[tuple[str, dict[str, str]]]:
     """Return (feature, supported values by op), as is_supported answers. The answers must be equal on all architectures."""
-    from cute_mla.support import FEATURES, OPS
+    from cute_mla.api.support import FEATURES
+    from cute_mla.ops.limits import OPS
 
     return [(feature, {op: _answer(op, feature) for op in OPS}) for feature in FEATURES]
 
 
 def _answer(op: str, feature: str) -> str:
     """Return the supported values of a feature. is_supported names them in its answer to -1, which no feature supports."""
-    from cute_mla.support import is_supported
+    from cute_mla.api import is_supported
 
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
     (answer,) = answers

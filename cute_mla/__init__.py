@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
         flash_mla_sparse_fwd,
         flash_mla_with_kvcache,
         get_mla_metadata,
@@ -17,10 +20,9 @@ if TYPE_CHECKING:
         merge_states,
         workspace_size,
     )
-    from .runtime.device import simulate
+    from .runtime.current import simulate
     from .runtime.errors import ArtifactError, DeviceError
     from .simulator import SimulationError
-    from .varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 
 __version__ = "0.1.0"
 
@@ -45,21 +47,21 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
-    "flash_attn_varlen_func": ".varlen",
-    "flash_attn_varlen_kvpacked_func": ".varlen",
-    "flash_attn_varlen_qkvpacked_func": ".varlen",
+    "flash_attn_varlen_func": ".api",
+    "flash_attn_varlen_kvpacked_func": ".api",
+    "flash_attn_varlen_qkvpacked_func": ".api",
     "flash_mla_sparse_fwd": ".api",
     "flash_mla_with_kvcache": ".api",
     "get_mla_metadata": ".api",
     "is_supported": ".api",
     "merge_states": ".api",
-    "simulate": ".runtime.device",
+    "simulate": ".runtime.current",
     "workspace_size": ".api",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name from the module that defines it."""
+    """Load a public name from the module that defines it."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -69,5 +71,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
+    """Return the public names, loaded or not."""
     return sorted({*globals(), *__all__})

@@ -1,5 +1,4 @@
-"""The record that ties build to runtime: one entry per shipped kernel, and where a wheel's kernels come from. The only module that
-reads or writes it."""
+"""Manifest and provenance: one entry per shipped kernel, and the origin of a wheel's kernels. Only this module reads or writes them."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ PROVENANCE_VERSION = 1
 
 
 class ManifestError(ValueError):
-    """The manifest, or the provenance beside it, is missing, damaged or of another format version."""
+    """Error of the manifest or the provenance: missing, damaged or of another format version."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class NamedBarrier:
 
 @dataclass(frozen=True)
 class Role:
-    """Warps first_warp .. first_warp + warps - 1 of a CTA, and what they do."""
+    """A role of warps first_warp .. first_warp + warps - 1 of a CTA."""
 
     name: str
     first_warp: int
@@ -54,15 +53,15 @@ class Role:
 
 @dataclass(frozen=True)
 class KernelEntry:
-    """All that the runtime and the simulator need to know of one kernel.
+    """Manifest entry of one kernel, for the runtime and the simulator.
 
     name: "<op>_<arch>_<config name>", the key of the manifest and the stem of both files.
     cubin, ptx: file names beside the manifest; *_sha256: hex digests of their bytes.
     block, cluster: threads and CTAs along x, y, z. smem_bytes: dynamic shared memory of one CTA.
-    tmem_columns: of tensor memory that one CTA allocates, 0 where there is none.
+    tmem_columns: columns of tensor memory that one CTA allocates, 0 without tensor memory.
     stack_bytes: per-thread local memory, 0 in everything that ships.
-    config: the variant's fields, for show. instructions: counts of the SASS mnemonics that matter, for show and gates.
-    fingerprint: sha256 over sources, tool versions and options: equal means up to date.
+    config: the variant's fields, for display. instructions: counts of selected SASS mnemonics, for display and gates.
+    fingerprint: sha256 over sources, tool versions and options; an equal one means that the kernel is up to date.
     """
 
     name: str
@@ -102,19 +101,19 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> Manifest:
-        """Reads and checks folder/manifest.json. ManifestError names the file, what was found and what is expected."""
+        """Read and checks folder/manifest.json. ManifestError names the file, what was found and what is expected."""
         manifest: Manifest = _read(
             folder / MANIFEST_NAME, "the manifest that `cute-mla build` writes", lambda raw: cls(_decode_manifest(raw))
         )
         return manifest
 
     def save(self, folder: Path) -> None:
-        """Writes folder/manifest.json in one step: a reader sees the old file or the new one. Equal manifests give equal bytes."""
+        """Write folder/manifest.json in one step: a reader sees the old file or the new one. Equal manifests give equal bytes."""
         kernels = {name: asdict(entry) for name, entry in self.kernels.items()}
         _write(folder / MANIFEST_NAME, {"format": FORMAT_VERSION, "kernels": kernels})
 
     def find(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """The entry of a variant. ManifestError if there is none."""
+        """Return the entry of a variant. ManifestError if there is none."""
         name = kernel_name(op, arch, config_name)
         entry = self.kernels.get(name)
         if entry is None:
@@ -123,23 +122,24 @@ class Manifest:
 
 
 def kernel_name(op: str, arch: str, config_name: str) -> str:
-    """The manifest key of a variant."""
+    """Return the manifest key of a variant."""
     return f"{op}_{arch}_{config_name}"
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """sha256 of folder/manifest.json, which has those of all kernels; None where there is none."""
+    """Return the sha256 of folder/manifest.json, which holds those of all kernels; None without a manifest."""
     path = folder / MANIFEST_NAME
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the kernels of a wheel come from, as far as the manifest beside it does not say it: that one has the sha256 of every
-    file, and for every kernel the versions of compiler and assembler and a fingerprint of the sources.
+    """Origin of a wheel's kernels, as far as the manifest does not say it.
 
-    version: of this package. commit: git's name of the sources. clean: whether they were that commit's and nothing else.
-    tools: what ran the build and made the wheel, by name, with versions. manifest_sha256: of the manifest.
+    The manifest has the sha256 of every file, the versions of compiler and assembler, and a fingerprint of the sources.
+
+    version: version of this package. commit: git commit of the sources. clean: whether the tree had no local changes.
+    tools: versions of the programs that built the kernels and the wheel, by name. manifest_sha256: sha256 of the manifest.
     """
 
     version: str
@@ -150,22 +150,22 @@ class Provenance:
 
     @property
     def source(self) -> str:
-        """The commit, and whether that is all."""
+        """Return the commit, and whether there were local changes."""
         return f"commit {self.commit}" + ("" if self.clean else " with local changes")
 
     @classmethod
     def load(cls, folder: Path) -> Provenance | None:
-        """Reads folder/provenance.json; None where there is none, as in a tree. ManifestError if it is damaged."""
+        """Read folder/provenance.json; None in a source tree, which has no such file. ManifestError if it is damaged."""
         path = folder / PROVENANCE_NAME
         return _read(path, "the provenance of a wheel", _decode_provenance) if path.exists() else None
 
     def save(self, folder: Path) -> None:
-        """Writes folder/provenance.json as Manifest.save does."""
+        """Write folder/provenance.json in one step, as Manifest.save does."""
         _write(folder / PROVENANCE_NAME, {"format": PROVENANCE_VERSION, **asdict(self)})
 
 
 def _read(path: Path, what: str, decode: Callable[[Any], Any]) -> Any:
-    """Decodes a JSON file. ManifestError names the file, what was found and what is expected."""
+    """Decode a JSON file. ManifestError names the file, what was found and what is expected."""
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def _read(path: Path, what: str, decode: Callable[[Any], Any]) -> Any:
 
 
 def _write(path: Path, raw: dict[str, Any]) -> None:
-    """Writes JSON in one step: a reader sees the old file or the new one."""
+    """Write JSON in one step: a reader sees the old file or the new one."""
     text = json.dumps(raw, sort_keys=True, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
@@ -195,7 +195,7 @@ def _write(path: Path, raw: dict[str, Any]) -> None:
 
 
 class _Mismatch(Exception):
-    """A value that is not what its place requires."""
+    """Error of a value in a file: where it stands, the value found, and the value expected."""
 
     def __init__(self, where: str, found: object, expected: str) -> None:
         shown = repr(found)
@@ -333,7 +333,7 @@ def _decode_provenance(raw: Any) -> Provenance:
 
 
 def _without_format(raw: Any, version: int) -> dict[str, Any]:
-    """The fields of a file of this format version."""
+    """Return the fields of a file of this format version."""
     fields = dict(_object(raw, "the file"))
     found = fields.pop("format", None)
     if found != version:
@@ -352,7 +352,7 @@ def _decode_manifest(raw: Any) -> dict[str, KernelEntry]:
 
 
 def _check_entry(key: str, entry: KernelEntry) -> None:
-    """What must hold between the fields of an entry."""
+    """Raise _Mismatch unless the fields of an entry agree with each other."""
     where = f"kernels.{key}"
     if entry.name != key or not key.startswith(kernel_name(entry.op, entry.arch, "")):
         raise _Mismatch(f"{where}.name", entry.name, f"its key {key}, beginning with its op and arch")

@@ -1,4 +1,4 @@
-"""What the kernels compute, in plain fp32 torch: slow, and simple enough to be read and believed."""
+"""Reference implementations in plain fp32 torch: slow, and simple enough to check by reading."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attention(
 def attention_by(
     scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, empty_lse: float = math.inf
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention returns, from what masked_scores does."""
+    """Return the results of `attention`, given the results of masked_scores."""
     lse = scores.logsumexp(dim=-1)
     empty = ~visible.any(dim=-1)
     weights = (scores - lse.masked_fill(empty, 0.0).unsqueeze(-1)).exp()
@@ -35,12 +35,12 @@ def attention_by(
 
 
 def masked_scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
-    """fp32 [heads, rows, keys]: scale * q k^T where a row sees the key, else -inf. Operands as of attention."""
+    """Return fp32 [heads, rows, keys]: scale * q k^T where a row sees the key, else -inf. Operands as in `attention`."""
     return ((q.float() @ k.float().transpose(-1, -2)) * scale).masked_fill(~visible, -math.inf)
 
 
 def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> torch.Tensor:
-    """bool [s_q, length]: which keys each query token sees. Causal is aligned bottom right: the last token sees them all."""
+    """Return bool [s_q, length]: the keys that each query token sees. Causal is aligned bottom right: the last token sees all keys."""
     if not causal:
         return torch.ones(s_q, length, dtype=torch.bool, device=device)
     token = torch.arange(s_q, device=device).unsqueeze(1)
@@ -48,14 +48,16 @@ def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> t
 
 
 def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """The first `length` keys of a request: [length, h_kv, 576], from k_cache [pages, page size, h_kv, 576] and its row of
-    the block table. Entries and keys beyond `length` are not looked at."""
+    """Return the first `length` keys of a request: [length, h_kv, 576].
+
+    k_cache: [pages, page size, h_kv, 576]. pages: the request's row of the block table. Entries and keys beyond `length` are not read.
+    """
     used = -(-length // k_cache.shape[1])
     return k_cache[pages[:used].long()].flatten(0, 1)[:length]
 
 
 def scaled(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Values times a scalar, in fp32, or as they are."""
+    """Return values times a scalar, in fp32; without a scalar, the values themselves."""
     return values if scale is None else values.float() * scale
 
 
@@ -69,13 +71,13 @@ def dense_decode(
     empty_lse: float = math.inf,
     descales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_mla_with_kvcache over a dense cache, with operands as there; descales: descale_q and descale_k.
+    """Compute flash_mla_with_kvcache over a dense cache, with its operands. descales: descale_q and descale_k.
 
     Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
     """
     batch, s_q, h_q, _ = q.shape
     h_kv = k_cache.shape[2]
-    group = h_q // h_kv  # query heads of one KV head; they are rows over the same keys, which need not be repeated for them
+    group = h_q // h_kv  # query heads of one KV head: rows over the same keys, which are not repeated
     out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
     lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
     for request, length in enumerate(cache_seqlens.tolist()):
@@ -89,10 +91,10 @@ def dense_decode(
 
 
 class IndexedCache(NamedTuple):
-    """A cache of which every query token names the keys that it attends to.
+    """A cache, and the indices of the slots that each query token attends to.
 
-    slots: float [slots, d_qk], dequantised. indices: int32 [batch, s_q, topk]; an index that is not a slot counts for nothing.
-    length: int32 [batch], how many of a request's indices count (more than topk: all; negative: none); None: all.
+    slots: float [slots, d_qk], dequantised. indices: int32 [batch, s_q, topk]; an index outside the slots is skipped.
+    length: int32 [batch], the number of a request's indices that count (more than topk: all; negative: none); None: all.
     """
 
     slots: torch.Tensor
@@ -100,14 +102,13 @@ class IndexedCache(NamedTuple):
     length: torch.Tensor | None = None
 
     def keys(self, request: int, token: int) -> torch.Tensor:
-        """fp32 [n, d_qk]: the keys of one query token, once per index that names them. No other slot is looked at."""
+        """Return fp32 [n, d_qk]: the keys of one query token, once per index that names them. No other slot is read."""
         length = None if self.length is None else self.length[request]
         return named_rows(self.slots, self.indices[request, token], length)
 
 
 def named_rows(rows: torch.Tensor, indices: torch.Tensor, length: torch.Tensor | None) -> torch.Tensor:
-    """fp32 [n, d]: the rows that the first `length` indices name (None: all of them), once per index that names one. No other
-    row is looked at."""
+    """Return fp32 [n, d]: the rows that the first `length` indices name (None: all indices), once per index. No other row is read."""
     if length is not None:
         indices = indices[: max(int(length), 0)]
     return rows[indices[(indices >= 0) & (indices < len(rows))].long()].float()
@@ -116,7 +117,7 @@ def named_rows(rows: torch.Tensor, indices: torch.Tensor, length: torch.Tensor |
 def attend_to_all(
     q: torch.Tensor, keys: torch.Tensor, scale: float, attn_sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One query token [h_q, d_qk] over keys [n, d_qk], at least one: fp32 out [h_q, 512], max_logits [h_q] and lse [h_q]."""
+    """Attend one query token [h_q, d_qk] to keys [n, d_qk], n >= 1. Return fp32 out [h_q, 512], max_logits [h_q] and lse [h_q]."""
     visible = torch.ones(len(q), len(keys), dtype=torch.bool, device=q.device)
     scores = masked_scores(q[None], keys[None], scale, visible)
     (out,), (lse,) = attention_by(scores, keys[None, :, :D_V], visible)
@@ -132,10 +133,10 @@ def sparse_decode(
     attn_sink: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_mla_with_kvcache with indices: each query token over the keys that it names in one cache, or in two.
+    """Compute flash_mla_with_kvcache with indices: each query token over the keys that it names in one cache, or in two.
 
-    q: [batch, s_q, h_q, d_qk]; softmax_scale: default d_qk ** -0.5; attn_sink: fp32 [h_q], natural log: a key without a value
-    that each head attends to besides, so that out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse does not count it.
+    q: [batch, s_q, h_q, d_qk]; softmax_scale: default d_qk ** -0.5; attn_sink: fp32 [h_q], natural log: the logit of one
+    more key without a value, so that out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse does not include the sink.
     Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
     """
     batch, s_q, h_q, d_qk = q.shape
@@ -160,7 +161,7 @@ def sparse_prefill(
     kv_offsets: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """flash_mla_sparse_fwd, with operands as there: each query token over the rows that it names, of a request or of all there are.
+    """Compute flash_mla_sparse_fwd, with its operands: each query token over the rows of its request that it names.
 
     Returns fp32 out [.., s_q, h_q, 512], max_logits [.., s_q, h_q] and lse [.., s_q, h_q], with the batch in front if q has one.
     """
@@ -176,7 +177,7 @@ def sparse_prefill(
 
 
 def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: tuple[int, ...]) -> torch.Tensor:
-    """[n, 1, d_qk]: what the indices of a request count in. request: its number, or nothing where there is one only."""
+    """Return [n, 1, d_qk]: the rows that the indices of a request count in. request: its number, or () without a batch."""
     if kv_offsets is None:
         return kv[request]
     return kv[sequence_rows(kv_offsets, request[0], len(kv))]
@@ -192,7 +193,7 @@ def dense_prefill(
     causal: bool = False,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_varlen_func, with operands as there.
+    """Compute flash_attn_varlen_func, with its operands.
 
     Returns fp32 out [total_q, h_q, d_v] and lse [total_q, h_q], NaN in rows that belong to no sequence.
     """
@@ -211,15 +212,15 @@ def dense_prefill(
 
 
 def sequence_rows(cu_seqlens: torch.Tensor, sequence: int, total: int) -> slice:
-    """Which of all packed tokens are a sequence's, wherever its ends are said to be."""
+    """Return the packed tokens of a sequence as a slice, with its ends clipped to 0 .. total."""
     first, end = cu_seqlens[sequence : sequence + 2].clamp(0, total).tolist()
     return slice(first, end)
 
 
 def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention over the union of disjoint sets of keys is, from what it is over each.
+    """Merge attention over disjoint sets of keys into attention over their union.
 
-    outs: [states, .., d]; lses: [states, ..], natural log; an infinite one counts for nothing, nor does its out.
+    outs: [states, .., d]; lses: [states, ..], natural log. A state with an infinite lse has weight 0, whatever its out.
     Returns out fp32 [.., d] and lse fp32 [..].
     """
     lses = lses.float().masked_fill(lses.isinf(), -math.inf)

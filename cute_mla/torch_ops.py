@@ -1,9 +1,9 @@
-"""The public functions as ops of torch, torch.ops.cute_mla, and what the functions do while they are traced: call the ops.
+"""The public functions as ops of torch, torch.ops.cute_mla, and the traced forms of the functions, which call the ops.
 
-A call that is not traced never comes here: torch's dispatcher costs more than the call. Each op allocates its results; the one beside
-it whose name ends in _out writes to the caller's. Arguments are those of the public functions, but that a plan is always two tensors
-and empty_lse None means inf. Fakes, which stand for the ops while they are traced, give shapes and types; what else is wrong with a call
-is said when it is made.
+Each op runs the eager body of its function, ops.*.run. A call that is not traced never comes here, because torch's dispatcher costs more
+than the call. Each op allocates its results; the op beside it whose name ends in _out writes to the caller's. Arguments are those of the
+public functions, except that a plan is always two tensors and that empty_lse None means inf. Fakes stand for the ops while they are traced;
+they give shapes and dtypes, and other errors appear when the call is made.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import api, cache, varlen
-from .decode_call import plan_specs
-from .merge_states_op import States, is_stacked
-from .runtime.device import device_for
-from .schedule import KeyCounts, MlaSchedule, ScheduleKey
-from .schedule import plan as plan_splits
-from .sparse_op import check_indices
-from .spec import dense_prefill
+from .ops import cache_gather, cache_write, decode, dense_prefill, sparse_prefill, split_plan
+from .ops import merge_states as merge
+from .ops.arguments import check_no_grad
+from .ops.split_plan import MlaSchedule, ScheduleKey
+from .runtime.current import device_for
 from .spec.cache_format import FP8_584
 from .spec.dense_decode import num_parts
+from .spec.dense_prefill import D_V as D_V_PREFILL
 from .spec.mla import D_QK, D_V
 from .spec.split_plan import PLAN_COLUMNS
-from .tensors import check_counts, refuse_gradients, spec_of
 
 _DECODE = (
     "Tensor q, Tensor k_cache, Tensor? block_table, Tensor? cache_seqlens, int head_dim_v, Tensor tile_scheduler_metadata, "
@@ -61,7 +58,7 @@ _library = torch.library.Library("cute_mla", "DEF")
 
 
 def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes an op. call: what it does. fake: the same without looking at contents."""
+    """Register an op. call: its eager body. fake: the body for tensors without contents."""
     _library.define(schema, tags=_TAGS)
     name = schema[: schema.index("(")]
     op = getattr(torch.ops.cute_mla, name).default
@@ -70,7 +67,7 @@ def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> 
     def forward_only(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         for argument, value in (*zip(named, args, strict=False), *options.items()):
             for tensor in value if isinstance(value, list) else (value,):
-                refuse_gradients(**{argument: tensor})
+                check_no_grad(**{argument: tensor})
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
 
     _library.impl(name, call, "CompositeExplicitAutograd")
@@ -79,16 +76,13 @@ def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> 
 
 
 def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Makes the op that returns new tensors of these names, and the one that writes to tensors of the caller. function: the public one."""
+    """Register the op that returns new tensors `outs`, and the op `name`_out that writes to the caller's. function: the eager body."""
 
     def call(*args: Any, empty_lse: float | None = None, **options: Any) -> Any:
         return function(*args, empty_lse=math.inf if empty_lse is None else empty_lse, **options)
 
     def write(*args: Any, **options: Any) -> None:
         call(*args, **options)
-
-    def fake_write(*args: Any, **options: Any) -> None:
-        """Shapes of results that are given need not be worked out."""
 
     results = [out for out in outs if not out.endswith("?")]
     written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abc", outs, strict=False)]
@@ -97,11 +91,11 @@ def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Cal
 
 
 def _nothing(*args: Any, **options: Any) -> None:
-    """The fake of an op that writes to tensors of the caller."""
+    """Stand for an op that writes to tensors of the caller."""
 
 
 def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of decode, for a caller who gives none."""
+    """Allocate out and lse of decode."""
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
     batch, s_q, h_q, _ = q.shape
@@ -110,56 +104,27 @@ def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
 
 
 def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """New results of sparse prefill."""
+    """Allocate out, max_logits and lse of sparse prefill."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
 
 
 def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of dense prefill."""
+    """Allocate out and lse of dense prefill."""
     rows = q.shape[:-1]
-    return q.new_empty((*rows, dense_prefill.D_V)), q.new_empty(rows, dtype=torch.float32)
-
-
-def _merge(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """merge_states. stacked: outs and lses are one tensor each, of all states."""
-    return api.merge_states(outs[0], lses[0], **options) if stacked else api.merge_states(outs, lses, **options)
+    return q.new_empty((*rows, D_V_PREFILL)), q.new_empty(rows, dtype=torch.float32)
 
 
 def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
-    """New results of merge_states."""
+    """Allocate out and lse of merge_states."""
     shape = outs[0].shape[1:] if stacked else outs[0].shape
     return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
 
 
 def _new_plan(cache_seqlens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     device = device_for(cache_seqlens.device)
-    parts = num_parts(device.arch, *api.planned_rows(*args, **options), device.sm_count)
+    parts = num_parts(device.arch, *split_plan.Options(*args, **options).shape, device.sm_count)
     return cache_seqlens.new_empty((parts, PLAN_COLUMNS)), cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,))
-
-
-def _plan_sparse(
-    indices: Tensor,
-    num_heads_q: int,
-    topk_length: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_topk_length: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The plan that a schedule object makes for sparse decode."""
-    spec = spec_of("indices", indices)
-    check_indices("indices", spec, ("batch", "s_q", "topk"), spec)
-    batch, s_q, topk = spec.shape
-    extra_topk = 0
-    if extra_indices is not None:
-        extra = spec_of("extra_indices_in_kvcache", extra_indices)
-        check_indices("extra_indices_in_kvcache", extra, (batch, s_q, "topk"), spec)
-        extra_topk = extra.shape[2]
-    for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
-        if lengths is not None:
-            check_counts(name, spec_of(name, lengths), (batch,), spec)
-    device = device_for(spec.device)
-    parts = num_parts(device.arch, num_heads_q, max(s_q, 1), device.sm_count)
-    return plan_splits(device, KeyCounts(topk_length, extra_topk_length, topk, extra_topk), batch, parts, spec.device)
 
 
 def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -169,60 +134,62 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
 
 
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
-    """A new result of gather_kv_cache."""
+    """Allocate the result of gather_kv_cache."""
     own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
     columns = FP8_584.d_qk if k_cache.shape[-1] == FP8_584.page_bytes(1) else D_QK
     return k_cache.new_empty((rows, columns), dtype=options.get("dtype") or own)
 
 
 def _gather_out(*args: Any, **options: Any) -> None:
-    cache.gather_kv_cache(*args, **options)
+    cache_gather.run(*args, **options)
 
 
-_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), api.flash_mla_with_kvcache, _decode_results)
-_define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), api.flash_mla_sparse_fwd, _prefill_results)
-_define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), varlen.flash_attn_varlen_func, _varlen_results)
-_define_both("merge_states", _MERGE, ("out", "lse"), _merge, _merged_results)
-_define(f"get_mla_metadata({_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", api.get_mla_metadata, _new_plan)
-_define(f"plan_sparse_decode({_SPARSE_PLAN}) -> (Tensor tile_scheduler_metadata, Tensor num_splits)", _plan_sparse, _new_sparse_plan)
-_define(f"write_kv_cache({_WRITE}) -> ()", cache.write_kv_cache, _nothing)
-_define(f"gather_kv_cache({_GATHER}) -> Tensor", cache.gather_kv_cache, _new_keys)
+_PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
+
+_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
+_define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
+_define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), dense_prefill.run, _varlen_results)
+_define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_results)
+_define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
+_define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
+_define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
+_define(f"gather_kv_cache({_GATHER}) -> Tensor", cache_gather.run, _new_keys)
 _define(f"gather_kv_cache_out({_GATHER}, Tensor(a!) out) -> ()", _gather_out, _nothing)
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    """api.get_mla_metadata with arguments, traced."""
+    """Trace api.get_mla_metadata with arguments."""
     plan: tuple[Tensor, Tensor] = torch.ops.cute_mla.get_mla_metadata(cache_seqlens, *args)
     return plan
 
 
 def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """api.flash_mla_with_kvcache, traced. planned: a plan's two tensors, or a schedule object and None. given: results, and workspace."""
+    """Trace api.flash_mla_with_kvcache. planned: a plan's two tensors, or a schedule object and None. given: results and workspace."""
     metadata, num_splits = planned
     if isinstance(metadata, MlaSchedule) and num_splits is None:
         metadata, num_splits = _planned_by(metadata, **arguments)
     elif not isinstance(metadata, Tensor) or num_splits is None:
-        plan_specs(metadata, num_splits)  # which says what is wrong
+        split_plan.plan_specs(metadata, num_splits)  # raises ValueError
     arguments = {**arguments, "tile_scheduler_metadata": metadata, "num_splits": num_splits}
     out, lse = _call("flash_mla_with_kvcache", _decode_results, given, arguments)
     return out, lse
 
 
 def flash_mla_sparse_fwd(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """api.flash_mla_sparse_fwd, traced."""
+    """Trace api.flash_mla_sparse_fwd."""
     out, max_logits, lse = _call("flash_mla_sparse_fwd", _prefill_results, given, arguments)
     return out, max_logits, lse
 
 
 def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """varlen.flash_attn_varlen_func, traced."""
+    """Trace api.flash_attn_varlen_func."""
     out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
     return out, lse
 
 
-def merge_states(outs: States, lses: States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:
-    """api.merge_states, traced."""
-    if is_stacked(outs, lses):
+def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:
+    """Trace api.merge_states."""
+    if merge.is_stacked(outs, lses):
         arguments = {"outs": [outs], "lses": [lses], "stacked": True, "empty_lse": empty_lse}
     else:
         arguments = {"outs": list(outs), "lses": list(lses), "empty_lse": empty_lse}
@@ -231,12 +198,12 @@ def merge_states(outs: States, lses: States, given: dict[str, Tensor | None], em
 
 
 def write_kv_cache(*args: Tensor, **options: Any) -> None:
-    """cache.write_kv_cache, traced."""
+    """Trace cache.write_kv_cache."""
     torch.ops.cute_mla.write_kv_cache(*args, **options)
 
 
 def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
-    """cache.gather_kv_cache, traced."""
+    """Trace cache.gather_kv_cache."""
     if out is None:
         new: Tensor = torch.ops.cute_mla.gather_kv_cache(*args, **options)
         return new
@@ -245,7 +212,7 @@ def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
 
 
 def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:
-    """Calls the op that makes its results or, if any of them (or a workspace) is given, the one that writes to them."""
+    """Call the op that allocates its results or, if a result or workspace is given, the op that writes to given tensors."""
     if all(tensor is None for tensor in given.values()):
         return getattr(torch.ops.cute_mla, name)(**arguments)
     made = make(**arguments)
@@ -256,7 +223,7 @@ def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, T
 
 
 def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The plan of a schedule object, made if this is its first use. What it was made for is compared when the op runs."""
+    """Return the plan of a schedule object; make it at its first use. The op compares shapes with it when it runs."""
     if schedule.plan is not None:
         return schedule.plan
     q, k_cache, indices, extra = (arguments[name] for name in ("q", "k_cache", "indices", "extra_indices_in_kvcache"))
@@ -269,5 +236,6 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
         topk, extra_topk = indices.shape[2], 0 if extra is None else extra.shape[2]
         lengths = (arguments["topk_length"], extra, arguments["extra_topk_length"])
         plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths)
-    schedule.keep(ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk), plan)
+    schedule.key = ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk)
+    schedule.plan = plan
     return plan

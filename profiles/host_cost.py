@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from ..runtime import cuda, cuda_launches
-from ..runtime.device import cpu_tensors_on
-from ..runtime.kept_calls import KeptCalls
+from ..runtime import cuda_device, cuda_launches
+from ..runtime.call_cache import CallCache
+from ..runtime.current import cpu_tensors_on
 from ..spec.cache_format import FP8_656
 from ..spec.mla import D_QK, D_V
 
@@ -38,7 +38,7 @@ _STREAM = 0x5757
 _LIBRARY = "libcuda.so.1"
 
 
-def measure(device: cuda.CudaDevice) -> dict[str, float]:
+def measure(device: cuda_device.CudaDevice) -> dict[str, float]:
     """Return the microseconds of a call by kind, with figures to compare them with.
 
     call_us: dense, with a plan. schedule_us: dense, with a schedule object. sparse_us: sparse, over a 656-byte cache.
@@ -55,7 +55,7 @@ def measure(device: cuda.CudaDevice) -> dict[str, float]:
             "turns_us": [_dense(batch - i % 2) for i in range(_LAYERS)],
         }
         figures = {name: _least_us(partial(_run_all, calls), _CALLS // _LAYERS) / _LAYERS for name, calls in layers.items()}
-        figures["driver_us"] = _least_us(device.kept_calls.calls()[0].launches.again())
+        figures["driver_us"] = _least_us(device.call_cache.calls()[0].launches.again())
         figures["first_us"] = _least_us(partial(_run_anew, device, _dense(batch)), 1)
     return {**figures, "python_us": _least_us(_fixed_work), "goal_us": GOAL_US}
 
@@ -65,8 +65,8 @@ def _run_all(calls: Sequence[Callable[[], Any]]) -> None:
         call()
 
 
-def _run_anew(device: cuda.CudaDevice, call: Callable[[], Any]) -> None:
-    device.kept_calls = KeptCalls()
+def _run_anew(device: cuda_device.CudaDevice, call: Callable[[], Any]) -> None:
+    device.call_cache = CallCache()
     call()
 
 
@@ -124,7 +124,7 @@ def measure_on_stub(folder: str) -> None:
     """Measure on the stub driver in a folder, and print the figures. Needs its own process: the bindings load a driver only once."""
     cuda_launches.current_stream = lambda index: _STREAM
     ctypes.CDLL(str(Path(folder) / _LIBRARY), ctypes.RTLD_GLOBAL)  # the bindings find it by its name
-    print(json.dumps(measure(cuda.CudaDevice(0))))
+    print(json.dumps(measure(cuda_device.CudaDevice(0))))
 
 
 def main(file: Path | None = None) -> None:

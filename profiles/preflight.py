@@ -40,8 +40,8 @@ def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
 
     ArtifactError if an artefact is unusable, or if there is none.
     """
+    from ..runtime.artifacts import cubin_toolkit, load_artifacts
     from ..runtime.errors import ArtifactError
-    from ..runtime.library import cubin_toolkit, load_artifacts
 
     artifacts = load_artifacts()
     names = [arch.name for arch in archs]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..runtime.artifacts import load_artifacts
 from ..runtime.errors import ArtifactError
-from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS, Arch
 from .kernel_stats.static_report import static_report
 from .model.machines import machines

@@ -1,4 +1,4 @@
-"""What tests of several folders share."""
+"""Fixtures for tests of several folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ settings.load_profile("repeatable")
 
 @pytest.fixture(scope="session", params=ARCHS.values(), ids=lambda arch: arch.name)
 def arch(request: pytest.FixtureRequest) -> Arch:
-    """Every architecture in turn."""
+    """Return every architecture in turn."""
     found: Arch = request.param
     return found
 
 
 @pytest.fixture
 def bench(arch: Arch) -> Bench:
-    """The simulated device of every architecture in turn."""
+    """Return the simulated device of every architecture in turn."""
     return Bench(arch)

@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from ..cache import gather_kv_cache, page_size_problem, write_kv_cache
+from ..api.tracing import is_dynamo_compiling
+from ..cache import gather_kv_cache, write_kv_cache
+from ..ops.limits import page_size_error
+from ..ops.tensor_spec import check_dtype, check_shape, spec_of
 from ..spec.mla import D_QK, MAX_HEADS
-from ..tensors import check_dtype, check_shape, spec_of
-from ..tracing import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
 from .path import MAX_STATES, AttentionPath, Cache, Packed, attention_path, warn_reference
@@ -149,7 +150,7 @@ class MlaAttention:
         states, cache = spec_of("hidden", hidden), spec_of("k_cache", k_cache)
         check_shape("hidden", states, (batch.tokens, self.config.hidden_size), " with this batch")
         check_shape("k_cache", cache, ("pages", "page size", 1, D_QK))
-        problem = page_size_problem(cache.shape[1])
+        problem = page_size_error(cache.shape[1])
         if problem is not None:
             raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
         for name, spec, dtypes in (("hidden", states, ()), ("k_cache", cache, (torch.float8_e4m3fn,))):

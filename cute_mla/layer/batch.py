@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..cache import page_size_problem
-from ..schedule import MlaSchedule
-from ..tensors import check_device, check_dtype, check_integer, check_shape, is_integer, shown, spec_of
+from ..ops.arguments import check_integer, is_integer, short_repr
+from ..ops.limits import page_size_error
+from ..ops.split_plan import MlaSchedule
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 
 CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes: 671 MB
 
@@ -123,7 +124,7 @@ def plan_batch(
         raise ValueError("block_table is on meta; supported: the device of the layer")
     if slot_mapping is not None:
         check_device("slot_mapping", spec_of("slot_mapping", slot_mapping), table.device, "block_table")
-    problem = page_size_problem(page_size)
+    problem = page_size_error(page_size)
     if problem is not None:
         raise ValueError(problem)
     check_integer("chunk_tokens", chunk_tokens, 1)
@@ -163,7 +164,7 @@ def _to_device(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
 def _check_integers(name: str, lengths: Any) -> list[int]:
     """Return lengths as a list. Raise ValueError unless each is an integer, 0 or more."""
     if not isinstance(lengths, Sequence):
-        raise ValueError(f"{name} is {shown(lengths)}; supported: a sequence of integers")
+        raise ValueError(f"{name} is {short_repr(lengths)}; supported: a sequence of integers")
     return [check_integer(f"{name}[{i}]", length, 0) for i, length in enumerate(lengths)]
 
 
@@ -171,7 +172,7 @@ def _check_lengths(query_lengths: Sequence[int], context_lengths: Sequence[int],
     if len(query_lengths) != len(context_lengths):
         raise ValueError(f"there are {len(query_lengths)} query_lengths and {len(context_lengths)} context_lengths; supported: as many")
     if not is_integer(decodes) or not 0 <= decodes <= len(query_lengths):
-        raise ValueError(f"decodes is {shown(decodes)} with {len(query_lengths)} requests; supported: 0 to all of them")
+        raise ValueError(f"decodes is {short_repr(decodes)} with {len(query_lengths)} requests; supported: 0 to all of them")
     if len(set(query_lengths[:decodes])) > 1 or 0 in query_lengths[:decodes]:
         raise ValueError(f"decode requests have {list(query_lengths[:decodes])} new tokens; supported: equally many, 1 or more")
 

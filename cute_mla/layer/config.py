@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..ops.arguments import check_flag, check_integer, is_integer, is_number, short_repr
 from ..spec.dense_prefill import D_V as HEAD_V
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE
-from ..tensors import check_flag, check_integer, is_integer, is_number, shown
 
 D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without rotary embedding
 
@@ -42,7 +42,7 @@ class YarnScaling:
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= float(value) < math.inf:
-                raise ValueError(f"rope_scaling[{name!r}] is {shown(value)}; supported: a number, 0 or more")
+                raise ValueError(f"rope_scaling[{name!r}] is {short_repr(value)}; supported: a number, 0 or more")
         if self.beta_slow >= self.beta_fast:
             raise ValueError(f"rope_scaling has beta_slow {self.beta_slow} and beta_fast {self.beta_fast}; supported: the former less")
 
@@ -97,14 +97,14 @@ class MlaConfig:
         for name, fixed in _FIXED.items():
             value = getattr(self, name)
             if not is_integer(value) or value != fixed:
-                raise ValueError(f"{name} is {shown(value)}; supported: {fixed}")
+                raise ValueError(f"{name} is {short_repr(value)}; supported: {fixed}")
         for name in _POSITIVE_INTEGERS:
             check_integer(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
             check_integer("q_lora_rank", self.q_lora_rank, 1)
         check_flag("rope_interleave", self.rope_interleave)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling):
-            raise ValueError(f"rope_scaling is {shown(self.rope_scaling)}; supported: None and YarnScaling")
+            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None and YarnScaling")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
@@ -157,9 +157,9 @@ def _check_present(where: str, given: Mapping[str, Any], names: tuple[str, ...])
 
 def _check_mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {shown(value)}; supported: a mapping, as in config.json")
+        raise ValueError(f"{name} is {short_repr(value)}; supported: a mapping, as in config.json")
 
 
 def _check_positive(name: str, value: Any) -> None:
     if not is_number(value) or not 0 < float(value) < math.inf:
-        raise ValueError(f"{name} is {shown(value)}; supported: a positive finite number")
+        raise ValueError(f"{name} is {short_repr(value)}; supported: a positive finite number")

@@ -10,12 +10,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import reference
-from ..api import flash_mla_with_kvcache, merge_states
-from ..runtime.device import has_kernels
+from ..api import flash_attn_varlen_func, flash_mla_with_kvcache, merge_states
+from ..api.tracing import constant_when_traced
+from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
 from ..spec.mla import D_V
-from ..tracing import constant_when_traced
-from ..varlen import flash_attn_varlen_func
 from .batch import DecodeRequests
 
 MAX_STATES = 8  # states that merge_states reads without a copy

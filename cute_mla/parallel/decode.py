@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ..api import flash_mla_with_kvcache, merge_states
-from ..schedule import MlaSchedule
+from ..ops.arguments import check_integer
+from ..ops.split_plan import MlaSchedule
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 from ..spec.mla import D_V
-from ..tensors import check_device, check_dtype, check_integer, check_shape, spec_of
 from .shard import ContextShard, LocalIndices
 
 # 16-bit columns of a state in transfers: out, then lse as fp32, then padding to a multiple of 16 bytes, so that the decode kernel stores

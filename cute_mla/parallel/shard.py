@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..tensors import check_device, check_dtype, check_integer, check_shape, spec_of
+from ..ops.arguments import check_integer
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 
 
 class LocalIndices(NamedTuple):

@@ -1,4 +1,4 @@
-"""Kernel arguments: what callers hand to a launch, and the memory from which the driver copies them."""
+"""Kernel arguments: the values that callers hand to a launch, and the memory from which the driver copies them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from .tensor_map import encode
 
 _SCALAR_FORMATS = {ParamKind.INT32: "i", ParamKind.INT64: "q", ParamKind.FLOAT32: "f"}
-_RANKS = {ParamKind.TENSOR_MAP: 0, ParamKind.POINTER: 1}  # and scalars behind them
+_RANKS = {ParamKind.TENSOR_MAP: 0, ParamKind.POINTER: 1}  # scalars come last
 
 
 class Memory(Protocol):
     """A pointer argument: a torch tensor, or a Span of one."""
 
     def data_ptr(self) -> int:
-        """The address of the first byte."""
+        """Return the address of the first byte."""
         ...
 
 
@@ -33,7 +33,7 @@ class Span(NamedTuple):
     nbytes: int
 
     def data_ptr(self) -> int:
-        """The address of the first byte."""
+        """Return the address of the first byte."""
         address: int = self.tensor.data_ptr()
         return address + self.offset
 
@@ -42,14 +42,14 @@ Argument: TypeAlias = int | float | Memory | TensorMap | None  # None: the null 
 
 
 def address_of(memory: Memory | None) -> int:
-    """The address that a pointer argument stands for."""
+    """Return the address that a pointer argument stands for."""
     return 0 if memory is None else memory.data_ptr()
 
 
 class ArgumentBlock:
-    """Memory for one launch's arguments, and the table of pointers to them that the driver takes; made once, filled often.
+    """Memory for one launch's arguments, and the table of pointers to them that the driver takes. Made once, filled often.
 
-    Parameters are tensor maps, pointers and scalars, in this order; ValueError otherwise. maps: where encoded tensor maps go.
+    Parameters are tensor maps, pointers and scalars, in this order; ValueError otherwise. maps: memory for the encoded tensor maps.
     """
 
     def __init__(self, params: Sequence[Param]) -> None:
@@ -73,7 +73,7 @@ class ArgumentBlock:
         self.table_address = ctypes.addressof(self._table)
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Writes the arguments, in the order of the parameters."""
+        """Write the arguments, in the order of the parameters."""
         pointers, scalars = len(self.maps), len(self.maps) + self._pointers
         for place, tensor_map in zip(self.maps, args[:pointers], strict=True):
             place[:] = encode(tensor_map)
@@ -81,17 +81,17 @@ class ArgumentBlock:
         self.set_scalars(args[scalars:])
 
     def take_pointer(self, i: int, word: int) -> None:
-        """Has one of the pointers taken from elsewhere: from the 8 bytes at address `word`, at every launch."""
+        """Let the driver read pointer i from the 8 bytes at address `word`, at every launch."""
         self._table[len(self.maps) + i] = word
 
     def set_scalars(self, scalars: Sequence[int | float]) -> None:
-        """Writes the arguments behind the pointers."""
+        """Write the scalar arguments, which follow the pointers."""
         self._pack_scalars(self._bytes, self._scalars_at, *scalars)
 
 
 @lru_cache(maxsize=256)
 def _places(params: tuple[Param, ...]) -> tuple[tuple[int, ...], str, int]:
-    """The offset of each argument, the struct format of the scalars, and the bytes of all."""
+    """Return the offset of each argument, the struct format of the scalars, and the bytes of all."""
     offsets, layout, size = [], "<", 0
     for param in params:
         padding = -size % param.size

@@ -1,4 +1,4 @@
-"""The launches of a prepared call on a CUDA device: the end of the path that ../decode_call.py describes."""
+"""Launches of a prepared call on a CUDA device: the end of the path that ops/decode.py describes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from . import driver
 from .arguments import ArgumentBlock
-from .device import CallSteps, Place, Step
+from .launch import BufferRef, CallSteps, Step
 from .tensor_map import EncodedMaps
 
 _WORD_BYTES = 8
 
-# The raw handle of torch's current stream on a device: what compiled torch code calls; the public way costs more than a launch. Where torch
-# was built without CUDA there is no tensor to ask it for.
+# Returns the raw handle of torch's current stream on a device. Compiled torch code calls it too; the public way costs more than a launch.
+# Absent where torch was built without CUDA.
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
 
 
 class CudaLaunches:
-    """The launches of a call: each time they write addresses and start. Threads do not share what is written to."""
+    """The launches of a call. Each start writes addresses to buffers of its own, so that threads do not share them."""
 
     def __init__(self, device: int, context: Any, call: CallSteps, kernels: Sequence[Any]) -> None:
         self._device = device
@@ -32,7 +32,7 @@ class CudaLaunches:
         self._free = [self._make()]
 
     def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
-        """As Launches."""
+        """Launch the kernels, as Launches.start says."""
         stream = current_stream(self._device)
         try:
             prepared = self._free.pop()
@@ -44,7 +44,7 @@ class CudaLaunches:
             self._free.append(prepared)
 
     def again(self) -> Callable[[], None]:
-        """Starts the launches as they were started last, and does nothing besides."""
+        """Return a function that repeats the last start, without writing addresses."""
         return self._free[-1].again
 
     def _make(self) -> _Prepared:
@@ -54,8 +54,8 @@ class CudaLaunches:
 class _Prepared:
     """Launches that lack addresses and a stream.
 
-    Every address is written once, to one of a row of words, from where all launches take their pointers: those of the call's tensors,
-    those of places within them, and the null pointer.
+    Each address is written once, to an array of words from which all launches take their pointers. The words are the addresses of the
+    call's tensors, addresses of buffers within tensors, and the null pointer.
     """
 
     def __init__(self, device: int, context: Any, call: CallSteps, kernels: Sequence[Any], maps: Sequence[EncodedMaps]) -> None:
@@ -72,7 +72,7 @@ class _Prepared:
         self._stream: int | None = None
 
     def start(self, addresses: list[int], stream: int) -> None:
-        """Launches on tensors at these addresses, on the stream with this handle."""
+        """Launch the kernels on tensors at these addresses, on the stream with this handle."""
         if stream != self._stream:
             self._set_stream(stream)
         words = self._words
@@ -95,7 +95,7 @@ class _Prepared:
             arguments.take_pointer(i, ctypes.addressof(self._words) + _WORD_BYTES * self._word(place))
         return arguments
 
-    def _word(self, place: Place | None) -> int:
+    def _word(self, place: BufferRef | None) -> int:
         if place is None:
             return len(self._words) - 1
         if not place.offset:
@@ -103,7 +103,7 @@ class _Prepared:
         return next(word for word, *within in self._within if within == [place.tensor, place.offset])
 
     def _maps_of(self, call: CallSteps, maps: Sequence[EncodedMaps]) -> list[tuple[EncodedMaps, memoryview, int]]:
-        """What is to be copied where: the maps of tensors of a layout, the place of one in the arguments, the tensor's number."""
+        """Return the copies of each start: encoded maps by address, their memory in the arguments, and the tensor's number."""
         places = [place for arguments in self._arguments for place in arguments.maps]
         tensors = [mapped.tensor for step in call.steps for mapped in step.maps]
         return list(zip(maps, places, tensors, strict=True))

@@ -1,4 +1,4 @@
-"""The CUDA driver, as a few typed functions. The only module that imports cuda.bindings, and that only when first used."""
+"""The CUDA driver as typed functions. The only module that imports cuda.bindings, and only at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .errors import DeviceError
 
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
-_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and its kin
+_CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and related errors
 
 
 @cache
@@ -25,7 +25,7 @@ def _bindings() -> Any:
 
 
 def _call(function: str, *args: Any) -> Any:
-    """Calls a driver function and returns what it returns beside the status: nothing, a value, or a tuple."""
+    """Call a driver function. Return its results without the status: a value, or a tuple of any other number of values."""
     try:
         status, *results = getattr(_bindings(), function)(*args)
     except RuntimeError as error:  # raised by the bindings themselves: no libcuda, or one without the function
@@ -45,23 +45,23 @@ def _fail(function: str, code: int) -> None:
 
 
 def init() -> None:
-    """Initialises the driver; harmless when done before."""
+    """Initialise the driver. A second call does nothing."""
     _call("cuInit", 0)
 
 
 @cache
 def version() -> int:
-    """The newest CUDA that the installed driver supports: 13000 for 13.0."""
+    """Return the newest CUDA version that the installed driver supports: 13000 for 13.0."""
     return int(_call("cuDriverGetVersion"))
 
 
 def device_count() -> int:
-    """Devices that this process sees."""
+    """Return the number of devices that this process sees."""
     return int(_call("cuDeviceGetCount"))
 
 
 def device_name(device: int) -> str:
-    """The board's name, like "NVIDIA H200"."""
+    """Return the board's name, like "NVIDIA H200"."""
     return bytes(_call("cuDeviceGetName", 96, device)).split(b"\0")[0].decode()
 
 
@@ -70,28 +70,28 @@ def _device_attribute(attribute: str, device: int) -> int:
 
 
 def compute_capability(device: int) -> tuple[int, int]:
-    """Major and minor compute capability."""
+    """Return the major and minor compute capability."""
     return _device_attribute("COMPUTE_CAPABILITY_MAJOR", device), _device_attribute("COMPUTE_CAPABILITY_MINOR", device)
 
 
 def sm_count(device: int) -> int:
-    """Streaming multiprocessors of the device."""
+    """Return the number of streaming multiprocessors of the device."""
     return _device_attribute("MULTIPROCESSOR_COUNT", device)
 
 
 def total_memory(device: int) -> int:
-    """Bytes of the device's memory."""
+    """Return the bytes of the device's memory."""
     return int(_call("cuDeviceTotalMem", device))
 
 
 def retain_primary_context(device: int) -> Any:
-    """The device's primary context, the one torch uses; kept alive for the rest of the process."""
+    """Return the device's primary context, which torch uses. Keep it alive for the rest of the process."""
     return _call("cuDevicePrimaryCtxRetain", device)
 
 
 @contextmanager
 def current(context: Any) -> Iterator[None]:
-    """Makes a context current inside the block."""
+    """Make a context current inside the block."""
     _call("cuCtxPushCurrent", context)
     try:
         yield
@@ -101,9 +101,9 @@ def current(context: Any) -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Lets kernels be loaded although this thread is capturing a stream: nothing inside may enter the graph.
+    """Allow loading kernels while this thread captures a stream. Nothing inside the block may enter the graph.
 
-    DeviceError, which says what to do instead, if the driver refuses even so.
+    DeviceError with a workaround if the driver still refuses.
     """
     bindings = _bindings()
     mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -120,31 +120,31 @@ def loading() -> Iterator[None]:
 
 
 def is_current(device: int) -> bool:
-    """Whether the calling thread's current context belongs to the device."""
+    """Return whether the calling thread's current context belongs to the device."""
     status, current = _bindings().cuCtxGetDevice()
     return status == 0 and int(current) == device
 
 
 def load_library(cubin: bytes) -> Any:
-    """Loads a cubin for use in every context."""
+    """Load a cubin for use in every context."""
     return _call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
 
 
 def get_kernel(library: Any, entry: str) -> Any:
-    """The kernel with this entry name."""
+    """Return the kernel with this entry name."""
     return _call("cuLibraryGetKernel", library, entry.encode())
 
 
 def set_kernel_limits(kernel: Any, device: int, *, smem_bytes: int, cluster_size: int) -> None:
-    """Lets the kernel be launched on the device with this much dynamic shared memory and CTAs per cluster."""
+    """Allow launches of the kernel with this much dynamic shared memory and this many CTAs per cluster."""
     attributes = _bindings().CUfunction_attribute
     _call("cuKernelSetAttribute", attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, smem_bytes, kernel, device)
-    if cluster_size > 8:  # what is portable
+    if cluster_size > 8:  # the portable limit
         _call("cuKernelSetAttribute", attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device)
 
 
 def load_now(kernel: Any) -> None:
-    """Loads the kernel's code into the current context, which is otherwise done at its first launch."""
+    """Load the kernel's code into the current context now, rather than at the first launch."""
     _call("cuFuncLoad", _call("cuKernelGetFunction", kernel))
 
 
@@ -167,9 +167,9 @@ def encode_tensor_map(
     box: Sequence[int],
     swizzle: str,
 ) -> bytes:
-    """The 128 bytes of a tiled tensor map: no interleave, 256-byte L2 promotion, zeros outside the tensor.
+    """Return the 128 bytes of a tiled tensor map: no interleave, 256-byte L2 promotion, zeros outside the tensor.
 
-    data_type, swizzle: the ends of the driver's names, as "BFLOAT16" and "128B". strides: bytes, one fewer than dims.
+    data_type, swizzle: the last part of the driver's names, such as "BFLOAT16" and "128B". strides: bytes, one fewer than dims.
     """
     bindings = _bindings()
     rank = len(dims)
@@ -195,9 +195,9 @@ def encode_tensor_map(
 
 
 def launch_config(block: tuple[int, int, int], cluster: tuple[int, int, int], smem_bytes: int, *, pdl: bool) -> Any:
-    """A launch configuration without grid and stream.
+    """Return a launch configuration without grid and stream.
 
-    pdl: the launch may begin before the kernel ahead of it in the stream ends (programmatic dependent launch).
+    pdl: programmatic dependent launch. The kernel may start before the kernel ahead of it in the stream ends.
     """
     bindings = _bindings()
     config = bindings.CUlaunchConfig()
@@ -220,31 +220,31 @@ def launch_config(block: tuple[int, int, int], cluster: tuple[int, int, int], sm
 
 
 def stream(handle: int) -> Any:
-    """The driver's object for a raw stream handle (0: the default stream)."""
+    """Return the driver's object for a raw stream handle (0: the default stream)."""
     return _bindings().CUstream(handle)
 
 
 def launch(config: Any, kernel: Any, arguments: int) -> None:
-    """Launches a kernel with the table of argument pointers at address `arguments`."""
+    """Launch a kernel with the table of argument pointers at address `arguments`."""
     (status,) = _bindings().cuLaunchKernelEx(config, kernel, arguments, 0)
     if status != 0:
         _fail("cuLaunchKernelEx", int(status))
 
 
 def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]]) -> Callable[[], None]:
-    """A function that makes these launches in a device's context: (configuration, kernel, address of the table of argument pointers).
+    """Return a function that makes these launches in a device's context: (configuration, kernel, address of the argument pointers).
 
-    What `launch` and `is_current` do, for all of them and with as little as possible around it.
+    The function does the work of `launch` and `is_current`, with as little overhead as possible.
     """
     bindings = _bindings()
     launch_kernel, current_device = bindings.cuLaunchKernelEx, bindings.cuCtxGetDevice
     success = bindings.CUresult.CUDA_SUCCESS
-    # The launch function takes a kernel for a function, but makes a new object of it every time.
+    # The launch function accepts a CUkernel, but converts it to a CUfunction at every call.
     every = [(config, bindings.CUfunction(kernel), arguments, 0) for config, kernel, arguments in launches]
 
     def start() -> None:
         status, found = current_device()
-        # Elsewhere: in a thread that has not used CUDA yet, or whose current device is another one.
+        # True in a thread that has not used CUDA yet, or whose current device is another one.
         is_elsewhere = status is not success or int(found) != device
         if is_elsewhere:
             _call("cuCtxPushCurrent", context)
@@ -261,5 +261,5 @@ def starter(device: int, context: Any, launches: Sequence[tuple[Any, Any, int]])
 
 
 def version_text(number: int) -> str:
-    """13020 as "13.2"."""
+    """Return a version number as text: "13.2" for 13020."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,1 +1,1 @@
-"""What is asked, how it is tiled and what the operands are. Standard library only; everything else imports it."""
+"""Specs: problems, their tiling, and the parameters of kernels. Standard library only; every other room imports it."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class ParamKind(StrEnum):
-    """How one kernel parameter is passed. The value is what the manifest stores."""
+    """Kind of a kernel parameter. The manifest stores the value."""
 
     POINTER = "pointer"
     INT32 = "int32"
@@ -32,7 +32,7 @@ _SIZES = {
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel parameter: its name in the kernel's signature and how it is passed."""
+    """One kernel parameter: its name in the kernel's signature, and its kind."""
 
     name: str
     kind: ParamKind
@@ -44,25 +44,25 @@ class Param:
 
 
 def pointers(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 64-bit global-memory addresses."""
+    """Return parameters that are 64-bit global-memory addresses."""
     return tuple(Param(name, ParamKind.POINTER) for name in names)
 
 
 def int32s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 32-bit signed integers."""
+    """Return parameters that are 32-bit signed integers."""
     return tuple(Param(name, ParamKind.INT32) for name in names)
 
 
 def int64s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 64-bit signed integers."""
+    """Return parameters that are 64-bit signed integers."""
     return tuple(Param(name, ParamKind.INT64) for name in names)
 
 
 def float32s(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 32-bit floats."""
+    """Return parameters that are 32-bit floats."""
     return tuple(Param(name, ParamKind.FLOAT32) for name in names)
 
 
 def tensor_maps(*names: str) -> tuple[Param, ...]:
-    """Parameters that are 128-byte tensor maps passed by value."""
+    """Return parameters that are 128-byte tensor maps passed by value."""
     return tuple(Param(name, ParamKind.TENSOR_MAP) for name in names)

@@ -1,4 +1,4 @@
-"""The GPU architectures that kernels are built for, and the limits that a shipped kernel must respect."""
+"""GPU architectures that kernels are built for, and the limits that a shipped kernel must respect."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Arch:
     smem_per_block: bytes of dynamic shared memory one thread block may opt in to.
     registers_per_block: 32-bit registers of one streaming multiprocessor, all usable by one block.
     sm_count: streaming multiprocessors of the usual board (H200, B200); the default of the simulated device.
-    tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 where there is none.
-    proof: in one sentence, what stands behind the claim that the kernels are right.
+    tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 without tensor memory.
+    proof: verification status of the kernels, in one sentence.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Arch:
     proof: str
 
     def __hash__(self) -> int:
-        """Of the name alone: plans of calls are looked up by architecture, once per call."""
+        """Hash the name only; runs once per call."""
         return hash(self.name)
 
     @property
     def capabilities_text(self) -> str:
-        """Like "10.0 or 10.3"."""
+        """The compute capabilities as text, such as "10.0 or 10.3"."""
         return " or ".join(f"{major}.{minor}" for major, minor in self.compute_capabilities)
 
 
@@ -56,7 +56,7 @@ SM90 = Arch(
 
 SM100 = Arch(
     name="sm100",
-    gpu_arch="sm_100f",  # of the family: one cubin for B200 and B300
+    gpu_arch="sm_100f",  # a family target: one cubin for B200 and B300
     compute_capabilities=((10, 0), (10, 3)),
     smem_per_block=232_448,
     registers_per_block=65_536,
@@ -68,10 +68,10 @@ SM100 = Arch(
 ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100)}
 
 
-# Names of single boards' architectures, whose devices run the cubins of a family.
+# Other names of architectures, whose devices run the cubins of a family.
 ALIASES: dict[str, str] = {"sm103": SM100.name}
 
 
 def arch_for(capability: tuple[int, int]) -> Arch | None:
-    """The architecture whose cubins a device of this compute capability runs, or None if there is none."""
+    """Return the architecture whose cubins a device of this compute capability runs, or None if there is none."""
     return next((arch for arch in ARCHS.values() if capability in arch.compute_capabilities), None)

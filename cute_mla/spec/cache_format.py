@@ -1,4 +1,4 @@
-"""The byte layouts of latent caches whose slots are gathered by index.
+"""Byte layouts of latent caches whose slots are gathered by index.
 
     latent   d_latent 16-bit columns and 64 RoPE columns, 1,152 bytes a token
     fp8_656  512 e4m3 | 4 fp32 scales, one per 128 columns | 64 bf16 RoPE columns: 656 bytes a token (DeepSeek-V3.2)
@@ -19,10 +19,10 @@ from .mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 class CacheFormat:
     """One layout.
 
-    d_qk: columns of a key; the values are its first 512. quantised: columns stored as e4m3, from the first on; the columns
-    after them are 16-bit. group: quantised columns that share a scale. row_bytes: from one token's data to the next one's.
-    scale_bytes: of one token's scales. scales_inside: whether they lie between the quantised columns and the others of the
-    row, or behind all rows of the page.
+    d_qk: columns of a key; the first 512 are the values. quantised: number of leading columns stored as e4m3; the columns
+    after them have 16 bits. group: quantised columns that share a scale. row_bytes: bytes from one token's data to the next
+    token's. scale_bytes: bytes of one token's scales. scales_inside: True if the scales lie between the quantised and the
+    16-bit columns of the row, False if they lie behind all rows of the page.
     """
 
     name: str
@@ -44,7 +44,7 @@ class CacheFormat:
         return self.quantised + (self.scale_bytes if self.scales_inside else 0)
 
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page, without padding behind it."""
+        """Return the bytes of a page, without padding behind it."""
         return page_size * (self.row_bytes + (0 if self.scales_inside else self.scale_bytes))
 
 

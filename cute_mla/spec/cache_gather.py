@@ -9,9 +9,9 @@ from .mla import ceil_div
 PARAMS: tuple[Param, ...] = (
     *pointers(
         "k_cache",  # [pages, page size, row bytes]
-        "block_table",  # int32 [batch, table_pages]; what no key asks for is not read
+        "block_table",  # int32 [batch, table_pages]; an entry that no key needs is not read
         "cu_seqlens",  # int32 [batch + 1]: first row of out of each request, and the end of the last
-        "starts",  # int32 [batch]: position in its request of the first key that is wanted; null: 0
+        "starts",  # int32 [batch]: position in its request of the first key to gather; null: 0
         "descale_k",  # fp32 scalar of fp8_576, or null for 1
         "out",  # dtype [rows, 576 or 512]
     ),
@@ -32,5 +32,5 @@ PARAMS: tuple[Param, ...] = (
 
 
 def grid(rows: int) -> tuple[int, int, int]:
-    """CTAs."""
+    """Return the CTAs along x, y and z."""
     return ceil_div(rows, KEYS_PER_BLOCK), 1, 1

@@ -1,4 +1,4 @@
-"""Keys written to paged caches and gathered from them: which formats there are, and how a warp of either kernel takes a key.
+"""Rows of paged caches, as cache_write and cache_gather move them: the formats, and how a warp takes a key.
 
 A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. A lane takes 8 latent columns at a time, and two rotary ones.
 """
@@ -20,7 +20,7 @@ VECTOR = 8  # 16-bit elements that a lane moves at a time
 KEYS_PER_BLOCK = 4  # one warp takes one key
 
 E4M3_MAX = 448.0
-LEAST_POWER_OF_TWO_AMAX = 1e-4  # FlashMLA's quantiser takes no power of two below the least that is not under this
+LEAST_POWER_OF_TWO_AMAX = 1e-4  # FlashMLA's quantiser clamps amax / 448 to it before it takes a power of two
 
 
 @dataclass(frozen=True)
@@ -37,21 +37,21 @@ class CacheRowsConfig:
 
     @property
     def format(self) -> CacheFormat:
-        """The cache's."""
+        """The format of the cache."""
         return CACHED[self.cache]
 
 
 def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
-    """The variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
+    """Return the variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
     return CacheRowsConfig(cache.name, dtype if cache.quantised else ANY_16_BITS)
 
 
 def latent_columns(cache: CacheFormat) -> int:
-    """Columns of a key in front of the rotary ones."""
+    """Return the number of columns of a key before the rotary columns."""
     return cache.d_qk - D_ROPE
 
 
 def closed_variants() -> tuple[CacheRowsConfig, ...]:
-    """Every variant that ships of either op, on each architecture."""
+    """Return every variant that ships, of either op and on each architecture."""
     quantised = (CacheRowsConfig(name, dtype) for name in CACHED if name != LATENT.name for dtype in DTYPES)
     return CacheRowsConfig(LATENT.name, ANY_16_BITS), *quantised

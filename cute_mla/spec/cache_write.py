@@ -10,7 +10,7 @@ PARAMS: tuple[Param, ...] = (
     *pointers(
         "kv_c",  # dtype [tokens, 512 or 448]
         "k_pe",  # dtype [tokens, 64]
-        "slot_mapping",  # int64 or int32 [tokens]; what is not in [0, slots) is skipped
+        "slot_mapping",  # int64 or int32 [tokens]; a slot outside [0, slots) is skipped
         "descale_k",  # fp32 scalar of fp8_576, or null for 1
         "k_cache",  # [pages, page size, row bytes]
     ),
@@ -32,5 +32,5 @@ PARAMS: tuple[Param, ...] = (
 
 
 def grid(tokens: int) -> tuple[int, int, int]:
-    """CTAs."""
+    """Return the CTAs along x, y and z."""
     return ceil_div(tokens, KEYS_PER_BLOCK), 1, 1

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from .abi import Param, float32s, int32s, int64s, pointers
 from .mla import ceil_div
 
-ROWS_PER_BLOCK = 8  # one warp merges one row (query token, head), or a quarter of its columns
+ROWS_PER_BLOCK = 8  # a warp merges one row (query token, head), or a quarter of its columns
 COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
-BLOCKS_PER_SM = 4  # at most, twice what an SM holds at once: what has nothing to merge still has to be started
+BLOCKS_PER_SM = 4  # at most, twice what an SM holds at once: CTAs without anything to merge cost their start
 
 PARAMS: tuple[Param, ...] = (
     *pointers(
@@ -41,14 +41,16 @@ PARAMS: tuple[Param, ...] = (
         "max_keys",  # as in split_plan
         "extra_max_keys",
         "max_splits",  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
-        "accum_rows",  # of out_accum and lse_accum: whatever num_splits says, nothing else is read
+        "accum_rows",  # rows of out_accum and lse_accum: nothing beyond them is read, whatever num_splits says
     ),
 )
 
 
 def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:
-    """CTAs along (batch * s_q, blocks of heads, blocks of columns): along the first every CTA takes every so-many-th query token. The
-    result's bits do not depend on the grid."""
+    """Return the CTAs along (batch * s_q, blocks of heads, blocks of columns).
+
+    The CTAs of the first dimension take the query tokens in turn. The bits of the result do not depend on the grid.
+    """
     tokens, head_blocks = batch * s_q, ceil_div(h_q, ROWS_PER_BLOCK)
     columns = COLUMN_BLOCKS if tokens * head_blocks <= 2 * sm_count else 1
     return min(tokens, max(BLOCKS_PER_SM * sm_count // (head_blocks * columns), 1)), head_blocks, columns

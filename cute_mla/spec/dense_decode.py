@@ -60,23 +60,23 @@ PARAMS: tuple[Param, ...] = (
         "h_q",
         "heads_per_kv",  # h_q / h_kv
         "page_size",
-        "pages",  # of `cache`: what the table names beyond them is taken for zeros
+        "pages",  # of `cache`: a page beyond them counts as zeros
         "causal",  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
         "batch",
-        "max_keys",  # keys that a row of block_table has room for: longer lengths are taken for this
+        "max_keys",  # keys that a row of block_table has room for; longer lengths are clipped to it
         "max_splits",  # 0: requests are cut where the plan cuts them. Else batch invariant, with so many rows per request
-        "accum_rows",  # of out_accum and lse_accum: whatever the plan says, nothing else is written; 0 if nothing is cut
+        "accum_rows",  # rows of out_accum and lse_accum: nothing beyond them is written, whatever the plan says; 0 if nothing is cut
     ),
 )
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How an architecture's kernel takes up query rows.
+    """Tiling of query rows by an architecture's kernel.
 
-    wide_bytes: what its faster variants load and store at a time; the others take one element.
-    clusters: how many CTAs may share every key tile. Where that is 1 or 2, two share if the rows give an even number of
-        them and the accesses are wide.
+    wide_bytes: bytes that the faster variants load and store at a time; the other variants access one element.
+    clusters: numbers of CTAs that may share every key tile. With (1, 2), two CTAs share if the rows give an even number
+        of CTAs and the accesses are wide.
     """
 
     wide_bytes: int
@@ -84,7 +84,7 @@ class Tiling:
 
     @property
     def paired(self) -> bool:
-        """Whether CTAs come in pairs, whatever the number of rows."""
+        """True if CTAs come in pairs for any number of rows."""
         return self.clusters == (2,)
 
     @property
@@ -93,7 +93,7 @@ class Tiling:
         return *((cluster, self.wide_bytes) for cluster in self.clusters), (self.clusters[0], ELEMENT_BYTES)
 
     def shape(self, row_ctas: int, row_alignment: int) -> tuple[int, int]:
-        """The one that serves so many CTAs along the rows, with rows that begin at multiples of row_alignment bytes."""
+        """Return the shape that serves this many CTAs along the rows, with rows that begin at multiples of row_alignment bytes."""
         wide = row_alignment % self.wide_bytes == 0
         shared = self.paired or (2 in self.clusters and wide and row_ctas % 2 == 0)
         return 2 if shared else 1, self.wide_bytes if wide else ELEMENT_BYTES
@@ -109,9 +109,9 @@ OPERANDS = (LATENT, FP8_CACHE, FP8)
 
 
 def tiling(arch: Arch, operands: str) -> Tiling:
-    """How an architecture's kernel of these operands takes up query rows."""
+    """Return the tiling of an architecture's kernel for these operands."""
     tiling = TILINGS[arch.name]
-    # two CTAs that share a tile would save conversions, but the tile's way to the peer costs more: kernels/dense_decode/README.md
+    # Two CTAs that share a tile would save conversions, but copying the tile to the peer costs more: kernels/dense_decode/README.md
     return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
 
@@ -140,7 +140,7 @@ class DenseDecodeConfig:
 
 @dataclass(frozen=True)
 class DenseDecodeProblem:
-    """The shapes of one call, which with the architecture decide variant, grid and workspace.
+    """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
     dtype, operands: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
     row_alignment: the greatest power of two, at most 16, that divides the address of every row of q and out.
@@ -186,31 +186,31 @@ class DenseDecodeProblem:
 
     @property
     def max_splits(self) -> int:
-        """Splits that a request can have at most when batch invariant; else 0, which means wherever the plan cuts."""
+        """The most splits of a request in a batch-invariant call; 0 in other calls, where the plan cuts."""
         return invariant_splits(self.max_keys) if self.batch_invariant else 0
 
     def num_parts(self, sm_count: int) -> int:
-        """Parts of the plan: as many as keep every SM busy with one CTA."""
+        """Return the number of parts of the plan: as many as keep every SM busy with one CTA."""
         return num_parts(self.arch, self.rows, self.h_kv, sm_count)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """CTAs along (query rows, KV heads, parts)."""
+        """Return the CTAs along (query rows, KV heads, parts)."""
         return self.row_ctas, self.h_kv, self.num_parts(sm_count)
 
 
 def row_ctas(arch: Arch, rows: int) -> int:
-    """CTAs along the query rows of one KV head, TILE_ROWS of them each."""
+    """Return the CTAs along the query rows of one KV head, TILE_ROWS of them each."""
     tiles = ceil_div(rows, TILE_ROWS)
     return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
 
 
 def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
-    """Parts of a plan for so many query rows per KV head: as many as keep every SM busy with one CTA."""
+    """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA."""
     return min(max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1), MAX_PARTS)
 
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
-    """Every variant that ships for an architecture."""
+    """Return every variant that ships for an architecture."""
     return tuple(
         DenseDecodeConfig(dtype, *shape, operands) for operands in OPERANDS for dtype in DTYPES for shape in tiling(arch, operands).shapes
     )

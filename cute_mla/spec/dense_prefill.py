@@ -5,8 +5,8 @@ out = softmax(softmax_scale * q k^T) v for each sequence and query head; query h
 A work item is TILE_ROWS query rows of one head of one sequence. Items are numbered by sequence, then head, then block of
 rows, the last block in front (under a causal mask it has the most keys). Every CTA gets one item a round. RANKED_ROUNDS rounds
 share a run of consecutive items, of few enough heads that L2 holds their keys; among them the items go out by block, the longest
-first, and the odd rounds in reverse order of CTAs, so that who has had a long block gets a short one. What follows from shapes
-alone is here; kernels skip items that a sequence does not have.
+first, and the odd rounds in reverse order of CTAs, so that a CTA with a long block gets a short block next. This module holds
+what follows from shapes alone; kernels skip items that a sequence does not have.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DensePrefillConfig:
 
 @dataclass(frozen=True)
 class DensePrefillProblem:
-    """The shapes of one call, which with the architecture decide variant and grid.
+    """The shapes of one call. They decide, with the architecture, on variant and grid.
 
     max_seqlen_q: query rows of the longest sequence. row_alignment: as in DenseDecodeProblem.
     """
@@ -114,16 +114,16 @@ class DensePrefillProblem:
 
     @property
     def items(self) -> int:
-        """Work items, those included of blocks that a sequence turns out not to have."""
+        """Work items, including those of blocks that a sequence may not have."""
         return self.row_blocks * self.batch * self.h_q
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """One CTA for every SM, or for every item."""
+        """Return one CTA per SM, or per item if there are fewer items."""
         return min(self.items, sm_count), 1, 1
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
-    """Every variant that ships for an architecture."""
+    """Return every variant that ships for an architecture."""
     return tuple(
         DensePrefillConfig(dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
     )

@@ -1,7 +1,7 @@
 """merge_states: merges attention over disjoint sets of keys: chunks of a long context, or shares of it on several ranks.
 
 out = sum_s w_s out_s / sum_s w_s,  lse = ln sum_s exp(lse_s),  with w_s = exp(lse_s - max lse). A state whose lse is infinite, of either
-sign, attended to nothing and weighs nothing.
+sign, attended to nothing and has weight 0.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from .abi import Param, float32s, int32s, int64s, pointers
 from .mla import DTYPES, ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (token, head)
-LISTED_STATES = 8  # that may lie anywhere; more of them lie at one distance from each other
+LISTED_STATES = 8  # states with a pointer each; more states have one stride between them
 MAX_TOKENS = (1 << 31) - 1  # over the batch: the grid's first dimension
 MAX_HEADS = 65_535 * ROWS_PER_BLOCK  # its second
 HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
 
 PARAMS: tuple[Param, ...] = (
-    # dtype [batch, tokens, heads, head_dim]: of each state, as far as there are states; with a stride between states, of all
-    # of them the first alone. The others are null
+    # dtype [batch, tokens, heads, head_dim]: one pointer per state; with a stride between states, a pointer to the first. The other
+    # pointers are null
     *pointers(*(f"state_out_{state}" for state in range(LISTED_STATES))),
     *pointers(*(f"state_lse_{state}" for state in range(LISTED_STATES))),  # fp32 [batch, tokens, heads], natural log, likewise
     *pointers(
@@ -64,10 +64,10 @@ class MergeStatesConfig:
 
 
 def grid(batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
-    """CTAs along (batch * tokens, blocks of heads, 1)."""
+    """Return the CTAs along (batch * tokens, blocks of heads, 1)."""
     return batch * tokens, ceil_div(heads, ROWS_PER_BLOCK), 1
 
 
 def closed_variants() -> tuple[MergeStatesConfig, ...]:
-    """Every variant that ships, on each architecture."""
+    """Return every variant that ships, on each architecture."""
     return tuple(MergeStatesConfig(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)

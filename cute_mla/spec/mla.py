@@ -1,4 +1,4 @@
-"""The dimensions of Multi-head Latent Attention, and the constants, that every op shares."""
+"""Dimensions of Multi-head Latent Attention, and constants that every op shares."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ LOG2E = math.log2(math.e)  # of softmax scales and sinks, for exponentials in ba
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """The least integer not below numerator / denominator, for positive denominators."""
+    """Return the least integer not below numerator / denominator, for positive denominators."""
     return -(-numerator // denominator)

@@ -77,7 +77,7 @@ PARAMS: tuple[Param, ...] = (
 )
 
 
-# what is compiled: element type of q and out, cache
+# The compiled variants: element type of q and out, cache format
 QUERY_AND_CACHE = (("bf16", LATENT.name), ("fp16", LATENT.name), ("bf16", FP8_656.name), ("bf16", FP8_584.name))
 
 
@@ -107,7 +107,7 @@ class SparseDecodeConfig:
 
 @dataclass(frozen=True)
 class SparseDecodeProblem:
-    """The shapes of one call, which with the architecture decide variant, grid and workspace.
+    """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
     cache: the name of a CacheFormat. row_alignment: as in DenseDecodeProblem.
     """
@@ -140,19 +140,19 @@ class SparseDecodeProblem:
 
     @property
     def max_splits(self) -> int:
-        """Splits that a request can have at most when batch invariant; else 0, which means wherever the plan cuts."""
+        """The most splits of a request in a batch-invariant call; 0 in other calls, where the plan cuts."""
         return invariant_splits(self.max_keys) if self.batch_invariant else 0
 
     def num_parts(self, sm_count: int) -> int:
-        """Parts of the plan: as many as keep every SM busy with one CTA."""
+        """Return the number of parts of the plan: as many as keep every SM busy with one CTA."""
         return num_parts(self.arch, self.h_q, self.s_q, sm_count)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """CTAs along (heads, query tokens, parts)."""
+        """Return the CTAs along (heads, query tokens, parts)."""
         return self.row_ctas, self.s_q, self.num_parts(sm_count)
 
 
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
-    """Every variant that ships for an architecture."""
+    """Return every variant that ships for an architecture."""
     shapes = TILINGS[arch.name].shapes
     return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in QUERY_AND_CACHE for shape in shapes)

@@ -2,8 +2,8 @@
 
 out = softmax(sm_scale * q k^T) v over the valid rows among the first topk_length of a token's topk indices; v = k[:512].
 
-Nothing is split: the heads of a token are one or two CTAs, and a group of them takes every grid-th token, so that what a
-token needs at its beginning and end overlaps with its neighbours. A token is counted over the batch: request * s_q + place.
+Nothing is split: one or two CTAs take the heads of a token. A group of them takes every grid-th token, so that a token's
+prologue and epilogue overlap with its neighbours. A token is numbered over the batch: request * s_q + token of the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARAMS: tuple[Param, ...] = (
         "q",  # dtype [batch, s_q, h_q, d_qk]
         "kv",  # dtype [batch, s_kv, d_qk], or all requests' rows one behind the other (kv_stride_batch 0)
         "kv_offsets",  # int32 [batch + 1]: a request's rows are kv_offsets[r] .. kv_offsets[r + 1] - 1; null: 0 .. s_kv - 1
-        "indices",  # int32 [batch, s_q, topk], counted from the request's first row; what is not one of its rows is skipped
+        "indices",  # int32 [batch, s_q, topk], counted from the request's first row; an index outside the request's rows is skipped
         "topk_length",  # int32 [batch * s_q], or null: all topk indices count
         "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
         "out",  # dtype [batch, s_q, h_q, 512]
@@ -88,7 +88,7 @@ class SparsePrefillConfig:
 
 @dataclass(frozen=True)
 class SparsePrefillProblem:
-    """The shapes of one call, which with the architecture decide variant and grid. row_alignment: as in DenseDecodeProblem."""
+    """The shapes of one call. They decide, with the architecture, on variant and grid. row_alignment: as in DenseDecodeProblem."""
 
     arch: Arch
     dtype: str
@@ -114,11 +114,11 @@ class SparsePrefillProblem:
         return SparsePrefillConfig(self.dtype, self.d_qk, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
+        """Return the CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
         return self.row_ctas, 1, min(max(sm_count // self.row_ctas, 1), self.tokens, MAX_GROUPS)
 
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
-    """Every variant that ships for an architecture."""
+    """Return every variant that ships for an architecture."""
     shapes = TILINGS[arch.name].shapes
     return tuple(SparsePrefillConfig(dtype, d_qk, *shape) for dtype in DTYPES for d_qk in HEAD_DIMS for shape in shapes)

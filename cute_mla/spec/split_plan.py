@@ -10,7 +10,7 @@ directly. num_splits[r] is the first row of the accumulators that request r uses
 A plan is never wrong, only less balanced: the parts of a request cover all its tiles whatever its length has become,
 since the last part of a request runs to its actual end (PART_END_OPEN) and the others clip their tiles to it.
 
-Nor does a plan know whether a call that uses it is batch invariant. Such a call rounds every cut down to a multiple of
+A plan does not depend on whether its calls are batch invariant. A batch-invariant call rounds every cut down to a multiple of
 INVARIANT_SPLIT_TILES, cuts requests at all those multiples, and counts accumulator rows itself; it ignores num_splits.
 """
 
@@ -36,7 +36,7 @@ PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
 
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
 MAX_PARTS = 1024
-MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; there are few cuts beside so many requests
+MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; the cuts are few beside so many requests
 
 INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
 
@@ -58,7 +58,7 @@ PARAMS: tuple[Param, ...] = (
 
 @dataclass(frozen=True)
 class SplitPlanConfig:
-    """split_plan has no variants."""
+    """The only variant of split_plan."""
 
     @property
     def name(self) -> str:
@@ -67,12 +67,12 @@ class SplitPlanConfig:
 
 
 def invariant_splits(max_keys: int) -> int:
-    """Splits of a request of at most so many keys in a batch-invariant call; at least 1."""
+    """Return the splits of a request of at most max_keys keys in a batch-invariant call; at least 1."""
     return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
 
 
 def accumulator_rows(batch: int, num_parts: int, max_splits: int = 0) -> int:
-    """Rows of the split accumulators that a call can need at most. max_splits: invariant_splits(), or 0 where the plan cuts.
+    """Return the most rows of the split accumulators that a call can need. max_splits: invariant_splits(), or 0 where the plan cuts.
 
     Each of a plan's num_parts - 1 boundaries cuts one request, and a request cut k times has k + 1 <= 2 k splits.
     """

@@ -1,4 +1,4 @@
-"""A plain description of a TMA tensor map: what the runtime encodes for a GPU and hands as it is to the simulator."""
+"""Description of a TMA tensor map. The runtime encodes it for a GPU and hands it unchanged to the simulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 
 class Swizzle(StrEnum):
-    """How a box is permuted in shared memory: the span in bytes within which 16-byte chunks are XORed."""
+    """Swizzle of a box in shared memory: the span in bytes within which 16-byte chunks are XORed."""
 
     NONE = "none"
     B32 = "32B"
@@ -39,5 +39,5 @@ class TensorMap:
 
     @cached_property
     def _hash(self) -> int:
-        """Made once: every launch looks for the encoded form of its maps."""
+        """The hash, computed once: every launch looks up the encoded form of its maps."""
         return hash((self.dtype, self.address, self.dims, self.strides, self.box, self.swizzle))

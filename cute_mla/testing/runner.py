@@ -22,9 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..runtime.device import simulate
+from ..runtime.artifacts import load_artifacts
+from ..runtime.current import simulate
 from ..runtime.errors import ArtifactError
-from ..runtime.library import load_artifacts
 from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from ...manifest import KernelEntry
-from ...runtime.device import simulate
+from ...runtime.current import simulate
 from ...spec.arch import ARCHS, Arch
 from ...spec.dense_decode import OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS

@@ -67,7 +67,7 @@ def write_lines(file: Path, by_kernel: Mapping[str, object]) -> None:
 
 def main() -> None:
     """Write the figures of the built kernels, and print what changed."""
-    from ...runtime.library import load_artifacts
+    from ...runtime.artifacts import load_artifacts
 
     built = {name: figures(entry) for name, entry in load_artifacts().manifest.kernels.items()}
     for line in differences(read() if FILE.exists() else {}, built):

@@ -95,7 +95,7 @@ def write(counts: Mapping[str, Counts]) -> None:
 
 def main(names: Sequence[str]) -> None:
     """Count the built kernels, or the named ones, on the simulated device; write the counts and print what changed."""
-    from ...runtime.library import load_artifacts
+    from ...runtime.artifacts import load_artifacts
 
     kernels = load_artifacts().manifest.kernels
     chosen = [kernels[name] for name in names] if names else [entry for entry in kernels.values() if has_golden_counts(entry)]

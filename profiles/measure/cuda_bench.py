@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...manifest import KernelEntry
+from ...runtime.artifacts import load_artifacts
 from ...runtime.errors import DeviceError
-from ...runtime.library import load_artifacts
 from ...spec.arch import Arch, arch_for
 from ..baselines import BASELINES
 from .ceilings import make_ceilings

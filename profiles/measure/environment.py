@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...manifest import ManifestError, Provenance, manifest_sha256
-from ...runtime.library import artifacts_folder
+from ...runtime.artifacts import artifacts_folder
 from ...spec.arch import arch_for
 from ..baselines import BASELINES
 from .admission import installed

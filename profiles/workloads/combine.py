@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import reference
-from ...runtime.device import device_for
+from ...runtime.current import device_for
 from ...spec.combine import CombineConfig, grid
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import NO_LIMIT

@@ -9,9 +9,9 @@ from itertools import accumulate
 import torch
 
 from ... import reference
+from ...api import flash_attn_varlen_func
 from ...spec.dense_prefill import D_V
 from ...testing.compare import DENSE_PREFILL_OUT, PREFILL_LSE
-from ...varlen import flash_attn_varlen_func
 from ..shapes import DensePrefillShape
 from .dense_decode import sample_requests
 from .operands import generator, values

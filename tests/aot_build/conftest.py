@@ -12,25 +12,25 @@ from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> BuildReport:
-    """A build of one kernel that passes and two that must not ship."""
+    """Return a build of one kernel that passes and two that must not ship."""
     return build_variants((GOOD, SPILLING, NOT_RENAMED), 2, tmp_path_factory.mktemp("artifacts"))
 
 
 @pytest.fixture(scope="session")
 def ptx(report: BuildReport) -> str:
-    """The good kernel's PTX."""
+    """Return the good kernel's PTX."""
     return (report.folder / f"{GOOD.name}.ptx").read_text()
 
 
 @pytest.fixture(scope="session")
 def cubin(report: BuildReport) -> bytes:
-    """The good kernel's cubin."""
+    """Return the good kernel's cubin."""
     return (report.folder / f"{GOOD.name}.cubin").read_bytes()
 
 
 @pytest.fixture
 def folder(report: BuildReport, tmp_path: Path) -> Path:
-    """A copy of the built folder, to be damaged."""
+    """Return a copy of the built folder, to be damaged."""
     for path in report.folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path

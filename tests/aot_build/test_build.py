@@ -20,7 +20,7 @@ ATTENTION = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The artefacts, by name."""
+    """Return the artefacts, by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
 
 
@@ -37,7 +37,7 @@ def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def compiles_instantly(report: BuildReport, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """A compilation copies the files built before; returns the names of what was compiled."""
+    """Let compilations copy the files built before; return the names of what was compiled."""
     compiled: list[str] = []
 
     def copy(variants: list[Variant], prints: dict[str, str], staging: Path, jobs: int) -> list[KernelReport]:

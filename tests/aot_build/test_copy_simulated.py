@@ -22,7 +22,7 @@ SCHEDULES = ["round_robin", "lazy", "random", "adversarial"]
 
 
 def copy(schedule: str = "round_robin", on_finding: str = "raise", rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
-    """Copies TILES tiles from FIRST_ROW on; returns source, destination and findings."""
+    """Copy TILES tiles from FIRST_ROW on; return source, destination and findings."""
     src = torch.randn(rows, TILE, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     dst = torch.full((TILES * TILE, TILE), float("nan"), dtype=torch.bfloat16)
     described = TensorMap("bf16", src.data_ptr(), (TILE, rows), (2 * TILE,), (TILE, TILE))
@@ -33,13 +33,13 @@ def copy(schedule: str = "round_robin", on_finding: str = "raise", rows: int = R
 
 @pytest.fixture
 def artifacts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The built test kernel, where the runtime looks for it."""
+    """Return the built test kernel, where the runtime looks for it."""
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(folder))
     return folder
 
 
 def plant(folder: Path, old: str, new: str) -> None:
-    """Changes the kernel's PTX, and the manifest with it."""
+    """Change the kernel's PTX, and the manifest with it."""
     manifest = Manifest.load(folder)
     entry = manifest.kernels[GOOD.name]
     text = (folder / entry.ptx).read_text()

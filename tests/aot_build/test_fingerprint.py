@@ -35,7 +35,7 @@ SOURCES = {
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A small package of the same shape."""
+    """Return a small package of the same shape."""
     for name, text in SOURCES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -20,7 +20,7 @@ from tests.aot_build.tma_copy import GOOD, PARAMS
 
 @pytest.fixture(scope="module")
 def evidence(ptx: str, cubin: bytes) -> Evidence:
-    """What the gates saw of the good kernel; the reassembled cubin stands for itself where ptxas is not installed."""
+    """Return the gates' evidence for the good kernel. Without ptxas, its cubin also stands in for the reassembled one."""
     info = read_cubin(cubin)
     return Evidence(
         kernel=GOOD.name,
@@ -37,7 +37,7 @@ def evidence(ptx: str, cubin: bytes) -> Evidence:
 
 
 def fails(evidence: Evidence, message: str) -> None:
-    """The check must fail, with the kernel's name and this message."""
+    """Expect the check to fail, with the kernel's name and this message."""
     with pytest.raises(GateError, match=message) as failure:
         check(evidence)
     assert all(line.startswith(f"{GOOD.name}: gate ") for line in str(failure.value).splitlines())

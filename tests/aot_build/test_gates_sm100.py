@@ -62,7 +62,7 @@ $L__DONE:
 
 
 def assembled(ptx: str) -> Evidence:
-    """What the gates see of a text that ptxas assembled."""
+    """Return the gates' evidence for a PTX text, assembled by ptxas."""
     cubin = assemble(ptx, SM100.gpu_arch)
     assert cubin is not None
     info = read_cubin(cubin)
@@ -83,12 +83,12 @@ def assembled(ptx: str) -> Evidence:
 
 @pytest.fixture(scope="module")
 def evidence() -> Evidence:
-    """Of the text above."""
+    """Return the gates' evidence for the text above."""
     return assembled(PTX)
 
 
 def fails(evidence: Evidence, message: str) -> None:
-    """The check must fail with this message."""
+    """Expect the check to fail with this message."""
     with pytest.raises(GateError, match=message):
         check(evidence)
 

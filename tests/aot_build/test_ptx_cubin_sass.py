@@ -1,4 +1,4 @@
-"""What is read out of PTX, cubins and SASS."""
+"""Facts that the build reads from PTX, cubins and SASS."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.wheel import git, make_wheel, stage, stale_kernels
 from cute_mla.manifest import Manifest, Provenance, manifest_sha256
-from cute_mla.runtime.library import artifacts_folder
+from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
 from tests.support.tree import ROOT
 
@@ -33,7 +33,7 @@ SMALL = "split_plan_sm90_i32"
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone of this tree in which everything is committed."""
+    """Return a clone of this tree in which everything is committed."""
     tree = tmp_path_factory.mktemp("checkout") / "tree"
     stage(ROOT, tree)
     for command in (
@@ -47,7 +47,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of that tree and of the kernels that are built here."""
+    """Return the wheel of that tree and of the kernels that are built here."""
     return make_wheel(checkout, artifacts_folder(), tmp_path_factory.mktemp("dist"))
 
 
@@ -121,7 +121,7 @@ def test_kernels_of_other_sources_are_not_packed(
 
 
 def needed(name: str, seen: set[str]) -> Iterator[str]:
-    """A distribution and all that it requires here, without extras."""
+    """Yield a distribution and all that it requires here, without extras."""
     if name in seen:
         return
     seen.add(name)
@@ -134,7 +134,7 @@ def needed(name: str, seen: set[str]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and what it requires, by links to what is installed here. Without the build extra."""
+    """Return an environment with the wheel and what it requires, by links to what is installed here. Without the build extra."""
     home = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(home, symlinks=True)
     python = home / "bin" / "python"
@@ -154,7 +154,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def link(name: str, packages: Path) -> None:
-    """Links what a distribution has at the top of its folder."""
+    """Link what a distribution has at the top of its folder."""
     found = distribution(name)
     for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
         if not (packages / top).exists():
@@ -162,7 +162,7 @@ def link(name: str, packages: Path) -> None:
 
 
 def run(installed: Path, folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program of the environment in an empty folder, with nothing else on any path."""
+    """Run a program of the environment in an empty folder, with nothing else on any path."""
     folder.mkdir(exist_ok=True)
     environment = {"PATH": f"{installed / 'bin'}:/usr/bin:/bin", "HOME": str(folder)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600)
@@ -199,7 +199,7 @@ def test_installed_it_proves_itself(installed: Path, wheel: Path, tmp_path: Path
 
 @pytest.fixture
 def shipped(wheel: Path, tmp_path: Path) -> Shipped:
-    """The wheel, unpacked."""
+    """Return the wheel, unpacked."""
     return unpack(wheel, tmp_path / "unpacked")
 
 

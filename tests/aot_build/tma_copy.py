@@ -45,7 +45,7 @@ class Smem:
 
 
 @cute.kernel
-def tma_copy(src: cutlass.GridConstant[xcuda.TensorMap], dst: cute.Pointer, row: Int32, fault: cutlass.Constexpr):
+def tma_copy(src: cutlass.GridConstant[xcuda.TensorMap], dst: cute.Pointer, row: Int32, fault: cutlass.Constexpr) -> None:
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -71,18 +71,18 @@ def tma_copy(src: cutlass.GridConstant[xcuda.TensorMap], dst: cute.Pointer, row:
 
 
 @cute.jit
-def launch(src: cute.Pointer, dst: cute.Pointer, row: Int32, name: cutlass.Constexpr, fault: cutlass.Constexpr):
+def launch(src: cute.Pointer, dst: cute.Pointer, row: Int32, name: cutlass.Constexpr, fault: cutlass.Constexpr) -> None:
     if cutlass.const_expr(fault != "name"):
         tma_copy.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
     # Only the descriptor's type matters here: the host function is never run.
     described = xcuda.create_tensor_map_tiled(
         global_address=src.toint(), dtype=BFloat16, global_dims=[TILE, TILE], global_strides=[8], box_dims=[TILE, TILE]
     )
-    tma_copy(described, dst, row, fault).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=Smem.size_in_bytes())
+    tma_copy(described, dst, row, fault).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), smem=Smem.size_in_bytes())  # type: ignore[attr-defined]
 
 
 def build(config: TmaCopyConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source, ready to compile."""
+    """Return the kernel's source, ready to compile."""
     matrix = make_ptr(BFloat16, 0, cute.AddressSpace.gmem, assumed_align=16)
     return KernelDefinition(
         op="tma_copy",
@@ -92,7 +92,7 @@ def build(config: TmaCopyConfig, arch: Arch) -> KernelDefinition:
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),
-        smem_bytes=Smem.size_in_bytes(),
+        smem_bytes=Smem.size_in_bytes(),  # type: ignore[attr-defined]
         barriers=(Barrier("loaded", 0, 1),),
         roles=(Role("copy", 0, THREADS // 32),),
         expected={"UTMALDG": 1, "mbarrier.init": 1},

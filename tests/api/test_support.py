@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from cute_mla import is_supported
+from cute_mla.api.support import FEATURES
+from cute_mla.ops.limits import CACHE_OPS, OPS
 from cute_mla.spec.arch import Arch
-from cute_mla.support import CACHE_OPS, FEATURES, OPS
 
 GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
 import cute_mla
-from cute_mla.schedule import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
@@ -28,14 +28,14 @@ Arguments = dict[str, Any]
 
 
 def arguments_of(case: BaseCase, *left_out: str) -> Arguments:
-    """Arguments of the public function, without results and what else is left out."""
+    """Return arguments of the public function, without results and what else is left out."""
     op = operation(case)
     left_out = (*left_out, "out", "lse", "max_logits", "workspace")
     return {key: value for key, value in op.arguments(case, op.make_tensors(case, "cpu"), None).items() if key not in left_out}
 
 
 def dense(*lengths: int, **changes: Any) -> Arguments:
-    """Arguments of dense decode, without a plan; the batch is dynamic, and the pages of a request and of the cache."""
+    """Return arguments of dense decode, without a plan; the batch is dynamic, and the pages of a request and of the cache."""
     case = DenseDecodeCase(batch=len(lengths), lengths=lengths, h_q=3, **changes)
     arguments = arguments_of(case, "tile_scheduler_metadata", "num_splits")
     for name, dimension in (("q", 0), ("block_table", 0), ("block_table", 1), ("cache_seqlens", 0), ("k_cache", 0)):
@@ -48,15 +48,15 @@ def same(results: Any, others: Any) -> bool:
 
 
 def decode_step(q: Tensor, cache_seqlens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Plans, decodes, and uses the result."""
+    """Plan, decode, and use the result."""
     planned = cute_mla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1, q.shape[2])
-    tensors = dict(zip(("tile_scheduler_metadata", "num_splits"), planned, strict=True))
+    tensors: dict[str, Any] = dict(zip(("tile_scheduler_metadata", "num_splits"), planned, strict=True))
     out, lse = cute_mla.flash_mla_with_kvcache(q * 2, cache_seqlens=cache_seqlens, **tensors, **arguments)
     return out.float().sum(-1), lse + 1
 
 
 def decode_layers(**arguments: Any) -> tuple[Tensor, Tensor]:
-    """Two layers that share a schedule object."""
+    """Return two layers that share a schedule object."""
     schedule, none = cute_mla.get_mla_metadata()
     for _ in range(2):
         out, lse = cute_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=schedule, num_splits=none)

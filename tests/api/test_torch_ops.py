@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
 
 def call_of(case: BaseCase) -> Call:
-    """The op of a case, and its arguments without results."""
+    """Return the op of a case, and its arguments without results."""
     op = operation(case)
     arguments = op.arguments(case, op.make_tensors(case, "cpu"), None)
     if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
@@ -63,26 +64,26 @@ def merge_call(stacked: bool = False) -> Call:
 
 
 def sparse_plan_call() -> Call:
-    """The plan of a schedule object for sparse decode."""
+    """Return the plan of a schedule object for sparse decode."""
     indices = torch.zeros(2, 1, 70, dtype=torch.int32)
     lengths = torch.tensor([70, 3], dtype=torch.int32)
     return "plan_sparse_decode", {"indices": indices, "num_heads_q": 4, "topk_length": lengths, "extra_indices": indices}
 
 
 def plan_call() -> Call:
-    """A plan for dense decode."""
+    """Return a plan for dense decode."""
     return "get_mla_metadata", {"cache_seqlens": torch.tensor([70, 3], dtype=torch.int32), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
 
 
 def write_call() -> Call:
-    """A key to a slot, and one to none."""
+    """Return a call that writes one key to a slot and another to none."""
     kv_c, k_pe = (torch.randn(2, columns, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(columns)) for columns in (512, 64))
     cache = torch.zeros(2, 16, 1, 656, dtype=torch.uint8)
     return "write_kv_cache", {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache, "slot_mapping": torch.tensor([17, -1]), "power_of_two": True}
 
 
 def gather_call() -> Call:
-    """Keys of two requests."""
+    """Return a call that gathers keys of two requests."""
     cache = torch.randint(0, 100, (3, 16, 1, 656), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
     table = torch.tensor([[1], [2]], dtype=torch.int32)
@@ -90,7 +91,7 @@ def gather_call() -> Call:
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    **{name: (lambda case=case: call_of(case)) for name, case in CASES.items()},
+    **{name: partial(call_of, case) for name, case in CASES.items()},
     "merge": merge_call,
     "merge_stacked": lambda: merge_call(stacked=True),
     "write": write_call,
@@ -104,7 +105,7 @@ WITH_RESULTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) fo
 
 
 def given_results(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """Tensors for an op to write its results to, and a workspace where it takes one."""
+    """Return tensors for an op to write its results to, and a workspace where it takes one."""
     names = [argument.name for argument in getattr(OPS, f"{name}_out").default._schema.arguments if argument.name in RESULTS]
     made = getattr(OPS, name)(**arguments)
     made = (made,) if isinstance(made, Tensor) else made
@@ -125,7 +126,7 @@ def check_op(name: str, op: Any, arguments: dict[str, Any]) -> None:
 
 
 def somewhere(name: str) -> AbstractContextManager[Any]:
-    """Where a call runs: keys are written and gathered on the CPU, too."""
+    """Activate the device of a call. Keys are written and gathered on the CPU, too."""
     return nullcontext() if name in ("write", "gather") else cute_mla.simulate("sm90", 2)
 
 
@@ -166,7 +167,7 @@ class Seen(TorchDispatchMode):
 
 
 def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The public function that an op stands for, and the same arguments."""
+    """Return the public function that an op stands for, and the same arguments."""
     op, arguments = CALLS[name]()
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
@@ -193,7 +194,7 @@ def test_calls_that_are_traced_become_ops(device: RecordingDevice, name: str, ho
     def call(tensors: dict[str, Any]) -> Any:
         return function(**tensors, **others)
 
-    graph = make_fx(call, tracing_mode=how)(tensors)
+    graph = make_fx(call, tracing_mode="fake" if how == "fake" else "real")(tensors)
     called = [str(node.target) for node in graph.graph.nodes if "cute_mla" in str(node.target)]
     assert called == [f"cute_mla.{function.__name__}.default"]
     assert (device.launches != []) == (how == "real")

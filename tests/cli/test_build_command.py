@@ -41,7 +41,7 @@ ENTRY = KernelEntry(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replaces the build: `asked["kernels"]` is what it reports; the arguments it got are left there."""
+    """Replace the build: `asked["kernels"]` is what it reports; the arguments it got are left there."""
     seen: dict[str, Any] = {"kernels": (KernelReport("combine_sm90_bf16", BUILT, 1.25, ENTRY),)}
 
     def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress) -> BuildReport:
@@ -55,7 +55,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def run(*arguments: str) -> Result:
-    """Runs `cute-mla build` with these arguments."""
+    """Run `cute-mla build` with these arguments."""
     return CliRunner().invoke(commands, ["build", *arguments])
 
 

@@ -49,7 +49,7 @@ def test_what_is_wrong_with_artefacts_or_the_device_is_one_line_and_exit_code_1(
     def fail() -> None:
         raise error
 
-    group.get_command = lambda ctx, name: fail  # type: ignore[method-assign]
+    group.get_command = lambda ctx, cmd_name: fail  # type: ignore[method-assign]
     result = CliRunner().invoke(group, ["fail"])
     assert result.exit_code == 1
     assert result.output == f"Error: {error}\n"

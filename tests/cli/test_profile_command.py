@@ -15,7 +15,7 @@ from cute_mla.cli import commands
 from cute_mla.cli.profile import succeeded
 from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
-from cute_mla.runtime.library import FOLDER_VARIABLE
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -26,7 +26,7 @@ def run(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the manifest of one kernel."""
+    """Return a folder with the manifest of one kernel."""
     folder = tmp_path / "artifacts"
     name = "dense_decode_sm90_bf16_cluster1"
     entry = KernelEntry(
@@ -138,7 +138,7 @@ def timed_document(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that gave timed_document()."""
+    """Stand in for a GPU that gave timed_document()."""
     from cute_mla.profiles import report
     from cute_mla.profiles.measure import cuda_bench
 

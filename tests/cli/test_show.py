@@ -17,8 +17,8 @@ from cute_mla.cli import commands
 from cute_mla.manifest import Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
 from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, DynamicCounts
 from cute_mla.runtime import driver
+from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.runtime.library import Artifacts
 from cute_mla.spec.abi import int32s, tensor_maps
 from cute_mla.spec.arch import SM90, SM100
 
@@ -49,14 +49,14 @@ ENTRY = KernelEntry(
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the artefacts are looked for."""
+    """Return the folder in which the runtime looks for artefacts."""
     Manifest({NAME: ENTRY}).save(tmp_path)
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
     return tmp_path
 
 
 def run(*arguments: str) -> Result:
-    """Runs `cute-mla show` with these arguments."""
+    """Run `cute-mla show` with these arguments."""
     return CliRunner().invoke(commands, ["show", *arguments])
 
 
@@ -193,7 +193,7 @@ def test_env_says_which_artefacts_are_damaged_and_where_they_are_from(monkeypatc
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """One GPU, of the given values; the kernel's cubin is whole and of CUDA 13.4."""
+    """Return one GPU, of the given values; the kernel's cubin is whole and of CUDA 13.4."""
     values: dict[str, Any] = {"version": 13_000, "compute_capability": (9, 0)}
     for name, function in {
         "init": lambda: None,

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from cute_mla import is_supported
 from cute_mla.aot_build.variants import closed_variants
+from cute_mla.api.support import FEATURES
 from cute_mla.cli import commands, support_table
 from cute_mla.spec.arch import ARCHS
-from cute_mla.support import FEATURES
 
 
 def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:

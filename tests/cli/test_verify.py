@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands, verify
 from cute_mla.manifest import KernelEntry, Manifest, Provenance
+from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.runtime.library import Artifacts
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
@@ -47,7 +47,7 @@ def record_of(case: DenseDecodeCase, target: Target, passed: bool | None, **fiel
         **identity,
         schedule=schedule,
         seed=case.seed,
-        sm_count=case.sm_count,
+        sm_count=case.sm_count or 132,
         kernel_sha256="01",
         status=status,
         passed=passed,
@@ -217,8 +217,13 @@ def test_wrong_usage(stand_in: StandIn, arguments: tuple[str, ...]) -> None:
 
 
 def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: asked.append((name, op, simulated, seed)) or SUITE)
+    asked: list[tuple[Any, ...]] = []
+
+    def suite(name: str, op: str, simulated: bool, seed: int) -> list[SuiteEntry]:
+        asked.append((name, op, simulated, seed))
+        return SUITE
+
+    monkeypatch.setattr(suites, "suite", suite)
     invoke("--suite", "full", "--seed", "7", "--schedules", "5", "--arch", "sm90", "--op", "dense_decode", "--device", "sim")
     assert asked == [("full", "dense_decode", True, 7)]
     target = stand_in.jobs[0][1]
@@ -287,7 +292,6 @@ def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.Mo
 def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(jobs: Sequence[Job], on_start: object) -> Iterator[tuple[int, list[Record]]]:
         raise ArtifactError("no manifest.json: build the kernels with `cute-mla build`")
-        yield
 
     monkeypatch.setattr(runner, "run_all", missing)
     result = invoke()
@@ -307,9 +311,9 @@ def test_it_says_what_is_about_to_run(stand_in: StandIn, monkeypatch: pytest.Mon
 def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str) -> None:
     name, ptx = "combine_sm90_bf16", b"// not PTX"
     cubin = b"\x7fELF" + bytes(4) + b"\x08" + bytes(9) + b"\xbe\x00" + bytes(29) + b"\x5a" + bytes(14)
-    hashes = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
+    hashes: dict[str, Any] = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
     shape: dict[str, Any] = {"block": (32, 1, 1), "cluster": (1, 1, 1), "smem_bytes": 0, "registers": 8, "stack_bytes": 0}
-    files = {"cubin": f"{name}.cubin", "ptx": f"{name}.ptx"}
+    files: dict[str, Any] = {"cubin": f"{name}.cubin", "ptx": f"{name}.ptx"}
     entry = KernelEntry(name, "combine", "sm90", {}, name, params=(), fingerprint="c" * 64, **files, **hashes, **shape)
     (tmp_path / files["cubin"]).write_bytes(cubin)
     (tmp_path / files["ptx"]).write_bytes(ptx)

@@ -1,4 +1,4 @@
-"""What the SGLang adapter relies on, read off SGLang's source without importing it.
+"""The interface of SGLang that the adapter relies on, read from SGLang's source without importing it.
 
 python tests/engines/sglang_interface.py FOLDER     # of an unpacked wheel or a site-packages: writes sglang_interface.json beside this file
 """
@@ -46,7 +46,7 @@ ASKED = {"get_parallel": ("attn_tp_size", "attn_dcp_size"), "get_spec": ("specul
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Names of a function's parameters, in order, with * and ** before those that collect."""
+    """Return names of a function's parameters, in order, with * and ** before those that collect."""
     given = function.args
     names = [argument.arg for argument in (*given.posonlyargs, *given.args)]
     names += [f"*{given.vararg.arg}"] if given.vararg else []
@@ -55,7 +55,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 
 def attributes(node: ast.ClassDef) -> list[str]:
-    """What a class and its methods set, and its properties."""
+    """Return the attributes that a class and its methods set, and its properties."""
     found = {target.id for part in node.body for target in targets(part) if isinstance(target, ast.Name)}
     for part in ast.walk(node):
         for target in targets(part):
@@ -67,7 +67,7 @@ def attributes(node: ast.ClassDef) -> list[str]:
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to."""
+    """Return the targets of an assignment."""
     if isinstance(node, ast.AnnAssign):
         return [node.target]
     if isinstance(node, ast.Assign):
@@ -76,7 +76,7 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 def describe(tree: ast.Module, name: str, members: tuple[str, ...]) -> Any:
-    """A name of a module: the parameters of a function, the members of a class, or "value". SystemExit if it is gone."""
+    """Return a name of a module: the parameters of a function, the members of a class, or "value". SystemExit if it is gone."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return parameters(node)
@@ -92,7 +92,7 @@ def describe(tree: ast.Module, name: str, members: tuple[str, ...]) -> Any:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """The record of the SGLang in a folder."""
+    """Return the record of the SGLang in a folder."""
     (version,) = (path.name.removeprefix("sglang-").removesuffix(".dist-info") for path in folder.glob("sglang-*.dist-info"))
     modules = {}
     for module, names in WANTED.items():

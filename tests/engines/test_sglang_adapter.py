@@ -55,7 +55,7 @@ class Written:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Modules of SGLang that the adapter imports, and what its two look-ups answer."""
+    """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
     asked = INTERFACE["asked"]
     answers = SimpleNamespace(
         parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
@@ -101,7 +101,7 @@ class Pool:
 
 
 def runner_with(dtype: torch.dtype, page_size: int = PAGE) -> Any:
-    """A model runner with 4 request slots, whose pages are in random order."""
+    """Return a model runner with 4 request slots, whose pages are in random order."""
     pages = torch.randperm(4 * CONTEXT // page_size, generator=torch.Generator().manual_seed(1)).view(4, -1)
     slots = (pages[..., None] * page_size + torch.arange(page_size)).flatten(1).to(torch.int32)
     return Recorded(
@@ -172,7 +172,7 @@ def test_what_sglang_calls_takes_what_sglang_gives() -> None:
     assert ours <= recorded.keys()
     for name in ours:
         if inspect.isfunction(getattr(CuteMlaDecode, name, None)):
-            marks = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+            marks: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
             given = [marks.get(p.kind, "") + p.name for p in inspect.signature(getattr(CuteMlaDecode, name)).parameters.values()]
             assert given == recorded[name], name
     assert recorded.keys() - ours == {"forward_metadata"}

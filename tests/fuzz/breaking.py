@@ -1,4 +1,4 @@
-"""What may be done to an argument: other kinds of things in its place, and other tensors."""
+"""Ways to break an argument: values of other kinds, and other tensors."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _in_place_of(value: Any) -> Tensor:
-    """The tensor itself, or one where there is none."""
+    """Return the tensor itself, or one where there is none."""
     return value if _is_tensor(value) else torch.zeros(3, dtype=torch.int32)
 
 
@@ -86,14 +86,14 @@ def _rank(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _turned(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """Two neighbouring dimensions exchanged: other strides, and of unequal sizes another shape."""
+    """Exchange two neighbouring dimensions: other strides, and of unequal sizes another shape."""
     tensor = _in_place_of(value)
     dim = _dimension(tensor, amount)
     return tensor.transpose(dim, (dim + 1) % tensor.dim()) if tensor.dim() > 1 else tensor
 
 
 def _strided(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """The same elements, further apart along a dimension; along the last one, no longer neighbours."""
+    """Spread a tensor's elements along a dimension; along the last one they are no longer neighbours."""
     tensor = _in_place_of(value)
     if not tensor.dim():
         return tensor
@@ -105,7 +105,7 @@ def _strided(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _padded(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """The same elements in longer rows, from another address: multiples of a few elements."""
+    """Store a tensor's elements in longer rows, at another address: multiples of a few elements."""
     tensor = _in_place_of(value)
     if not tensor.dim():
         return tensor
@@ -125,7 +125,7 @@ def _expanded(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _overlapping(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """Rows one element apart: each has all but one of the next one's elements."""
+    """Return rows one element apart: each has all but one of the next one's elements."""
     tensor = _in_place_of(value)
     if tensor.dim() < 2 or not tensor.numel():
         return tensor
@@ -134,7 +134,7 @@ def _overlapping(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _enormous(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """A dimension of 2^40 elements, all of them the first."""
+    """Return a dimension of 2^40 elements, all of them the first."""
     tensor = _in_place_of(value)
     if not tensor.numel():
         return tensor
@@ -143,7 +143,7 @@ def _enormous(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _layout(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """Tensors without strides, without memory, of another class, or that torch reads otherwise than they lie in memory."""
+    """Return tensors without strides, without memory, of another class, or that torch reads otherwise than they lie in memory."""
     tensor = _in_place_of(value).detach()
     if amount == 0:
         return tensor.to_sparse() if tensor.dtype != torch.float8_e4m3fn else tensor.float().to_sparse()
@@ -172,7 +172,7 @@ def _values(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _alias(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """Memory of another argument; bytes lie in memory of any type."""
+    """Return memory of another argument; bytes lie in memory of any type."""
     tensor = _in_place_of(value)
     others = [other for other in arguments.values() if _is_tensor(other) and other is not value and other.layout == torch.strided]
     others = [other for other in others if other.is_contiguous() and other.nbytes >= tensor.nbytes and other.device == tensor.device]
@@ -184,7 +184,7 @@ def _alias(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
 
 
 def _scaled(value: Any, amount: int, arguments: Mapping[str, Any]) -> Any:
-    """A number beside the one that was there."""
+    """Return a number beside the one that was there."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return _NUMBERS[amount]
     return (value + 1, value - 1, value * 2, -value, float(value), np.int64(int(value)), str(value), torch.tensor(value))[amount]

@@ -18,7 +18,7 @@ _MOST_ROWS = (1 << 31) - 1
 
 
 def _cache(c: Contract) -> tuple[Tensor | None, str]:
-    """The cache, and the name of its format."""
+    """Return the cache, and the name of its format."""
     cache = c.tensor("k_cache", *WIDE, *BYTES)
     if cache is None or not c.require(cache.dim() == 4 and cache.shape[2] == 1, "k_cache"):
         return None, ""

@@ -1,4 +1,4 @@
-"""What a call is: plain values from which everything in it is made, so that it can be written down and made again."""
+"""Calls as plain values, from which all operands are made. A call can be written down and repeated."""
 
 from __future__ import annotations
 
@@ -121,13 +121,13 @@ class FuzzCall:
     again: bool = False
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         case = {"type": type(self.case).__name__, **asdict(self.case)}
         return json.dumps({**asdict(self), "case": case})
 
     @staticmethod
     def from_json(text: str) -> FuzzCall:
-        """The call that to_json wrote down."""
+        """Return the call that to_json wrote down."""
         given = json.loads(text)
         case = {name: _frozen(value) for name, value in given["case"].items()}
         kind = CASES[case.pop("type")]
@@ -149,5 +149,5 @@ def _is_unusual(case: AnyCase, field: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists of JSON as tuples."""
+    """Return lists of JSON as tuples."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

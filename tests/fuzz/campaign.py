@@ -26,7 +26,7 @@ _MOST_SHRINKS = 400  # calls to make a failing one smaller
 
 @dataclass
 class Tally:
-    """What calls of a subject did. messages: of refusals, without numbers."""
+    """Outcomes of a subject's calls. messages: of refusals, without numbers."""
 
     right: int = 0
     broken: int = 0
@@ -43,7 +43,7 @@ class Tally:
         return self.returned + self.refused + len(self.failures)
 
     def add(self, call: FuzzCall, outcome: Outcome) -> None:
-        """Counts a call that did what is documented."""
+        """Count a call that did what is documented."""
         if outcome.kind == "cannot be broken so":
             self.not_broken += 1
             return
@@ -70,7 +70,7 @@ class Share:
 
 
 def shares(total: int, seed: int, right: float, names: Sequence[str]) -> Iterator[Share]:
-    """Splits calls among subjects on each architecture. right: the part of them that is not broken."""
+    """Split calls among subjects on each architecture. right: the part of them that is not broken."""
     weights = {name: _WEIGHTS.get(name, 2) for name in names}
     whole = sum(weights.values()) * len(ARCHS)
     for number, (arch, name) in enumerate((arch, name) for arch in ARCHS for name in names):
@@ -83,7 +83,7 @@ def shares(total: int, seed: int, right: float, names: Sequence[str]) -> Iterato
 
 
 def run(share: Share, tally: Tally) -> None:
-    """Makes the calls of a share, until one fails."""
+    """Make the calls of a share, until one fails."""
     strategy = calls(share.subject, share.arch, share.broken)
     failed: list[Any] = []
     start = time.perf_counter()

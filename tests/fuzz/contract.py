@@ -1,4 +1,4 @@
-"""Which arguments of a call are at fault, by what the documentation says of them: written from the docstrings, not from the checks.
+"""Arguments of a call that are at fault by the documentation: written from the docstrings, not from the checks.
 
 A contract gives the names of all arguments of which one may be blamed; none if the call is right.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cute_mla.schedule import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 
 WIDE = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -22,18 +22,18 @@ E4M3 = torch.float8_e4m3fn
 
 
 def is_integer(value: Any) -> bool:
-    """An integer of any kind; True and False are none."""
+    """Return whether the value is an integer of any kind; True and False are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_flag(value: Any) -> bool:
-    """True or False, numpy's too."""
+    """Return whether the value is True or False, numpy's too."""
     return isinstance(value, bool | np.bool_)
 
 
 def is_scale(value: Any) -> bool:
-    """A positive number that fp32 holds; it is multiplied by log2(e), too."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    """Return whether the value is a positive number that fp32 holds, also after multiplication by log2(e)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
         return bool(1.1754944e-38 <= float(value) <= 1.7014117e38)
@@ -42,19 +42,19 @@ def is_scale(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """A tensor whose elements lie in memory as they are read."""
+    """Return whether the value is a plain strided tensor."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
     return not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
 
 
 def byte_strides(tensor: Tensor, *dims: int) -> list[int]:
-    """Bytes between neighbours along those of these dimensions that have any."""
+    """Return bytes between neighbours along those of these dimensions that have any."""
     return [tensor.stride(dim) * tensor.element_size() for dim in dims if tensor.shape[dim] > 1]
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """The addresses of all of its bytes, ascending."""
+    """Return the addresses of all of its bytes, ascending."""
     addresses = np.full(1, tensor.data_ptr(), dtype=np.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         addresses = (addresses[:, None] + np.arange(size) * (stride * tensor.element_size())).reshape(-1)
@@ -62,13 +62,13 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """First address and end."""
+    """Return first address and end."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def share_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether any byte belongs to both."""
+    """Return whether any byte belongs to both tensors."""
     if not tensor.numel() or not other.numel() or tensor.device.type == "meta" or other.device.type == "meta":
         return False
     (start, end), (other_start, other_end) = span(tensor), span(other)
@@ -85,17 +85,17 @@ class Contract:
         self.faults: set[str] = set()
 
     def require(self, right: bool, *names: str) -> bool:
-        """One of these arguments is at fault unless this is right."""
+        """Blame one of these arguments unless the condition holds."""
         if not right:
             self.faults.update(names)
         return right
 
     def get(self, name: str) -> Any:
-        """An argument, None if it is not given."""
+        """Return an argument, None if it is not given."""
         return self.arguments.get(name)
 
     def tensor(self, name: str, *dtypes: torch.dtype, optional: bool = False) -> Tensor | None:
-        """An argument that has to be a tensor of these types (none: of any); None if it is not."""
+        """Return an argument that has to be a tensor of these types (none: of any); None if it is not."""
         value = self.get(name)
         if value is None and optional:
             return None
@@ -105,7 +105,7 @@ class Contract:
         return value if self.require(right, name) else None
 
     def same_device(self, q: Tensor | None, *names: str) -> None:
-        """These tensors are where q is, which is where kernels run."""
+        """Check that these tensors are on q's device, where kernels run."""
         if q is None or not self.require(q.device.type == "cpu", "q", "outs"):
             return
         for name in names:
@@ -113,7 +113,7 @@ class Contract:
             self.require(not is_plain(value) or value.device == q.device, name)
 
     def shaped(self, name: str, tensor: Tensor | None, *sizes: int | None, beside: str = "q") -> bool:
-        """A tensor has these sizes, where None is any, because of another argument."""
+        """Check that a tensor has these sizes, which another argument decides. None: any size."""
         if tensor is None:
             return False
         fits = tensor.dim() == len(sizes) and all(size in (None, own) for size, own in zip(sizes, tensor.shape, strict=True))
@@ -141,7 +141,7 @@ class Contract:
         return tensor
 
     def output(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], last: bool = False) -> None:
-        """A result's tensor, if it is given: of this shape, elements of its own."""
+        """Check a result's tensor, if given: of this shape, without overlap of its elements."""
         tensor = self.tensor(name, *dtypes, optional=True)
         if tensor is None or not self.shaped(name, tensor, *shape):
             return
@@ -154,7 +154,7 @@ class Contract:
             reach += (size - 1) * stride
 
     def apart(self, written: Sequence[str]) -> None:
-        """What is written shares no memory with anything else."""
+        """Check that written tensors share no memory with others."""
         tensors = {name: value for name, value in self.arguments.items() if is_plain(value)}
         for name in written:
             for other, tensor in tensors.items():
@@ -178,7 +178,7 @@ def is_optional(right: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def equals(number: int) -> Callable[[Any], bool]:
-    """This integer."""
+    """Return a check for this integer."""
     return lambda value: is_integer(value) and value == number
 
 
@@ -222,7 +222,7 @@ def _plan(c: Contract, q: Tensor, parts: int | None) -> None:
 
 
 def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], workspace: Callable[..., int]) -> set[str]:
-    """Of flash_mla_with_kvcache. parts(rows, h_kv): of a plan. workspace(..): bytes, as workspace_size."""
+    """Return the faulty arguments of flash_mla_with_kvcache. parts(rows, h_kv): of a plan. workspace(..): bytes, as workspace_size."""
     c = Contract(arguments)
     _decode_options(c)
     if c.faults:
@@ -257,7 +257,7 @@ _SPARSE_TENSORS = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extr
 
 
 def _dense_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
-    """Query rows of a KV head, KV heads, the most keys of a request, the op."""
+    """Return query rows of a KV head, KV heads, the most keys of a request, the op."""
     cache = c.tensor("k_cache", *dict.fromkeys((q.dtype, E4M3)))
     if cache is None:
         c.faults.add("q")
@@ -312,7 +312,7 @@ def _sparse_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
 
 
 def _gathered(c: Contract, name: str, q: Tensor, fp8: bool) -> int | None:
-    """Elements of a token; None if the cache is of no format."""
+    """Return elements of a token; None if the cache is of no format."""
     cache = c.tensor(name)
     if cache is None:
         return None
@@ -334,7 +334,7 @@ def _gathered(c: Contract, name: str, q: Tensor, fp8: bool) -> int | None:
 
 
 def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
-    """Of flash_mla_sparse_fwd."""
+    """Return the faulty arguments of flash_mla_sparse_fwd."""
     c = Contract(arguments)
     c.numbers(d_v=equals(512), sm_scale=is_scale, empty_lse=is_empty_lse)
     q = c.tensor("q", *WIDE)
@@ -374,10 +374,10 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
 
 
 def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
-    """Of flash_attn_varlen_func."""
+    """Return the faulty arguments of flash_attn_varlen_func."""
     c = Contract(arguments)
     c.numbers(
-        dropout_p=lambda value: isinstance(value, Real) and not isinstance(value, bool) and value == 0,
+        dropout_p=lambda value: not isinstance(value, bool) and isinstance(value, Real) and value == 0,
         softmax_scale=is_optional(is_scale),
         empty_lse=is_empty_lse,
         causal=is_flag,
@@ -415,7 +415,7 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
 
 
 def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set[str]]:
-    """Of the forms of flash_attn_varlen_func that take keys, or queries too, in one tensor."""
+    """Return the faulty arguments of flash_attn_varlen_func's packed forms: keys, or queries too, in one tensor."""
 
     def faults(arguments: Mapping[str, Any]) -> set[str]:
         c = Contract(arguments)
@@ -438,7 +438,7 @@ def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set
 
 
 def merge_faults(arguments: Mapping[str, Any]) -> set[str]:
-    """Of merge_states."""
+    """Return the faulty arguments of merge_states."""
     c = Contract(arguments)
     c.numbers(empty_lse=is_empty_lse)
     outs, lses = c.get("outs"), c.get("lses")
@@ -487,7 +487,7 @@ def _merged_apart(c: Contract, outs: list[Tensor], lses: list[Tensor]) -> None:
 
 
 def plan_faults(arguments: Mapping[str, Any]) -> set[str]:
-    """Of get_mla_metadata."""
+    """Return the faulty arguments of get_mla_metadata."""
     c = Contract(arguments)
     c.numbers(is_fp8_kvcache=is_flag)
     rows, h_kv, h_q, topk = (c.get(name) for name in ("num_q_tokens_per_head_k", "num_heads_k", "num_heads_q", "topk"))

@@ -28,17 +28,17 @@ _SIZES = st.sampled_from((0, 1, 2, 15, 16, 63, 64, 65, 100, 128, 129))  # around
 _HEADS = st.sampled_from((1, 2, 3, 7, 16, 33, 63, 64, 65, 127, 128)) | st.integers(1, 128)
 _SEEDS = st.integers(0, 99)
 _DTYPES = st.sampled_from(("bf16", "fp16"))
-_OUTPUTS = st.sampled_from(("allocated", "given", "strided", "odd"))
+_OUTPUTS: st.SearchStrategy[Any] = st.sampled_from(("allocated", "given", "strided", "odd"))
 
 
 def calls(subject: str, arch: str, broken: bool) -> st.SearchStrategy[FuzzCall]:
-    """Calls of a subject on an architecture."""
+    """Draw calls of a subject on an architecture."""
     breaks = _breaks(subject) if broken else st.just(())
     return st.builds(FuzzCall, st.just(subject), _cases(subject), settings_of(arch), breaks, st.booleans())
 
 
 def settings_of(arch: str) -> st.SearchStrategy[Setting]:
-    """Simulated devices of an architecture."""
+    """Draw simulated devices of an architecture."""
     counts = st.sampled_from((1, 2, 3, 16, ARCHS[arch].sm_count)) | st.integers(1, ARCHS[arch].sm_count)
     return st.builds(Setting, st.just(arch), counts, st.sampled_from(SCHEDULES), _SEEDS)
 
@@ -69,7 +69,7 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
 
 
 def _common(draw: st.DrawFn, normal: bool) -> dict[str, Any]:
-    """What cases of attention share. normal: the scores are small, so that other scales keep them so."""
+    """Draw the fields that all attention cases share. normal: scores are small, and stay so under other scales."""
     return {
         "dtype": draw(_DTYPES),
         "q_layout": draw(st.sampled_from(("packed", "sliced", "odd", "even", "heads_first"))),
@@ -87,7 +87,7 @@ def _rows(draw: st.DrawFn, least: int = 0) -> tuple[int, int]:
 
 
 def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) -> int:
-    """Requests whose tiles stay within bounds."""
+    """Draw a number of requests whose tiles stay within bounds."""
     return draw(st.integers(0, max(min(tiles // (max(row_tiles, 1) * max(ceil_div(most_keys, 64), 1)), 3), 1)))
 
 
@@ -95,7 +95,7 @@ def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) 
 def dense_cases(draw: st.DrawFn) -> DenseDecodeCase:
     """Dense decode."""
     operands = draw(st.sampled_from(("latent", "fp8_cache", "fp8")))
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     common = _common(draw, values == "normal")
     if operands == "fp8" and common["outputs"] == "allocated":
         common["dtype"] = "bf16"
@@ -135,11 +135,11 @@ def _pool(draw: st.DrawFn, batch_of_even: bool) -> Pool:
 def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
     """Sparse decode."""
     cache = draw(st.sampled_from(("fp8_656", "fp8_584", "latent")))
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
     common = _common(draw, values == "normal")
     if cache != "latent":
         common["dtype"] = "bf16"
-    layout = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
+    layout: Any = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
     main = _pool(draw, layout == "tight")
     extra = _pool(draw, layout == "tight") if draw(st.booleans()) else None
     s_q, h_q = _rows(draw, least=1)
@@ -167,11 +167,11 @@ def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
 @st.composite
 def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
     """Sparse prefill, in all its forms."""
-    form = draw(st.sampled_from(("single", "batched", "ragged", "clipped")))
+    form: Any = draw(st.sampled_from(("single", "batched", "ragged", "clipped")))
     s_q, h_q = _rows(draw)
     topk = draw(_SIZES)
     batch = 1 if form == "single" else _batch(draw, s_q * ceil_div(h_q, 64), topk)
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     return SparsePrefillCase(
         **_common(draw, values == "normal"),
         form=form,
@@ -193,7 +193,7 @@ def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
 @st.composite
 def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCase:
     """Dense prefill. packed: queries and keys are of the same tokens and heads."""
-    values = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
+    values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     common = _common(draw, values == "normal")
     h_kv, group = draw(st.integers(1, 3)), 1 if packed else draw(st.integers(1, 2))
     size = st.sampled_from((0, 1, 5, 63, 64, 65, 100))
@@ -238,7 +238,7 @@ def merge_cases(draw: st.DrawFn) -> MergeCase:
 
 @st.composite
 def plan_cases(draw: st.DrawFn) -> PlanCase:
-    """Plans, made at once."""
+    """Draw plans that are made at once."""
     h_kv = draw(st.integers(1, 4))
     topk = draw(st.none() | _SIZES)
     size = st.sampled_from((-(1 << 31), -1, 0, 1, 64, 65, 1000, 70_000)) | st.integers(0, 5000)
@@ -253,7 +253,7 @@ def plan_cases(draw: st.DrawFn) -> PlanCase:
 
 @st.composite
 def cache_cases(draw: st.DrawFn) -> CacheCase:
-    """Caches of FP8 keys."""
+    """Draw caches of FP8 keys."""
     return CacheCase(
         cache_format=draw(st.sampled_from(("fp8_656", "fp8_584"))),
         pages=draw(st.integers(0, 3)),
@@ -280,7 +280,7 @@ def _paged(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def write_cases(draw: st.DrawFn) -> CacheWriteCase:
-    """Keys written to a cache."""
+    """Draw calls that write keys to a cache."""
     paged = _paged(draw)
     return CacheWriteCase(
         **paged,
@@ -294,7 +294,7 @@ def write_cases(draw: st.DrawFn) -> CacheWriteCase:
 
 @st.composite
 def gather_cases(draw: st.DrawFn) -> CacheGatherCase:
-    """Keys gathered from a cache."""
+    """Draw calls that gather keys from a cache."""
     paged = _paged(draw)
     batch = draw(st.integers(0, 4))
     lengths = tuple(draw(st.lists(st.integers(0, 20), min_size=batch, max_size=batch)))
@@ -311,7 +311,7 @@ def gather_cases(draw: st.DrawFn) -> CacheGatherCase:
 
 @st.composite
 def batch_cases(draw: st.DrawFn) -> BatchCase:
-    """Steps of a layer."""
+    """Draw steps of a layer."""
     count, decodes = draw(st.integers(0, 4)), draw(st.integers(0, 4))
     decodes, new = min(decodes, count), draw(st.integers(1, 3))
     lengths = [(new if i < decodes else draw(st.integers(0, 70)), draw(st.integers(0, 200))) for i in range(count)]
@@ -328,7 +328,7 @@ def _chosen(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 
 def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
-    """Calls of a subject that takes plain values."""
+    """Draw calls of a subject that takes plain values."""
     count = st.integers(0, 300)
     ops = st.sampled_from(("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"))
     strategies: dict[str, st.SearchStrategy[dict[str, Any]]] = {

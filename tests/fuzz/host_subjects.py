@@ -34,7 +34,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite(value: Any) -> float:
-    """The number as a float; NaN if it is none, or too large for one."""
+    """Return the number as a float; NaN if it is none, or too large for one."""
     try:
         return float(value) if _is_number(value) else math.nan
     except OverflowError:
@@ -75,7 +75,7 @@ def _is_cpu(device: Any) -> bool:
 
 
 def _expect_workspace(arguments: Arguments, setting: Setting) -> Verify:
-    """The bytes are those that a call of these shapes asks for."""
+    """Expect the bytes that a call of these shapes asks for."""
     op, batch, s_q = (arguments[name] for name in ("op", "batch", "s_q"))
     keys = arguments.get("max_cache_seqlen" if op == "dense_decode" else "topk") or 0
     decodes = op in ("dense_decode", "sparse_decode")
@@ -86,12 +86,12 @@ def _expect_workspace(arguments: Arguments, setting: Setting) -> Verify:
 
 
 def _asked_for(arguments: Arguments, keys: int) -> int:
-    """What a call says that it needs when it is given nothing."""
+    """Return the workspace, in bytes, that a call without one asks for in its error."""
     batch, s_q, h_q, h_kv = (int(arguments.get(name, 1)) for name in ("batch", "s_q", "h_q", "h_kv"))
     q = torch.zeros(576, dtype=torch.bfloat16).expand(batch, s_q, h_q, 576)
     cache = torch.zeros(2, 16, h_kv, 576, dtype=torch.bfloat16)
     plan = cute_mla.get_mla_metadata()
-    options = {"workspace": torch.zeros(0, dtype=torch.uint8), "batch_invariant": bool(arguments.get("batch_invariant"))}
+    options: dict[str, Any] = {"workspace": torch.zeros(0, dtype=torch.uint8), "batch_invariant": bool(arguments.get("batch_invariant"))}
     try:
         if arguments["op"] == "dense_decode":
             table, lengths = torch.zeros(1, keys // 16, dtype=torch.int32).expand(batch, -1), torch.zeros(batch, dtype=torch.int32)
@@ -132,7 +132,7 @@ def _supported_faults(arguments: Arguments, setting: Setting) -> set[str]:
 
 
 def _feature_is_possible(op: str, name: str, value: Any) -> bool:
-    """Whether any call of the op has this value."""
+    """Return whether any call of the op has this value."""
     dense, decode = op.startswith("dense"), op.endswith("decode")
     match name:
         case "dtype":

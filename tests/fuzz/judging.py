@@ -54,14 +54,14 @@ class Failure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call did, as documented. kind: "returned", "refused", or "cannot be broken so". message: of its error, without numbers."""
+    """Outcome of a call, as documented. kind: "returned", "refused", or "cannot be broken so". message: of its error, without numbers."""
 
     kind: str
     message: str = ""
 
 
 def judge(call: FuzzCall) -> Outcome:
-    """Makes a call. Failure if it did not do what is documented, or if the judge cannot tell."""
+    """Make a call. Failure if it did not do what is documented, or if the judge cannot tell."""
     try:
         return _judge(call)
     except Failure:
@@ -111,7 +111,7 @@ def _limited() -> Iterator[None]:
 
 
 def _broken(call: FuzzCall, arguments: Arguments) -> Arguments | None:
-    """The arguments after all breaks; None if torch cannot make one of them."""
+    """Return the arguments after all breaks; None if torch cannot make one of them."""
     broken = dict(arguments)
     for item in call.breaks:
         try:
@@ -122,7 +122,7 @@ def _broken(call: FuzzCall, arguments: Arguments) -> Arguments | None:
 
 
 def _after_the_right_one(call: FuzzCall, subject: Subject) -> None:
-    """The broken call, if it is at fault, is refused also where the right one was made just before, on a device that computes nothing.
+    """Check that a faulty call is refused also where the right one was made just before, on a device that computes nothing.
 
     Memory that arguments share is looked at where a call is checked in full alone, so that says nothing here; nor does an option that
     equals the one that was checked, as 0 equals False.
@@ -146,7 +146,7 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 
 def _refusal(call: FuzzCall, subject: Subject, arguments: Arguments, faults: set[str]) -> Outcome:
-    """Makes a call that has to raise. Of several things that are wrong any may be named."""
+    """Make a call that has to raise. Of several things that are wrong any may be named."""
     try:
         subject.function(**arguments)
     except ValueError as error:
@@ -174,7 +174,7 @@ def _check_message(message: str, faults: set[str]) -> None:
 
 
 def pattern(message: str) -> str:
-    """A message without what differs from call to call."""
+    """Return a message without what differs from call to call."""
     first = message.splitlines()[0] if message else ""
     first = re.sub(r" is .*?; supported", " is _; supported", first)
     first = re.sub(r"\[[^\]]*\]", "[_]", first)
@@ -182,7 +182,7 @@ def pattern(message: str) -> str:
 
 
 def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
-    """Makes a call that has to return, twice if it is to be made again."""
+    """Make a call that has to return, twice if it is to be made again."""
     verify = subject.expect(arguments, call.setting)
     if verify in (anything, *ALLOWED_FINDINGS) and not call.breaks:
         raise Failure("the judge knows nothing of a right call")
@@ -245,7 +245,7 @@ class _Memory:
                 self._storages.setdefault(storage.data_ptr(), (storage, storage.clone()))
 
     def damage(self, written: list[Tensor]) -> str:
-        """Says whether anything but the written tensors has changed. They are set to zero."""
+        """Return whether anything but the written tensors has changed. They are set to zero."""
         for tensor in written:
             _, before = self._storages[_storage(tensor).data_ptr()]
             tensor.detach().zero_()
@@ -256,5 +256,5 @@ class _Memory:
 
 
 def _storage(tensor: Tensor) -> Tensor:
-    """The bytes of the storage that a tensor lies in."""
+    """Return the bytes of the storage that a tensor lies in."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

@@ -13,8 +13,8 @@ from torch import Tensor
 import cute_mla
 from cute_mla import reference
 from cute_mla.cache import dequantise_cache
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.reference import IndexedCache
-from cute_mla.schedule import MlaSchedule
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import num_parts
 from cute_mla.testing.cases.base import BaseCase
@@ -80,8 +80,8 @@ def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -
 
 
 def against_tame(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
-    """As against; but nothing is known where scores are so large that fp32 rounds them by more than tolerances allow, nor of rows over keys
-    that are NaN: the whole call is let pass."""
+    """Compare as `against` does, unless the reference is unreliable: scores so large that fp32 rounds them by more than the tolerances,
+    or rows over keys that are NaN. Such a call passes."""
     lse = expected[-1]
     return anything if (lse.isnan() | (lse.isfinite() & (lse.abs() > _MOST_SCORE))).any() else against(expected, tolerances)
 
@@ -92,12 +92,12 @@ def anything(results: Any) -> str:
 
 
 def overwritten_plan(results: Any) -> str:
-    """As anything; but what no part of the plan computed may be read, which the simulated device notices."""
+    """Accept as `anything` does; the call may also read rows that no part of the plan computed, which the simulated device notices."""
     return ""
 
 
 def same_slots(results: Any) -> str:
-    """As anything; but several tokens were for one slot, and the simulated device notices that nothing orders their writes."""
+    """Accept as `anything` does; several tokens share a slot, and the simulated device notices that their writes are unordered."""
     return ""
 
 
@@ -109,7 +109,7 @@ ALLOWED_FINDINGS: dict[Verify, str] = {overwritten_plan: "poison", same_slots: "
 
 
 def case_arguments(case: BaseCase) -> Arguments:
-    """Of the call that one of the library's own cases describes, with a guarded workspace of just the size if results are given."""
+    """Return the arguments of a library case's call, with a guarded workspace of exact size if results are given."""
     op = operation(case)
     tensors = op.make_tensors(case, "cpu")
     workspace = None
@@ -152,7 +152,7 @@ def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
 
 
 def _is_plan(arguments: Arguments, setting: Setting) -> bool:
-    """Whether two tensors are a plan for as many requests: their parts cover the tiles of each, one behind the other."""
+    """Return whether two tensors are a plan for this many requests: the parts cover the tiles of each request in order."""
     metadata, splits = arguments["tile_scheduler_metadata"].tolist(), arguments["num_splits"].tolist()
     batch = len(arguments["q"])
     place = (0, 0)
@@ -198,10 +198,10 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
         return anything
     if len(ends) > 1 and not arguments["q"][int(ends[0]) : int(ends[-1])].isfinite().all():
         return anything
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-    tensors = [arguments[name] for name in names]
+    q, k, v, cu_seqlens_q, cu_seqlens_k = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     scale = None if scale is None else float(scale)
-    expected = reference.dense_prefill(*tensors, scale, bool(arguments["causal"]), arguments["empty_lse"])
+    causal = bool(arguments["causal"])
+    expected = reference.dense_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, arguments["empty_lse"])
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
@@ -225,9 +225,9 @@ def _without(arguments: Arguments, *names: str) -> Arguments:
 
 
 def _unpacked(arguments: Arguments) -> Arguments:
-    """The arguments of flash_attn_varlen_func."""
+    """Return the arguments of flash_attn_varlen_func."""
     columns = arguments["head_dim_qk"]
-    packed = arguments.get("kv", arguments.get("qkv"))
+    packed = arguments["kv"] if "kv" in arguments else arguments["qkv"]
     plain = {**arguments, "k": packed[..., -128 - columns : -128], "v": packed[..., -128:]}
     if "qkv" in arguments:
         plain["q"] = packed[..., :columns]

@@ -42,12 +42,12 @@ def test_a_call_is_written_down_and_made_again() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
-    """Puts a function in merge_states' place."""
+    """Put a function in merge_states' place."""
     monkeypatch.setitem(judging.SUBJECTS, "merge_states", replace(SUBJECTS["merge_states"], function=function))
 
 
 def refusing(error: Exception) -> Callable[..., Any]:
-    """A function that raises."""
+    """Return a function that raises."""
 
     def function(**arguments: Any) -> Any:
         raise error

@@ -16,11 +16,8 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 
-TORCH_FACING = {
-    *("api", "varlen", "layer", "parallel", "cache", "reference", "schedule", "tensors", "support", "tracing", "torch_ops"),
-    *("decode_call", "decode_op", "dense_decode_op", "sparse_op", "sparse_decode_op"),
-    *("sparse_prefill_op", "dense_prefill_op", "merge_states_op"),
-}
+# The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
+TORCH_FACING = ("reference", "ops", "torch_ops", "api", "cache", "parallel", "layer")
 ANYTHING = {"testing", "cli", "profiles"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -30,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "aot_build": {"spec", "manifest", "kernels"},
     "simulator": {"spec"},
     "runtime": {"spec", "manifest", "simulator"},
-    **{room: {"spec", "runtime", *TORCH_FACING} for room in TORCH_FACING},
+    **{room: {"spec", "runtime", *TORCH_FACING[:i]} for i, room in enumerate(TORCH_FACING)},
     "engines": {"spec", *TORCH_FACING},
 }
 
@@ -67,25 +64,25 @@ DEVICE_DECORATORS = {"kernel", "jit"}
 
 # Rooms and files that may tell one architecture from another: simulate() has a default, every GPU of the table has one, and tile costs
 # are those of a kernel on one of them.
-KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/device.py", "profiles/roofline.py", "profiles/model/tile_costs.py"}
+KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/current.py", "profiles/roofline.py", "profiles/model/tile_costs.py"}
 
-READS_ENVIRONMENT = ("runtime/library.py", "cli/")
+READS_ENVIRONMENT = ("runtime/artifacts.py", "cli/")
 
 
 def sources() -> dict[str, str]:
-    """Every shipped source file, by its path inside the package, such as "cli/build.py"."""
+    """Return every shipped source file, by its path inside the package, such as "cli/build.py"."""
     package = ROOT / "cute_mla"
     found = sorted(glob("**/*.py", root_dir=package, recursive=True))  # noqa: PTH207  # unlike Path.glob it follows the links
     return {name: (package / name).read_text() for name in found}
 
 
 def sources_of_tests() -> dict[str, str]:
-    """Every test file, by its path in the tree."""
+    """Return every test file, by its path in the tree."""
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
 
 
 def room_of(name: str) -> str:
-    """The room that a file or a module's path lies in: its first folder, or its own name at the top."""
+    """Return the room that a file or a module's path lies in: its first folder, or its own name at the top."""
     return name.partition("/")[0].removesuffix(".py")
 
 
@@ -107,7 +104,7 @@ def sizes(name: str, text: str) -> Iterator[str]:
 
 
 def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether something else decides a function's parameters: the kernel ABI or the public API."""
+    """Return whether the kernel ABI or the public API decides a function's parameters."""
     for decorator in node.decorator_list:
         target = decorator.func if isinstance(decorator, ast.Call) else decorator
         if isinstance(target, ast.Attribute) and target.attr in DEVICE_DECORATORS:
@@ -116,12 +113,13 @@ def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a function is part of the API, or a test's stand-in for one."""
-    return node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}
+    """Return whether a function is part of the API, the eager body of one, which has its parameters, or a test's stand-in for one."""
+    bodies = ("run", "run_cached")
+    return (node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}) or (node.name in bodies and room_of(name) == "ops")
 
 
 def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Where a function begins to count: a public one behind its signature and its docstring, which are its reference page."""
+    """Return the first line that counts. A public function's signature and docstring, its reference page, do not count."""
     if not is_public(name, node):
         return node.lineno
     body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
@@ -133,10 +131,12 @@ def environment(name: str, text: str) -> Iterator[str]:
     if name.startswith(READS_ENVIRONMENT):
         return
     for node in ast.walk(ast.parse(text)):
-        used = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb", "putenv")
-        imported = isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in alias.name for alias in node.names)
-        if used or imported:
-            yield f"{name}:{node.lineno}: reads the environment"
+        if isinstance(node, ast.Attribute):
+            reads = node.attr in ("environ", "getenv", "environb", "putenv")
+        else:
+            reads = isinstance(node, ast.ImportFrom) and node.module == "os" and any("env" in alias.name for alias in node.names)
+        if reads:
+            yield f"{name}:{getattr(node, 'lineno', 0)}: reads the environment"
 
 
 def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
@@ -152,7 +152,7 @@ def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 def layering(name: str, text: str) -> Iterator[str]:
-    """Imports that do not point up the list of rooms, and packages from elsewhere that a room may not need."""
+    """Yield imports that do not point up the list of rooms, and outside packages that a room may not need."""
     room = room_of(name)
     if room == "__init__":
         return
@@ -167,8 +167,15 @@ def layering(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{line}: {room} imports {outer}"
 
 
+def imports_of_tests(name: str, text: str) -> Iterator[str]:
+    """Test modules that another module imports: what two need belongs into tests/support or a module of the folder."""
+    for line, module in imported_modules(name, text):
+        if any(part.startswith("test_") for part in module.split(".")):
+            yield f"{name}:{line}: imports {module}"
+
+
 def names(name: str, _: str) -> Iterator[str]:
-    """Modules named after nothing, and rooms that the list above does not know."""
+    """Yield modules named after nothing, and rooms that the list above does not know."""
     if Path(name).stem in ("utils", "util", "helpers", "common", "misc"):
         yield f"{name}: say what is in it"
     if room_of(name) not in {*MAY_IMPORT, *ANYTHING, "__init__"}:
@@ -181,7 +188,7 @@ def architectures(name: str, text: str) -> Iterator[str]:
         return
     for node in ast.walk(ast.parse(text)):
         named = node.id if isinstance(node, ast.Name) else node.name if isinstance(node, ast.alias) else None
-        written = node.value if isinstance(node, ast.Constant) else None
+        written = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
         if named in {arch.upper() for arch in ARCHS} or written in ARCHS or written in ALIASES:
             yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
 
@@ -195,8 +202,9 @@ def test_the_sources_keep_the_rule(rule: Rule) -> None:
     assert not found, "\n".join(found)
 
 
-def test_the_tests_keep_the_sizes() -> None:
-    found = [violation for name, text in sources_of_tests().items() for violation in sizes(name, text)]
+@pytest.mark.parametrize("rule", [sizes, imports_of_tests])
+def test_the_tests_keep_the_rule(rule: Rule) -> None:
+    found = [violation for name, text in sources_of_tests().items() for violation in rule(name, text)]
     assert not found, "\n".join(found)
 
 
@@ -216,9 +224,9 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (sizes, "spec/x.py", LONG_FUNCTION, "f has 81 lines"),
         (sizes, "spec/x.py", f"def f({NINE}): pass", "f has 9 parameters"),
         (sizes, "spec/x.py", f"class A:\n    def f(self, {NINE[:-6]}, *, {NINE[-4:]}): pass", "f has 9 parameters"),
-        (sizes, "api.py", LONG_FUNCTION.replace("f()", "is_supported()") + "    pass\n", "is_supported has 81 lines"),
+        (sizes, "api/x.py", LONG_FUNCTION.replace("f()", "is_supported()") + "    pass\n", "is_supported has 81 lines"),
         (sizes, "spec/x.py", f"def get_mla_metadata({NINE}): pass", "get_mla_metadata has 9 parameters"),
-        (environment, "runtime/device.py", "import os\nos.environ['X']", "runtime/device.py:2: reads the environment"),
+        (environment, "runtime/current.py", "import os\nos.environ['X']", "runtime/current.py:2: reads the environment"),
         (environment, "aot_build/x.py", "from os import environ", "reads the environment"),
         (environment, "spec/x.py", "import os\nos.getenv('X')", "reads the environment"),
         (layering, "spec/x.py", "from ..manifest import Manifest", "spec imports manifest"),
@@ -226,17 +234,21 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (layering, "runtime/x.py", "def f():\n    from cute_mla.kernels import definition", "runtime/x.py:2: runtime imports kernels"),
         (layering, "runtime/x.py", "import cute_mla.api", "runtime imports api"),
         (layering, "runtime/x.py", "import cutlass.cute as cute", "runtime imports cutlass"),
-        (layering, "api.py", "from .manifest import Manifest", "api imports manifest"),
-        (layering, "api.py", "import cutlass", "api imports cutlass"),
-        (layering, "api.py", "from vllm import envs", "api imports vllm"),
-        (layering, "api.py", "from .engines import vllm", "api imports engines"),
+        (layering, "api/x.py", "from ..manifest import Manifest", "api imports manifest"),
+        (layering, "api/x.py", "import cutlass", "api imports cutlass"),
+        (layering, "api/x.py", "from vllm import envs", "api imports vllm"),
+        (layering, "api/x.py", "from ..engines import vllm", "api imports engines"),
         (layering, "simulator/isa/x.py", "from ...runtime import driver", "simulator imports runtime"),
         (layering, "kernels/combine/x.py", "import torch", "kernels imports torch"),
-        (layering, "runtime/device.py", "from cuda.bindings import driver", "runtime imports cuda"),
-        (layering, "aot_build/x.py", "from cute_mla.runtime.library import artifacts_folder", "aot_build imports runtime"),
-        (architectures, "api.py", "if device.arch.name == 'sm100': pass", "api.py:1: names the architecture sm100"),
+        (layering, "runtime/current.py", "from cuda.bindings import driver", "runtime imports cuda"),
+        (layering, "aot_build/x.py", "from cute_mla.runtime.artifacts import artifacts_folder", "aot_build imports runtime"),
+        (architectures, "api/x.py", "if device.arch.name == 'sm100': pass", "api/x.py:1: names the architecture sm100"),
         (architectures, "testing/x.py", "from ..spec.arch import SM90", "names the architecture SM90"),
-        (architectures, "support.py", "x = {'sm103': 1}", "names the architecture sm103"),
+        (architectures, "ops/x.py", "x = {'sm103': 1}", "names the architecture sm103"),
+        (imports_of_tests, "tests/ops/test_x.py", "from tests.ops.test_y import f", "tests/ops/test_x.py:1: imports tests.ops.test_y.f"),
+        (imports_of_tests, "tests/support/x.py", "from tests.ops import test_y", "imports tests.ops.test_y"),
+        (imports_of_tests, "tests/ops/test_x.py", "def f():\n    from .test_y import g", "tests/ops/test_x.py:2: imports"),
+        (imports_of_tests, "tests/ops/test_x.py", "import test_y", "imports test_y"),
         (names, "runtime/utils.py", "", "say what is in it"),
         (names, "extras/x.py", "", "a room that the rules do not know"),
     ],
@@ -254,16 +266,17 @@ def test_each_rule_finds_a_breach(rule: Rule, name: str, text: str, message: str
         (sizes, "spec/x.py", "\n" * 600),
         (sizes, "kernels/x.py", f"@cute.kernel\ndef f({NINE}): pass"),
         (sizes, "kernels/x.py", f"@cute.jit(a=1)\ndef f({NINE}): pass"),
-        (sizes, "api.py", f"def get_mla_metadata({NINE}): pass"),
+        (sizes, "api/x.py", f"def get_mla_metadata({NINE}): pass"),
         (sizes, "engines/vllm/x.py", f"def supports_combination({NINE}): pass"),
-        (sizes, "api.py", LONG_FUNCTION.replace("f():", "is_supported():\n    'What it is.'")),
-        (environment, "runtime/library.py", "import os\nos.environ['X']"),
+        (sizes, "api/x.py", LONG_FUNCTION.replace("f():", "is_supported():\n    'What it is.'")),
+        (environment, "runtime/artifacts.py", "import os\nos.environ['X']"),
         (environment, "cli/verify.py", "import os\nos.environ['X']"),
         (architectures, "kernels/combine/kernel.py", "if arch.name == 'sm100': pass"),
-        (architectures, "api.py", "'Blackwell is called sm100.'\nfrom .spec.arch import ARCHS\narch.tmem_columns"),
+        (architectures, "api/x.py", "'Blackwell is called sm100.'\nfrom .spec.arch import ARCHS\narch.tmem_columns"),
         (layering, "runtime/driver.py", "from cuda.bindings import driver"),
         (layering, "kernels/combine/kernel.py", "import cutlass\nfrom ..definition import KernelDefinition\nfrom cute_mla.spec import abi"),
-        (layering, "api.py", "import torch\nfrom .runtime.device import simulate"),
+        (layering, "api/x.py", "import torch\nfrom ..runtime.current import simulate"),
+        (imports_of_tests, "tests/ops/test_x.py", "from tests.ops.paged_keys import cache_of\nimport cute_mla.testing"),
         (layering, "cli/x.py", "from cute_mla.aot_build.build import build_all"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What an installation gives: lazy public names, and the pins. The wheel has tests of its own."""
+"""The installed package: lazy public names, and the pins. The wheel has tests of its own."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def python(script: str) -> str:
-    """Runs a script in a fresh interpreter and returns what it prints."""
+    """Run a script in a fresh interpreter and return what it prints."""
     return subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Which of the heavy packages a statement loads."""
+    """Return the heavy packages that a statement loads."""
     heavy = ("torch", "numpy", "cutlass", "cuda.bindings", "click", "rich")
     return set(python(f"import sys\n{statement}\nprint(*(name for name in {heavy} if name in sys.modules))").split())
 

@@ -22,7 +22,7 @@ class Keys:
 
     @staticmethod
     def of(lengths: list[int], limit: int = INT_MAX) -> Keys:
-        """One cache, all lengths told."""
+        """Return one cache with all lengths given."""
         return Keys(len(lengths), lengths, None, limit)
 
     @staticmethod
@@ -49,6 +49,6 @@ class Keys:
         return self.limit + self.extra_limit
 
     def tables(self) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """The two pointers: tensors, or 0 for null."""
+        """Return the two pointers: tensors, or 0 for null."""
         first, second = (0 if table is None else torch.tensor(table or [0], dtype=torch.int32) for table in (self.lengths, self.extra))
         return first, second

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
+from tests.mutation.planting import Bug, survivors
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
@@ -29,18 +29,16 @@ class CompiledKernel:
     entry: str
     ptx: str
 
-    def edited(self, pattern: str, replacement: str) -> CompiledKernel:
-        """The kernel with a bug planted in its PTX: the pattern must occur, and every occurrence is replaced."""
-        ptx, count = re.subn(pattern, replacement, self.ptx)
-        assert count, f"{pattern!r} does not occur in the PTX: the planted bug is out of date"
-        return CompiledKernel(self.source, self.entry, ptx)
+    def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
+        """Plant a bug in the PTX; return what was not noticed."""
+        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.source, self.entry, ptx)))
 
 
 built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture that `compiled` compiles for
 
 
 def compiled(op: str, config_name: str) -> CompiledKernel:
-    """One variant for the architecture in turn. Skips the test where the compiler is not installed."""
+    """Return one variant for the architecture in turn. Skips the test where the compiler is not installed."""
     return _compiled(op, config_name, built_for.get())
 
 
@@ -57,12 +55,21 @@ def _compiled(op: str, config_name: str, arch: Arch) -> CompiledKernel:
 
 @cache
 def module(ptx: str) -> simulator.Module:
-    """The parsed PTX."""
+    """Return the parsed PTX."""
     return simulator.load_module(ptx)
 
 
+def fails(check: Callable[[], None]) -> bool:
+    """Run a check; return whether it raised AssertionError."""
+    try:
+        check()
+    except AssertionError:
+        return True
+    return False
+
+
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that a contiguous tensor covers."""
+    """Return bytes that a contiguous tensor covers."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -73,7 +80,7 @@ def launch(
     memory: simulator.GlobalMemory,
     policy: simulator.Policy | None = None,
 ) -> list[simulator.Finding]:
-    """Runs the kernel with arguments in the order of its parameters; returns the findings."""
+    """Run the kernel with arguments in the order of its parameters; return the findings."""
     raw: list[bytes | TensorMap] = []
     for param, arg in zip(kernel.source.params, args, strict=True):
         if isinstance(arg, TensorMap):

@@ -15,7 +15,8 @@ from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, 
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 from tests.kernels.caches import Keys
-from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
+from tests.kernels.launching import CompiledKernel, compiled, fails, launch, nbytes
+from tests.mutation.planting import Bug, together
 
 pytestmark = pytest.mark.usefixtures("built_for")
 
@@ -69,18 +70,18 @@ class Problem:
         self.lse = torch.full((len(self.rows), self.h_q, self.s_q), CANARY)
 
     def used(self, request: int) -> int:
-        """Splits to merge, by the contract."""
+        """Return the number of splits to merge, by the contract."""
         if self.keys is None:
             return self.rows[request]
         return min(self.rows[request], ceil_div(self.keys.counts[request], TILE_KEYS * INVARIANT_SPLIT_TILES))
 
     @property
     def max_splits(self) -> int:
-        """As in spec.dense_decode."""
+        """Return max_splits as spec.dense_decode defines it."""
         return 0 if self.keys is None else self.rows[0]
 
     def memory(self) -> simulator.GlobalMemory:
-        """What the kernel may touch. The out rows of empty and of unused splits are left out: reading one is a finding."""
+        """Return the memory that the kernel may touch, without the out rows of empty and unused splits: reading one is a finding."""
         memory = simulator.GlobalMemory()
         for name, tensor in self.tables_by_name():
             if tensor.numel():
@@ -95,14 +96,14 @@ class Problem:
         return memory
 
     def tables_by_name(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is only read and wholly there, without the null pointers."""
+        """Return the read-only tensors that exist in full, without null pointers."""
         lengths, extra_lengths = self.tables
         given = {"lengths": lengths, "extra_lengths": extra_lengths, "attn_sink": self.attn_sink}
         yield from ((name, table) for name, table in given.items() if isinstance(table, torch.Tensor))
         yield from (("num_splits", self.num_splits), ("lse_accum", self.lse_accum))
 
     def args(self, out: torch.Tensor | int, lse: torch.Tensor | int, strides: Sequence[int]) -> list[int | float | torch.Tensor]:
-        """The kernel's arguments. strides: three of out, three of lse."""
+        """Return the kernel's arguments. strides: three of out, three of lse."""
         keys = self.keys or Keys(len(self.rows), None, None)
         operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse]
         limits = (keys.limit, keys.extra_limit, self.max_splits, len(self.accum))
@@ -142,7 +143,7 @@ class Problem:
         return out, torch.where(empty, self.empty_lse, merged).T
 
     def check(self) -> None:
-        """Compares out and lse of every request, and that nothing else was written."""
+        """Compare out and lse of every request, and that nothing else was written."""
         touched = torch.zeros_like(self.buffer, dtype=torch.bool)
         inside = touched.as_strided(self.out.shape, self.out.stride(), self.offset)
         for request in range(len(self.rows)):
@@ -256,7 +257,7 @@ def test_fixed_splits_of_two_caches_with_and_without_tables(seed: int) -> None:
 
 @pytest.mark.parametrize("splits", [2, 40])
 def test_sinks_scale_out_and_not_lse(splits: int) -> None:
-    """Of every size next to lse, +-inf too; one a head, and the last head's splits are all empty."""
+    """Sinks of every size relative to lse, including +-inf, one per head. The last head's splits are all empty."""
     sink = [-math.inf, -80.0, -3.0, 0.0, 2.5, 20.0, 90.0, math.inf, 1e38, -1e38, 0.5]
     empty = {(split, token, len(sink) - 1) for split in range(splits) for token in range(2)}
     plain, problem = (Problem([splits], s_q=2, h_q=len(sink), sink=given, empty=empty) for given in (None, sink))
@@ -289,7 +290,7 @@ NONSENSE = [0, 1, 5, 6, 7, -1, 3, 1 << 30, -(1 << 31), (1 << 31) - 1]
 
 
 def findings_with(first: int, after: int, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
-    """Of a call with 6 rows whose num_splits has these numbers for the second request."""
+    """Return the findings of a call with 6 rows whose num_splits has these numbers for the second request."""
     problem = Problem([2, 2, 2])
     problem.num_splits = torch.tensor([0, first, after, 6], dtype=torch.int32)
     memory = simulator.GlobalMemory()
@@ -304,14 +305,18 @@ def test_whatever_num_splits_holds_only_rows_that_exist_are_read(first: int) -> 
         assert not findings_with(first, after)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [(r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;"), (r"min\.s32 (.*), %r\d+, (%r\d+);", r"min.s32 \1, 2147483647, \2;")],
-    ids=["from below", "from above"],
+UNCLIPPED = (
+    Bug("rows not clipped from below", r"max\.s32 (.*), 0;", r"max.s32 \1, -2147483648;", together),
+    Bug("rows not clipped from above", r"min\.s32 (.*), %r\d+, (%r\d+);", r"min.s32 \1, 2147483647, \2;", together),
 )
-def test_unclipped_rows_are_seen(pattern: str, replacement: str) -> None:
-    broken = compiled("combine", "bf16").edited(pattern, replacement)
-    assert findings_with(-1, 2, broken) or findings_with(5, 9, broken)
+
+
+@pytest.mark.parametrize("bug", UNCLIPPED, ids=lambda bug: bug.name)
+def test_unclipped_rows_are_noticed(bug: Bug) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        return bool(findings_with(-1, 2, broken) or findings_with(5, 9, broken))
+
+    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
@@ -333,26 +338,25 @@ def test_blocks_are_few_where_rows_are_many() -> None:
         assert x * y * z <= max(BLOCKS_PER_SM * sm_count, y)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [
-        (r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;"),  # reads the rows of empty splits
-        (r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;"),  # leaves half of the splits out of max and sum
-        (r"add\.s32 (.*), 32;", r"add.s32 \1, 64;"),  # skips the second 32 splits
-        (r"0f3FB8AA3B", "0f3F800000"),  # takes the sink for one of base 2
-    ],
+BUGS = (
+    Bug("rows of empty splits read", r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;", together),
+    Bug("half of the splits left out", r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;", together),
+    Bug("second 32 splits skipped", r"add\.s32 (.*), 32;", r"add.s32 \1, 64;", together),
+    Bug("sink in base 2", r"0f3FB8AA3B", "0f3F800000", together),
 )
-def test_planted_bugs_are_seen(pattern: str, replacement: str) -> None:
-    broken = compiled("combine", "bf16").edited(pattern, replacement)
-    problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
-    if problem.run(broken):
-        return
-    with pytest.raises(AssertionError):
-        problem.check()
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_are_noticed(bug: Bug) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
+        return bool(problem.run(broken)) or fails(problem.check)
+
+    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """The bytes of the tensors, to compare runs."""
+    """Return the bytes of the tensors, to compare runs."""
     return [tensor.clone().view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 

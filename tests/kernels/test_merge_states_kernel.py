@@ -10,7 +10,8 @@ import torch
 
 from cute_mla import simulator
 from cute_mla.spec.merge_states import LISTED_STATES, grid
-from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
+from tests.kernels.launching import CompiledKernel, compiled, fails, launch, nbytes
+from tests.mutation.planting import Bug, together
 
 pytestmark = pytest.mark.usefixtures("built_for")
 
@@ -59,7 +60,7 @@ class Problem:
         return out, total.masked_fill(total == -math.inf, self.empty_lse)
 
     def memory(self) -> simulator.GlobalMemory:
-        """What the kernel may touch: of rows without weight, not out."""
+        """Return the memory that the kernel may touch, without the out of rows that have no weight."""
         memory = simulator.GlobalMemory()
         for state in range(self.states):
             for place in range(self.batch * self.tokens * self.heads):
@@ -72,12 +73,12 @@ class Problem:
             lse = self.lses[state]
             memory.add(f"lse{state}", lse.data_ptr(), nbytes(lse), writable=self.in_place and state == 0)
         if not self.in_place:
-            memory.add("out", self.out.data_ptr(), self.out.untyped_storage().nbytes() - self.out.storage_offset() * 2)
+            memory.add("out", self.out.data_ptr(), self.out.untyped_storage().nbytes() - int(self.out.storage_offset()) * 2)
             memory.add("lse", self.lse.data_ptr(), nbytes(self.lse))
         return memory
 
     def run(self, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
-        """Launches the kernel."""
+        """Launch the kernel."""
         kernel = kernel or compiled("merge_states", f"{self.dtype}_d{self.head_dim}")
 
         def pointers(tensors: list[torch.Tensor]) -> list[torch.Tensor | int]:
@@ -139,18 +140,17 @@ def test_nan_of_a_state_shows() -> None:
     assert not problem.out[0, 0].isnan().any()
 
 
-# In PTX, what each part of the kernel looks like, and what to make of it.
-BUGS = {
-    "infinite lse has weight": (r"0f7F800000", "0f7F7FFFFF"),
-    "wrong logarithm": (r"0f3F317218", "0f3F800000"),
-    "first state twice": (r"setp\.(eq|ne)\.(b32|s32)\s+(%p\d+), (%r\d+), 1;", r"setp.\1.\2 \3, \4, 77;"),
-}
+BUGS = (
+    Bug("infinite lse has weight", r"0f7F800000", "0f7F7FFFFF", together),
+    Bug("wrong logarithm", r"0f3F317218", "0f3F800000", together),
+    Bug("first state twice", r"setp\.(eq|ne)\.(b32|s32)\s+(%p\d+), (%r\d+), 1;", r"setp.\1.\2 \3, \4, 77;", together),
+)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(bug: str) -> None:
-    problem = Problem(3, empty={(0, 0, 0, 0): math.inf, (1, 0, 0, 1): -math.inf})
-    kernel = compiled("merge_states", "bf16_d512").edited(*BUGS[bug])
-    if not problem.run(kernel):
-        with pytest.raises(AssertionError):
-            problem.judge()
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_planted_bugs_are_noticed(bug: Bug) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        problem = Problem(3, empty={(0, 0, 0, 0): math.inf, (1, 0, 0, 1): -math.inf})
+        return bool(problem.run(broken)) or fails(problem.judge)
+
+    assert compiled("merge_states", "bf16_d512").survivors(bug, is_noticed) == []

@@ -24,7 +24,7 @@ def on_integers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def handed_out(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, ctas: int) -> list[list[int]]:
-    """The items of each CTA, in order."""
+    """Return the items of each CTA, in order."""
     here = {"cta": 0}
     arch = SimpleNamespace(block_idx=lambda: (here["cta"], 0, 0), grid_dim=lambda: (ctas, 1, 1))
     monkeypatch.setattr(operands, "cute", SimpleNamespace(arch=arch))

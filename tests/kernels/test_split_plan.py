@@ -13,6 +13,7 @@ from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUM
 from cute_mla.testing.split_plan_reference import SplitPlan, reference_plan
 from tests.kernels.caches import Keys
 from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
+from tests.mutation.planting import Bug, together
 
 GARBAGE = 0x5A5A5A5A
 HUGE = (1 << 31) - 1
@@ -29,7 +30,7 @@ def run_plan(
     num_parts: int,
     policy: simulator.Policy | None = None,
 ) -> tuple[SplitPlan, list[simulator.Finding]]:
-    """The kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
+    """Return the kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
     multiples of 4 bytes only."""
     keys = Keys.of(keys) if isinstance(keys, list) else keys
     batch = keys.batch
@@ -183,20 +184,23 @@ def test_schedules(kernel: CompiledKernel, schedule: str) -> None:
     assert plan == reference_plan(lengths, 132)
 
 
-def test_planted_overhead_is_seen(kernel: CompiledKernel) -> None:
-    """The overhead of a piece, off by one in the costs but not in the cuts."""
-    plan, _ = run_plan(kernel.edited(r"(add\.s32 .*), 6;", r"\1, 7;"), [9000, 70, 12_345], 20)
-    assert plan != reference_plan([9000, 70, 12_345], 20)
+OVERHEAD = Bug("overhead of a piece, one more in the costs but not in the cuts", r"(add\.s32 .*), 6;", r"\1, 7;", together)
+CAP = Bug("cap one lower, so that the request that just fits does not", r"(add\.s64 .*), 5;", r"\1, 4;", together)
+BARRIERS = Bug("missing barriers", r"bar\.sync", "// bar.sync", together)
 
 
-def test_planted_cap_is_seen(kernel: CompiledKernel) -> None:
-    """A cap one lower: the request that just fits does not."""
-    lengths, num_parts = WHOLE["just"]
-    plan, _ = run_plan(kernel.edited(r"(add\.s64 .*), 5;", r"\1, 4;"), lengths, num_parts)
-    assert plan != reference_plan(lengths, num_parts)
+@pytest.mark.parametrize(
+    ("bug", "lengths", "num_parts", "schedule"),
+    [
+        (OVERHEAD, [9000, 70, 12_345], 20, "round_robin"),
+        (CAP, *WHOLE["just"], "round_robin"),
+        (BARRIERS, [9000, 0, 70, 123_456, 64, 64, 8192], 132, "adversarial"),
+    ],
+    ids=["overhead", "cap", "barriers"],
+)
+def test_planted_bugs_are_noticed(kernel: CompiledKernel, bug: Bug, lengths: list[int], num_parts: int, schedule: str) -> None:
+    def is_noticed(broken: CompiledKernel) -> bool:
+        plan, findings = run_plan(broken, lengths, num_parts, policy=simulator.Policy(schedule=schedule))
+        return plan != reference_plan(lengths, num_parts) or (bug is BARRIERS and bool(findings))
 
-
-def test_planted_missing_barrier_is_seen(kernel: CompiledKernel) -> None:
-    lengths = [9000, 0, 70, 123_456, 64, 64, 8192]
-    plan, findings = run_plan(kernel.edited(r"bar\.sync", "// bar.sync"), lengths, 132, policy=simulator.Policy(schedule="adversarial"))
-    assert findings or plan != reference_plan(lengths, 132)
+    assert kernel.survivors(bug, is_noticed) == []

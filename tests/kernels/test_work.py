@@ -28,7 +28,7 @@ EXTREMES = [0, 1, 2, 3, 127, 128, 129, -1, 1 << 24, 1 << 25, (1 << 25) - 1, 1 <<
 
 
 def compile_walk(arch: Arch) -> CompiledKernel:
-    """The walk kernel."""
+    """Return the walk kernel."""
     from cute_mla.aot_build.compile import compile_source
     from tests.kernels import walk_kernel
 
@@ -46,7 +46,7 @@ def kernel(built_for: Arch) -> CompiledKernel:
 
 
 def walk(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> tuple[list[list[Record]], list[simulator.Finding]]:
-    """The pieces of every part. The records have room for no more than a part can have at most."""
+    """Return the pieces of every part. The records have room for no more than a part can have at most."""
     batch, parts = keys.batch, len(plan.parts)
     max_splits = invariant_splits(keys.most) if invariant else 0
     accum_rows = accumulator_rows(batch, parts, max_splits)
@@ -71,7 +71,7 @@ def walk(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -
 
 
 def expected_walk(plan: SplitPlan, keys: Keys, invariant: bool) -> list[list[Record]]:
-    """What the plan in plain Python says."""
+    """Return the walk that the plan in plain Python describes."""
     clipped = keys.counts
     max_splits = invariant_splits(keys.most) if invariant else 0
     last_row = accumulator_rows(keys.batch, len(plan.parts), max_splits) - 1
@@ -84,7 +84,7 @@ def expected_walk(plan: SplitPlan, keys: Keys, invariant: bool) -> list[list[Rec
 
 
 def without_unused_rows(walks: list[list[Record]]) -> list[list[Record]]:
-    """The row of a piece that writes its output directly means nothing."""
+    """Drop the accumulator row of pieces that write their output directly; it has no meaning."""
     return [[(*record[:5], -1 if record[4] else record[5]) for record in walk] for walk in walks]
 
 
@@ -114,14 +114,14 @@ def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed
 
 
 def check(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> None:
-    """The pieces are the plan's."""
+    """Expect the plan's pieces."""
     walks, findings = walk(kernel, plan, keys, invariant)
     assert not findings
     assert without_unused_rows(walks) == expected_walk(plan, keys, invariant)
 
 
 def nonsense(seed: int, parts: int, batch: int) -> SplitPlan:
-    """Numbers that are no plan."""
+    """Return numbers that are no plan."""
     draw = random.Random(seed)
     near = [*range(-1, batch + 2), *EXTREMES]
 
@@ -132,7 +132,7 @@ def nonsense(seed: int, parts: int, batch: int) -> SplitPlan:
 
 
 def faults(kernel: CompiledKernel, plan: SplitPlan, lengths: list[int], max_keys: int, invariant: bool) -> Iterator[str]:
-    """What a walk has done that is not allowed with any plan."""
+    """Return every step of a walk that no plan allows."""
     walks, findings = walk(kernel, plan, Keys.of(lengths, max_keys), invariant)
     yield from map(str, findings)
     accum_rows = accumulator_rows(len(lengths), len(plan.parts), invariant_splits(max_keys) if invariant else 0)

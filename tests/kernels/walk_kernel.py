@@ -41,7 +41,7 @@ def walk(
     max_splits: Int32,
     accum_rows: Int32,
     capacity: Int32,
-):
+) -> None:
     schedule = Schedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
     part = cute.arch.block_idx()[2]
     done = Int32(0)
@@ -76,14 +76,14 @@ def host(
     max_splits: Int32,
     accum_rows: Int32,
     capacity: Int32,
-):
+) -> None:
     walk(
         plan, num_splits, lengths, extra_lengths, records, counts, batch, max_keys, extra_max_keys, max_splits, accum_rows, capacity
     ).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
 def source() -> KernelDefinition:
-    """The kernel, ready to compile."""
+    """Return the kernel, ready to compile."""
     int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
     return KernelDefinition(
         op="walk",

@@ -37,12 +37,12 @@ PREFIX = "model.layers.0.self_attn."
 
 
 def reduced(config: Mapping[str, Any], hidden: int = 96, heads: int = 3) -> dict[str, Any]:
-    """A real configuration with fewer columns and heads."""
+    """Return a real configuration with fewer columns and heads."""
     return {**config, "hidden_size": hidden, "num_attention_heads": heads}
 
 
 def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
-    """Weights by Hugging Face's names, such that values stay near 1 on their way."""
+    """Return weights by Hugging Face's names, such that values stay near 1 on their way."""
     draw = torch.Generator().manual_seed(seed)
     heads, hidden, q_lora = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
 
@@ -62,7 +62,7 @@ def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
 
 
 def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Rotary columns [tokens, .., 64] of the tokens 0, 1, ..., as complex numbers turned by their positions."""
+    """Return rotary columns [tokens, .., 64] of the tokens 0, 1, ..., as complex numbers turned by their positions."""
     pairs = torch.view_as_complex(columns.double().unflatten(-1, (-1, 2)).contiguous())
     yarn, theta = config["rope_scaling"], config["rope_theta"]
     first, last = 10, 23  # of the pairs that turn 32 times and once in 4096 positions, 10.47 and 22.51
@@ -84,7 +84,7 @@ def softmax_scale(config: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Projected:
-    """Of one sequence: queries [tokens, heads, 192], latent [tokens, 512] and rotary [tokens, 64] columns of keys; turned."""
+    """Projections of one sequence, after RoPE: queries [tokens, heads, 192], keys' latent [tokens, 512] and rotary [tokens, 64] columns."""
 
     q: Tensor
     latent: Tensor
@@ -96,7 +96,7 @@ def _norm(columns: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Projected:
-    """What is attended with and to, of the hidden states [tokens, hidden size] of a sequence from its first token on."""
+    """Project the hidden states [tokens, hidden size] of a sequence, from its first token on."""
     own = {name.removeprefix(PREFIX).removesuffix(".weight"): weight.float() for name, weight in weights.items()}
     states, eps = hidden.float(), config["rms_norm_eps"]
     if config["q_lora_rank"] is None:
@@ -113,7 +113,7 @@ def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """The layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention."""
+    """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention."""
     own, heads = project(hidden, weights, config), config["num_attention_heads"]
     both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, 256)
     k = torch.cat((both[..., :128], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
@@ -124,7 +124,7 @@ def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, An
 
 
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """The same, token by token, by queries and outputs in the space of latents."""
+    """Compute the result of `naive` token by token, with queries and outputs in the latent space."""
     own, heads = project(hidden, weights, config), config["num_attention_heads"]
     up = weights[f"{PREFIX}kv_b_proj.weight"].float().view(heads, 256, 512)
     keys = torch.cat((own.latent, own.rotary), dim=-1)

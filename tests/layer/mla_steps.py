@@ -31,7 +31,7 @@ class Sequences:
 
     @staticmethod
     def drawn(config: dict[str, Any], lengths: Sequence[int], dtype: torch.dtype = torch.float32, page_size: int = 64) -> Sequences:
-        """Of some lengths, for a reduced configuration."""
+        """Draw sequences of these lengths for a reduced configuration."""
         config, draw = reduced(config), torch.Generator().manual_seed(sum(lengths))
         pages = [math.ceil(length / page_size) for length in lengths]
         order = (torch.randperm(sum(pages), generator=draw) + 1).to(torch.int32)
@@ -47,12 +47,12 @@ class Sequences:
         )
 
     def layer(self) -> MlaAttention:
-        """The layer under test."""
+        """Return the layer under test."""
         config = MlaConfig.from_hugging_face(self.config)
         return MlaAttention(config, MlaWeights.from_tensors(self.weights, config, prefix=PREFIX))
 
     def with_context(self, contexts: Sequence[int]) -> Sequences:
-        """Puts so many keys of each sequence into the cache, as the reference makes them."""
+        """Put so many keys of each sequence into the cache, as the reference makes them."""
         for request, context in enumerate(contexts):
             keys = project(self.hidden[request][:context], self.weights, self.config)
             positions = torch.arange(context)
@@ -62,25 +62,25 @@ class Sequences:
         return self
 
     def new_tokens(self, contexts: Sequence[int]) -> list[Tensor]:
-        """Hidden states behind the first so many of each sequence."""
+        """Return hidden states behind the first so many of each sequence."""
         return [states[context:] for states, context in zip(self.hidden, contexts, strict=True)]
 
     def plan(self, contexts: Sequence[int], decodes: int, **options: Any) -> MlaBatch:
-        """The step that computes everything behind the contexts."""
+        """Return the step that computes everything behind the contexts."""
         lengths = [len(new) for new in self.new_tokens(contexts)]
         return plan_batch(lengths, contexts, self.block_table, self.k_cache.shape[1], decodes=decodes, **options)
 
     def step(self, contexts: Sequence[int], decodes: int, **options: Any) -> Tensor:
-        """That step's output, packed."""
+        """Return the step's output, packed."""
         return self.layer()(torch.cat(self.new_tokens(contexts)), self.k_cache, self.plan(contexts, decodes, **options))
 
     def expected(self, contexts: Sequence[int], reference: Reference = naive) -> Tensor:
-        """That step's output by a reference."""
+        """Return the step's output by a reference."""
         whole = [reference(states, self.weights, self.config) for states in self.hidden]
         return torch.cat([out[context:] for out, context in zip(whole, contexts, strict=True)])
 
     def expect(self, out: Tensor, expected: Tensor) -> None:
-        """Asserts that an output agrees with the reference's, as well as its dtype allows, and that nobody wrote to page 0."""
+        """Assert that an output agrees with the reference's, as well as its dtype allows, and that nobody wrote to page 0."""
         assert self.k_cache[0].isnan().all()
         assert out.dtype == self.k_cache.dtype
         assert out.shape == expected.shape

@@ -11,7 +11,7 @@ import torch
 
 from cute_mla.layer import DecodeRequests, MlaAttention, MlaConfig, MlaWeights, Shard, plan_batch
 from cute_mla.layer.path import warn_reference
-from cute_mla.runtime.device import has_kernels
+from cute_mla.runtime.current import has_kernels
 from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, absorbed, checkpoint, naive, project
 from tests.layer.mla_steps import Reference, Sequences
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import cute_mla
@@ -20,7 +23,8 @@ def test_a_layer_is_one_graph() -> None:
     call, counter = compiled(layer)
     with cute_mla.simulate("sm90", 2) as device:
         caches = [sequences.k_cache.clone() for _ in range(2)]
-        outs = [step(hidden, cache, sequences.plan(contexts, decodes)) for step, cache in zip((layer, call), caches, strict=True)]
+        steps: tuple[Callable[..., Any], ...] = (layer, call)
+        outs = [step(hidden, cache, sequences.plan(contexts, decodes)) for step, cache in zip(steps, caches, strict=True)]
     assert device.launches
     assert torch.equal(*outs)
     assert torch.equal(*(cache.nan_to_num(7.0) for cache in caches))

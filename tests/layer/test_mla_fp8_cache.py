@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.cache.torch_path import to_e4m3
+from cute_mla.ops.cache_codec import to_e4m3
 from cute_mla.spec.arch import Arch
 from tests.layer.mla_models import V2_LITE, V3
 from tests.layer.mla_steps import TOLERANCE, Sequences
@@ -21,18 +21,18 @@ ROUNDING = 0.03  # of keys of 3 bits of mantissa, against the largest output, ab
 
 
 def rounded(sequences: Sequences) -> Tensor:
-    """The cache in e4m3; NaN stays NaN."""
+    """Return the cache in e4m3; NaN stays NaN."""
     return to_e4m3(sequences.k_cache.float() / SCALE).view(torch.float8_e4m3fn)
 
 
 def step(sequences: Sequences, cache: Tensor, contexts: list[int], decodes: int, **options: int) -> Tensor:
-    """A step over that cache."""
+    """Return a step over that cache."""
     hidden = torch.cat(sequences.new_tokens(contexts))
     return sequences.layer()(hidden, cache, sequences.plan(contexts, decodes, **options), descale_k=SCALE)
 
 
 def unwritten(cache: Tensor) -> Tensor:
-    """Which rows nobody has written."""
+    """Return the rows that were never written."""
     return cache.float().isnan().all(dim=-1)
 
 

@@ -34,7 +34,7 @@ def test_frequencies_with_yarn() -> None:
 
 
 def test_a_ramp_of_no_width_is_a_step() -> None:
-    """Of 8 original positions no pair turns even twice: all but the first are slowed down."""
+    """Over 8 original positions no pair turns twice, so every pair but the first is slowed down."""
     radians = frequencies(replace(CONFIG, rope_scaling=YarnScaling(40, 8, beta_fast=32, beta_slow=31)))
     assert radians[0] == 1.0
     assert radians[1:].tolist() == pytest.approx([10_000 ** (-pair / 32) / 40 for pair in range(1, 32)], rel=1e-6)

@@ -20,7 +20,7 @@ CONFIG = MlaConfig.from_hugging_face(SMALL)
 
 
 def same(one: MlaWeights, other: MlaWeights) -> bool:
-    """Whether all weights are equal, in dtype too."""
+    """Return whether all weights are equal, in dtype too."""
     pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(MlaWeights)]
     return all(a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
@@ -80,14 +80,14 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight in e4m3, and a scale of each 128 rows and columns."""
+    """Return a weight in e4m3, and a scale of each 128 rows and columns."""
     rows, columns = (-(-size // 128) for size in weight.shape)
     scales = 0.5 + torch.rand(rows, columns, generator=torch.Generator().manual_seed(1))
     return weight.to(torch.float8_e4m3fn), scales
 
 
 def test_weights_in_e4m3() -> None:
-    """As DeepSeek-V3's own checkpoint has them; blocks end where a matrix does, not where a head does."""
+    """Weights in the layout of DeepSeek-V3's own checkpoint: blocks end with a matrix, not with a head."""
     tensors = checkpoint(SMALL)
     name = f"{PREFIX}q_b_proj.weight"
     tensors[name], scales = quantised(tensors[name])

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation.campaign import coverage, explanations, judge_batch, read, unexplained, wanted
 from tests.mutation.sites import KINDS
 
@@ -57,7 +57,7 @@ def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs:
 @main.command()
 @click.option("--out", default="mutations.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
 def report(out: Path) -> None:
-    """The score by kind and architecture, and what is not explained."""
+    """Print the score by kind and architecture, and the unexplained survivors."""
     lines = [line for line in read(out) if line.noticed != "no case"]
     open_ones = unexplained(lines)
     rows: dict[str, Counter[str]] = {kind.name: Counter() for kind in KINDS}

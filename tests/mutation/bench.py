@@ -1,32 +1,35 @@
-"""Runs broken kernels in one process: the runtime's parsed module of a kernel is replaced by that of the broken text."""
+"""Judges broken kernels: a trial runs broken PTX once, under one schedule, and says what it notices."""
 
 from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from cute_mla import simulator
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime import simulated
-from cute_mla.runtime.device import simulate
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime import simulated_device
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.current import simulate
 from cute_mla.simulator.engine import recorder
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations import Result
-from cute_mla.testing.runner import Schedule
+from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.merging import operation_of
 from tests.mutation.places import Places
+from tests.mutation.planting import Planted, survivors
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -36,23 +39,52 @@ MOST_CASES = 3  # of those that use a kernel
 
 
 def orders(seeds: int) -> tuple[Schedule, ...]:
-    """Schedules, those that find most first. The first two have no seed."""
+    """Return schedules, those that find most first. The first two have no seed."""
     fixed = (Schedule("lazy", 0), Schedule("round_robin", 0))
     return fixed + tuple(Schedule(name, seed) for seed in range(seeds) for name in ("adversarial", "random"))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mutation. noticed: "finding", "deadlock", "answer", "error", "hang", or "" for a survivor. by: schedule and case."""
+    """Outcome of a mutation. noticed: "finding", "deadlock", "answer", "error", "hang", or "" for a survivor. by: schedule and case."""
 
     noticed: str
     detail: str
     by: str
 
 
+UNNOTICED = Outcome("", "", "")
+Trial = Callable[[str, Schedule], Outcome]  # of a broken PTX text
+
+
+def first_notice(trials: Iterable[Trial], ptx: str, schedules: Iterable[Schedule]) -> Outcome:
+    """Run trials under one schedule after the other until one notices. UNNOTICED if none does."""
+    known = list(trials)
+    return next((outcome for schedule in schedules for trial in known if (outcome := trial(ptx, schedule)).noticed), UNNOTICED)
+
+
+@lru_cache(1)
+def _parsed(ptx: str) -> simulator.Module:
+    return simulator.load_module(ptx)
+
+
+@contextmanager
+def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
+    """Launch a PTX text wherever the runtime would launch a kernel."""
+    key = kernel.ptx_sha256
+    before = simulated_device._modules.pop(key, None)
+    simulated_device._modules[key] = _parsed(ptx)
+    try:
+        yield
+    finally:
+        simulated_device._modules.pop(key, None)
+        if before is not None:
+            simulated_device._modules[key] = before
+
+
 @contextmanager
 def limited_time() -> Iterator[None]:
-    """Raises TimeoutError in what takes too long."""
+    """Raise TimeoutError in what takes too long."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
@@ -65,88 +97,119 @@ def limited_time() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
+def kernel_of(case: BaseCase, arch: Arch) -> KernelEntry:
+    """Return the built kernel that serves a case."""
+    return load_artifacts().entry(case.op, arch.name, case.problem(arch).config.name)
+
+
+def run_with(ptx: str, case: BaseCase, arch: Arch, schedules: Sequence[Schedule]) -> list[Record]:
+    """Verify a case as `cute-mla verify` does, with another PTX text for its kernel."""
+    with launched_instead(kernel_of(case, arch), ptx):
+        return run_case(case, Target(arch.name, "sim", tuple(schedules)))
+
+
+def verify(case: BaseCase, arch: Arch, ptx: str, schedule: Schedule) -> Outcome:
+    """Notice a finding, an error, or an answer that disagrees with the reference. A trial, once case and arch are given."""
+    with patch.object(recorder, "MAX_FINDINGS", 1):
+        (record,) = run_with(ptx, case, arch, (schedule,))
+    if record.passed:
+        return UNNOTICED
+    return Outcome("finding" if record.findings else "answer", record.reason, f"{schedule} {case.id}")
+
+
+def survivors_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedule]) -> list[str]:
+    """Plant a bug in the built kernel of its cases; return what no case notices."""
+    (kernel,) = {kernel_of(case, arch).name: kernel_of(case, arch) for case in planted.cases}.values()
+    trials = [partial(verify, case, arch) for case in planted.cases]
+    return survivors(planted.bug, load_artifacts().ptx(kernel), lambda ptx: bool(first_notice(trials, ptx, schedules).noticed))
+
+
+@dataclass(frozen=True)
+class ShippedBits:
+    """A call whose results must be, bit for bit, those of the kernel as it ships. A trial."""
+
+    kernel: KernelEntry
+    case: BaseCase
+    tensors: Any
+    expected: Result
+
+    def call(self, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
+        """Make the call; return results and findings."""
+        return _call(self.kernel.arch, self.case, self.tensors, schedule)
+
+    def name(self, schedule: Schedule) -> str:
+        """Name the trial under a schedule."""
+        return f"{schedule} {self.case.id}"
+
+    def __call__(self, ptx: str, schedule: Schedule) -> Outcome:
+        by = self.name(schedule)
+        try:
+            with launched_instead(self.kernel, ptx), limited_time():
+                results, findings = self.call(schedule)
+        except TimeoutError:
+            return Outcome("hang", "", by)
+        except Exception as error:
+            return Outcome("error", f"{type(error).__name__}: {error}".splitlines()[0], by)
+        if findings:
+            first = findings[0]
+            return Outcome("deadlock" if first.kind == "deadlock" else "finding", str(first), by)
+        return UNNOTICED if all(map(same_bits, results, self.expected)) else Outcome("answer", "", by)
+
+
+def _call(arch: str, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
+    for given in tensors.output_buffers.values():
+        given.storage.fill_(float("nan"))
+    with simulate(arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
+        results = operation_of(case).call(case, tensors, None)
+    return tuple(result.clone() for result in results), device.findings
+
+
 class Subject:
-    """A kernel with its cases. places: where its instructions run in these. clean: schedules and cases without findings as it ships."""
+    """A kernel with its trials. places: where its instructions run in these. clean: trials that notice nothing in it as it ships."""
 
     def __init__(self, kernel: KernelEntry) -> None:
-        self.arch = kernel.arch
         self.kernel = kernel
         self.ptx = load_artifacts().ptx(kernel)
         self.places = Places(kernel)
         self.clean: set[str] = set()
-        self.cases: list[tuple[BaseCase, Any, Result]] = []
+        self.trials: list[ShippedBits] = []
         for case in cases(kernel.op, ARCHS[kernel.arch]):
             same = {name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(case, name)}
             case = replace(case, **{name: value for name, value in same.items() if value != ANY_16_BITS})
             name = kernel_name(case.op, kernel.arch, case.problem(ARCHS[kernel.arch]).config.name)
-            if len(self.cases) < MOST_CASES and (name == kernel.name or kernel.op != case.op):
+            if len(self.trials) < MOST_CASES and (name == kernel.name or kernel.op != case.op):
                 self._try(case)
 
     def _try(self, case: BaseCase) -> None:
         """Take a case in if it launches the kernel; it must be without findings."""
         tensors = operation_of(case).make_tensors(case, "cpu")
-        simulated._modules.clear()
+        simulated_device._modules.clear()
         with self.places.watch():
-            results, findings = self._call(case, tensors, Schedule("round_robin", 0))
-        if self.kernel.ptx_sha256 in simulated._modules:
+            results, findings = _call(self.kernel.arch, case, tensors, Schedule("round_robin", 0))
+        if self.kernel.ptx_sha256 in simulated_device._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")
-            self.cases.append((case, tensors, results))
-
-    def _call(self, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
-        for given in tensors.output_buffers.values():
-            given.storage.fill_(float("nan"))
-        with simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
-            results = operation_of(case).call(case, tensors, None)
-        return tuple(result.clone() for result in results), device.findings
+            self.trials.append(ShippedBits(self.kernel, case, tensors, results))
 
     def judge(self, mutation: Mutation, schedules: Sequence[Schedule]) -> Outcome:
-        """Runs the cases with the broken kernel until something is noticed. ValueError if it is noticed in the kernel as it ships, too."""
-        module = simulator.load_module(mutation.apply(self.ptx))
-        key = self.kernel.ptx_sha256
-        before = simulated._modules.pop(key, None)
-        simulated._modules[key] = module
-        try:
-            outcome = self._judge(schedules)
-        finally:
-            simulated._modules.pop(key, None)
-            if before is not None:
-                simulated._modules[key] = before
+        """Run the trials until one notices. ValueError if it notices something in the kernel as it ships, too."""
+        outcome = first_notice(self.trials, mutation.apply(self.ptx), schedules)
         self._expect_clean(outcome, schedules)
         return outcome
 
     def _expect_clean(self, outcome: Outcome, schedules: Sequence[Schedule]) -> None:
-        """What was noticed must be the mutation's doing."""
+        """Check that the mutation caused what was noticed."""
         for schedule in schedules:
-            for case, tensors, expected in self.cases:
-                by = f"{schedule} {case.id}"
-                if by == outcome.by and by not in self.clean:
-                    results, findings = self._call(case, tensors, schedule)
-                    if findings or not all(map(same_bits, results, expected)):
+            for trial in self.trials:
+                if (by := trial.name(schedule)) == outcome.by and by not in self.clean:
+                    results, findings = trial.call(schedule)
+                    if findings or not all(map(same_bits, results, trial.expected)):
                         raise ValueError(f"{self.kernel.name} as it ships, {by}: {[*findings, 'other results'][0]}")
                     self.clean.add(by)
 
-    def _judge(self, schedules: Sequence[Schedule]) -> Outcome:
-        for schedule in schedules:
-            for case, tensors, expected in self.cases:
-                by = f"{schedule} {case.id}"
-                try:
-                    with limited_time():
-                        results, findings = self._call(case, tensors, schedule)
-                except TimeoutError:
-                    return Outcome("hang", "", by)
-                except Exception as error:
-                    return Outcome("error", f"{type(error).__name__}: {error}".splitlines()[0], by)
-                if findings:
-                    first = findings[0]
-                    return Outcome("deadlock" if first.kind == "deadlock" else "finding", str(first), by)
-                if not all(map(same_bits, results, expected)):
-                    return Outcome("answer", "", by)
-        return Outcome("", "", "")
-
 
 def prepare() -> None:
-    """One thread, not too much memory; a run ends at its first finding."""
+    """Limit the process to one thread and some memory; end runs at their first finding."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     recorder.MAX_FINDINGS = 1

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
-from cute_mla.runtime.library import Artifacts, load_artifacts
+from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from tests.mutation.bench import Outcome, Subject, orders, prepare
 from tests.mutation.places import structure
 from tests.mutation.sites import Mutation, find
@@ -22,8 +22,8 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 @dataclass(frozen=True)
 class Line:
-    """What is recorded of one mutation. ptx: digest of the text that was broken. place: as Places.of_all has it. The rest as in
-    Mutation and Outcome."""
+    """Record of one mutation. ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and
+    Outcome."""
 
     kernel: str
     ptx: str
@@ -38,12 +38,12 @@ class Line:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Which mutation this is."""
+        """Return the key that identifies the mutation."""
         return self.kernel, self.ptx, self.kind, self.number
 
 
 def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed: int) -> list[Mutation]:
-    """All mutations, or so many of each kind; the same for the same seed."""
+    """Return all mutations, or so many of each kind; the same for the same seed."""
     if sample is None:
         return list(mutations)
     by_kind: dict[str, list[Mutation]] = defaultdict(list)
@@ -56,14 +56,14 @@ def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed
 
 
 def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
-    """Breaks a kernel in these ways, one at a time."""
+    """Break a kernel in these ways, one at a time."""
     prepare()
     entry = load_artifacts().manifest.kernels[kernel]
     subject = Subject(entry)
     places = subject.places.of_all(find(subject.ptx))
     lines = []
     for mutation in mutations:
-        outcome = subject.judge(mutation, orders(seeds)) if subject.cases else Outcome("no case", "", "")
+        outcome = subject.judge(mutation, orders(seeds)) if subject.trials else Outcome("no case", "", "")
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, places[mutation], mutation.line)
         lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
@@ -71,12 +71,12 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
 
 
 def read(path: Path) -> list[Line]:
-    """The records of earlier runs."""
+    """Return the records of earlier runs."""
     return [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
 
 
 def wanted(kernels: Iterable[KernelEntry], sample: int | None, seed: int, kind: str) -> Iterator[tuple[str, list[Mutation]]]:
-    """The mutations of each kernel."""
+    """Yield the mutations of each kernel."""
     for entry in kernels:
         chosen = sampled(entry.name, find(load_artifacts().ptx(entry)), sample, seed)
         yield entry.name, [mutation for mutation in chosen if kind in mutation.kind]
@@ -92,20 +92,20 @@ class Explanation:
     reason: str
 
     def covers(self, line: Line) -> bool:
-        """Whether it is about this mutation."""
+        """Return whether the explanation covers a mutation."""
         return bool(self.kind.fullmatch(line.kind) and self.kernel.fullmatch(line.kernel) and self.place.fullmatch(line.place))
 
 
 def explanations() -> list[Explanation]:
-    """The contents of survivors.toml."""
+    """Return the contents of survivors.toml."""
     return [
-        Explanation(*(re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")), entry["reason"])
+        Explanation(**{name: re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")}, reason=entry["reason"])
         for entry in tomllib.loads(SURVIVORS.read_text())["survivor"]
     ]
 
 
 def unexplained(lines: Iterable[Line]) -> list[Line]:
-    """The survivors that survivors.toml does not explain."""
+    """Return the survivors that survivors.toml does not explain."""
     known = explanations()
     return [line for line in lines if not line.noticed and not any(item.covers(line) for item in known)]
 
@@ -128,7 +128,7 @@ class Coverage:
 
 
 def coverage(lines: Iterable[Line], artifacts: Artifacts) -> Coverage:
-    """What records say of kernels as they are now."""
+    """Count how much of the current kernels the records cover."""
     tried = {line.key for line in lines}
     some, whole, structures = set(), set(), {}
     for name, entry in artifacts.manifest.kernels.items():

@@ -49,7 +49,7 @@ HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (
 
 
 def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
-    """Cases of an op that reach all its kernels; those in front are the ones to begin with."""
+    """Yield cases of an op that reach all its kernels; those in front are the ones to begin with."""
     if SPLIT in CASES.get(op, ()):
         yield from CASES[op]
         return

@@ -36,7 +36,7 @@ class MergeCase(BaseCase):
         return f"{self.dtype}-merge{STATES}-t{self.tokens}-h{self.heads}-d{self.head_dim}"
 
     def problem(self, arch: Arch) -> Any:
-        """The variant."""
+        """Return the variant."""
         return SimpleNamespace(config=MergeStatesConfig(self.dtype, self.head_dim))
 
 
@@ -69,5 +69,5 @@ MERGING = Operation(_make, merge_states, _arguments, _no_reference, {})
 
 
 def operation_of(case: BaseCase) -> Operation:
-    """What running a case takes."""
+    """Return the operation that runs a case."""
     return MERGING if isinstance(case, MergeCase) else operation(case)

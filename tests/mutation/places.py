@@ -1,4 +1,4 @@
-"""Where the instructions of a kernel run: what a mutation is known by, however the text around it changes."""
+"""Places of instructions: the roles that run them and their barriers. They identify a mutation however the text around it changes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Places:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Learns from every launch of the kernel inside."""
+        """Learn from every launch of the kernel inside."""
         run = simulator.run
 
-        def watched(launch: simulator.Launch, *args: Any) -> Any:
+        def watched(launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy) -> simulator.Report:
             if launch.entry != self.kernel.entry:
-                return run(launch, *args)
-            report = run(launch, *args, _Listener(self, launch.names))
+                return run(launch, memory, policy)
+            report = run(launch, memory, policy, _Listener(self, launch.names))
             for index, warps in report.executed.times:
                 for item in report.executed.blocks[index].instructions:
                     self.note(item.instruction.line, warps, launch.names)
@@ -61,11 +61,11 @@ class Places:
             yield
 
     def note(self, line: int, warps: Iterable[int], names: simulator.Names) -> None:
-        """These warps have been at a PTX line."""
+        """Note that these warps ran a PTX line."""
         self.roles[line] |= {names.role(warp) or NO_ROLE for warp in warps}
 
     def of(self, line: int) -> str:
-        """Roles and rings of a PTX line; there is no ring where no barrier is."""
+        """Return roles and rings of a PTX line; there is no ring where no barrier is."""
         roles, known = self.roles[line], [role.name for role in self.kernel.roles]
         if not roles:
             return NOT_RUN
@@ -74,7 +74,7 @@ class Places:
         return f"{names}: {'+'.join(sorted(self.rings[line]))}" if self.rings[line] else names
 
     def of_all(self, mutations: Iterable[Mutation]) -> dict[Mutation, str]:
-        """The place of each of the mutations of a kernel: roles, ring, and a number among those of its kind with the same."""
+        """Return the place of each of the mutations of a kernel: roles, ring, and a number among those of its kind with the same."""
         places, seen = {}, Counter[tuple[str, str]]()
         for mutation in mutations:
             place = self.of(mutation.line)
@@ -84,6 +84,7 @@ class Places:
 
 
 def structure(kernel: KernelEntry, ptx: str, mutations: Sequence[Mutation]) -> tuple[object, ...]:
-    """What kernels have in common whose mutations come to the same: op, roles, barriers, and every instruction that is broken, in order."""
+    """Return the structure of a kernel: op, roles, barriers, and every instruction that is broken, in order. Mutations of kernels
+    with equal structures are equivalent."""
     broken = tuple((mutation.kind, ptx[mutation.start : mutation.stop].split()[0]) for mutation in mutations)
     return kernel.op, tuple(kernel.roles), tuple(kernel.barriers), tuple(kernel.named_barriers), kernel.cluster, broken

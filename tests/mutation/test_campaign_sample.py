@@ -7,7 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation.bench import Subject
 from tests.mutation.campaign import explanations, judge_batch, sampled, unexplained
 from tests.mutation.sites import KINDS, find
@@ -64,7 +64,7 @@ def test_what_is_broken_and_how() -> None:
 
 
 def test_places_are_roles_and_rings() -> None:
-    """Which survivors.toml knows mutations by."""
+    """survivors.toml identifies mutations by these places."""
     subject = Subject(load_artifacts().manifest.kernels["dense_prefill_sm90_bf16_d192"])
     places = subject.places.of_all(find(subject.ptx))
     waits = {place for mutation, place in places.items() if mutation.kind == "phase not waited for"}

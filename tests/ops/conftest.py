@@ -12,6 +12,6 @@ from tests.support.recording_device import RecordingDevice
 
 @pytest.fixture
 def device(arch: Arch) -> Iterator[RecordingDevice]:
-    """An active recording device of 132 SMs, for every architecture in turn."""
+    """Yield an active recording device of 132 SMs, for every architecture in turn."""
     with RecordingDevice(arch).active() as device:
         yield device

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla import decode_call
+from cute_mla.ops import decode
 from cute_mla.spec.arch import Arch
 from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse, sparse_extra
 from tests.support.recording_device import RecordingDevice
@@ -23,15 +23,15 @@ def device(arch: Arch) -> Iterator[RecordingDevice]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for every call that was checked."""
+    """Return one entry for every call that was checked."""
     seen: list[Any] = []
-    original = decode_call.prepare
+    original = decode.prepare
 
     def counted(*args: Any) -> Any:
         seen.append(args)
         return original(*args)
 
-    monkeypatch.setattr(decode_call, "prepare", counted)
+    monkeypatch.setattr(decode, "prepare", counted)
     return seen
 
 
@@ -104,7 +104,7 @@ def test_an_address_that_was_wrong_is_wrong_after_a_call_that_was_right(device: 
 
 
 def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -> None:
-    """Makes calls that are right, and the same but for what is bad."""
+    """Make calls that are right, and the same but for what is bad."""
     cute_mla.flash_mla_with_kvcache(**make())
     launched = len(device.launches)
     good = make()
@@ -143,7 +143,10 @@ def test_a_schedule_of_other_shapes_is_refused_by_a_call_that_was_made_before(de
     for _ in range(2):
         for page, schedule in schedules.items():
             cute_mla.flash_mla_with_kvcache(**{**calls[page], "tile_scheduler_metadata": schedule})
-    assert schedules[64].tile_scheduler_metadata.shape == schedules[128].tile_scheduler_metadata.shape
+    planned = [schedule.tile_scheduler_metadata for schedule in schedules.values()]
+    assert planned[0] is not None
+    assert planned[1] is not None
+    assert planned[0].shape == planned[1].shape
     for _ in range(2):
         with pytest.raises(ValueError, match="planned for other shapes: page_size 64 after 128"):
             cute_mla.flash_mla_with_kvcache(**{**calls[64], "tile_scheduler_metadata": schedules[128]})

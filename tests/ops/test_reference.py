@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from cute_mla.reference import IndexedCache, attention, dense_decode, dense_pref
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
-    """One row over the first `limit` keys, in fp64."""
+    """Return one row over the first `limit` keys, in fp64."""
     scores = [float(q.double() @ keys[j].double()) * scale for j in range(limit)]
     if not scores:
         return torch.zeros(512, dtype=torch.float64), math.inf
@@ -80,7 +81,7 @@ def test_attention_agrees_with_torch() -> None:
 
 
 def sparse_by_hand(q: torch.Tensor, keys: list[torch.Tensor], scale: float, sink: float) -> tuple[torch.Tensor, float]:
-    """One head over its keys, in fp64, with the sink as one more exponential in the sum."""
+    """Return one head over its keys, in fp64, with the sink as one more exponential in the sum."""
     scores = [float(q.double() @ key.double()) * scale for key in keys]
     total = sum(math.exp(score) for score in scores)
     out = torch.zeros(512, dtype=torch.float64)
@@ -181,8 +182,8 @@ def test_sparse_prefill_by_hand(d_qk: int, with_lengths: bool) -> None:
     if not with_lengths:
         q, indices = q[[0, 2]], indices[[0, 2]]
     sinks = [-math.inf, 0.5, math.inf]
-    options = {"topk_length": lengths} if with_lengths else {}
-    out, max_logits, lse = sparse_prefill(q, kv, indices, 0.1, attn_sink=torch.tensor(sinks), **options)
+    told = lengths if with_lengths else None
+    out, max_logits, lse = sparse_prefill(q, kv, indices, 0.1, attn_sink=torch.tensor(sinks), topk_length=told)
     assert out.shape == (*q.shape[:2], 512)
     assert max_logits.shape == lse.shape == q.shape[:2]
     for token, most in enumerate((11, 9, 11, 0) if with_lengths else (11, 11)):
@@ -199,9 +200,8 @@ def test_sparse_prefill_by_hand(d_qk: int, with_lengths: bool) -> None:
 def test_sparse_prefill_of_nothing() -> None:
     q, kv, indices, lengths = prefill_operands(576)
     for options in ({"topk_length": lengths.clamp(max=0)}, {"kv": kv[:0]}, {"indices": indices[..., :0]}):
-        out, max_logits, lse = sparse_prefill(
-            **{"q": q, "kv": kv, "indices": indices, "sm_scale": 0.1, "attn_sink": torch.zeros(3), "empty_lse": -math.inf, **options}
-        )
+        operands: dict[str, Any] = {"q": q, "kv": kv, "indices": indices, **options}
+        out, max_logits, lse = sparse_prefill(**operands, sm_scale=0.1, attn_sink=torch.zeros(3), empty_lse=-math.inf)
         assert out.count_nonzero() == 0
         assert (lse == -math.inf).all()
         assert (max_logits == -math.inf).all()
@@ -283,8 +283,9 @@ def test_dense_prefill_agrees_with_torch(causal: bool) -> None:
     q, k, v = torch.randn(9, 4, 128), torch.randn(9, 2, 128), torch.randn(9, 2, 128)
     ends = torch.tensor([0, 9])
     out, _ = dense_prefill(q, k, v, ends, ends, causal=causal)
-    heads = [tensor.transpose(0, 1) for tensor in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))]
-    torch.testing.assert_close(out.transpose(0, 1), torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal))
+    heads = (tensor.transpose(0, 1) for tensor in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+    expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal)  # type: ignore[misc, arg-type]
+    torch.testing.assert_close(out.transpose(0, 1), expected)
 
 
 def test_dense_prefill_of_ends_outside_the_tokens() -> None:

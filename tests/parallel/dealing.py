@@ -51,7 +51,7 @@ class DealtCall:
         return (drawn / DESCALE_Q).to(torch.float8_e4m3fn) if self.fp8 and not self.topk else drawn.bfloat16()
 
     def keys(self) -> Tensor:
-        """The keys of all requests one behind the other, as a cache holds them: [keys, columns or bytes]."""
+        """Return the keys of all requests one behind the other, as a cache holds them: [keys, columns or bytes]."""
         drawn = normal(2, sum(self.lengths), 576)
         if self.fp8 and self.topk:
             return quantise_cache(drawn[:, None, None], "fp8_656", power_of_two=True).flatten(0, 2)
@@ -77,11 +77,11 @@ class DealtCall:
         return sinks
 
     def descales(self) -> dict[str, Tensor]:
-        """Of e4m3 operands of dense decode."""
+        """Return the descales of e4m3 operands of dense decode."""
         return {"descale_q": torch.tensor([DESCALE_Q]), "descale_k": torch.tensor([DESCALE_K])} if self.fp8 and not self.topk else {}
 
     def cache(self, shard: ContextShard) -> tuple[Tensor, Tensor]:
-        """A rank's cache, all NaN but for its own keys, on pages in random order; and its block table."""
+        """Return a rank's cache, all NaN but for its own keys, on pages in random order; and its block table."""
         local = shard.local_lengths(torch.tensor(self.lengths, dtype=torch.int32)).tolist()
         pages = [ceil_div(length, PAGE_SIZE) for length in local]
         keys = self.keys()
@@ -103,7 +103,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def expected(call: DealtCall, world: int) -> Result:
-    """The reference over all keys, of all heads."""
+    """Return the reference over all keys, of all heads."""
     whole = ContextShard(0, 1)
     cache, table = call.cache(whole)
     lengths = torch.tensor(call.lengths, dtype=torch.int32)
@@ -117,7 +117,7 @@ def expected(call: DealtCall, world: int) -> Result:
 
 
 def undealt(call: DealtCall, world: int, arch: str) -> Result:
-    """A dense call over all keys in one cache, of all heads."""
+    """Return a dense call over all keys in one cache, of all heads."""
     cache, table = call.cache(ContextShard(0, 1))
     lengths = torch.tensor(call.lengths, dtype=torch.int32)
     with cute_mla.simulate(arch, 4):
@@ -127,7 +127,7 @@ def undealt(call: DealtCall, world: int, arch: str) -> Result:
 
 
 def run(call: DealtCall, context: ContextParallel) -> Result:
-    """The results of this rank's heads."""
+    """Return the results of this rank's heads."""
     shard = context.shard
     cache, table = call.cache(shard)
     own = slice(shard.rank * call.heads, (shard.rank + 1) * call.heads)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from cute_mla.parallel import ContextParallel, ContextShard
-from cute_mla.runtime.device import simulate
+from cute_mla.runtime.current import simulate
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, SPARSE_DECODE_OUT, compare, same_bits
 from tests.parallel.dealing import DealtCall, Result, expected, rank_main, run, undealt
 
@@ -46,14 +46,14 @@ class Ran(NamedTuple):
         return len(self.of_ranks)
 
     def result(self) -> Result:
-        """Of all heads."""
+        """Return the result of all heads."""
         outs, lses = zip(*(results for results, _ in self.of_ranks), strict=True)
         return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
 
 
 @pytest.fixture(scope="module", params=CALLS, ids=lambda key: f"{key[0]} on {key[1]}")
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
-    """Every call, the first twice, by as many processes as it says."""
+    """Return every call, the first twice, by as many processes as it says."""
     (arch, world), calls = request.param, CALLS[request.param]
     folder: Path = tmp_path_factory.mktemp("ranks")
     spawn(rank_main, (world, arch, list(calls), folder), nprocs=world)

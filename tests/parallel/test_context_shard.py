@@ -1,4 +1,4 @@
-"""Which rank holds which key, and where: against keys dealt out one by one."""
+"""Placement of keys on ranks, compared with keys dealt out one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEALS = tuple(product((1, 2, 3, 8), (1, 5, 64)))
 
 
 def dealt(length: int, world: int, interleave: int) -> list[list[int]]:
-    """The positions that each rank gets."""
+    """Return the positions that each rank gets."""
     ranks: list[list[int]] = [[] for _ in range(world)]
     for position in range(length):
         ranks[position // interleave % world].append(position)

@@ -81,7 +81,7 @@ class FakeKernel:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
-    """Puts the fake where the bench finds the API."""
+    """Put the fake where the bench finds the API."""
     monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
     monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args: (None, None))
     monkeypatch.setattr(dense_decode, "workspace_size", lambda *args, **kwargs: 64)
@@ -89,7 +89,7 @@ def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
 
 
 def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, baselines: tuple[Baseline, ...] = ()) -> Bench:
-    """A bench on the CPU with the fake stopwatch."""
+    """Return a bench on the CPU with the fake stopwatch."""
     return Bench(
         device=torch.device("cpu"),
         stopwatch=FakeStopwatch(),
@@ -112,13 +112,13 @@ def small_case(
     priority: int = 1,
     operands: str = LATENT,
 ) -> Case:
-    """A case that the reference computes at once."""
+    """Return a case that the reference computes at once."""
     row, case = name.split(".")
     shape = DecodeShape(lengths=lengths, s_q=s_q, h_q=h_q, operands=operands)
     return replace(load("dense_decode")[0], row=row, case=case, shape=shape, priority=priority, roof_us=1.0, goal_us=None)
 
 
 def case_of(op: str, shape: Shape, name: str = "X.small") -> Case:
-    """A case of an op with a shape of its own."""
+    """Return a case of an op with a shape of its own."""
     row, case = name.split(".")
     return replace(load(op)[0], row=row, case=case, shape=shape, roof_us=1.0, goal_us=None)

@@ -12,6 +12,7 @@ import torch
 from cute_mla import reference
 from cute_mla.profiles.baselines.baseline import Run
 from cute_mla.profiles.measure.runner import TIMED, measure_case, run_rows
+from cute_mla.profiles.measure.timing import Recording
 from cute_mla.profiles.rows import Case
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.workload import Results, Workload
@@ -54,7 +55,7 @@ class FakeBaseline:
 
 
 def record_with(monkeypatch: pytest.MonkeyPatch, *baselines: FakeBaseline) -> dict[str, Any]:
-    """The record of a small row with these baselines beside ours, which takes 100 us."""
+    """Return the record of a small row with these baselines beside ours, which takes 100 us."""
     install(monkeypatch, FakeKernel())
     return measure_case(small_case(), bench(baselines=baselines))
 
@@ -63,7 +64,12 @@ def test_a_right_baseline_is_timed_in_the_same_rounds(monkeypatch: pytest.Monkey
     monkeypatch.setitem(benching.CALL_US, "Theirs", 125.0)
     timed: list[str] = []
     elapsed = benching.FakeStopwatch.elapsed_us
-    monkeypatch.setattr(benching.FakeStopwatch, "elapsed_us", lambda self, what: timed.append(what.name) or elapsed(self, what))
+
+    def recorded(self: benching.FakeStopwatch, recording: Recording) -> float:
+        timed.append(recording.name)
+        return elapsed(self, recording)
+
+    monkeypatch.setattr(benching.FakeStopwatch, "elapsed_us", recorded)
     record = record_with(monkeypatch, FakeBaseline())
     assert record["status"] == TIMED
     theirs = record["peers"]["Theirs"]

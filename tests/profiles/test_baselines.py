@@ -40,7 +40,7 @@ RAGGED = case_of("dense_prefill", DensePrefillShape(lengths=(70, 3), h_q=2, h_kv
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes workloads without kernels and without a device, of two sets."""
+    """Make workloads without kernels and without a device, of two sets."""
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(sparse_decode, "get_mla_metadata", lambda *args: (None, None))
     monkeypatch.setattr(sparse_decode, "workspace_size", lambda *args, **kwargs: 64)
@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def assert_right(baseline: Any, workload: Workload[Any], names: set[str]) -> None:
-    """The baseline's runs, one a set, give these results, and right ones, time and again."""
+    """Check that the baseline's runs, one per set, repeatedly give these results, and right ones."""
     assert baseline.unsupported_reason(workload.case) == ""
     runs = baseline.runs(workload)
     assert len(runs) == len(workload.sets) == 2
@@ -106,7 +106,7 @@ class FlashMlaFake:
 
 @pytest.fixture
 def flash_mla(monkeypatch: pytest.MonkeyPatch) -> FlashMlaFake:
-    """The fake, where the adapter imports the library."""
+    """Return the fake, where the adapter imports the library."""
     fake = FlashMlaFake()
     monkeypatch.setitem(sys.modules, "flash_mla", fake)  # type: ignore[arg-type]
     return fake
@@ -155,7 +155,8 @@ def attention_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool
     """bf16 out [b, s, h, d] and lse [b, h, s], of operands [b, s, h, d]."""
     batch, tokens = q.shape[:2]
     ends = torch.arange(batch + 1) * tokens
-    out, lse = reference.dense_prefill(*(tensor.flatten(0, 1) for tensor in (q, k, v)), ends, ends, causal=causal)
+    rows, keys, values = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    out, lse = reference.dense_prefill(rows, keys, values, ends, ends, causal=causal)
     return out.to(torch.bfloat16).unflatten(0, (batch, tokens)), lse.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from cute_mla.api import is_supported
 from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec.arch import ARCHS
-from cute_mla.support import is_supported
 
 GOOD = """
 op = "dense_decode"

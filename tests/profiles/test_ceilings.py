@@ -11,7 +11,12 @@ from cute_mla.profiles.measure import ceilings
 def test_ceilings_are_counted_as_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.Tensor] = []
     total = torch.sum
-    monkeypatch.setattr(torch, "sum", lambda values, dim, out: made.append(values) or total(values, dim=dim, out=out))
+
+    def recorded(values: torch.Tensor, dim: int, out: torch.Tensor) -> torch.Tensor:
+        made.append(values)
+        return total(values, dim=dim, out=out)
+
+    monkeypatch.setattr(torch, "sum", recorded)
     found = ceilings.make_ceilings(torch.device("cpu"), l2_bytes=1 << 16, extent=16, copy_bytes=1 << 10)
     assert found.matmul_flops == 2 * 16**3
     assert found.copy_bytes == 2 << 10  # read and written

@@ -1,4 +1,4 @@
-"""What kernels execute per tile of keys: every kernel has a case of its own, and the products come out as the tile shapes say."""
+"""Instructions that kernels execute per tile of keys. Every kernel has a case, and products agree with the tile shapes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cute_mla.aot_build.variants import closed_variants
 from cute_mla.manifest import KernelEntry
 from cute_mla.profiles.kernel_stats import dynamic_counts as module
 from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, dynamic_counts
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 
 WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
 
 
 def entry(name: str) -> KernelEntry:
-    """A built kernel."""
+    """Return a built kernel."""
     return load_artifacts().manifest.kernels[name]
 
 

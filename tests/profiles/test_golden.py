@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cute_mla.profiles.kernel_stats import golden
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 
 AGAIN = "python -m cute_mla.profiles.kernel_stats.golden"
 

@@ -9,7 +9,7 @@ import pytest
 
 from cute_mla.profiles.kernel_stats import golden_counts as module
 from cute_mla.profiles.kernel_stats.golden_counts import RoleCounts, counted, differences, has_golden_counts, read, write
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
 
 AGAIN = "python -m cute_mla.profiles.kernel_stats.golden_counts"
 

@@ -1,4 +1,4 @@
-"""What batch invariance costs, by the model."""
+"""The cost of batch invariance, by the model."""
 
 from __future__ import annotations
 

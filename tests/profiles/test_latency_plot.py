@@ -15,7 +15,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def record(name: str, us: float, **baselines: float) -> dict[str, Any]:
-    """A timed record of a row of the suite."""
+    """Return a timed record of a row of the suite."""
     (case,) = (case for op in OPS for case in load(op) if case.name == name)
     others = {baseline: {"status": "timed", "us": {"median": median}} for baseline, median in baselines.items()}
     others["Absent"] = {"status": "absent"}  # type: ignore[dict-item]

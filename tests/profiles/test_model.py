@@ -200,7 +200,7 @@ def test_more_sms_are_never_slower(name: str) -> None:
     for sm_count in (16, 32, 66, 132, 264):
         launch = launch_of(case, Target(SM90, sm_count, read()))
         assert isinstance(launch, Launch)
-        faster = {"l2_tbytes": 1e9, "sm_count": sm_count}  # rates of the whole GPU as they are would be shared by more
+        faster: dict[str, Any] = {"l2_tbytes": 1e9, "sm_count": sm_count}  # rates of the whole GPU as they are would be shared by more
         times.append(predict(replace(launch, combine=None), replace(bounds.best, **faster), BEST).us)
     assert all(after <= before * 1.001 for before, after in pairwise(times)), times
 

@@ -22,7 +22,7 @@ def case() -> Case:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """A folder of results with rows that nobody has measured."""
+    """Return a folder of results with rows that nobody has measured."""
     rows = [
         {"name": "D1.fixed", "status": "timed", "cold_us": {"median": 999.0}, "environment": {"gpu": MADE_UP}},
         {"name": "D1.fixed", "status": "timed", "cold_us": {"median": 230.0}, "environment": {"gpu": MADE_UP}},

@@ -121,7 +121,7 @@ def test_wheels_go_to_a_temporary_folder_behind_everything_else(tmp_path: Path, 
 
 
 def test_wheels_that_place_themselves_by_a_pth_file_are_found(tmp_path: Path) -> None:
-    """As the script leaves the folder: a real Python finds a package that lies below it."""
+    """A real Python finds a package below the folder that the script leaves."""
     text = SCRIPT.read_text()
     (line,) = (line.strip() for line in text.splitlines() if "sitecustomize.py" in line)
     (tmp_path / "below").mkdir()

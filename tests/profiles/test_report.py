@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from cute_mla.profiles import report
 from cute_mla.profiles.measure import cuda_bench, environment
 from cute_mla.profiles.plots.roofline_plot import Point
+from cute_mla.profiles.roofline import Gpu
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
 from tests.profiles.benching import FakeKernel, bench, install, small_case
@@ -20,9 +22,14 @@ PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
-    """The points that a plot is asked to draw."""
+    """Return the points that a plot is asked to draw."""
     points: list[Point] = []
-    monkeypatch.setattr(report, "roofline_svg", lambda gpu, given, title: points.extend(given) or f"{gpu.name}: {title}")
+
+    def roofline_svg(gpu: Gpu, given: Sequence[Point], title: str) -> str:
+        points.extend(given)
+        return f"{gpu.name}: {title}"
+
+    monkeypatch.setattr(report, "roofline_svg", roofline_svg)
     return points
 
 

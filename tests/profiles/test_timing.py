@@ -1,8 +1,8 @@
-"""How launches are grouped, ordered and summarised, without a GPU."""
+"""Grouping, ordering and summarising of launches, without a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -53,7 +53,7 @@ class Scripted:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def record(self, name: str, calls: list[Call]) -> Recording:
+    def record(self, name: str, calls: Sequence[Call]) -> Recording:
         raise AssertionError("nothing is recorded here")
 
     def elapsed_us(self, recording: Recording) -> float:

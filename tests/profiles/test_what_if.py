@@ -1,4 +1,4 @@
-"""What changes would give, by the model: each on rows that it concerns, before it is made."""
+"""Predicted gains of changes, by the model, on the rows that each concerns, before it is made."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from cute_mla.profiles.shapes import CacheWriteShape, CombineShape, DensePrefill
 from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, workload
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.operands import generator, selections
-from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from tests.profiles import benching

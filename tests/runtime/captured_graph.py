@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.runtime.arguments import Span
-from cute_mla.runtime.library import load_artifacts
-from cute_mla.runtime.simulated import SimulatedDevice
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.runtime.fake_driver import STREAM, FakeDriver, RecordedLaunch, RecordedMap
@@ -62,7 +62,7 @@ class CapturingDriver(FakeDriver):
         return (previous,)
 
     def _encode_tiled(self, target: int, data_type: int, rank: int, address: int, dims: int, *rest: Any) -> int:
-        """Writes the number of the map behind its address, by which it is found again."""
+        """Write the number of the map behind its address, by which it is found again."""
         status = super()._encode_tiled(target, data_type, rank, address, dims, *rest)
         ctypes.memmove(target + 8, struct.pack("<Q", len(self.maps) - 1), 8)
         return status
@@ -82,7 +82,7 @@ class Recorded(TorchDispatchMode):
 
 @dataclass
 class Graph:
-    """What was captured. operations: of torch."""
+    """A captured graph. operations: of torch."""
 
     maps: Sequence[RecordedMap]
     launches: list[RecordedLaunch] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Graph:
         return [launch.kernel.split("_sm")[0] for launch in self.launches]
 
     def replay(self, device: SimulatedDevice, memory: Sequence[Tensor | None]) -> None:
-        """Runs the launches as they were captured. memory: contiguous tensors, all that arguments point to."""
+        """Run the launches as they were captured. memory: contiguous tensors, all that arguments point to."""
         kernels = {kernel.entry: kernel for kernel in load_artifacts().manifest.kernels.values()}
         for launch in self.launches:
             kernel = kernels[launch.kernel]
@@ -119,7 +119,7 @@ class Graph:
 
 
 def tensor_map(recorded: RecordedMap) -> TensorMap:
-    """A tensor map from what the driver was asked to encode."""
+    """Return a tensor map from what the driver was asked to encode."""
     names = real.CUtensorMapDataType(recorded.data_type).name, real.CUtensorMapSwizzle(recorded.swizzle).name
     return TensorMap(
         dtype=_MAP_TYPES[names[0].removeprefix("CU_TENSOR_MAP_DATA_TYPE_")],
@@ -133,7 +133,7 @@ def tensor_map(recorded: RecordedMap) -> TensorMap:
 
 @contextmanager
 def captured(driver: CapturingDriver, *, loading: bool = False) -> Iterator[Graph]:
-    """Captures the block's calls. AssertionError if they do more to the device than launch kernels on the current stream, and with
+    """Capture the block's calls. AssertionError if they do more to the device than launch kernels on the current stream, and with
     loading, load them first."""
 
     def look(*args: Any) -> None:

@@ -13,7 +13,7 @@ from cute_mla.spec.arch import ARCHS, SM90, Arch
 
 
 def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
-    """An ELF header with all that the runtime looks at, and ptxas's note where CUDA 13 writes one."""
+    """Return an ELF header with all that the runtime looks at, and ptxas's note where CUDA 13 writes one."""
     header = bytearray(64)
     header[:9] = b"\x7fELF\x02\x01\x01\x41" + bytes([abi])
     header[18:20] = (190).to_bytes(2, "little")
@@ -32,7 +32,7 @@ def entry(
     cluster: tuple[int, int, int] = (1, 1, 1),
     smem_bytes: int = 1024,
 ) -> KernelEntry:
-    """A manifest entry for sm90."""
+    """Return a manifest entry for sm90."""
     name = kernel_name(op, "sm90", config_name)
     return KernelEntry(
         name=name,
@@ -55,13 +55,13 @@ def entry(
 
 
 def retargeted(kernel: KernelEntry, arch: Arch) -> KernelEntry:
-    """The entry for another architecture."""
+    """Return the entry for another architecture."""
     names = {key: getattr(kernel, key).replace("_sm90_", f"_{arch.name}_") for key in ("name", "entry", "cubin", "ptx")}
     return replace(kernel, arch=arch.name, **names)
 
 
 def dense_entries(cubin: bytes, arch: Arch = SM90) -> list[KernelEntry]:
-    """The kernels of dense decode."""
+    """Return the kernels of dense decode."""
     ptx = "// not PTX\n"
     decode = [
         entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (config.cluster, 1, 1), 230_000)
@@ -75,7 +75,7 @@ def dense_entries(cubin: bytes, arch: Arch = SM90) -> list[KernelEntry]:
 def write_artifacts(
     folder: Path, cubin: bytes | None = None, entries: list[KernelEntry] | None = None, ptx: str = "// not PTX\n"
 ) -> Manifest:
-    """Writes manifest, cubins and PTX files; returns the manifest. cubin: of every kernel; default, one of its own architecture.
+    """Write manifest, cubins and PTX files; return the manifest. cubin: of every kernel; default, one of its own architecture.
 
     entries: default, the kernels of dense decode, for every architecture or with the given cubin for sm90.
     """

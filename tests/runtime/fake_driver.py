@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as real
 
-from cute_mla.runtime import cuda, cuda_launches, device, driver, tensor_map
+from cute_mla.runtime import cuda_device, cuda_launches, current, driver, tensor_map
 from cute_mla.spec.abi import Param
 
 ENCODE_ARGUMENTS = 12
@@ -77,11 +77,11 @@ class FakeDriver:
         return getattr(real, name)
 
     def CUfunction(self, kernel: str) -> str:
-        """The handle of a kernel, as launches take it."""
+        """Return the handle of a kernel, as launches take it."""
         return kernel
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
-        """The arguments of every call of a function."""
+        """Return the arguments of every call of a function."""
         return [args for called, args in self.calls if called == name]
 
     def _record(self, name: str, answer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ class FakeDriver:
         return (f"function of {kernel}",)
 
     def _cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[int, int]:
-        address = ctypes.cast(self._encode, ctypes.c_void_p).value
+        address = ctypes.cast(self._encode, ctypes.c_void_p).value or 0
         return (address if self.proc_address is None else self.proc_address, 0)
 
     def _encode_tiled(self, target: int, data_type: int, rank: int, address: int, dims: int, *rest: Any) -> int:
@@ -167,24 +167,24 @@ class FakeDriver:
             decoded[int.from_bytes(attribute[:4], "little")] = attribute[8:20]
         params = self.params[kernel]
         pointers = (ctypes.c_void_p * len(params)).from_address(table)
-        arguments = {param.name: ctypes.string_at(pointers[i], param.size) for i, param in enumerate(params)}
+        arguments = {param.name: ctypes.string_at(pointers[i] or 0, param.size) for i, param in enumerate(params)}
         self.launches.append(RecordedLaunch(kernel, (gx, gy, gz), (bx, by, bz), smem, stream, decoded, arguments))
         return ()
 
 
 def scalar(value: bytes, kind: str) -> Any:
-    """One recorded argument as a number: kind is a struct letter."""
+    """Return one recorded argument as a number: kind is a struct letter."""
     return struct.unpack(f"<{kind}", value)[0]
 
 
 @contextmanager
 def installed(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts a fake in the driver's place; torch's current stream is STREAM."""
-    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda.cuda_device)
+    """Put a fake in the driver's place; torch's current stream is STREAM."""
+    caches = (driver.version, driver._encode_tiled, tensor_map.encode, cuda_device.cuda_device)
     for cache in caches:
         cache.cache_clear()
     monkeypatch.setattr(driver, "_bindings", lambda: fake)
-    monkeypatch.setattr(device, "_cuda", {})
+    monkeypatch.setattr(current, "_cuda", {})
     monkeypatch.setattr(cuda_launches, "current_stream", lambda index: STREAM)
     yield
     for cache in caches:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cute_mla.runtime import cuda, cuda_launches
+from cute_mla.runtime import cuda_device, cuda_launches
 from cute_mla.runtime.arguments import Span
 from cute_mla.spec.dense_decode import PARAMS
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -41,12 +41,12 @@ class Record(ctypes.Structure):
 
 
 def main() -> None:
-    """Prints a JSON object."""
+    """Print a JSON object."""
     cuda_launches.current_stream = lambda index: 0x5757
     stub = ctypes.CDLL("libcuda.so.1")
     ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)
     (ctypes.c_int * 2).in_dll(stub, "stub_capability")[:] = [int(sys.argv[1]), int(sys.argv[2])]
-    device = cuda.CudaDevice(0)
+    device = cuda_device.CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
     workspace = torch.empty(8192, dtype=torch.uint8)
     kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from cute_mla.runtime import cuda_launches, driver
 from cute_mla.runtime.arguments import ArgumentBlock, Span
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import CallSteps, Place, Step, cpu_tensors_on
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
+from cute_mla.runtime.launch import BufferRef, CallSteps, Step
 from cute_mla.spec import dense_decode
 from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
@@ -44,13 +45,13 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 
 
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
-    """Arguments of split_plan."""
+    """Return arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
     return lengths, None, plan, splits, batch, 132, NO_LIMIT, 0
 
 
 def decode_args() -> tuple[Any, ...]:
-    """Arguments of dense_decode: distinct values for every scalar."""
+    """Return arguments of dense_decode: distinct values for every scalar."""
     workspace = torch.empty(4096, dtype=torch.uint8)
     tensors = [torch.empty(4) for _ in range(10)]
     int64s_ = [2**33 + i for i in range(12)]
@@ -218,7 +219,7 @@ def test_launch_in_a_thread_of_another_context(fake: FakeDriver, current: int | 
 
 
 def decode_call(device: CudaDevice, **changes: Any) -> dict[str, Any]:
-    """Arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
+    """Return arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
     lengths = torch.zeros(4, dtype=torch.int32)
     metadata, num_splits = get_mla_metadata(lengths, 128, 1, 128)
     call = {
@@ -279,7 +280,7 @@ def test_threads_do_not_share_prepared_launches(fake: FakeDriver) -> None:
 
     fake._cuLaunchKernelEx = launch  # type: ignore[method-assign]
     device = CudaDevice(0)
-    pointers = (Place(0), None, Place(1), Place(2))
+    pointers = (BufferRef(0), None, BufferRef(1), BufferRef(2))
     step = Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), pointers, (3, 132, NO_LIMIT, 0), pdl=False)
     launches = device.prepare(CallSteps((step,), 3, ()))
     tensors = [torch.zeros(1)] * 3
@@ -315,7 +316,7 @@ def test_threads_do_not_share_argument_blocks(fake: FakeDriver, monkeypatch: pyt
     first.join()
     device.launch(kernel, (1, 1, 1), plan_args())
     assert tables[1] != tables[0], "a block in use was used again"
-    assert len(device._kernels[kernel.name].slots) == 2, "blocks were not given back"
+    assert len(device._kernels[kernel.name].buffers) == 2, "blocks were not given back"
 
 
 def test_driver_error_names_function_and_code(fake: FakeDriver) -> None:

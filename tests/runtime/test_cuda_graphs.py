@@ -15,10 +15,10 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import cpu_tensors_on
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.runtime.library import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
@@ -42,7 +42,7 @@ T = TypeVar("T", DenseDecodeTensors, SparseDecodeTensors)
 
 @pytest.fixture
 def driver(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[CapturingDriver]:
-    """A driver for a GPU of the architecture, on which CPU tensors are."""
+    """Yield a driver for a GPU of the architecture, on which CPU tensors are."""
     params = {kernel.entry: kernel.params for kernel in load_artifacts().manifest.kernels.values()}
     fake = CapturingDriver(params, capability=arch.compute_capabilities[0], sm_count=SM_COUNT)
     with installed(fake, monkeypatch), cpu_tensors_on(CudaDevice(0)):
@@ -62,7 +62,7 @@ class Step:
         self.planned = planned
 
     def plan(self) -> tuple[Tensor, Tensor]:
-        """A new plan for what the tensors hold now."""
+        """Return a new plan for what the tensors hold now."""
         case, rows = self.case, self.case.s_q * self.case.h_q
         if isinstance(case, DenseDecodeCase):
             return cute_mla.get_mla_metadata(self.tensors.cache_seqlens, rows, 1, case.h_q)
@@ -76,7 +76,7 @@ class Step:
         assert lse is self.arguments["lse"]
 
     def replay(self, graph: Graph, arch: Arch) -> tuple[Tensor, Tensor]:
-        """What the graph makes of what the tensors hold now."""
+        """Replay the graph on the current contents of the tensors."""
         out, lse = self.arguments["out"].fill_(float("nan")), self.arguments["lse"].fill_(float("nan"))
         with cute_mla.simulate(arch, SM_COUNT) as device:
             if self.planned:
@@ -139,7 +139,7 @@ def test_a_decode_step_is_replayed_for_a_smaller_batch(driver: CapturingDriver, 
 
 
 def of_requests(tensors: T, requests: slice) -> T:
-    """The operands of some requests."""
+    """Return the operands of some requests."""
     if isinstance(tensors, DenseDecodeTensors):
         own = {name: getattr(tensors, name)[requests] for name in ("q", "block_table", "cache_seqlens")}
     else:
@@ -195,7 +195,7 @@ def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch:
 
 
 def capture_prefill(driver: CapturingDriver, case: BaseCase, arguments: dict[str, Any]) -> Graph:
-    """A captured call with these arguments, which give its results."""
+    """Return a captured call with these arguments, which give its results."""
     function = getattr(cute_mla, {"sparse_prefill": "flash_mla_sparse_fwd", "dense_prefill": "flash_attn_varlen_func"}[case.op])
     function(**arguments)
     with captured(driver) as graph:

@@ -1,4 +1,4 @@
-"""Which device a tensor's kernels run on."""
+"""Choice of the device that a tensor's kernels run on."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import device_for, simulate
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import device_for, simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import SM90, SM100
 from tests.runtime.fake_driver import FakeDriver

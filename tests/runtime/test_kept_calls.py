@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_mla.runtime import kept_calls
-from cute_mla.runtime.kept_calls import KeptCalls, comparison, guard
+from cute_mla.runtime import call_cache
+from cute_mla.runtime.call_cache import CallCache, comparison, guard
 
 
 def tensors() -> list[torch.Tensor]:
@@ -49,14 +49,18 @@ class Kept:
         self.name = name
         self.like = guard(given)
 
-    def fits(self, given: list[torch.Tensor]) -> bool:
+    def pick(self, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tensors
+
+    def fits(self, given: tuple[torch.Tensor, ...], addresses: list[int]) -> bool:
+        assert addresses == [tensor.data_ptr() for tensor in given]
         return self.like(*given)
 
 
-def found(kept: KeptCalls, key: str, shape: tuple[int, ...], given: list[torch.Tensor]) -> Any:
-    """The name of the call that is found."""
-    call = kept.find(key, shape, given)
-    return None if call is None else call.name
+def found(kept: CallCache, key: str, given: list[torch.Tensor]) -> Any:
+    """Return the name of the call that is found."""
+    match = kept.find(key, tuple(given))
+    return None if match is None else match[0].name
 
 
 def test_a_tensor_given_twice_fits() -> None:
@@ -77,44 +81,51 @@ def test_without_the_guards_of_torch_python_compares(monkeypatch: pytest.MonkeyP
     def gone(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(kept_calls.importlib, "import_module", gone)
+    monkeypatch.setattr(call_cache.importlib, "import_module", gone)
     fits = guard(tensors())
     assert fits(*tensors())
     assert not fits(*tensors()[::-1])
 
 
 def test_calls_of_one_key_are_kept_beside_each_other() -> None:
-    kept = KeptCalls()
+    kept = CallCache()
     sizes = range(1, 6)
     for size in sizes:
-        kept.keep("key", (1,), Kept(size, [torch.zeros(size)]))
-    assert [found(kept, "key", (1,), [torch.zeros(size)]) for size in sizes] == [None, 2, 3, 4, 5]
-    assert found(kept, "other key", (1,), [torch.zeros(5)]) is None
-    assert found(kept, "key", (2,), [torch.zeros(5)]) is None
+        kept.add("key", (3,), Kept(size, [torch.zeros(3), torch.zeros(size)]))
+    assert [found(kept, "key", [torch.zeros(3), torch.zeros(size)]) for size in sizes] == [None, 2, 3, 4, 5]
+    assert found(kept, "other key", [torch.zeros(3), torch.zeros(5)]) is None
+    assert found(kept, "key", [torch.zeros(2), torch.zeros(5)]) is None
 
 
 def test_what_was_kept_or_found_last_is_the_latest() -> None:
-    kept = KeptCalls()
+    kept = CallCache()
     for size in (1, 2):
-        kept.keep("key", (size,), Kept(size, [torch.zeros(size)]))
+        kept.add("key", (size,), Kept(size, [torch.zeros(size)]))
     assert kept.latest["key"].name == 2
-    assert found(kept, "key", (1,), [torch.zeros(1)]) == 1
+    assert found(kept, "key", [torch.zeros(1)]) == 1
     assert kept.latest["key"].name == 1
 
 
+def test_calls_of_several_keys_in_turn() -> None:
+    kept = CallCache()
+    for key in "ab":
+        kept.add(key, tensors()[0].shape, Kept(key, tensors()))
+    assert [found(kept, key, tensors()) for key in "abbaab"] == list("abbaab")
+
+
 def test_the_oldest_keys_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_calls, "_SHAPES", 3)
-    kept = KeptCalls()
+    monkeypatch.setattr(call_cache, "_MAX_SHAPES", 3)
+    kept = CallCache()
     for key in "abcde":
-        kept.keep(key, (), Kept(key, tensors()))
-    assert [found(kept, key, (), tensors()) for key in "abcde"] == [None, None, "c", "d", "e"]
+        kept.add(key, tensors()[0].shape, Kept(key, tensors()))
+    assert [found(kept, key, tensors()) for key in "abcde"] == [None, None, "c", "d", "e"]
     assert len(kept.calls()) == len(kept.latest) == 3
 
 
 def test_a_key_with_many_shapes_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_calls, "_SHAPES", 3)
-    kept = KeptCalls()
+    monkeypatch.setattr(call_cache, "_MAX_SHAPES", 3)
+    kept = CallCache()
     for size in range(5):
-        kept.keep("key", (size,), Kept(size, tensors()))
-    assert [found(kept, "key", (size,), tensors()) for size in range(5)] == [None, None, 2, 3, 4]
+        kept.add("key", (size,), Kept(size, [torch.zeros(size)]))
+    assert [found(kept, "key", [torch.zeros(size)]) for size in range(5)] == [None, None, 2, 3, 4]
     assert len(kept.calls()) == 3

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cute_mla import decode_call
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata
+from cute_mla.ops import decode
 from cute_mla.runtime import cuda_launches, tensor_map
-from cute_mla.runtime.cuda import CudaDevice
-from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
-from cute_mla.runtime.library import load_artifacts
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.cuda_device import CudaDevice
+from cute_mla.runtime.current import cpu_tensors_on
+from cute_mla.runtime.device import SingleLaunches
+from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec.arch import Arch
 from tests.runtime.fake_driver import FakeDriver, RecordedLaunch, installed
 from tests.support.decode_arguments import dense, dense_fp8, sparse, sparse_extra
@@ -27,13 +29,13 @@ class PlainDevice(CudaDevice):
     """Prepares nothing: every launch takes its arguments from the tensors, one by one, as launches of other functions do."""
 
     def prepare(self, call: CallSteps) -> SingleLaunches:  # type: ignore[override]
-        """Keeps what to launch."""
+        """Keep what to launch."""
         return SingleLaunches(self, call)
 
 
 @pytest.fixture
 def fake(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    """A driver for a GPU of the architecture."""
+    """Yield a driver for a GPU of the architecture."""
     params = {kernel.entry: kernel.params for kernel in load_artifacts().manifest.kernels.values()}
     fake = FakeDriver(params, capability=arch.compute_capabilities[0], sm_count=8)
     with installed(fake, monkeypatch):
@@ -42,15 +44,20 @@ def fake(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for every call that was checked."""
+    """Return one entry for every call that was checked."""
     seen: list[Any] = []
-    original = decode_call.prepare
-    monkeypatch.setattr(decode_call, "prepare", lambda *args: (seen.append(args), original(*args))[1])
+    original = decode.prepare
+
+    def recorded(*args: Any) -> Any:
+        seen.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(decode, "prepare", recorded)
     return seen
 
 
 def launched(fake: FakeDriver, device: CudaDevice, arguments: dict[str, Any]) -> list[RecordedLaunch]:
-    """What a call launches."""
+    """Return the launches of a call."""
     before = len(fake.launches)
     with cpu_tensors_on(device):
         flash_mla_with_kvcache(**arguments)
@@ -64,7 +71,7 @@ def made(make: Make, **changes: Any) -> dict[str, Any]:
 
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same looks at another address."""
+    """Return a tensor of equal shape, strides and dtype at another address."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
@@ -135,13 +142,13 @@ def test_one_memory_as_two_caches(fake: FakeDriver) -> None:
 
 
 def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_map, "_KEPT_MAPS", 2)
+    monkeypatch.setattr(tensor_map, "_MAX_MAPS", 2)
     arguments, device = made(dense), CudaDevice(0)
     caches = [elsewhere(arguments["k_cache"]) for _ in range(3)]
     for cache in (*caches, *caches):
         changed = {**arguments, "k_cache": cache}
         assert launched(fake, device, changed) == launched(fake, PlainDevice(0), changed)
-    (call,) = device.kept_calls.calls()
+    (call,) = device.call_cache.calls()
     (maps,) = call.launches._maps
     assert len(maps) <= 2
 
@@ -158,7 +165,7 @@ def test_kept_calls_keep_no_tensor_alive(fake: FakeDriver, make: Make, planned: 
     held = [StorageWeakRef(value.untyped_storage()) for value in arguments.values() if isinstance(value, torch.Tensor)]
     if planned == "schedule":
         held += [StorageWeakRef(tensor.untyped_storage()) for tensor in arguments["tile_scheduler_metadata"].plan]
-    assert len(device.kept_calls.calls()) >= 2
+    assert len(device.call_cache.calls()) >= 2
     assert not any(storage.expired() for storage in held)
     del arguments
     gc.collect()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cute_mla.manifest import MANIFEST_NAME, Provenance, manifest_sha256
-from cute_mla.runtime import library
+from cute_mla.runtime import artifacts
+from cute_mla.runtime.artifacts import cubin_sm, cubin_toolkit, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.runtime.library import cubin_sm, cubin_toolkit, load_artifacts
 from cute_mla.spec.arch import SM100
 from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
 
@@ -19,8 +19,8 @@ NAME = "dense_decode_sm90_bf16_cluster1"
 
 
 def test_default_folder_is_inside_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(library.FOLDER_VARIABLE, raising=False)
-    assert library.artifacts_folder() == Path(library.__file__).parent.parent / "artifacts"
+    monkeypatch.delenv(artifacts.FOLDER_VARIABLE, raising=False)
+    assert artifacts.artifacts_folder() == Path(artifacts.__file__).parent.parent / "artifacts"
 
 
 def test_folder_from_the_environment(artifacts: Path) -> None:

@@ -52,7 +52,7 @@ ENTRY = KernelEntry(
 
 
 def save(folder: Path) -> dict[str, Any]:
-    """Saves the sample and returns its JSON."""
+    """Save the sample and return its JSON."""
     Manifest({NAME: ENTRY}).save(folder)
     loaded: dict[str, Any] = json.loads((folder / MANIFEST_NAME).read_text())
     return loaded

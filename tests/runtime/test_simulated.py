@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cute_mla.manifest import KernelEntry
-from cute_mla.runtime import library, simulated
+from cute_mla.runtime import artifacts, simulated_device
 from cute_mla.runtime.arguments import Span
-from cute_mla.runtime.device import simulate
+from cute_mla.runtime.current import simulate
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.simulator import SimulationError, load_module
+from cute_mla.simulator import Module, SimulationError, load_module
 from cute_mla.spec.abi import Param, float32s, int32s, int64s, pointers
 from tests.runtime.fake_artifacts import entry, fake_cubin, write_artifacts
 
@@ -57,10 +57,10 @@ PARAMS: tuple[Param, ...] = (*pointers("source", "target"), *int64s("shift"), *f
 
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelEntry:
-    """The kernel, as the only one in the folder of artefacts."""
+    """Return the kernel, as the only one in the folder of artefacts."""
     kernel = entry("shifted", "copy", PARAMS, fake_cubin(), PTX, block=(32, 1, 1), smem_bytes=0)
     write_artifacts(tmp_path, entries=[kernel], ptx=PTX)
-    monkeypatch.setenv(library.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(artifacts.FOLDER_VARIABLE, str(tmp_path))
     return kernel
 
 
@@ -81,7 +81,7 @@ def test_only_a_launch_that_overlaps_the_one_before_needs_the_wait_for_it(
     kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch, pdl: bool
 ) -> None:
     module = load_module(PTX.replace("griddepcontrol.wait;", ""))
-    monkeypatch.setattr(simulated.SimulatedDevice, "_module", lambda self, entry: module)
+    monkeypatch.setattr(simulated_device.SimulatedDevice, "_module", lambda self, entry: module)
     with simulate("sm90", on_finding="collect") as device:
         device.launch(kernel, (1, 1, 1), (torch.arange(32.0), torch.zeros(40), 3, 0.5, 20), pdl=pdl)
     assert {finding.kind for finding in device.findings} == ({"missing_wait"} if pdl else set())
@@ -120,7 +120,7 @@ def test_spans_bound_what_a_pointer_may_reach(kernel: KernelEntry) -> None:
 def test_reading_what_no_launch_has_written(kernel: KernelEntry) -> None:
     first, second, third = torch.ones(32), torch.zeros(32), torch.zeros(32)
     with simulate("sm90", on_finding="collect") as device:
-        device.undefined(second)
+        device.mark_uninitialized(second)
         device.launch(kernel, (1, 1, 1), (first, second, 0, 1.0, 31))
         device.launch(kernel, (1, 1, 1), (second, third, 0, 1.0, 31))
         assert device.findings == []
@@ -131,8 +131,13 @@ def test_reading_what_no_launch_has_written(kernel: KernelEntry) -> None:
 
 def test_a_module_is_read_once(kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(simulated, "_modules", {})
-    monkeypatch.setattr(simulated.simulator, "load_module", lambda ptx: read.append(ptx) or load_module(ptx))
+    monkeypatch.setattr(simulated_device, "_modules", {})
+
+    def recorded(ptx: str) -> Module:
+        read.append(ptx)
+        return load_module(ptx)
+
+    monkeypatch.setattr(simulated_device.simulator, "load_module", recorded)
     for _ in range(2):
         with simulate("sm90") as device:
             device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
@@ -140,12 +145,12 @@ def test_a_module_is_read_once(kernel: KernelEntry, monkeypatch: pytest.MonkeyPa
 
 
 def test_few_modules_are_kept(kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, Any] = {f"other {i}": None for i in range(simulated.KEPT_MODULES)}
-    monkeypatch.setattr(simulated, "_modules", kept)
+    kept: dict[str, Any] = {f"other {i}": None for i in range(simulated_device.MAX_CACHED_MODULES)}
+    monkeypatch.setattr(simulated_device, "_modules", kept)
     for _ in range(2):
         with simulate("sm90") as device:
             device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
-    assert list(kept) == [*(f"other {i}" for i in range(1, simulated.KEPT_MODULES)), kernel.ptx_sha256]
+    assert list(kept) == [*(f"other {i}" for i in range(1, simulated_device.MAX_CACHED_MODULES)), kernel.ptx_sha256]
 
 
 def test_a_manifest_that_does_not_fit_the_ptx(kernel: KernelEntry) -> None:

@@ -26,14 +26,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the stub as libcuda.so.1."""
+    """Return a folder with the stub as libcuda.so.1."""
     folder = tmp_path_factory.mktemp("stub")
     host_cost.build_stub_driver(folder)
     return folder
 
 
 def run_session(stub: Path, artifacts: Path, *capability: int) -> subprocess.CompletedProcess[str]:
-    """Runs stub_session.py."""
+    """Run stub_session.py."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "CUTE_MLA_ARTIFACTS": str(artifacts)}
     command = [sys.executable, str(HERE / "stub_session.py"), *map(str, capability)]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)

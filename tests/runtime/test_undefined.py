@@ -6,20 +6,20 @@ import numpy as np
 import torch
 
 from cute_mla.runtime.arguments import Span
-from cute_mla.runtime.simulated import _regions
-from cute_mla.runtime.undefined import UndefinedMemory
+from cute_mla.runtime.simulated_device import _regions
+from cute_mla.runtime.uninitialized import UninitializedMemory
 from cute_mla.simulator.state.memory import GlobalMemory
 from cute_mla.spec.abi import int32s, pointers, tensor_maps
 from cute_mla.spec.tensor_map import TensorMap
 
 
 def bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and end."""
+    """Return first address and end."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
-def known(undefined: UndefinedMemory, start: int, stop: int, write: slice | None = None) -> list[int] | None:
-    """What one launch is told of memory, byte by byte, or None if all of it is defined; the launch writes a slice of it."""
+def known(undefined: UninitializedMemory, start: int, stop: int, write: slice | None = None) -> list[int] | None:
+    """Return which bytes one launch takes for initialised, or None if all are. The launch writes a slice of the memory."""
     memory = GlobalMemory()
     undefined.register(memory, "memory", start, stop)
     buffer = memory.find(start, stop)
@@ -33,7 +33,7 @@ def known(undefined: UndefinedMemory, start: int, stop: int, write: slice | None
 
 
 def test_what_a_launch_writes_is_known_to_the_next() -> None:
-    undefined, tensor = UndefinedMemory(), torch.zeros(2)
+    undefined, tensor = UninitializedMemory(), torch.zeros(2)
     assert known(undefined, *bounds(tensor)) is None
     undefined.declare(tensor)
     assert tensor.isnan().all()
@@ -44,7 +44,7 @@ def test_what_a_launch_writes_is_known_to_the_next() -> None:
 
 
 def test_a_part_of_a_tensor_and_memory_around_it() -> None:
-    undefined, whole = UndefinedMemory(), torch.zeros(16, dtype=torch.uint8)
+    undefined, whole = UninitializedMemory(), torch.zeros(16, dtype=torch.uint8)
     tensor = whole[4:12]
     undefined.declare(tensor)
     start, _ = bounds(whole)
@@ -53,14 +53,14 @@ def test_a_part_of_a_tensor_and_memory_around_it() -> None:
 
 
 def test_forgotten_when_torch_writes() -> None:
-    undefined, tensor = UndefinedMemory(), torch.zeros(2)
+    undefined, tensor = UninitializedMemory(), torch.zeros(2)
     undefined.declare(tensor)
     tensor.zero_()
     assert known(undefined, *bounds(tensor)) is None
 
 
 def test_forgotten_with_the_tensor() -> None:
-    undefined, tensor = UndefinedMemory(), torch.zeros(2)
+    undefined, tensor = UninitializedMemory(), torch.zeros(2)
     undefined.declare(tensor)
     start, stop = bounds(tensor)
     kept = np.asarray(tensor)
@@ -70,7 +70,7 @@ def test_forgotten_with_the_tensor() -> None:
 
 
 def test_integers_and_tensors_that_are_not_followed() -> None:
-    undefined = UndefinedMemory()
+    undefined = UninitializedMemory()
     integers, strided = torch.zeros(2, dtype=torch.int32), torch.zeros(4)[::2]
     with torch.inference_mode():
         inference = torch.zeros(2)

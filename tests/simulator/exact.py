@@ -53,7 +53,7 @@ def exact_round(value: Fraction, form: str, rounding: str = "rn") -> float:
         "rm": rest > 0 and value < 0,
         "rp": rest > 0 and value > 0,
     }[rounding]
-    result = (down + away) * unit
+    result: float | Fraction = (down + away) * unit
     if result >= overflow:
         outward = rounding == "rn" or (rounding == "rp" and value > 0) or (rounding == "rm" and value < 0)
         result = math.inf if outward else overflow * (1 - Fraction(1, 2**precision))
@@ -64,14 +64,14 @@ def exact_round(value: Fraction, form: str, rounding: str = "rn") -> float:
 
 
 def decode(bits: int, form: str) -> float:
-    """The value of a pattern."""
+    """Return the value of a pattern."""
     if form == "f16":
         return float(struct.unpack("<e", struct.pack("<H", bits & M16))[0])
     return float(struct.unpack("<f", struct.pack("<I", bits << 16 & M32 if form == "bf16" else bits & M32))[0])
 
 
 def encode(value: float, form: str) -> int:
-    """The pattern of a value that the format holds; the canonical NaN."""
+    """Return the pattern of a value that the format holds; the canonical NaN."""
     if math.isnan(value):
         return 0x7FFFFFFF if form == "f32" else 0x7FFF
     if form == "f16":
@@ -89,7 +89,7 @@ FP8 = {"e4m3": (3, 7), "e5m2": (2, 15)}  # mantissa bits, bias
 
 
 def decode_fp8(code: int, kind: str) -> float:
-    """The value of an 8-bit float."""
+    """Return the value of an 8-bit float."""
     mantissa, bias = FP8[kind]
     exponent, fraction = (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
     sign = -1.0 if code & 128 else 1.0
@@ -103,7 +103,7 @@ def decode_fp8(code: int, kind: str) -> float:
 
 
 def encode_fp8(value: float, kind: str) -> int:
-    """The code nearest to a value, of two the even one; the largest finite one beyond the range; 0x7F for NaN."""
+    """Return the code nearest to a value, of two the even one; the largest finite one beyond the range; 0x7F for NaN."""
     if math.isnan(value):
         return 0x7F
     largest = 0x7E if kind == "e4m3" else 0x7B
@@ -118,7 +118,7 @@ def encode_fp8(value: float, kind: str) -> int:
 
 
 def total(a: float, b: float, form: str, rounding: str = "rn", product: tuple[float, float] | None = None) -> float:
-    """a + b, or x * y + b for a product (x, y), rounded once."""
+    """Return a + b, or x * y + b for a product (x, y), rounded once."""
     terms = (a if product is None else product[0] * product[1] if 0.0 in product or not finite(*product) else sign_of(*product), b)
     if not finite(*terms) or (product is not None and not finite(*product)):
         return terms[0] + terms[1]
@@ -130,24 +130,24 @@ def total(a: float, b: float, form: str, rounding: str = "rn", product: tuple[fl
 
 
 def sign_of(x: float, y: float) -> float:
-    """Some finite value with the sign of x * y."""
+    """Return some finite value with the sign of x * y."""
     return math.copysign(1.0, x) * math.copysign(1.0, y)
 
 
 def finite(*values: float) -> bool:
-    """Whether no value is infinite or NaN."""
+    """Return whether every value is finite."""
     return all(math.isfinite(value) for value in values)
 
 
 def product(a: float, b: float, form: str, rounding: str = "rn") -> float:
-    """a * b, rounded once."""
+    """Return a * b, rounded once."""
     if not finite(a, b) or a == 0 or b == 0:
         return a * b
     return exact_round(Fraction(a) * Fraction(b), form, rounding)
 
 
 def quotient(a: float, b: float) -> float:
-    """a / b in f32."""
+    """Return a / b in f32."""
     if math.isnan(a) or math.isnan(b) or (math.isinf(a) and math.isinf(b)) or (a == 0 and b == 0):
         return math.nan
     sign = math.copysign(1.0, a) * math.copysign(1.0, b)
@@ -159,7 +159,7 @@ def quotient(a: float, b: float) -> float:
 
 
 def extreme(a: float, b: float, largest: bool, nan: bool) -> float:
-    """The smaller or larger of two; a NaN loses, or with nan wins; -0 is below +0."""
+    """Return the smaller or larger of two; a NaN loses, or with nan wins; -0 is below +0."""
     if math.isnan(a) or math.isnan(b):
         return math.nan if nan or (math.isnan(a) and math.isnan(b)) else b if math.isnan(a) else a
     low, high = sorted((a, b), key=lambda value: (value, math.copysign(1.0, value)))
@@ -167,7 +167,7 @@ def extreme(a: float, b: float, largest: bool, nan: bool) -> float:
 
 
 def to_integer(value: float, rounding: str, bits: int, with_sign: bool) -> int:
-    """A float as a clamped integer; NaN is 0, or the top bit of 64."""
+    """Return a float as a clamped integer; NaN is 0, or the top bit of 64."""
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if with_sign else (0, (1 << bits) - 1)
     if math.isnan(value):
         return 0 if bits < 64 else 1 << 63
@@ -179,7 +179,7 @@ def to_integer(value: float, rounding: str, bits: int, with_sign: bool) -> int:
 
 
 def to_integral(value: float, rounding: str) -> float:
-    """A float rounded to an integral one, with its sign."""
+    """Return a float rounded to an integral one, with its sign."""
     if not finite(value):
         return value
     exact = Fraction(value)

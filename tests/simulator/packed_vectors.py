@@ -14,7 +14,7 @@ from tests.simulator.vectors import Function, Vector, real
 
 
 def each_word(function: Function) -> Function:
-    """A function of 32-bit patterns on both halves."""
+    """Return a function of 32-bit patterns on both halves."""
     return lambda *words: function(*(word & M32 for word in words)) | function(*(word >> 32 for word in words)) << 32
 
 
@@ -48,7 +48,7 @@ def single_vectors() -> Iterator[Vector]:
 
 
 def scale_code(bits: int, rounding: str, satfinite: bool) -> int:
-    """The code of the power of two next to |x|, below or above."""
+    """Return the code of the power of two next to |x|, below or above."""
     value = abs(decode(bits, "f32"))
     if math.isnan(value):
         return 0xFF
@@ -62,7 +62,7 @@ def scale_code(bits: int, rounding: str, satfinite: bool) -> int:
 
 
 def narrow_vectors() -> Iterator[Vector]:
-    """Of 16-bit inputs."""
+    """Yield the vectors of 16-bit inputs."""
     for form in ("f16", "bf16"):
         for r in ("", ".rn"):
             summed = partial(lambda a, b, form: encode(exact.total(decode(a, form), decode(b, "f32"), "f32"), "f32"), form=form)

@@ -35,7 +35,7 @@ class Kernel:
     dependent: bool = False
 
     def text(self, args: list[Any]) -> str:
-        """The PTX module."""
+        """Return the PTX module."""
         kinds = [".param .align 64 .b8 {}[128]" if isinstance(arg, TensorMap) else ".param .u64 {}" for arg in args]
         params = ",\n".join(kind.format(f"p{index}") for index, kind in enumerate(kinds))
         return f"{HEADER}.visible .entry k(\n{params}\n)\n.reqntid {self.threads}, 1, 1\n{{\n{REGISTERS}{self.body}\nret;\n}}\n"
@@ -60,7 +60,7 @@ class Kernel:
 
 
 def aligned(count: int, dtype: Any, alignment: int = 128) -> np.ndarray:
-    """Zeros whose address is a multiple of alignment."""
+    """Return zeros whose address is a multiple of alignment."""
     item = np.dtype(dtype).itemsize
     raw = np.zeros(count * item + alignment, np.uint8)
     start = -raw.ctypes.data % alignment
@@ -68,11 +68,11 @@ def aligned(count: int, dtype: Any, alignment: int = 128) -> np.ndarray:
 
 
 def kinds(report: Report) -> set[str]:
-    """The kinds of all findings."""
+    """Return the kinds of all findings."""
     return {finding.kind for finding in report.findings}
 
 
 def lines_of(body: str, needle: str, params: int = 1) -> list[int]:
-    """The PTX lines (of a kernel with so many parameters) that contain a text."""
+    """Return the PTX lines (of a kernel with so many parameters) that contain a text."""
     text = Kernel(body).text([0] * params)
     return [number for number, line in enumerate(text.splitlines(), 1) if needle in line]

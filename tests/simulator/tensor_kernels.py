@@ -32,12 +32,12 @@ def wait(name: str, offset: int = 8, parity: int = 0) -> str:
 
 
 def leader(group: int) -> str:
-    """The predicate of the thread that issues products."""
+    """Return the predicate of the thread that issues products."""
     return "%p1" if group == 2 else "%p0"
 
 
 def commit(group: int = 1) -> str:
-    """A commit to the second barrier (of both CTAs of a pair)."""
+    """Return PTX of a commit to the second barrier (of both CTAs of a pair)."""
     if group == 1:
         return "@%p0 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1+8];\n"
     return (
@@ -47,18 +47,18 @@ def commit(group: int = 1) -> str:
 
 
 def smem_descriptor(offset: int, leading: int = 16, stride: int = 1024, layout: int = 2) -> int:
-    """A descriptor of the image's bytes from offset on."""
+    """Return a descriptor of the image's bytes from offset on."""
     return (BASE + DATA + offset) >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 1 << 46 | layout << 61
 
 
 def instruction_descriptor(m: int, n: int, d: int = 1, a: int = 1, b: int = 1, more: int = 0) -> int:
-    """An instruction descriptor; bf16 x bf16 -> f32 unless said otherwise."""
+    """Return an instruction descriptor; bf16 x bf16 -> f32 unless said otherwise."""
     return d << 4 | a << 7 | b << 10 | n >> 3 << 17 | m >> 4 << 24 | more
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a product may have beyond its operands. d: column of D. tail: operands behind the predicate."""
+    """Options of a product. d: column of D. tail: operands after the predicate."""
 
     group: int = 1
     d: int = 0
@@ -70,7 +70,7 @@ class Options:
 
 
 def mma(a: int | str, b: int, idesc: int, **options: Any) -> str:
-    """One product. a: descriptor, or the column of tensor memory as text. options: fields of Options."""
+    """Return one product. a: descriptor, or the column of tensor memory as text. options: fields of Options."""
     more = Options(**options)
     operand = "%rd10"
     setup = f"mov.u64 %rd11, {b};\nadd.u32 %r6, %r3, {more.d};\nsetp.ne.u32 %p5, {more.accumulate}, 0;\n"
@@ -95,7 +95,7 @@ def store_words(columns: int, count: int, at: int = 0) -> str:
 
 
 def fill(columns: int, group: int = 1) -> str:
-    """A pattern to tensor memory columns [0, columns), with waits and barriers."""
+    """Return PTX that fills tensor memory columns [0, columns) with a pattern, waits and barriers included."""
     step = 32 if columns % 32 == 0 else 8
     registers = ", ".join(["%r20"] * step)
     text = f"mov.u32 %r20, {FILL};\n"
@@ -132,7 +132,7 @@ class TensorKernel:
     room: int = 1024  # bytes of shared memory behind the image
 
     def prologue(self) -> str:
-        """Set-up, up to the image in shared memory."""
+        """Return the set-up, up to the image in shared memory."""
         text = """
 mov.u32 %r1, smem; shr.u32 %r2, %r0, 5; mov.u32 %r4, %cluster_ctarank;
 setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p2, %r4, 0; and.pred %p1, %p0, %p2; setp.eq.u32 %p3, %r2, 0;
@@ -157,7 +157,7 @@ ld.param.u64 %rd8, [p1]; mul.wide.u32 %rd9, %r4, {self.image}; add.s64 %rd8, %rd
         return text
 
     def text(self) -> str:
-        """The whole body."""
+        """Return the whole body."""
         end = self.epilogue.format(group=self.group, columns=self.columns)
         if self.group == 2:
             end = PAIR + end
@@ -192,7 +192,7 @@ def swizzled(address: int, layout: int) -> int:
 
 
 def encode(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Small integers as raw elements of a type."""
+    """Return small integers as raw elements of a type."""
     import torch
 
     if dtype in ("s8", "u8"):

@@ -1,4 +1,4 @@
-"""What is counted: warp instructions by role and class, once per warp, on every path that some lane takes."""
+"""Instruction counts: warp instructions by role and class, once per warp, on every path that some lane takes."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def pair_kernel(copy: str, nbytes: int, cluster: int = 2) -> Kernel:
 
 
 def rows_of(count: int, box_rows: int) -> tuple[np.ndarray, TensorMap]:
-    """Rows of 32 floats that count up, and a map of them."""
+    """Return rows of 32 floats that count up, and a map of them."""
     source = aligned(32 * count, np.float32)
     source[:] = np.arange(source.size)
     return source, TensorMap("fp32", source.ctypes.data, (32, count), (128,), (32, box_rows), Swizzle.NONE)
@@ -150,7 +150,7 @@ def gather(column: int = 0, offset: int = 1024, body: str = GATHER + WAIT + READ
 
 
 def swizzled_rows(rows: np.ndarray, phase: int) -> np.ndarray:
-    """Rows of 32 words whose 16-byte chunks are permuted by the number of their 128-byte line."""
+    """Return rows of 32 words whose 16-byte chunks are permuted by the number of their 128-byte line."""
     out = np.zeros_like(rows)
     for row in range(len(rows)):
         for word in range(32):

@@ -36,7 +36,7 @@ def init(count: int) -> str:
 
 
 def only(report: Report, kind: str) -> None:
-    """The report names exactly this kind."""
+    """Check that the report names exactly this kind."""
     assert kinds(report) == {kind}, [str(finding) for finding in report.findings]
 
 

@@ -50,7 +50,7 @@ ALL_AXES = """
 
 
 def kernel(ask: str = ASK, query: str = X, cluster: int = 1, grid: int = 12, sync: str = "bar.sync 0;") -> Kernel:
-    """The persistent kernel."""
+    """Return the persistent kernel."""
     body = LOOP.replace("ASK", ask).replace("QUERY", query).replace("SYNC", sync)
     return Kernel(barrier(1) + body, smem=64, grid=grid, cluster=cluster, threads=64)
 

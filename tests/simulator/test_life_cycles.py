@@ -16,7 +16,7 @@ ARRIVE = "@%p0 mbarrier.arrive.shared.b64 _, [%r1];\n"
 
 
 def run(program: str, policy: Policy, ctas: int = 1, dependent: bool = False) -> set[str]:
-    """The kinds of findings of 64 threads, whose kernel is this and nothing else."""
+    """Return the kinds of findings of 64 threads, whose kernel is this and nothing else."""
     kernel = Kernel(program, threads=64, smem=4096, grid=ctas, cluster=ctas, dependent=dependent)
     return kinds(kernel.run(aligned(256, np.uint32), aligned(1024, np.uint8), policy=policy))
 
@@ -156,7 +156,7 @@ def test_a_relaxed_cluster_barrier_hands_nothing_over(policy: Policy) -> None:
 
 @each_policy
 def test_exit_with_copies_on_their_way(policy: Policy) -> None:
-    """Whether they come in time or not."""
+    """A finding comes whether the copies land in time or not."""
     assert findings(copy(), policy) == {"unfinished"}
     assert findings(copy() + copy(8, 2048) + wait("W"), policy) == {"unfinished"}
     assert not findings(copy() + copy(8, 2048) + wait("W") + wait("V", 8), policy)

@@ -17,7 +17,7 @@ def memory(seed: int = 0) -> np.ndarray:
 
 
 def offsets(seed: int, warps: int = WARPS) -> np.ndarray:
-    """Distinct row offsets per lane; lanes beyond what a form uses hold nonsense."""
+    """Return distinct row offsets per lane; lanes beyond what a form uses hold nonsense."""
     return (np.random.default_rng(seed).permutation(512)[: warps * 32].reshape(warps, 32) * 16).astype(np.uint32)
 
 
@@ -45,7 +45,7 @@ def test_load(count: int, transposed: bool) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_load_of_bytes(count: int) -> None:
-    """As CuTe's layouts of SM100_U8x8_LDSM_T and SM100_U8x16_LDSM_T say, once its bytes are in the order of the instruction."""
+    """The fragments agree with CuTe's layouts of SM100_U8x8_LDSM_T and SM100_U8x16_LDSM_T, with bytes in the instruction's order."""
     smem, where = memory(7), offsets(8)
     where[:, 16 * count :] = 3
     registers = fragments.load_byte_matrices(smem, where, count)

@@ -28,7 +28,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
     ids=["store, store", "store, other store", "copy, store", "store, copy", "copy, copy", "another copy's barrier"],
 )
 def test_unordered(program: str, kind: str, policy: Policy) -> None:
-    """Where a schedule turns the two round, the finding is about the other one."""
+    """A schedule that swaps the two accesses reports the other one."""
     found = findings(program, policy)
     assert kind in found or (policy.splits_convoys and found == {"race"})
 

@@ -19,7 +19,7 @@ from tests.simulator.vectors import MODES, check, float_inputs, half_inputs
 
 
 def pair_inputs(seed: int) -> list[np.ndarray]:
-    """Two f32 in every word."""
+    """Return two f32 in every word."""
     low, high = float_inputs(seed), float_inputs(seed + 10)
     return [a | b << np.uint64(32) for a, b in zip(low, (high[2], high[3], high[0], high[1]), strict=True)]
 

@@ -29,7 +29,7 @@ FENCE = "fence.proxy.async.shared::cta;\n"
 
 
 def findings(program: str, policy: Policy, group: int = 1, image: int = 2 * SIZE) -> set[str]:
-    """The kinds of findings. The image has been copied, so the operands of products are defined."""
+    """Return the kinds of findings. The image has been copied, so the operands of products are defined."""
     report = TensorKernel(fill(32, group) + program, group, image=image, output=False).run(policy=policy)[1]
     return kinds(report)
 

@@ -33,7 +33,7 @@ END = "barrier.cluster.arrive;\nbarrier.cluster.wait;"
 
 
 def kernel(arrive: str, count: int, end: str = END) -> Kernel:
-    """Two CTAs of 32 threads."""
+    """Return two CTAs of 32 threads."""
     return Kernel(barrier(count) + SEND.replace("ARRIVE", arrive) + WAIT + RECEIVE + end, smem=1024, grid=2, cluster=2)
 
 

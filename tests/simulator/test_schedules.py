@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, load_module, run
+from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import Kernel, aligned
 
 RACE = """
@@ -23,7 +24,7 @@ OUT:
 
 
 def order(policy: Policy) -> list[int]:
-    """The order in which eight warps take a ticket."""
+    """Return the order in which eight warps take a ticket."""
     out, counter = np.zeros(8, np.uint32), np.zeros(1, np.uint32)
     assert Kernel(RACE, threads=256).run(out, counter, policy=policy).ok
     return [int(warp) for warp in out]
@@ -89,7 +90,7 @@ OUT:
 
 
 def overrun(seed: int) -> bool:
-    """Whether a producer that does not wait for its consumer gives wrong values, whichever of two warps it is."""
+    """Return whether a producer that does not wait for its consumer gives wrong values, whichever of two warps it is."""
     caught = False
     for producer in "01":
         out, values = np.zeros(4, np.uint32), aligned(16, np.uint32)
@@ -167,7 +168,7 @@ def test_observers_hear_everything() -> None:
     kernel = Kernel(body, smem=16)
     memory = GlobalMemory()
     memory.add("out", out.ctypes.data, out.nbytes)
-    args = [out.ctypes.data.to_bytes(8, "little")]
+    args: list[bytes | TensorMap] = [out.ctypes.data.to_bytes(8, "little")]
     recorder = Recorder()
     launch = Launch(load_module(kernel.text([out])), "k", (1, 1, 1), (32, 1, 1), (1, 1, 1), 16, args)
     assert run(launch, memory, observer=recorder).ok

@@ -22,7 +22,7 @@ STORE_A = STORE.replace("[%r5]", "[%r5+64]")
 
 
 def findings(program: str, policy: Policy, group: int = 1) -> list[str]:
-    """Messages of missing fences; other findings are not expected."""
+    """Return messages of missing fences; other findings are not expected."""
     kernel = TensorKernel(program, group, image=2 * SIZE, output=False)
     report = kernel.run(policy=policy)[1]
     assert kinds(report) <= {"missing_fence"}, report.findings

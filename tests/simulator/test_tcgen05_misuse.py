@@ -28,7 +28,7 @@ PRODUCT = mma(smem_descriptor(0), smem_descriptor(SIZE // 2, 16, 1024), IDESC)
 
 
 def image(group: int = 1) -> np.ndarray:
-    """A (64 rows are enough: the rest is read from what follows) and B, all ones."""
+    """Return A (64 rows suffice: the rest is read from what follows) and B, all ones."""
     out = np.zeros((group, 2 * SIZE), np.uint8)
     for rank in range(group):
         place(out[rank], encode(np.ones((128, 64)), "bf16"), 0, 2, False)
@@ -46,7 +46,7 @@ def report_of(program: str, policy: Policy = LAZY, group: int = 1, cells: int = 
 
 
 def message(report: Report) -> str:
-    """The only finding's text."""
+    """Return the only finding's text."""
     assert len({finding.kind for finding in report.findings}) == 1, [str(finding) for finding in report.findings]
     return report.findings[0].message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cute_mla.simulator import Policy
 from tests.simulator.small_kernels import kinds
 from tests.simulator.tensor_kernels import (
     FILL,
@@ -56,8 +57,10 @@ def integers(seed: int, rows: int, depth: int, low: int = -4) -> np.ndarray:
     return np.random.default_rng(seed).integers(low, 5, (rows, depth))
 
 
-def both_operands(a: np.ndarray, b: np.ndarray, dtype: str, group: int, layout: int, majors: tuple[bool, bool] = (False, False)):
-    """Images of A's and B's rows in each CTA, and the descriptors of the first 32 bytes of k."""
+def both_operands(
+    a: np.ndarray, b: np.ndarray, dtype: str, group: int, layout: int, majors: tuple[bool, bool] = (False, False)
+) -> tuple[np.ndarray, int, int]:
+    """Return images of A's and B's rows in each CTA, and the descriptors of the first 32 bytes of k."""
     size = 64 * 1024
     image = np.full((group, size), 0xFF, np.uint8)
     fields = []
@@ -161,7 +164,7 @@ def test_saturation() -> None:
 
 @pytest.mark.parametrize("policy", SCHEDULES)
 @pytest.mark.parametrize(("group", "m"), [(1, 128), (2, 256), (2, 128)])
-def test_accumulation_over_steps(policy, group: int, m: int) -> None:
+def test_accumulation_over_steps(policy: Policy, group: int, m: int) -> None:
     """Four steps of k on one accumulator, then one on another, under all schedules."""
     n = 64
     a, b = integers(9, m, 64), integers(10, n, 64)
@@ -246,7 +249,7 @@ def test_scale_input_d() -> None:
 
 
 def test_one_tile_as_keys_and_values() -> None:
-    """The same bytes as K-major B and, transposed, as MN-major B whose columns are spread over several boxes."""
+    """One tile is read as K-major B and, transposed, as MN-major B whose columns spread over several boxes."""
     keys = integers(19, 64, 128)
     image = np.full((1, 64 * 1024), 0xFF, np.uint8)
     for box in range(2):  # boxes of 64 keys x 128 bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import UnsupportedInstruction
+from cute_mla.simulator import Policy, UnsupportedInstruction
 from tests.simulator.tensor_kernels import SCHEDULES, TensorKernel, commit, fill, leader, place, smem_descriptor, store_words, wait
 
 # CuTe's layouts (threads, registers) -> bit of the 16 or 32 lanes x columns that one instruction covers, as (shape, stride in bits)
@@ -144,7 +144,7 @@ COPIES = {
 @pytest.mark.parametrize("policy", SCHEDULES)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("shape", list(COPIES))
-def test_copy(shape: str, group: int, policy) -> None:
+def test_copy(shape: str, group: int, policy: Policy) -> None:
     rows, chunks, lanes = COPIES[shape]
     first = 28 if shape == "4x256b" else 0
     raw = np.random.default_rng(5).integers(0, 2**32, (group, rows, 4 * chunks), np.uint32)

@@ -44,7 +44,7 @@ def elements(tensor_map: TensorMap, coordinates: tuple[int, ...], offset: int) -
 
 
 def places() -> list[tuple[str, tuple[int, ...], int]]:
-    """Boxes inside, over every edge, at unaligned first coordinates, wholly outside, and at destinations of every alignment."""
+    """Return boxes inside, over every edge, at unaligned first coordinates, wholly outside, and at destinations of every alignment."""
     rng = np.random.default_rng(3)
     chosen = [(name, (0,) * len(m.dims), 1024) for name, m in MAPS.items()]
     for name, tensor_map in MAPS.items():
@@ -75,9 +75,9 @@ def test_load_and_store(name: str, coordinates: tuple[int, ...], offset: int) ->
     assert np.array_equal(loaded, expected)
 
     expected = gmem.copy()
-    for source, target in where:
-        if target is not None:
-            expected[target : target + size] = smem[source : source + size]
+    for source, place in where:
+        if place is not None:
+            expected[place : place + size] = smem[source : source + size]
     stored, split = gmem.copy(), gmem.copy()
     tma.store_box(box, stored, BASE, smem)
     tma.write_global(box, split, BASE, tma.read_shared(box, smem))

@@ -35,12 +35,12 @@ from tests.simulator.vectors import (
 
 
 def of_numbers(kind: str, function: Function) -> Function:
-    """A function of operands of an integer type."""
+    """Return a function of operands of an integer type."""
     read = number(kind)
     return lambda *values: function(*map(read, values))
 
 
-TWO = {
+TWO: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b, "min": min, "max": max,
     "div": exact.truncated, "rem": lambda a, b: a - exact.truncated(a, b) * b if b else a,
 }  # fmt: skip
@@ -92,9 +92,9 @@ def bit_vectors() -> Iterator[Vector]:
         yield Vector(f"shf.l.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", left)
         right = partial(lambda a, b, c, limit: (b << 32 | a) >> limit(c), limit=limit)
         yield Vector(f"shf.r.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", right)
-    for bits in (32, 64):
-        yield Vector(f"popc.b{bits} {{o}}, {{a}};", "r" + BANK[str(bits)], lambda a: a.bit_count())
-        yield Vector(f"clz.b{bits} {{o}}, {{a}};", "r" + BANK[str(bits)], partial(lambda a, bits: bits - a.bit_length(), bits=bits))
+    for width in (32, 64):
+        yield Vector(f"popc.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], lambda a: a.bit_count())
+        yield Vector(f"clz.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], partial(lambda a, width: width - a.bit_length(), width=width))
     for lut in (0xE8, 0x96, 0xCA, 0x01, 0xFE, 0x35):
         yield Vector(f"lop3.b32 {{o}}, {{a}}, {{b}}, {{c}}, {lut:#x};", "rrrr", partial(truth, lut=lut))
     yield Vector("prmt.b32 {o}, {a}, {b}, {c};", "rrrr", exact.prmt)
@@ -128,7 +128,7 @@ COMBINE: dict[str, Callable[[int, int], int]] = {"": lambda t, c: t, **{f".{name
 def comparison(
     kind: str, name: str, combine: str, bank: str, read: Callable[[int], Any], test: Callable[[Any, Any], bool]
 ) -> Iterator[Vector]:
-    """A comparison, and its second destination."""
+    """Yield a comparison, and its second destination."""
 
     def first(a: int, b: int, c: int = 0) -> int:
         return COMBINE[combine](int(test(read(a), read(b))), c)
@@ -187,12 +187,12 @@ def test_integer_comparisons(mode: str) -> None:
 
 
 def to_f32(value: float) -> float:
-    """A double to f32, to nearest."""
+    """Round a double to f32, to nearest."""
     return exact.exact_round(Fraction(value), "f32") if math.isfinite(value) and value else value
 
 
 def square_root(a: float) -> float:
-    """The square root in f32."""
+    """Return the square root in f32."""
     if math.isnan(a) or a < 0 or a in (0.0, math.inf):
         return math.nan if a < 0 or math.isnan(a) else a
     with localcontext() as context:
@@ -266,12 +266,12 @@ def float_to_integer_vectors() -> Iterator[Vector]:
 
 
 def ordered(test: Callable[[float, float], bool]) -> Callable[[float, float], bool]:
-    """False for NaN."""
+    """Compare; False for NaN."""
     return lambda a, b: not (math.isnan(a) or math.isnan(b)) and test(a, b)
 
 
 def unordered(test: Callable[[float, float], bool]) -> Callable[[float, float], bool]:
-    """True for NaN."""
+    """Compare; True for NaN."""
     return lambda a, b: math.isnan(a) or math.isnan(b) or test(a, b)
 
 
@@ -301,7 +301,7 @@ def test_floats(mode: str, seed: int) -> None:
 
 
 def half(form: str, function: Callable[..., float]) -> Function:
-    """A function of 16-bit patterns from one of floats."""
+    """Return a function of 16-bit patterns from one of floats."""
     return lambda *bits: encode(function(*(decode(b, form) for b in bits)), form)
 
 
@@ -379,7 +379,7 @@ def test_halves(mode: str, seed: int) -> None:
 
 
 def spellings(tree: Any) -> list[str]:
-    """All strings that a parsed regular expression without repetitions matches."""
+    """Return all strings that a parsed regular expression without repetitions matches."""
     results = [""]
     for operation, argument in tree:
         name = str(operation)
@@ -402,7 +402,7 @@ def spellings(tree: Any) -> list[str]:
 
 
 def accepted(*families: str) -> set[str]:
-    """All opcodes that families of the table take."""
+    """Return all opcodes that families of the table take."""
     found: set[str] = set()
     for spec in table.all_specs():
         if spec.emit is not None and spec.emit.__module__.rsplit(".", 1)[1] in families:

@@ -32,7 +32,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def place(matrix: np.ndarray, address_of: np.ndarray) -> np.ndarray:
-    """Shared memory of NaN patterns with the elements of a matrix (raw unsigned integers) at the given byte addresses."""
+    """Return shared memory of NaN patterns with the elements of a matrix (raw unsigned integers) at the given byte addresses."""
     smem = np.full(SMEM, 0xFF, np.uint8)
     for index in np.ndindex(*matrix.shape):
         address = int(address_of[index])
@@ -52,7 +52,7 @@ def k_major_addresses(base: int, rows: int, k_bytes: int, item: int, swizzle: Sw
 
 
 def k_major_descriptors(base: int, rows: int, k_bytes: int, swizzle: Swizzle) -> tuple[int, ...]:
-    """One descriptor per 32 bytes of k of that tile."""
+    """Return one descriptor per 32 bytes of k of that tile."""
     span = tma.SWIZZLE_SPAN[swizzle]
     column = rows * span  # bytes between spans along k
     starts = [base + byte // span * column + byte % span for byte in range(0, k_bytes, 32)]
@@ -95,12 +95,12 @@ def test_mn_major(swizzle: Swizzle, extent: int, base: int) -> None:
         byte = 2 * mn
         addresses[mn, k] = swizzled(base + byte // span * along_mn + byte % span + (k % 8) * span + k // 8 * along_k, swizzle)
     smem = place(codes, addresses)
-    fields = (along_k, along_mn) if swizzle is Swizzle.NONE else (along_mn, along_k)
-    where = wgmma.operand((descriptor(base, *fields, swizzle),), extent, mn_major=True)
+    first, second = (along_k, along_mn) if swizzle is Swizzle.NONE else (along_mn, along_k)
+    where = wgmma.operand((descriptor(base, first, second, swizzle),), extent, mn_major=True)
     expected = (codes.astype(np.uint32) << 16).view(np.float32)
     assert np.array_equal(wgmma.operand_values(where, smem, "bf16"), expected)
     if span < extent * 2 <= 128:  # swapped fields of a larger operand leave this shared memory
-        wrong = wgmma.operand((descriptor(base, *reversed(fields), swizzle),), extent, mn_major=True)
+        wrong = wgmma.operand((descriptor(base, second, first, swizzle),), extent, mn_major=True)
         assert not np.array_equal(wgmma.operand_values(wrong, smem, "bf16"), expected)
 
 

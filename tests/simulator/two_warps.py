@@ -38,7 +38,7 @@ def wait(name: str, barrier: int = 0, parity: int = 0) -> str:
 
 
 def findings(program: str, policy: Policy, ctas: int = 1) -> set[str]:
-    """The kinds of findings of 64 threads."""
+    """Return the kinds of findings of 64 threads."""
     source = aligned(1024, np.uint8)
     kernel = Kernel(SETUP + program, threads=64, smem=4096, grid=ctas, cluster=ctas)
     return kinds(kernel.run(aligned(256, np.uint32), source, policy=policy))

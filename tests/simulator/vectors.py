@@ -34,7 +34,7 @@ class Vector:
 
 
 def vector_lines(index: int, vector: Vector, guard: str) -> str:
-    """The instruction with its registers."""
+    """Return the instruction with its registers."""
     registers = {name: f"%{name}{bank}" for name, bank in zip("abce", vector.banks[1:], strict=False)}
     return f"{guard}{vector.code.format(o=f'%o{vector.banks[0]}{index}', **registers)}"
 
@@ -75,7 +75,7 @@ def run_vectors(vectors: list[Vector], inputs: list[np.ndarray], mode: str) -> n
 
 
 def lane_runs(lane: int, mode: str) -> bool:
-    """Whether a lane executes the instructions in a mode."""
+    """Return whether a lane executes the instructions in a mode."""
     if mode == "guarded":
         return lane < 17 or lane == 60
     return not (mode == "some lanes" and (lane == 5 or lane > 40))
@@ -104,12 +104,12 @@ def check(
 
 @cache
 def expectation(vector: Vector, *sources: int) -> int:
-    """What the function says; the modes ask for the same."""
+    """Return the values that the function gives; every mode expects the same ones."""
     return vector.function(*sources)
 
 
 def same_float(actual: int, wanted: int, form: str, tolerance: int) -> bool:
-    """Two NaNs, or f32 patterns at most tolerance units apart."""
+    """Return whether two f32 patterns are NaNs, or at most tolerance units apart."""
     if form == "f32" and tolerance and actual >> 31 == wanted >> 31 and abs(actual - wanted) <= tolerance and finite32(wanted):
         return finite32(actual)
     return form == "f32" and math.isnan(decode(actual, form)) and math.isnan(decode(wanted, form))
@@ -126,20 +126,20 @@ MODES = ("plain", "tainted", "guarded", "some lanes")
 
 
 def number(kind: str) -> Callable[[int], int]:
-    """How an operand of an integer type is read."""
+    """Return the function that reads an operand of an integer type."""
     bits = int(kind[1:])
     return (lambda value: signed(value, bits)) if kind[0] == "s" else (lambda value: value & ((1 << bits) - 1))
 
 
 def real(function: Callable[..., float], ftz: bool = False) -> Function:
-    """A function of f32 patterns from one of floats; ftz flushes operands and result."""
+    """Return a function of f32 patterns from one of floats; ftz flushes operands and result."""
     if not ftz:
         return lambda *bits: encode(function(*(decode(b, "f32") for b in bits)), "f32")
     return lambda *bits: encode(flush(function(*(flush(decode(b, "f32")) for b in bits))), "f32")
 
 
 def each_half(function: Function) -> Function:
-    """A function of 16-bit patterns on both halves."""
+    """Return a function of 16-bit patterns on both halves."""
     return lambda *words: function(*(w & M16 for w in words)) | function(*(w >> 16 for w in words)) << 16
 
 
@@ -152,7 +152,7 @@ NASTY = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 1
 
 
 def integer_inputs(seed: int) -> list[np.ndarray]:
-    """Nasty and random patterns, each of them against others."""
+    """Return nasty and random patterns, each of them against others."""
     rng = np.random.default_rng(seed)
     values = np.array(NASTY + [int(v) for v in rng.integers(0, 2**64, LANES - len(NASTY), dtype=np.uint64)], np.uint64)
     shuffled = [np.ascontiguousarray(rng.permutation(values)) for _ in range(3)]
@@ -167,7 +167,7 @@ F32 = [0.0, -0.0, 1.0, -1.0, 1.5, -1.5, 2.5, -2.5, 0.5, -0.5, 0.1, -0.1, 3.0, 7.
 
 
 def float_inputs(seed: int) -> list[np.ndarray]:
-    """Special and random f32 patterns."""
+    """Return special and random f32 patterns."""
     rng = np.random.default_rng(seed)
     specials = [struct.unpack("<I", struct.pack("<f", value))[0] for value in F32]
     values = np.array([*specials, 0xFF800001, *(int(v) for v in rng.integers(0, 2**32, LANES - len(F32) - 1))], np.uint64)
@@ -183,7 +183,7 @@ HALVES = [0, 0x8000, 0x3C00, 0xBC00, 0x3F80, 0xBF80, 1, 0x8001, 0x03FF, 0x0400, 
 
 
 def half_inputs(seed: int) -> list[np.ndarray]:
-    """Words of two special or random 16-bit patterns."""
+    """Return words of two special or random 16-bit patterns."""
     rng = np.random.default_rng(seed)
     low = np.array([*HALVES, *(int(v) for v in rng.integers(0, 65536, LANES - len(HALVES)))], np.uint64)
     return [low | rng.permutation(low) << np.uint64(16), *(rng.permutation(low) | rng.permutation(low) << np.uint64(16) for _ in range(3))]

@@ -44,7 +44,7 @@ WAITING:
 
 
 def cores(matrix: np.ndarray) -> np.ndarray:
-    """A K-major operand without swizzle: 8x8 core matrices of 128 bytes, along k first."""
+    """Return a K-major operand without swizzle: 8x8 core matrices of 128 bytes, along k first."""
     rows = matrix.shape[0]
     return np.ascontiguousarray(matrix.reshape(rows // 8, 8, 2, 8).transpose(0, 2, 1, 3)).reshape(-1)
 

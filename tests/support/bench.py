@@ -27,20 +27,20 @@ class Bench:
     arch: Arch
 
     def judge(self, case: BaseCase, *schedules: Schedule) -> list[Record]:
-        """Runs a case and asserts that it passes, under every schedule (default: round robin)."""
+        """Run a case and assert that it passes, under every schedule (default: round robin)."""
         records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
         for record in records:
             assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
         return records
 
     def run(self, case: BaseCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
-        """Makes a case's call, with other operands if given. A finding of the simulator raises."""
+        """Make a case's call, with other operands if given. A finding of the simulator raises."""
         with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
             return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
 
 
 def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
-    """Asserts that a result agrees with the reference for these operands."""
+    """Assert that a result agrees with the reference for these operands."""
     op = operation(case)
     expected = op.reference(case, tensors)
     limits = op.limits(case, tensors, expected)
@@ -50,5 +50,5 @@ def expect(case: BaseCase, tensors: Operands, result: Result) -> None:
 
 
 def identical(result: Result, other: Result) -> bool:
-    """Whether two results agree in every bit."""
+    """Return whether two results agree in every bit."""
     return all(same_bits(x, y) for x, y in zip(result, other, strict=True))

@@ -12,13 +12,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Forgets what was compiled."""
+    """Forget what was compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., Any], backend: str = "aot_eager") -> tuple[Callable[..., Any], CompileCounterWithBackend]:
-    """The function compiled in one graph, and what counts its compilations."""
+    """Return the function compiled in one graph, and what counts its compilations."""
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, backend=counter, fullgraph=True), counter

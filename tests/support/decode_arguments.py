@@ -10,7 +10,7 @@ import cute_mla
 
 
 def bytes_from(offset: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A contiguous tensor, so many bytes behind an address that is a multiple of 64."""
+    """Return a contiguous tensor, so many bytes behind an address that is a multiple of 64."""
     size = torch.Size(shape).numel() * dtype.itemsize
     memory = torch.zeros(size + 128, dtype=torch.uint8)
     start = -memory.data_ptr() % 64 + offset
@@ -18,7 +18,7 @@ def bytes_from(offset: int, *shape: int, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def dense(**changes: Any) -> dict[str, Any]:
-    """Arguments of a dense call."""
+    """Return arguments of a dense call."""
     lengths = torch.zeros(2, dtype=torch.int32)
     metadata, num_splits = cute_mla.get_mla_metadata(lengths, 16, 1, 16)
     arguments = {
@@ -37,7 +37,7 @@ def dense(**changes: Any) -> dict[str, Any]:
 
 
 def dense_fp8(**changes: Any) -> dict[str, Any]:
-    """Arguments of a dense call over e4m3 with both scales."""
+    """Return arguments of a dense call over e4m3 with both scales."""
     return dense(
         **{
             "q": bytes_from(0, 2, 1, 16, 576, dtype=torch.float8_e4m3fn),
@@ -50,7 +50,7 @@ def dense_fp8(**changes: Any) -> dict[str, Any]:
 
 
 def sparse(**changes: Any) -> dict[str, Any]:
-    """Arguments of a sparse call over a 656-byte cache, with all that may be given but a second cache."""
+    """Return arguments of a sparse call over a 656-byte cache, with all that may be given but a second cache."""
     topk = 96 if changes.get("extra_k_cache") is not None else 64
     metadata, num_splits = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 16, 1, 16, topk=topk)
     arguments = dense(
@@ -68,7 +68,7 @@ def sparse(**changes: Any) -> dict[str, Any]:
 
 
 def sparse_extra(**changes: Any) -> dict[str, Any]:
-    """Arguments of a sparse call with a second cache."""
+    """Return arguments of a sparse call with a second cache."""
     return sparse(
         **{
             "extra_k_cache": bytes_from(0, 4, 16, 1, 656, dtype=torch.uint8),

@@ -10,5 +10,5 @@ from cute_mla.testing.cases.dense_decode import DenseDecodeTensors
 
 
 def with_lengths(tensors: DenseDecodeTensors, lengths: list[int]) -> DenseDecodeTensors:
-    """The same operands with other lengths, which the block table must have pages for."""
+    """Return the operands with other lengths, for which the block table must have pages."""
     return replace(tensors, cache_seqlens=torch.tensor(lengths, dtype=torch.int32))

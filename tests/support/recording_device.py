@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from cute_mla.manifest import KernelEntry, kernel_name
-from cute_mla.runtime.device import CallSteps, SingleLaunches, cpu_tensors_on
-from cute_mla.runtime.kept_calls import KeptCalls
+from cute_mla.runtime.call_cache import CallCache
+from cute_mla.runtime.current import cpu_tensors_on
+from cute_mla.runtime.device import SingleLaunches
+from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec import (
     cache_gather,
     cache_write,
@@ -57,16 +59,16 @@ class RecordingDevice:
     sm_count: int = 132
     launches: list[Launch] = field(default_factory=list)
     poisoned: list[int] = field(default_factory=list)
-    kept_calls: KeptCalls = field(default_factory=KeptCalls)
+    call_cache: CallCache = field(default_factory=CallCache)
 
     @contextmanager
     def active(self) -> Iterator[RecordingDevice]:
-        """Makes this the device of CPU tensors."""
+        """Make this the device of CPU tensors."""
         with cpu_tensors_on(self):
             yield self
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
-        """An entry with a name and parameters."""
+        """Return an entry with a name and parameters."""
         return KernelEntry(
             name=kernel_name(op, self.arch.name, config_name),
             op=op,
@@ -89,20 +91,20 @@ class RecordingDevice:
     def launch(
         self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Any], *, stream: int | None = None, pdl: bool = False
     ) -> None:
-        """Records the launch."""
+        """Record the launch."""
         named = {param.name: arg for param, arg in zip(kernel.params, args, strict=True)}
         self.launches.append(Launch(kernel.name, grid, named, pdl))
 
     def prepare(self, call: CallSteps) -> SingleLaunches:
-        """Keeps what to launch."""
+        """Keep what to launch."""
         return SingleLaunches(self, call)
 
-    def undefined(self, *tensors: torch.Tensor) -> None:
-        """Records the addresses."""
+    def mark_uninitialized(self, *tensors: torch.Tensor) -> None:
+        """Record the addresses."""
         self.poisoned += [tensor.data_ptr() for tensor in tensors]
 
 
 def row_ctas(device: RecordingDevice, rows: int) -> int:
-    """CTAs of 64 rows each, in pairs on Blackwell."""
+    """Return CTAs of 64 rows each, in pairs on Blackwell."""
     tiles = -(-rows // 64)
     return tiles + tiles % 2 if device.arch is SM100 else tiles

@@ -6,7 +6,7 @@ import torch
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Zeros, bf16 unless said otherwise."""
+    """Return zeros, bf16 unless said otherwise."""
     return torch.zeros(*shape, dtype=dtype)
 
 

@@ -26,7 +26,7 @@ PAGED = DenseDecodeCase(batch=3, s_q=2, lengths=(37, 0, 130), h_q=6, h_kv=2, pag
 
 
 def keys_of(case: DenseDecodeCase, tensors: DenseDecodeTensors, request: int) -> Tensor:
-    """All slots of the pages that a request uses: [pages * page, h_kv, 576]."""
+    """Return all slots of the pages that a request uses: [pages * page, h_kv, 576]."""
     pages = tensors.block_table[request, : case.pages[request]].long()
     return tensors.k_cache[pages].flatten(0, 1)
 

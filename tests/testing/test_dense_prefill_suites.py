@@ -34,13 +34,13 @@ LENGTHS = (0, 1, 17, 63, 64, 65, 127, 128, 129, 257)
 
 
 def most_items(case: DensePrefillCase) -> int:
-    """Items that one CTA walks, on the architecture where it walks fewest."""
+    """Return items that one CTA walks, on the architecture where it walks fewest."""
     problems = [(case.problem(arch), case.sm_count or arch.sm_count) for arch in ARCHS.values()]
     return min(problem.items // max(problem.grid(sm_count)[0], 1) for problem, sm_count in problems)
 
 
 def has(case: DensePrefillCase, of: Callable[[int, int], bool]) -> bool:
-    """Whether query tokens and keys of a sequence are as said."""
+    """Return whether a sequence has these numbers of query tokens and keys."""
     return any(of(s_q, s_k) for s_q, s_k in case.lengths)
 
 
@@ -152,7 +152,7 @@ def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
 
 @pytest.fixture(scope="module")
 def simulated() -> list[SuiteEntry[DensePrefillCase]]:
-    """The full suite of the simulated device."""
+    """Return the full suite of the simulated device."""
     return suite("full", "dense_prefill", simulated=True)
 
 

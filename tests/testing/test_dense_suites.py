@@ -42,7 +42,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 
 def rows(case: DenseDecodeCase) -> int:
-    """Query rows of one KV head; 0 if there is nothing to do."""
+    """Return query rows of one KV head; 0 if there is nothing to do."""
     return case.s_q * case.h_q // case.h_kv if case.batch else 0
 
 
@@ -131,7 +131,7 @@ def test_full_on_a_gpu_is_the_whole_grid_in_both_types() -> None:
 
 @pytest.fixture(scope="module")
 def simulated() -> list[SuiteEntry]:
-    """The full suite of the simulated device."""
+    """Return the full suite of the simulated device."""
     return suite("full", "dense_decode", simulated=True)
 
 

@@ -30,7 +30,7 @@ OPERATION = OPERATIONS[SMALL.op]
 
 
 def tokens_of(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> list[tuple[int, Tensor]]:
-    """Of each token, its request and its indices that count."""
+    """Return each token's request and its valid indices."""
     rows = tensors.indices.reshape(case.tokens, case.topk)
     return [(token // case.s_q, rows[token, :count]) for token, count in enumerate(case.counts)]
 

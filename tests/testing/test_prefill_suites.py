@@ -47,7 +47,7 @@ def walks(case: SparsePrefillCase) -> list[list[int]]:
 
 
 def follows(case: SparsePrefillCase, before: Callable[[int], bool], after: Callable[[int], bool]) -> bool:
-    """Whether somewhere a token of so many tiles comes after one of so many on the same CTAs."""
+    """Return whether a token of so many tiles follows one of so many on the same CTAs."""
     return any(before(x) and after(y) for tiles in walks(case) for x, y in pairwise(tiles))
 
 
@@ -170,7 +170,7 @@ def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
 
 @pytest.fixture(scope="module")
 def simulated() -> list[SuiteEntry[SparsePrefillCase]]:
-    """The full suite of the simulated device."""
+    """Return the full suite of the simulated device."""
     return suite("full", "sparse_prefill", simulated=True)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.runtime.library import FOLDER_VARIABLE
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.runner import Target, run_all, schedules
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from cute_mla import reference
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner
+from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS
@@ -62,7 +63,7 @@ class StandIn:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A stand-in kernel without faults, until one is planted."""
+    """Return a stand-in kernel without faults, until one is planted."""
     stand_in = StandIn()
     artifacts = SimpleNamespace(entry=lambda *key: SimpleNamespace(cubin_sha256="0123"))
     stood_in = replace(OPERATIONS["dense_decode"], function=stand_in.decode, workspace_bytes=lambda case, tensors: 64)
@@ -72,7 +73,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def run(case: DenseDecodeCase = CASE, target: Target = SIM, reduced: str = "") -> Record:
+def run(case: BaseCase = CASE, target: Target = SIM, reduced: str = "") -> Record:
     (record,) = run_case(case, target, reduced)
     return record
 
@@ -190,7 +191,7 @@ class PrefillStandIn:
 
 @pytest.fixture
 def prefill(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> PrefillStandIn:
-    """A stand-in kernel of sparse prefill without faults, until one is planted."""
+    """Return a stand-in kernel of sparse prefill without faults, until one is planted."""
     stand_in = PrefillStandIn()
     stood_in = replace(OPERATIONS["sparse_prefill"], function=stand_in, workspace_bytes=lambda case, tensors: 64)
     monkeypatch.setitem(OPERATIONS, "sparse_prefill", stood_in)
@@ -262,16 +263,19 @@ def test_an_output_that_is_not_the_one_given_fails(kernel: StandIn, monkeypatch:
 
 
 def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+    calls: list[str | torch.device] = []
 
     def decode(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         calls.append("call")
         return kernel.decode(*args, **kwargs)
 
     monkeypatch.setitem(OPERATIONS, "dense_decode", replace(OPERATIONS["dense_decode"], function=decode))
-    on_cpu = replace(
-        OPERATIONS["dense_decode"], make_tensors=lambda case, device: calls.append(device) or make_dense_decode_tensors(case, "cpu")
-    )
+
+    def made_on_cpu(case: Any, device: str | torch.device) -> Any:
+        calls.append(device)
+        return make_dense_decode_tensors(case, "cpu")
+
+    on_cpu = replace(OPERATIONS["dense_decode"], make_tensors=made_on_cpu)
     monkeypatch.setitem(OPERATIONS, "dense_decode", on_cpu)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
@@ -283,9 +287,18 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
 def test_a_gpu_job_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a kernel that never returns is known by name."""
     seen: list[str] = []
-    monkeypatch.setattr(runner, "run_case", lambda case, target, reduced: seen.append(f"ran {case.h_q}") or [])
+
+    def ran(case: DenseDecodeCase, target: Target, reduced: str) -> list[Record]:
+        seen.append(f"ran {case.h_q}")
+        return []
+
+    def started(case: BaseCase) -> None:
+        assert isinstance(case, DenseDecodeCase)
+        seen.append(f"start {case.h_q}")
+
+    monkeypatch.setattr(runner, "run_case", ran)
     jobs = [(DenseDecodeCase(h_q=h_q), Target("sm90", "cuda", schedules(1, 0)), "") for h_q in (1, 2)]
-    list(runner.run_all(jobs, on_start=lambda case: seen.append(f"start {case.h_q}")))
+    list(runner.run_all(jobs, on_start=started))
     assert seen == ["start 1", "ran 1", "start 2", "ran 2"]
 
 

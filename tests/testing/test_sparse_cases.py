@@ -28,7 +28,7 @@ SMALL = SparseDecodeCase(batch=2, h_q=2, main=Pool(40, 20, 16))
 
 
 def pools(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> list[tuple[Pool, Tensor, Tensor, tuple[int, ...]]]:
-    """Of each pool: itself, cache, indices, and how many of these count in each request."""
+    """Return for each pool: itself, cache, indices, and how many indices are valid in each request."""
     found = [(case.main, tensors.k_cache, tensors.indices, case.counts[0])]
     if case.extra is not None:
         assert tensors.extra_k_cache is not None

@@ -42,7 +42,7 @@ POOL_FACTORS: dict[str, tuple[object, ...]] = {
 
 
 def per_cache(case: SparseDecodeCase) -> list[tuple[int, ...]]:
-    """Of each request with two caches, how many indices of each count."""
+    """Return how many indices of each cache are valid, for each request with two caches."""
     return list(zip(*case.counts, strict=True)) if case.extra is not None else []
 
 
@@ -165,7 +165,7 @@ def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:
 
 @pytest.fixture(scope="module")
 def simulated() -> list[SuiteEntry[SparseDecodeCase]]:
-    """The full suite of the simulated device."""
+    """Return the full suite of the simulated device."""
     return suite("full", "sparse_decode", simulated=True)
 
 

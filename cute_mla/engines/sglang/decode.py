@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata
-from ...cache import page_size_problem
+from ...ops.limits import page_size_error
 from ...spec.mla import D_V
 from ..plan_buffers import PlanBuffers
 
@@ -40,7 +40,7 @@ class CuteMlaDecode(AttentionBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        problem = page_size_problem(model_runner.page_size)
+        problem = page_size_error(model_runner.page_size)
         if problem is not None:
             raise ValueError(f"--page-size: {problem}")
         parallel, speculation = get_parallel(), get_spec()

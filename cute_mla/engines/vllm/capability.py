@@ -8,10 +8,10 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import MultipleOf
 
+from ...api import is_supported
 from ...spec.arch import ARCHS, arch_for
 from ...spec.dense_decode import SMALL_PAGES
 from ...spec.split_plan import TILE_KEYS
-from ...support import is_supported
 
 # vLLM's names of cache dtypes; "auto" is the dtype of the model.
 WIDE_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

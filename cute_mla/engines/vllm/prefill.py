@@ -9,7 +9,7 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
 
-from ...varlen import flash_attn_varlen_func
+from ...api import flash_attn_varlen_func
 from . import PREFILL
 from .capability import DTYPES, has_kernels_for, supported_on_any
 

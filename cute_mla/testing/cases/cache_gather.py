@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...cache import quantise_cache
-from ...cache.torch_path import to_e4m3
+from ...ops.cache_codec import to_e4m3
 from ...spec.cache_format import LATENT
 from ...spec.cache_rows import FP8_576
 from ...spec.mla import ceil_div

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache.gathered import columns_of, dtypes_of
+from ...ops.paged_cache import columns_of, dtypes_of
 from ...spec.arch import Arch
 from ...spec.cache_format import LATENT, CacheFormat
 from ...spec.cache_rows import CACHED, CacheRowsConfig, config_of

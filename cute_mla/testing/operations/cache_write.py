@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...cache import write_kv_cache
-from ...cache.rows import cache_rows
-from ...cache.torch_path import write_rows
+from ...ops.cache_torch import write_rows
+from ...ops.paged_cache import cache_rows
+from ...ops.tensor_spec import spec_of
 from ...spec.cache_rows import FP8_576
-from ...tensors import spec_of
 from ..cases.cache_write import CacheWriteCase, CacheWriteTensors, make_cache_write_tensors
 from ..cases.paged_cache import cache_bytes, copy_cache
 from .operation import Operation, Result

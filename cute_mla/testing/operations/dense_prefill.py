@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ... import reference
-from ...api import workspace_size
-from ...varlen import flash_attn_varlen_func
+from ...api import flash_attn_varlen_func, workspace_size
 from ..cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
 from ..low_precision import error_limits
 from .operation import Operation, Result, empty_lse, output_argument

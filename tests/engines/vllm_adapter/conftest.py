@@ -69,7 +69,7 @@ def _slots(
     compact_valid_to_front: bool = True,
     **options: Any,
 ) -> Any:
-    """Slots of this rank's keys, by interleave 1; the others -1. To the front they go in an order of no meaning."""
+    """Return slots of this rank's keys, by interleave 1; the others -1. They move to the front in any order."""
     ids, (dcp_size, dcp_rank) = token_indices.long(), (options.get("dcp_size", 1), options.get("dcp_rank", 0))
     local = ids.clamp(min=0) // dcp_size
     blocks = block_table[req_id.long()].long().gather(1, local // BLOCK_SIZE)

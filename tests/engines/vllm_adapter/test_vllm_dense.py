@@ -38,7 +38,7 @@ FEW_SMS = 6
 
 
 def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> Tensor:
-    """What vLLM gives forward_mqa: keys of every request, all else NaN."""
+    """Return the cache that vLLM gives forward_mqa: keys of every request, NaN elsewhere."""
     generator = torch.Generator().manual_seed(3)
     cache = empty_cache(batch, setting)
     if setting.cache != "auto":
@@ -68,7 +68,7 @@ def expected(batch: CommonAttentionMetadata, q: Tensor, cache: Tensor, scales: t
 
 
 def check(served: Served, requests: Sequence[Request], q: Any, **options: Any) -> None:
-    """Decodes a batch and compares."""
+    """Decode a batch and compare."""
     batch = batch_of(requests, served.setting.block_size)
     cache = filled_cache(batch, served.setting)
     metadata = served.build(batch)
@@ -157,7 +157,7 @@ def test_padded_requests_are_finite_and_leave_the_others_alone(tmp_path: Path) -
 
 
 def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """As vLLM's ranks merge theirs: by the natural log, after -inf for ranks without keys."""
+    """Merge results as vLLM's ranks do: by natural log, with -inf for ranks without keys."""
     lse = torch.stack([lse for _, lse in parts])
     weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
     return sum(weight.unsqueeze(-1) * out.float() for weight, (out, _) in zip(weights, parts, strict=True))

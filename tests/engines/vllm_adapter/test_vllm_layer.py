@@ -35,14 +35,18 @@ HEADS = 4
 
 
 def keys_of(batch: CommonAttentionMetadata, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Latent [keys, 512] and rotary columns [keys, 64] of all keys of each request."""
+    """Return latent [keys, 512] and rotary columns [keys, 64] of all keys of each request."""
     generator = torch.Generator().manual_seed(5)
     lengths = batch.seq_lens.tolist()
-    return [tuple(torch.randn(n, columns, generator=generator).to(dtype) for columns in (LATENT, ROPE)) for n in lengths]
+
+    def drawn(keys: int, columns: int) -> torch.Tensor:
+        return torch.randn(keys, columns, generator=generator).to(dtype)
+
+    return [(drawn(n, LATENT), drawn(n, ROPE)) for n in lengths]
 
 
 def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
-    """New keys into the cache, as vLLM's layer does it. More rows than slots, as in a padded batch."""
+    """Write new keys into the cache, as vLLM's layer does. More rows than slots, as in a padded batch."""
     latent, rotary = (torch.cat([*part, torch.full((2, part[0].shape[1]), torch.nan)]).to(part[0].dtype) for part in zip(*kv, strict=True))
     layer = served.layer
     layer.update_kv_cache(latent, rotary.unsqueeze(1), cache, slots, None, layer.kv_cache_dtype, layer._k_scale)

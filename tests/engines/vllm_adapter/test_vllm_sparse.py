@@ -41,7 +41,7 @@ def served_by(heads: int, cache: str, folder: Path) -> Served:
 
 
 def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tensor, list[Tensor]]:
-    """(the cache, NaN where there are no keys, what each request's keys are worth)."""
+    """Return (the cache, NaN where there are no keys, what each request's keys are worth)."""
     generator = torch.Generator().manual_seed(3)
     cache, worth = empty_cache(batch, setting), []
     for request in range(batch.num_reqs):
@@ -58,7 +58,7 @@ def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tens
 
 
 def choose(served: Served, batch: CommonAttentionMetadata) -> Tensor:
-    """What an indexer leaves in the layer's buffer: for each token some of the keys that it may see, -1 behind them and in between."""
+    """Fill the layer's buffer as an indexer does: some visible keys for each token, with -1 between and after them."""
     generator = torch.Generator().manual_seed(8)
     buffer = served.layer.impl.topk_indices_buffer
     buffer.fill_(-1)

@@ -104,7 +104,7 @@ class Served:
 
 
 def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
-    """A layer of this backend, and of our prefill backend, as vLLM makes it."""
+    """Return a layer of this backend, and of our prefill backend, as vLLM makes it."""
     config = configuration(setting, folder)
     backend = AttentionBackendEnum[name].get_class()
     weight = torch.randn(setting.heads * (NOPE + V), LATENT, generator=torch.Generator().manual_seed(1)) * LATENT**-0.5
@@ -190,17 +190,17 @@ def empty_cache(batch: CommonAttentionMetadata, setting: Setting) -> Tensor:
 
 
 def rows_of(batch: CommonAttentionMetadata, request: int, block_size: int) -> Tensor:
-    """Blocks and rows of all keys of a request: (int64 [keys], int64 [keys])."""
+    """Return blocks and rows of all keys of a request: (int64 [keys], int64 [keys])."""
     position = torch.arange(int(batch.seq_lens[request]))
     return torch.stack((batch.block_table_tensor[request, position // block_size].long(), position % block_size))
 
 
 def query_rows(batch: CommonAttentionMetadata, request: int) -> slice:
-    """The query tokens of a request."""
+    """Return the query tokens of a request."""
     start, end = batch.query_start_loc[request : request + 2].tolist()
     return slice(start, end)
 
 
 def agree(out: Tensor, wanted: Tensor, absolute: float = 5e-3) -> None:
-    """Asserts that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
+    """Assert that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=absolute)

@@ -26,7 +26,7 @@ Case = ConfigCase[CacheRowsConfig]
 
 
 def new_cache(case: Case, page_size: int, pages: int = PAGES) -> Tensor:
-    """All bytes 0xFF."""
+    """Return all bytes 0xFF."""
     if case.config.format in (LATENT, FP8_576):
         dtype = torch.float8_e4m3fn if case.config.format is FP8_576 else _dtype(case)
         return torch.full((pages, page_size, 1, 576 * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
@@ -67,7 +67,7 @@ class Written:
 
 
 def _write_make(case: Case) -> Written:
-    """Keys of very different sizes."""
+    """Return keys of very different sizes."""
     sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0, 4.0])[:, None]
     draw = torch.Generator().manual_seed(7)
     kv_c, k_pe = (sizes * normal_values((5, columns), draw) for columns in (latent_columns(case.config.format), D_ROPE))
@@ -75,7 +75,7 @@ def _write_make(case: Case) -> Written:
 
 
 def _write_taken(case: Case, operands: Written, picks: Picks, moved: bool) -> Call:
-    """Every key of the call to a slot of its own; moved: in pages of another size, by a mapping of the other type."""
+    """Write every key of the call to a slot of its own; moved: in pages of another size, by a mapping of the other type."""
     slots = elsewhere(PAGES * PAGE_SIZE)[int(moved)][: len(picks)]
     keys = operands.kv_c[list(picks)], operands.k_pe[list(picks)]
     return case, Written(*keys, slots.int(), PAGE_SIZE // 2) if moved else replace(operands, kv_c=keys[0], k_pe=keys[1], slots=slots)

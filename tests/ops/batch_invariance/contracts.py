@@ -45,7 +45,7 @@ ConfigT = TypeVar("ConfigT")
 
 @dataclass(frozen=True)
 class Contract:
-    """What an op's bits may depend on.
+    """The inputs that an op's bits may depend on.
 
     cases: calls of all requests together, among which every variant of the kernel finds one that it serves.
     taken(case, operands, picks, moved): the call of these requests of theirs, in this order, repeated ones too. moved: what belongs to
@@ -64,7 +64,7 @@ class Contract:
     expect: Callable[[Any, Any, Result], None] = expect
 
     def case_for(self, arch: Arch, config: Any) -> Any:
-        """The first case that a variant serves. LookupError without one."""
+        """Return the first case that a variant serves. LookupError without one."""
         for case in self.cases:
             if case.problem(arch).config == config:
                 return case
@@ -72,23 +72,23 @@ class Contract:
 
 
 def elsewhere(places: int) -> tuple[Tensor, Tensor]:
-    """An order of so many rows or pages of a cache, and by its old number the new place of each."""
+    """Return an order of so many rows or pages of a cache, and by its old number the new place of each."""
     order = torch.randperm(places, generator=torch.Generator().manual_seed(17))
     return order, order.argsort()
 
 
 def in_order(cache: Tensor, order: Tensor) -> Tensor:
-    """The rows or pages of a cache in another order, of whatever type."""
+    """Return the rows or pages of a cache in another order, of whatever type."""
     return cache.view(torch.uint8)[order].view(cache.dtype)
 
 
 def widened(table: Tensor, columns: int, entry: int) -> Tensor:
-    """More columns behind those that a table has."""
+    """Return more columns behind those that a table has."""
     return torch.cat([table, table.new_full((*table.shape[:-1], columns), entry)], dim=-1)
 
 
 def own_rows(operands: Any, results: Result, place: int) -> Result:
-    """Of results whose first dimension counts requests."""
+    """Return one request's rows of results whose first dimension counts requests."""
     return tuple(result[place : place + 1] for result in results)
 
 
@@ -175,7 +175,7 @@ def _sparse_taken(case: SparseDecodeCase, operands: SparseDecodeTensors, picks: 
 
 
 def _moved_slots(cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """A cache with its pages in another order, and the indices that follow them; invalid ones stay as they are."""
+    """Return a cache with its pages in another order, and the indices that follow them; invalid ones stay as they are."""
     order, place = elsewhere(len(cache))
     page_size = cache.shape[1]
     valid = (indices >= 0) & (indices < len(cache) * page_size)
@@ -225,7 +225,7 @@ _VARLEN_CASES = tuple(
 
 
 def _varlen_taken(case: DensePrefillCase, operands: DensePrefillTensors, picks: Picks, moved: bool) -> Call:
-    """moved: with rows of nobody in front of the keys, and room for longer sequences."""
+    """Take requests of a call. moved: with unused rows in front of the keys, and room for longer sequences."""
     lengths = tuple(case.lengths[pick] for pick in picks)
     queries = [range(first, first + case.lengths[pick][0]) for pick in picks for first in (case.q_starts[pick],)]
     keys = [range(first, first + case.lengths[pick][1]) for pick in picks for first in (case.k_starts[pick],)]
@@ -233,8 +233,8 @@ def _varlen_taken(case: DensePrefillCase, operands: DensePrefillTensors, picks: 
     q = at(operands.q, [row for rows in queries for row in rows])
     k, v = (tensor[[*in_front, *(row for rows in keys for row in rows)]] for tensor in (operands.k, operands.v))
     starts = [list(accumulate(map(len, rows), initial=first)) for rows, first in ((queries, 0), (keys, len(in_front)))]
-    offsets = [torch.tensor(start, dtype=torch.int32) for start in starts]
-    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, *offsets)
+    of_queries, of_keys = (torch.tensor(start, dtype=torch.int32) for start in starts)
+    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, of_queries, of_keys)
 
 
 def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Result:
@@ -243,7 +243,7 @@ def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Re
 
 
 def at(q: Tensor, picks: Picks) -> Tensor:
-    """Rows of q along its first dimension, in this order, whose rows of elements lie as far apart and as aligned as they did."""
+    """Return rows of q along its first dimension, in this order, whose rows of elements lie as far apart and as aligned as they did."""
     apart = q.stride(-2) if q.numel() else q.shape[-1]
     picked = torch.full((len(picks), *q.shape[1:-1], apart), float("nan"), dtype=q.dtype)[..., apart - q.shape[-1] :]
     return picked.copy_(q[list(picks)])
@@ -266,7 +266,7 @@ class ConfigCase(Generic[ConfigT]):
 
 
 def _merge_make(case: ConfigCase[MergeStatesConfig]) -> tuple[Tensor, Tensor]:
-    """Three states of five tokens and nine heads, some of which attended to nothing."""
+    """Return three states of five tokens and nine heads, some of which attended to nothing."""
     draw = torch.Generator().manual_seed(5)
     outs = torch.randn(3, 5, 9, case.config.head_dim, generator=draw).to(DTYPES[case.config.dtype])
     lses = 3 * torch.randn(3, 5, 9, generator=draw)
@@ -276,7 +276,7 @@ def _merge_make(case: ConfigCase[MergeStatesConfig]) -> tuple[Tensor, Tensor]:
 
 
 def _merge_taken(case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, Tensor], picks: Picks, moved: bool) -> Call:
-    """moved: rows further apart."""
+    """Take tokens of a call. moved: rows further apart."""
     picked = list(picks)
     outs, lses = (tensor[:, picked] for tensor in operands)
     if moved:

@@ -30,20 +30,20 @@ class Arrangement:
 
 
 def arrangements(requests: int) -> tuple[Arrangement, ...]:
-    """One request alone; all of them shuffled; and twice as many, everything moved."""
+    """Return one request alone; all of them shuffled; and twice as many, everything moved."""
     everyone = tuple(range(requests))
     shuffled = tuple(sorted(everyone, key=lambda request: (request * 3 + 1) % requests))
     return Arrangement((0,), 14), Arrangement(shuffled, 1), Arrangement((*everyone[1:], *everyone[::-1], 0), 5, moved=True)
 
 
 def on_every_device(requests: int) -> tuple[Arrangement, ...]:
-    """Every request alone, and all of them, on small devices and on those that there are."""
+    """Return every request alone, and all of them, on small devices and on those that there are."""
     alone = tuple(Arrangement((request,), 7) for request in range(requests))
     return *alone, *(replace(others, sm_count=count) for count in (2, 8, 132, 148) for others in arrangements(requests)[1:])
 
 
 def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangement, ...]) -> Iterator[tuple[Arrangement, int]]:
-    """Where, and of which request, the bits are others than in a call of all requests, which itself is right."""
+    """Return the calls and requests whose bits differ from a call of all requests, which is itself correct."""
     operands = contract.make(case)
     everyone = tuple(range(contract.requests))
     together, together_operands = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
@@ -56,14 +56,14 @@ def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangemen
 
 
 def run(contract: Contract, bench: Bench, case: Any, operands: Any, arrangement: Arrangement) -> tuple[Result, Any]:
-    """The results of an arrangement, and its operands."""
+    """Return the results of an arrangement, and its operands."""
     call, own = contract.taken(case, operands, arrangement.picks, arrangement.moved)
     return contract.run(bench, replace(call, sm_count=arrangement.sm_count), own), own
 
 
 def variants(contracts: dict[str, Contract]) -> list[Any]:
-    """Those of these contracts' ops, of every architecture. The first of those of an op that read operands of a kind is quick to test;
-    the others are marked slow."""
+    """List the kernel variants of these contracts' ops, on every architecture. For each op and kind of operands the first variant
+    runs in `make test`; the others are marked slow."""
     found, seen = [], set()
     for arch in ARCHS.values():
         for variant in closed_variants(arch, tuple(contracts)):
@@ -74,7 +74,7 @@ def variants(contracts: dict[str, Contract]) -> list[Any]:
 
 
 def of_every_type(op: str) -> list[Any]:
-    """The first variant of every architecture, type and kind of operands."""
+    """Return the first variant of every architecture, type and kind of operands."""
     found: dict[tuple[Any, ...], Variant] = {}
     for arch in ARCHS.values():
         for variant in closed_variants(arch, (op,)):
@@ -123,7 +123,7 @@ def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) 
 
 @pytest.mark.parametrize("op", CUT_CONTRACTS)
 def test_a_plan_that_depends_on_the_sm_count_breaks_the_contract(arch: Arch, op: str) -> None:
-    """Which is what calls without the flag have."""
+    """Plans of calls without the flag depend on the SM count."""
     contract, variant = CONTRACTS[op], closed_variants(arch, (op,))[0]
     case = replace(contract.case_for(arch, variant.config), batch_invariant=False)
     assert list(broken(contract, Bench(arch), case, arrangements(contract.requests)))

@@ -33,7 +33,7 @@ class Call:
         self.head_dim_v = 512
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls flash_mla_with_kvcache."""
+        """Call flash_mla_with_kvcache."""
         metadata, num_splits = cute_mla.get_mla_metadata() if self.plan is None else self.plan
         return cute_mla.flash_mla_with_kvcache(
             self.q,
@@ -51,5 +51,5 @@ class Call:
         return self.s_q * self.h_q // self.h_kv
 
     def form_a(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A plan made beforehand."""
+        """Return a plan made beforehand."""
         return cute_mla.get_mla_metadata(self.cache_seqlens, self.rows_per_kv_head, self.h_kv, self.h_q)

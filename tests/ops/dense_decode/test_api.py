@@ -6,12 +6,13 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import cute_mla
-from cute_mla.api import MlaSchedule
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -264,7 +265,7 @@ def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> N
     call = Call(plan=cute_mla.get_mla_metadata())
     schedule = call.plan[0]
     assert isinstance(schedule, MlaSchedule)
-    assert schedule.tile_scheduler_metadata is None
+    assert (schedule.tile_scheduler_metadata, schedule.num_splits) == (None, None)
     for _ in range(3):
         call.run()
     assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 1
@@ -291,7 +292,7 @@ def test_schedule_with_other_lengths_is_used_again(device: RecordingDevice) -> N
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, int], said: str) -> None:
+def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
     plan = cute_mla.get_mla_metadata()
     Call(plan=plan).run()
     with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):

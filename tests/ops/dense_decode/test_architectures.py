@@ -1,4 +1,4 @@
-"""The same inputs on every architecture: the answers agree within FlashMLA's tolerances, and plans are interchangeable."""
+"""Equal inputs on every architecture: the answers agree within FlashMLA's tolerances, and plans are interchangeable."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_result_that_is_wrong_on_one_architecture_is_seen() -> None:
 
 
 def planned(arch: Arch, tensors: DenseDecodeTensors) -> tuple[Tensor, Tensor]:
-    """A plan for 80 query rows on 12 multiprocessors."""
+    """Return a plan for 80 query rows on 12 multiprocessors."""
     with cute_mla.simulate(arch, 12):
         return cute_mla.get_mla_metadata(tensors.cache_seqlens, 80, 1, 40)
 

@@ -1,4 +1,4 @@
-"""Which bits a call gives: the same for the same inputs, under every schedule; and calls with a plan made for others.
+"""Bits of dense decode: equal for equal inputs, under every schedule; and calls with a plan made for other lengths.
 
 What batch_invariant promises beyond that is tested in tests/ops/batch_invariance/test_batch_invariance.py.
 """
@@ -6,6 +6,7 @@ What batch_invariant promises beyond that is tested in tests/ops/batch_invarianc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from tests.support.decoding import with_lengths
 MIXED = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 260), h_q=40, causal=True, sm_count=9)
 
 
-def decode_planned(tensors: DenseDecodeTensors, plan: tuple[Tensor, Tensor], **options: bool) -> tuple[Tensor, Tensor]:
-    """A call with a plan made beforehand."""
+def decode_planned(tensors: DenseDecodeTensors, plan: tuple[Tensor, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Decode with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens, 512, *plan, causal=True, **options
     )
@@ -46,7 +47,7 @@ OTHER_LENGTHS = [[500, 70, 260], [70, 500, 260], [0, 1, 512], [512, 512, 512], [
 
 
 def spacious() -> DenseDecodeTensors:
-    """Operands of MIXED in which every request has 512 keys."""
+    """Return operands of MIXED in which every request has 512 keys."""
     return make_dense_decode_tensors(replace(MIXED, lengths=(512, 512, 512)))
 
 

@@ -204,7 +204,7 @@ def test_simulate(options: dict[str, Any], said: str) -> None:
 
 
 def test_cpu_tensors_outside_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_mla.runtime.device._simulated", type("Empty", (), {"get": staticmethod(lambda: None)}))
+    monkeypatch.setattr("cute_mla.runtime.current._simulated", type("Empty", (), {"get": staticmethod(lambda: None)}))
     with pytest.raises(
         ValueError, match=r"got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate\(arch\):`"
     ):

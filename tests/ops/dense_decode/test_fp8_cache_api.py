@@ -31,7 +31,7 @@ class Fp8Call(Call):
 
 
 def decode_args(device: RecordingDevice) -> dict[str, Any]:
-    """The arguments of the last launch of dense decode."""
+    """Return the arguments of the last launch of dense decode."""
     return next(launch.args for launch in reversed(device.launches) if "dense_decode" in launch.kernel)
 
 

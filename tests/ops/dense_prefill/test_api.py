@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.dense_prefill_op import plan_call
+from cute_mla.ops import dense_prefill
 from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
@@ -24,17 +24,17 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["dense_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor: along tokens and heads."""
+    """Return a tensor's strides along tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("token", "head")]
 
 
 def blocks(device: RecordingDevice, rows: int) -> int:
-    """Work items of a sequence of so many query tokens, for each of its heads."""
+    """Return work items of a sequence of so many query tokens, for each of its heads."""
     return -(-rows // (256 if device.arch is SM100 else 128))
 
 
@@ -89,7 +89,8 @@ def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: to
 
 def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevice) -> None:
     VarlenCall().run()
-    cute_mla.flash_attn_varlen_func(*VarlenCall().operands.values(), 0.0, 0.5, True)
+    arguments: list[Any] = [*VarlenCall().operands.values(), 0.0, 0.5, True]
+    cute_mla.flash_attn_varlen_func(*arguments)
     by_name, by_place = (launch.args for launch in device.launches)
     assert (by_name["causal"], by_place["causal"], by_place["scale_log2"]) == (0, 1, pytest.approx(0.5 * LOG2_E))
     assert of_kind(by_name, ParamKind.INT64) == of_kind(by_place, ParamKind.INT64)
@@ -192,7 +193,7 @@ def test_queries_that_share_memory(device: RecordingDevice) -> None:
 def test_operands_far_apart(arch: Arch) -> None:
     """More than 2^31 elements, and bytes, between neighbours of every dimension."""
     far = 1 << 36
-    plan = plan_call(far_call(far), arch, 132)
+    plan = dense_prefill.plan(far_call(far), arch, 132)
     assert plan.kernel == "bf16_d192"
     assert plan.int64s == (far, 2 * far, *(3 * far, far) * 2)
     assert plan.int32s == (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
@@ -202,7 +203,7 @@ def test_operands_far_apart(arch: Arch) -> None:
 def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
     call = far_call(1 << 36)
     q = call.q._replace(stride=(1 << 39, 192, 1))
-    plan = plan_call(call._replace(q=q), arch, 132)
+    plan = dense_prefill.plan(call._replace(q=q), arch, 132)
     assert (plan.kernel, plan.layouts[0]) == ("bf16_d192_elements", None)
     assert plan.int64s[:2] == (1 << 39, 192)
 
@@ -276,7 +277,7 @@ def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_q": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
 @pytest.mark.parametrize("given", [False, True])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, int], given: bool) -> None:
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
     call = VarlenCall(**shape)
     results = call.results()
     out, lse = call.run(**(results if given else {}))
@@ -314,7 +315,7 @@ def test_tensors_that_require_grad_where_there_is_none(device: RecordingDevice) 
 
 
 def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingDevice) -> None:
-    plan_call.cache_clear()
+    dense_prefill.plan.cache_clear()
     for _ in range(3):
         VarlenCall().run()
-    assert (plan_call.cache_info().misses, plan_call.cache_info().hits) == (1, 2)
+    assert (dense_prefill.plan.cache_info().misses, dense_prefill.plan.cache_info().hits) == (1, 2)

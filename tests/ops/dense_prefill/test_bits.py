@@ -1,6 +1,6 @@
-"""Which bits dense prefill gives: the same under every schedule, and wherever a sequence's rows lie.
+"""Bits of dense prefill: equal under every schedule, and wherever a sequence's rows lie.
 
-That they are a sequence's own is tested in tests/ops/batch_invariance/test_batch_invariance.py.
+Their independence of other sequences is tested in tests/ops/batch_invariance/test_batch_invariance.py.
 """
 
 from __future__ import annotations

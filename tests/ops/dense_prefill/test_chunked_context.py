@@ -54,7 +54,7 @@ class Requests:
         )
 
     def attend(self, firsts: tuple[int, ...], stops: tuple[int, ...], causal: bool) -> tuple[Tensor, Tensor]:
-        """The new tokens over the keys firsts[r] to stops[r] - 1 of each request."""
+        """Return the new tokens over the keys firsts[r] to stops[r] - 1 of each request."""
         counts = tuple(stop - first for first, stop in zip(firsts, stops, strict=True))
         k, v = (
             torch.cat([tensor[first:stop] for tensor, first, stop in zip(tensors, firsts, stops, strict=True)])
@@ -63,26 +63,26 @@ class Requests:
         return cute_mla.flash_attn_varlen_func(self.q, k, v, ends(NEW), ends(counts), max(NEW), max(counts), causal=causal)
 
     def over_context(self) -> list[tuple[Tensor, Tensor]]:
-        """The new tokens over their context, a chunk after the other."""
+        """Return the new tokens over their context, a chunk after the other."""
         return [
             self.attend(tuple(min(start, context) for context in CONTEXT), tuple(min(start + CHUNK, context) for context in CONTEXT), False)
             for start in range(0, max(CONTEXT), CHUNK)
         ]
 
     def over_new_tokens(self) -> tuple[Tensor, Tensor]:
-        """The new tokens among themselves."""
+        """Return the new tokens among themselves."""
         return self.attend(CONTEXT, self.lengths(), True)
 
     def in_one_pass(self) -> tuple[Tensor, Tensor]:
-        """The new tokens over everything."""
+        """Return the new tokens over everything."""
         return self.attend((0,) * len(NEW), self.lengths(), True)
 
     def lengths(self) -> tuple[int, ...]:
-        """Keys of each request."""
+        """Return keys of each request."""
         return tuple(map(len, self.k))
 
     def expect(self, result: tuple[Tensor, Tensor], roundings: int) -> None:
-        """The result of everything against the reference. roundings: how often what adds up to an element of out was rounded."""
+        """Compare the result of everything with the reference. roundings: how often what adds up to an element of out was rounded."""
         out, lse = result
         keys, lengths = torch.cat(self.k), (ends(NEW), ends(self.lengths()))
         expected, expected_lse = reference.dense_prefill(self.q, keys, torch.cat(self.v), *lengths, causal=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.dense_prefill_op import plan_call
+from cute_mla.ops import dense_prefill
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
 from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
@@ -162,7 +162,7 @@ def test_gradients_of_packed_tensors(device: RecordingDevice, name: str, columns
 
 
 def run_packed(name: str, packed: Any, head_dim_qk: Any, **options: Any) -> None:
-    """Calls the form of flash_attn_varlen_func that takes this tensor."""
+    """Call the form of flash_attn_varlen_func that takes this tensor."""
     if name == "kv":
         cute_mla.flash_attn_varlen_kvpacked_func(zeros(300, 8, 192), packed, ints(3), ints(3), 290, 400, head_dim_qk, **options)
     else:
@@ -177,17 +177,17 @@ def test_more_tokens_than_32_bits_count(arch: Arch, operand: str) -> None:
     if operand == "k":
         call = call._replace(v=call.v._replace(shape=(MAX_TOKENS + 1, 3, 128)))
     with pytest.raises(ValueError, match=rf"{operand} has shape \[{MAX_TOKENS + 1}, 3, 192\]; supported: to {MAX_TOKENS} tokens"):
-        plan_call(call, arch, 132)
+        dense_prefill.plan(call, arch, 132)
 
 
 def test_more_work_than_32_bits_count(arch: Arch) -> None:
     call = far_call(1 << 30)
     ends = call.cu_seqlens_q._replace(shape=(1 << 20,))
     with pytest.raises(ValueError, match=rf"q has .*, cu_seqlens_q \[{1 << 20}\], and max_seqlen_q .*items; supported: to {MAX_ITEMS}"):
-        plan_call(call._replace(cu_seqlens_q=ends, cu_seqlens_k=ends), arch, 132)
+        dense_prefill.plan(call._replace(cu_seqlens_q=ends, cu_seqlens_k=ends), arch, 132)
 
 
 def test_strides_beyond_what_a_tensor_map_holds(arch: Arch) -> None:
     call = far_call(1 << 38)
     with pytest.raises(ValueError, match=rf"k has .*, {1 << 40} bytes along dimension 1; supported: .* below {1 << 40}"):
-        plan_call(call, arch, 132)
+        dense_prefill.plan(call, arch, 132)

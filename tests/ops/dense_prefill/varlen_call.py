@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 import cute_mla
-from cute_mla.dense_prefill_op import DensePrefillCall, VarlenWanted
+from cute_mla.ops import dense_prefill
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
-from cute_mla.tensors import TensorSpec
 
 
 @dataclass
@@ -38,30 +38,28 @@ class VarlenCall:
         }
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Tensors for the results."""
+        """Return tensors for the results."""
         rows = (self.total_q, self.h_q)
         return {"out": torch.empty(*rows, 128, dtype=self.dtype), "lse": torch.empty(rows)}
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls flash_attn_varlen_func."""
+        """Call flash_attn_varlen_func."""
         return cute_mla.flash_attn_varlen_func(**{**self.operands, **options})
 
 
-def far_call(step: int) -> DensePrefillCall:
-    """A call with so many elements between neighbours of every dimension."""
+def far_call(step: int) -> dense_prefill.CallSpec:
+    """Return a call with so many elements between neighbours of every dimension."""
     cpu = torch.device("cpu")
     ends = TensorSpec((2,), (1,), torch.int32, cpu)
-    return DensePrefillCall(
+    return dense_prefill.CallSpec(
         q=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         k=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         v=TensorSpec((MAX_TOKENS, 3, 128), (step, 2 * step, 1), torch.bfloat16, cpu),
         cu_seqlens_q=ends,
         cu_seqlens_k=ends,
-        wanted=VarlenWanted(
-            causal=True,
-            max_seqlen_q=MAX_ITEMS,
-            out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
-            lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
-            address_alignment=16,
-        ),
+        causal=True,
+        max_seqlen_q=MAX_ITEMS,
+        out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
+        lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
+        address_alignment=16,
     )

@@ -12,7 +12,7 @@ FORMATS = tuple(CACHED)
 
 
 def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype = torch.bfloat16, fill: int = 0xAA) -> Tensor:
-    """A cache, every byte `fill`; pages begin at multiples of 16 bytes."""
+    """Return a cache, every byte `fill`; pages begin at multiples of 16 bytes."""
     if cache in ("latent", "fp8_576"):
         dtype = torch.float8_e4m3fn if cache == "fp8_576" else dtype
         return torch.full((pages, page_size, 1, 576 * dtype.itemsize), fill, dtype=torch.uint8).view(dtype)
@@ -21,12 +21,12 @@ def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype
 
 
 def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Latent and rotary columns that tell tokens and columns apart."""
+    """Return latent and rotary columns that tell tokens and columns apart."""
     latent = latent_columns(CACHED[cache])
     rows = torch.randn(tokens, latent + 64, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     return rows[:, :latent], rows[:, latent:]
 
 
 def bytes_of(cache: Tensor) -> Tensor:
-    """A copy of all bytes of its storage."""
+    """Return a copy of all bytes of its storage."""
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).clone()

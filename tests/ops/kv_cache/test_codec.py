@@ -16,7 +16,7 @@ GROUPS = {"fp8_656": (4, 128), "fp8_584": (7, 64)}
 
 
 def e4m3(code: int) -> float:
-    """The value of a code: 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; NaN for all ones, no infinities."""
+    """Return the value of a code: 1 sign, 4 exponent bits of bias 7, 3 mantissa bits; NaN for all ones, no infinities."""
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
@@ -28,7 +28,7 @@ POSITIVE = [e4m3(code) for code in range(127)]
 
 
 def nearest_e4m3(value: float) -> int:
-    """The code nearest to a value, the even one of two that are equally near, 448 beyond the range."""
+    """Return the code nearest to a value, the even one of two that are equally near, 448 beyond the range."""
     sign = 0x80 if math.copysign(1.0, value) < 0 else 0
     magnitude = abs(value)
     below = max(code for code in range(127) if POSITIVE[code] <= magnitude)
@@ -36,24 +36,24 @@ def nearest_e4m3(value: float) -> int:
 
 
 def fp32(value: float) -> float:
-    """A value rounded to fp32."""
+    """Return a value rounded to fp32."""
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
 
 def bf16_bytes(value: float) -> bytes:
-    """A value rounded to bf16, ties to even."""
+    """Return a value rounded to bf16, ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", value))
     return struct.pack("<H", bits + 0x7FFF + (bits >> 16 & 1) >> 16)
 
 
 def power_of_two_scale(amax: float) -> int:
-    """The exponent of the least power of two not below max(amax / 448, 1e-4)."""
+    """Return the exponent of the least power of two not below max(amax / 448, 1e-4)."""
     wanted = max(fp32(amax / 448), fp32(1e-4))
     return next(exponent for exponent in range(-20, 128) if math.ldexp(1, exponent) >= wanted)
 
 
 def token_656(row: list[float], power_of_two: bool) -> bytes:
-    """One token of 576 columns, as DeepSeek-V3.2 stores it."""
+    """Return one token of 576 columns, as DeepSeek-V3.2 stores it."""
     codes, scales = b"", b""
     for group in range(4):
         columns = row[128 * group : 128 * group + 128]
@@ -65,7 +65,7 @@ def token_656(row: list[float], power_of_two: bool) -> bytes:
 
 
 def page_584(rows: list[list[float]]) -> bytes:
-    """One page of tokens of 512 columns, as DeepSeek-V4 stores it: all data, then all scales, whose padding byte is 0."""
+    """Return one page of tokens of 512 columns, as DeepSeek-V4 stores it: all data, then all scales, whose padding byte is 0."""
     data, scales = b"", b""
     for row in rows:
         for group in range(7):
@@ -88,7 +88,7 @@ def keys(pages: int, page_size: int, cache_format: str, seed: int = 0) -> torch.
 
 
 def page_bytes(cache: torch.Tensor, page: int) -> bytes:
-    """All bytes of a page, in the order of memory."""
+    """Return all bytes of a page, in the order of memory."""
     nbytes = cache.shape[1] * cache.shape[3]
     return bytes(cache.as_strided((nbytes,), (1,), cache.storage_offset() + page * cache.stride(0)).tolist())
 

@@ -98,8 +98,12 @@ filled_outside = filled("latent")
 
 @pytest.mark.parametrize("cache", FORMATS)
 def test_nothing_is_read_on_the_host(cache: str) -> None:
-    tables = [TABLE.to("meta"), CU_SEQLENS.to("meta")]
-    assert gather_kv_cache(filled(cache).to("meta"), *tables, 16, starts=CU_SEQLENS[:3].to("meta")).shape == (16, CACHED[cache].d_qk)
+    table, cu_seqlens = TABLE.to("meta"), CU_SEQLENS.to("meta")
+    rows = gather_kv_cache(filled(cache).to("meta"), table, cu_seqlens, 16, starts=CU_SEQLENS[:3].to("meta"))
+    assert rows.shape == (
+        16,
+        CACHED[cache].d_qk,
+    )
 
 
 def test_what_is_launched(arch: Arch) -> None:
@@ -121,7 +125,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
-    """Arguments of a call, some of them changed."""
+    """Return arguments of a call, some of them changed."""
     return {"k_cache": cache_of(cache), "block_table": TABLE, "cu_seqlens": CU_SEQLENS, "rows": 16, **change}
 
 

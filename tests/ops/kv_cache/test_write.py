@@ -19,7 +19,7 @@ SLOTS = [-1, 47, 0, 48, 17, -(2**31)]
 
 
 def token_bytes(kv_c: Tensor, k_pe: Tensor, cache: str, scale: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Of one token: the bytes of its row, and of its scales behind the rows."""
+    """Return one token's bytes: its row, and its scales after the rows."""
     key, nowhere = torch.cat((kv_c, k_pe)), torch.empty(0, dtype=torch.uint8)
     if cache == "latent":
         return key.view(torch.uint8), nowhere
@@ -93,7 +93,8 @@ def test_nothing_is_read_on_the_host(cache: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(NotImplementedError):
         slots[slots >= 0]  # as a skip by a mask would do
-    write_kv_cache(*(columns.to("meta") for columns in keys(3, cache)), cache_of(cache).to("meta"), slots)
+    kv_c, k_pe = (columns.to("meta") for columns in keys(3, cache))
+    write_kv_cache(kv_c, k_pe, cache_of(cache).to("meta"), slots)
 
 
 def test_what_was_written_comes_back() -> None:
@@ -126,7 +127,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
-    """Arguments of a call of two tokens, some of them changed."""
+    """Return arguments of a call of two tokens, some of them changed."""
     kv_c, k_pe = keys(2, cache)
     return {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache_of(cache), "slot_mapping": torch.tensor([0, 1]), **change}
 
@@ -167,9 +168,9 @@ def test_what_is_refused(name: str) -> None:
 
 def test_what_only_kernels_refuse() -> None:
     wide = torch.zeros(2 * 16 * 576 + 8, dtype=torch.bfloat16)[1:-7].view(2, 16, 1, 576)
-    fp32 = [columns.float() for columns in keys(2)]
+    kv_c, k_pe = (columns.float() for columns in keys(2))
     with RecordingDevice().active():
         with pytest.raises(ValueError, match=r"k_cache starts at address .*; supported: multiples of 16 bytes"):
             write_kv_cache(**given(k_cache=wide))
         with pytest.raises(ValueError, match=r"k_cache has .* dtype torch\.float32"):
-            write_kv_cache(*fp32, cache_of("latent", dtype=torch.float32), torch.tensor([0, 1]))
+            write_kv_cache(kv_c, k_pe, cache_of("latent", dtype=torch.float32), torch.tensor([0, 1]))

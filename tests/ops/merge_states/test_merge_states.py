@@ -25,7 +25,7 @@ def states(count: int, *shape: int, dtype: torch.dtype = torch.bfloat16, seed: i
 
 
 def expect(result: tuple[torch.Tensor, torch.Tensor], outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> None:
-    """The result against the reference."""
+    """Compare the result with the reference."""
     (out, lse), (expected, expected_lse) = result, reference.merge_states(outs, lses, empty_lse)
     assert ((out.float() - expected).abs() <= expected.abs() * 1.01 * HALF_ULP[out.dtype] + 1e-5).all()
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=2e-6)
@@ -122,7 +122,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 
 def changed(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Arguments of a call of two states, some of them changed."""
+    """Return arguments of a call of two states, some of them changed."""
     outs, lses = states(2, 5, 4, 512)
     given: dict[str, Any] = {"outs": outs, "lses": lses, "out": torch.empty(5, 4, 512, dtype=torch.bfloat16), "lse": torch.empty(5, 4)}
     return {name: changes[name](value) if name in changes else value for name, value in given.items()}

@@ -49,7 +49,7 @@ class SparseCall:
         return torch.zeros(self.batch, dtype=torch.int32)
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Calls flash_mla_with_kvcache."""
+        """Call flash_mla_with_kvcache."""
         metadata, num_splits = cute_mla.get_mla_metadata() if self.plan is None else self.plan
         given = {"q": self.q, "k_cache": self.k_cache, "block_table": None, "cache_seqlens": None, "head_dim_v": 512}
         return cute_mla.flash_mla_with_kvcache(
@@ -57,5 +57,5 @@ class SparseCall:
         )
 
     def form_a(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A plan made beforehand."""
+        """Return a plan made beforehand."""
         return cute_mla.get_mla_metadata(self.lengths(), self.s_q * self.h_q, 1, self.h_q, True, self.topk + (self.extra_topk or 0))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import cute_mla
-from cute_mla.cache.gathered import gathered_cache
+from cute_mla.ops.paged_cache import gathered_cache
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.sparse_decode import SparseDecodeProblem
-from cute_mla.tensors import TensorSpec
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
@@ -164,6 +165,7 @@ def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q
         call.plan = plan
         call.run()
         assert device.launches[-2].grid == (ctas, s_q, 132 // s_q // ctas)
+    assert isinstance(plan[0], torch.Tensor)
     assert plan[0].shape == (132 // s_q // ctas, 8)
 
 
@@ -238,7 +240,7 @@ def test_block_table_and_lengths_are_not_looked_at(device: RecordingDevice) -> N
 
 
 @pytest.mark.parametrize("shape", [{"batch": 0}, {"s_q": 0}])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, int]) -> None:
+def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any]) -> None:
     call = SparseCall(**shape)
     out, lse = call.run(workspace=torch.empty(0, dtype=torch.uint8))
     assert cute_mla.workspace_size("sparse_decode", batch=call.batch, s_q=call.s_q, h_q=64, device="cpu") == 0
@@ -265,7 +267,7 @@ def test_no_indices_are_none_valid(device: RecordingDevice, extra_topk: int | No
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, int], said: str) -> None:
+def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
     plan = cute_mla.get_mla_metadata()
     SparseCall(plan=plan).run()
     with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):

@@ -1,4 +1,4 @@
-"""Which bits sparse decode gives: the same for the same inputs, under every schedule; and calls with a plan made for others.
+"""Bits of sparse decode: equal for equal inputs, under every schedule; and calls with a plan made for other lengths.
 
 What batch_invariant promises beyond that is tested in tests/ops/batch_invariance/test_batch_invariance.py.
 """
@@ -6,6 +6,7 @@ What batch_invariant promises beyond that is tested in tests/ops/batch_invarianc
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
     assert len(records) == 4
 
 
-def planned(tensors: SparseDecodeTensors, plan: tuple[Tensor, Tensor], **options: bool) -> Result:
-    """A call of MIXED with a plan made beforehand."""
+def planned(tensors: SparseDecodeTensors, plan: tuple[Tensor, Tensor], **options: Any) -> Result:
+    """Decode MIXED with a plan made beforehand."""
     return cute_mla.flash_mla_with_kvcache(
         tensors.q,
         tensors.k_cache,
@@ -49,7 +50,7 @@ def planned(tensors: SparseDecodeTensors, plan: tuple[Tensor, Tensor], **options
 
 
 def told(tensors: SparseDecodeTensors, lengths: list[int] | None, extra: list[int] | None) -> SparseDecodeTensors:
-    """The same operands with other lengths."""
+    """Return the operands with other lengths."""
     as_tensors = [None if given is None else torch.tensor(given, dtype=torch.int32) for given in (lengths, extra)]
     return replace(tensors, topk_length=as_tensors[0], extra_topk_length=as_tensors[1])
 
@@ -58,7 +59,7 @@ OTHER_LENGTHS = [([0, 140, 1], None), (None, [0, 0, 90]), ([0, 0, 0], [0, 7, 0])
 
 
 def spacious() -> SparseDecodeTensors:
-    """Operands of MIXED in which every index counts, so that nothing that lengths may reach is NaN."""
+    """Return operands of MIXED in which every index counts, so that nothing that lengths may reach is NaN."""
     return make_sparse_decode_tensors(replace(MIXED, main=Pool(512, 140, 61), extra=Pool(256, 90, 64)))
 
 

@@ -91,7 +91,7 @@ def test_the_last_slot_is_one(bench: Bench, dtype: str, cache: str) -> None:
 
 
 def with_unnamed(cache: Tensor, cache_format: str, byte: int) -> Tensor:
-    """A cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
+    """Return a cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
     pages, page_size, _, token = cache.shape
     unnamed = dequantise_cache(cache, cache_format)[:, :, 0].isnan().all(dim=-1)
     filled = cache.clone(memory_format=torch.contiguous_format)
@@ -113,8 +113,8 @@ def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, 
     case = replace(SMALL, cache=cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
     tensors = make_sparse_decode_tensors(case)
     assert tensors.extra_k_cache is not None
-    caches = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
-    other = replace(tensors, **dict(zip(("k_cache", "extra_k_cache"), caches, strict=True)))
+    k_cache, extra_k_cache = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
+    other = replace(tensors, k_cache=k_cache, extra_k_cache=extra_k_cache)
     assert not torch.equal(other.k_cache, tensors.k_cache)
     assert identical(bench.run(case, other), bench.run(case, tensors))
 

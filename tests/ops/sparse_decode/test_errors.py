@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.decode_op import Wanted
-from cute_mla.sparse_decode_op import Selection, SparseDecodeCall, plan_call
+from cute_mla.ops import sparse_decode
+from cute_mla.ops.decode_plan import CommonSpec
+from cute_mla.ops.tensor_spec import TensorSpec, spec_of
 from cute_mla.spec.dense_decode import MAX_KEYS
-from cute_mla.tensors import TensorSpec, spec_of
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.recording_device import RecordingDevice
 from tests.support.zero_tensors import ints, zeros
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 def cache(*shape: int) -> torch.Tensor:
-    """An FP8 cache of zeros."""
+    """Return an FP8 cache of zeros."""
     return torch.zeros(*shape, dtype=torch.uint8)
 
 
 def strided(pages: int, page_size: int, columns: int, page_stride: int, row_stride: int) -> torch.Tensor:
-    """An FP8 cache with these strides."""
+    """Return an FP8 cache with these strides."""
     storage = cache(pages * page_stride + page_size * row_stride + columns)
     return storage.as_strided((pages, page_size, 1, columns), (page_stride, row_stride, row_stride, 1))
 
@@ -128,13 +128,14 @@ def test_the_second_cache(device: RecordingDevice, change: dict[str, Callable[[]
 def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
     call = SparseCall(batch=1, extra_topk=64)
     spec = TensorSpec((1, 1, MAX_KEYS), (MAX_KEYS, MAX_KEYS, 1), torch.int32, call.q.device)
-    second = Selection(("a", "b", "c"), spec_of("k", call.k_cache), spec_of("i", call.options["extra_indices_in_kvcache"]), None)
-    wanted = Wanted(None, None, None, causal=False, is_fp8_kvcache=True, batch_invariant=False, address_alignment=16)
-    whole = SparseDecodeCall(spec_of("q", call.q), second._replace(indices=spec), second, None, wanted)
+    indices = spec_of("i", call.options["extra_indices_in_kvcache"])
+    second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call.k_cache), indices, None)
+    common = CommonSpec(None, None, None, causal=False, is_fp8_kvcache=True, batch_invariant=False, address_alignment=16)
+    whole = sparse_decode.CallSpec(spec_of("q", call.q), second._replace(indices=spec), second, None, common)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"
     ):
-        plan_call(whole, device.arch, device.sm_count)
+        sparse_decode.plan(whole, device.arch, device.sm_count)
 
 
 @pytest.mark.parametrize("operand", ["k_cache", "indices", "topk_length", "attn_sink", "out", "lse", "workspace"])

@@ -55,8 +55,8 @@ def test_page_sizes(bench: Bench, dtype: str, cache: str, page_size: int) -> Non
 @FORMATS
 @pytest.mark.parametrize(("page_size", "extra_page_size"), [(64, 2), (69, 64)])
 def test_two_caches_with_pages_of_their_own(bench: Bench, dtype: str, cache: str, page_size: int, extra_page_size: int) -> None:
-    pools = {"main": Pool(150, 70, page_size), "extra": Pool(90, 65, extra_page_size)}
-    bench.judge(SparseDecodeCase(dtype, cache=cache, batch=2, h_q=8, **pools, indices="mixed", sinks="drawn", sm_count=2))
+    main, extra = Pool(150, 70, page_size), Pool(90, 65, extra_page_size)
+    bench.judge(SparseDecodeCase(dtype, cache=cache, batch=2, h_q=8, main=main, extra=extra, indices="mixed", sinks="drawn", sm_count=2))
 
 
 CACHE_LAYOUTS = [

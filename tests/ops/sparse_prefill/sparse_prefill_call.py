@@ -37,11 +37,11 @@ class PrefillCall:
         return torch.zeros(*self.leading, dtype=torch.int32)
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Tensors for the results."""
+        """Return tensors for the results."""
         rows = (*self.leading, self.h_q)
         return {"out": torch.empty(*rows, 512, dtype=self.dtype), "lse": torch.empty(rows), "max_logits": torch.empty(rows)}
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Calls flash_mla_sparse_fwd."""
+        """Call flash_mla_sparse_fwd."""
         given = {"q": self.q, "kv": self.kv, "indices": self.indices}
         return cute_mla.flash_mla_sparse_fwd(**{**given, **self.options, **options})

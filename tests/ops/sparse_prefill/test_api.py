@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import cute_mla
+from cute_mla.ops import sparse_prefill
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.runtime.arguments import ArgumentBlock
-from cute_mla.sparse_prefill_op import PrefillWanted, SparsePrefillCall, plan_call
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
-from cute_mla.tensors import TensorSpec
 from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.dispatch_modes import Allocations, NoReads
 from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
@@ -23,12 +23,12 @@ LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
-    """The arguments of one kind."""
+    """Return the arguments of one kind."""
     return {param.name: args[param.name] for param in PARAMS["sparse_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
-    """Of a tensor with heads: along batch, tokens and heads."""
+    """Return a tensor's strides along batch, tokens and heads."""
     return [args[f"{tensor}_stride_{dim}"] for dim in ("batch", "token", "head")]
 
 
@@ -144,16 +144,19 @@ def test_operands_far_apart(arch: Arch) -> None:
     """More than 2^31 elements, and bytes, between neighbours of every dimension."""
     far, cpu = 1 << 33, torch.device("cpu")
     rows = TensorSpec((2, 3, 128), (600 * far, 200 * far, far), torch.float32, cpu)
-    call = SparsePrefillCall(
+    call = sparse_prefill.CallSpec(
         q=TensorSpec((2, 3, 128, 576), (5 * far, 2 * far, far, 1), torch.bfloat16, cpu),
         kv=TensorSpec((2, 2_000_000_000, 1, 576), (3 * far, far, 1, 1), torch.bfloat16, cpu),
         indices=TensorSpec((2, 3, 1, 2_000_000_000), (2 * far, far, 1, 1), torch.int32, cpu),
         topk_length=None,
         attn_sink=None,
         kv_offsets=None,
-        wanted=PrefillWanted(TensorSpec((2, 3, 128, 512), (600 * far, 200 * far, far, 1), torch.bfloat16, cpu), rows, rows, 16),
+        out=TensorSpec((2, 3, 128, 512), (600 * far, 200 * far, far, 1), torch.bfloat16, cpu),
+        max_logits=rows,
+        lse=rows,
+        address_alignment=16,
     )
-    plan = plan_call(call, arch, 132)
+    plan = sparse_prefill.plan(call, arch, 132)
     assert plan.int64s == (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
     assert plan.int32s == (6, 3, 128, 2_000_000_000, 2_000_000_000)
     assert not plan.kernel.endswith("_elements")
@@ -261,7 +264,7 @@ def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], give
 @pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}, {"s_kv": 0, "topk": 0}])
 @pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
 def test_rows_that_attend_to_nothing_are_written_all_the_same(
-    device: RecordingDevice, empty: dict[str, int], batch: int | None, ragged: bool
+    device: RecordingDevice, empty: dict[str, Any], batch: int | None, ragged: bool
 ) -> None:
     call = PrefillCall(batch=batch, ragged=ragged, **empty)
     call.run()
@@ -272,7 +275,7 @@ def test_rows_that_attend_to_nothing_are_written_all_the_same(
 
 
 def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingDevice) -> None:
-    plan_call.cache_clear()
+    sparse_prefill.plan.cache_clear()
     for _ in range(3):
         PrefillCall().run()
-    assert (plan_call.cache_info().misses, plan_call.cache_info().hits) == (1, 2)
+    assert (sparse_prefill.plan.cache_info().misses, sparse_prefill.plan.cache_info().hits) == (1, 2)

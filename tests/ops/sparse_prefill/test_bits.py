@@ -1,6 +1,6 @@
-"""Which bits sparse prefill gives: the same under every schedule, and wherever a token's rows lie.
+"""Bits of sparse prefill: equal under every schedule, and wherever a token's rows lie.
 
-That they are a token's own is tested in tests/ops/batch_invariance/test_batch_invariance.py.
+Their independence of other tokens is tested in tests/ops/batch_invariance/test_batch_invariance.py.
 """
 
 from __future__ import annotations

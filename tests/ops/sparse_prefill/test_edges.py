@@ -180,7 +180,7 @@ def test_operands_that_are_shared(bench: Bench) -> None:
 
 
 def instructions(bench: Bench, case: SparsePrefillCase, indices: Tensor) -> int:
-    """Warp instructions of a call with these indices, after its answer was found right."""
+    """Return warp instructions of a call with these indices, after its answer was found right."""
     tensors = replace(make_sparse_prefill_tensors(case), indices=indices)
     with cute_mla.simulate(bench.arch, case.sm_count) as device:
         results = call(case, tensors)

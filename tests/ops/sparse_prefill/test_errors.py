@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cute_mla.sparse_prefill_op import PrefillWanted, SparsePrefillCall, plan_call
+from cute_mla.ops import sparse_prefill
+from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.sparse_prefill import MAX_TOKENS
-from cute_mla.tensors import TensorSpec
 from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.recording_device import RecordingDevice
 from tests.support.zero_tensors import ints, zeros
@@ -194,14 +194,17 @@ COUNTED: list[tuple[str, tuple[int, int, int], str]] = [
 def test_more_than_32_bits_count(arch: Arch, sizes: tuple[int, int, int], said: str) -> None:
     s_q, s_kv, topk = sizes
     cpu = torch.device("cpu")
-    call = SparsePrefillCall(
+    call = sparse_prefill.CallSpec(
         q=TensorSpec((2, s_q, 1, 576), (0, 0, 0, 1), torch.bfloat16, cpu),
         kv=TensorSpec((2, s_kv, 1, 576), (0, 576, 576, 1), torch.bfloat16, cpu),
         indices=TensorSpec((2, s_q, 1, topk), (0, 0, 0, 1), torch.int32, cpu),
         topk_length=None,
         attn_sink=None,
         kv_offsets=None,
-        wanted=PrefillWanted(None, None, None, 16),
+        out=None,
+        max_logits=None,
+        lse=None,
+        address_alignment=16,
     )
     with pytest.raises(ValueError, match=said):
-        plan_call(call, arch, 132)
+        sparse_prefill.plan(call, arch, 132)

@@ -1,7 +1,7 @@
-"""What the tensors of a plan hold: engines copy plans into buffers of their own, so that nothing ties them to a call.
+"""Contents of a plan's tensors. Engines copy plans into buffers of their own, so nothing ties a plan to a call.
 
-A plan serves calls of every kind over the same requests. Numbers that are no plan give wrong numbers, never an access outside
-the operands and never a kernel that does not end. The walk itself is tested with many more plans in tests/kernels/test_work.py.
+A plan serves calls of every kind over the same requests. Arbitrary numbers in place of a plan give wrong results, but never an access
+outside the operands and never a kernel that does not end. The walk itself is tested with many more plans in tests/kernels/test_work.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Plan = tuple[Tensor, Tensor]
 
 
 def make_plan(case: DenseDecodeCase, lengths: list[int]) -> Plan:
-    """A copy of the plan for these lengths."""
+    """Return a copy of the plan for these lengths."""
     metadata, num_splits = cute_mla.get_mla_metadata(torch.tensor(lengths, dtype=torch.int32), case.s_q * case.h_q, 1, case.h_q)
     return metadata.clone(), num_splits.clone()
 
@@ -54,12 +54,12 @@ def decode_planned(case: DenseDecodeCase, tensors: DenseDecodeTensors, plan: Pla
 
 
 def is_overwriting(finding: Finding) -> bool:
-    """Whether CTAs have written the same place among the results."""
+    """Return whether several CTAs wrote the same element of the results."""
     return finding.kind == "race" and re.search(r"a store overwrites global address .* of '[^']*(out|lse)", finding.message) is not None
 
 
 def with_columns(tensors: DenseDecodeTensors, columns: int) -> DenseDecodeTensors:
-    """The same operands with a block table of another width."""
+    """Return the operands with a block table of another width."""
     table = torch.full((tensors.block_table.shape[0], columns), 2_147_480_000, dtype=torch.int32)
     kept = min(columns, tensors.block_table.shape[1])
     table[:, :kept] = tensors.block_table[:, :kept]
@@ -90,7 +90,7 @@ def test_a_plan_for_longer_requests_serves_a_table_that_none_of_them_would_fit(b
 
 
 def random_plan(near: bool) -> Callable[[Tensor, random.Random], None]:
-    """Fills a tensor with random numbers, near what plans hold or from all int32."""
+    """Fill a tensor with random numbers, near what plans hold or from all int32."""
 
     def fill(tensor: Tensor, draw: random.Random) -> None:
         low, high = (-2, 8) if near else (-(1 << 31), (1 << 31) - 1)
@@ -100,7 +100,7 @@ def random_plan(near: bool) -> Callable[[Tensor, random.Random], None]:
 
 
 def constant(value: int) -> Callable[[Tensor, random.Random], None]:
-    """Fills a tensor with one number."""
+    """Fill a tensor with one number."""
 
     def fill(tensor: Tensor, draw: random.Random) -> None:
         tensor.fill_(value)
@@ -121,7 +121,7 @@ CONTENTS = {
 
 
 def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(a tensor of NaN, all memory around it)."""
+    """Return (a tensor of NaN, all memory around it)."""
     size = math.prod(shape)
     storage = torch.full((size + 2 * GUARD,), math.nan, dtype=dtype)
     return storage[GUARD : GUARD + size].view(shape), storage

@@ -1,0 +1,20 @@
+"""Public functions: signatures and reference pages, and nothing else. The bodies are in ops/."""
+
+from .flashmla import MlaSchedule, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from .states import merge_states
+from .support import is_supported
+from .varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from .workspace import workspace_size
+
+__all__ = [
+    "MlaSchedule",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "is_supported",
+    "merge_states",
+    "workspace_size",
+]

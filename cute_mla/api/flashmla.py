@@ -1,0 +1,280 @@
+"""FlashMLA's functions: plans, decode over a paged cache, and sparse prefill. Names and argument meanings are FlashMLA's."""
+
+from __future__ import annotations
+
+import math
+from typing import overload
+
+import torch
+
+from .. import torch_ops
+from ..ops import sparse_prefill, split_plan
+from ..ops.arguments import check_flag
+from ..ops.decode import run_cached
+from ..ops.split_plan import MlaSchedule
+from ..spec.mla import D_V
+from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
+
+__all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@overload
+def get_mla_metadata() -> tuple[MlaSchedule, None]: ...
+
+
+@overload
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
+    """Plan how decode work is divided among SMs. Two forms:
+
+    get_mla_metadata() returns (schedule, None): an empty schedule object, which its first flash_mla_with_kvcache plans.
+    Use one schedule for all layers of a decode step. Later calls must have the same shapes.
+
+    get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...) plans at once, on the device, and returns
+    (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]). Both may be copied into buffers of
+    the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k and num_heads_k alone.
+
+        cache_seqlens            int32 [batch], contiguous: keys of each request. Never read by the host.
+        num_q_tokens_per_head_k  s_q * h_q / h_kv
+        num_heads_k, num_heads_q h_kv, h_q (checked when given)
+        topk                     for sparse decode: indices of a token, of both caches together. num_heads_k must be 1 and
+                                 num_heads_q given. Every request counts as having topk keys, and only the length of cache_seqlens
+                                 matters. (A schedule object plans by topk_length as well.)
+        is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
+
+    One plan serves calls with and without batch_invariant, and block tables of any width. A plan stays correct when lengths
+    change afterwards, but is then less balanced. Replaying a CUDA graph does not make a plan again whose first use was outside
+    the graph. The host never reads the two tensors. If they do not hold a plan for this number of requests, the results of a call
+    are wrong, but the call ends and accesses no other memory. (The simulated device reports reads of uninitialized plans.)
+
+    Raises ValueError on bad arguments, and ArtifactError and DeviceError like flash_mla_with_kvcache.
+    """
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    if cache_seqlens is None:
+        if any(value is not None for value in (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk)):
+            raise ValueError("cache_seqlens is None beside other arguments; supported: get_mla_metadata() or all of the first three")
+        return MlaSchedule(), None
+    if num_q_tokens_per_head_k is None or num_heads_k is None:
+        raise ValueError(
+            "num_q_tokens_per_head_k or num_heads_k is missing beside cache_seqlens; "
+            "supported: get_mla_metadata() or all of the first three"
+        )
+    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk)
+    if (is_dynamo_compiling() or dispatch_modes() or cache_seqlens.__class__ is not torch.Tensor) and is_traced(cache_seqlens):
+        return torch_ops.get_mla_metadata(cache_seqlens, *shape)
+    return split_plan.run(cache_seqlens, *shape)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: torch.Tensor | MlaSchedule,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
+
+    Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :512].
+
+    q                bf16 or fp16 [batch, s_q, h_q, 576], h_q 1 to 128; last dimension contiguous, other strides free
+    k_cache          same dtype [pages, page size, h_kv, 576], h_kv divides h_q; page size 16, 32 or a multiple of 64;
+                     address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine).
+                     Or float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
+                     float8_e4m3fn too, the queries being descale_q * q: probabilities are rounded to e4m3 as well, the bits of
+                     out differ from those of exact products by up to 1e-3 in cosine, and out is bf16, or fp16 if given
+    descale_q, descale_k
+                     fp32, one element each, on the device, positive; never read by the host. None: 1
+    block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
+                     cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too
+    cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
+                     device clips each length to 0 .. pages per request * page size
+    causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
+
+    Sparse (with indices): each query token attends to the slots that its indices name. causal must be False. block_table
+    and cache_seqlens are ignored and may be None.
+
+    indices          int32 [batch, s_q, topk], last dimension contiguous: page * page size + row. An index outside
+                     [0, pages * page size) is skipped. Slots that no valid index names may hold anything, NaN too
+    q, k_cache       one of three formats (spec.cache_format), h_kv 1, any page size, pages and base 16-byte aligned:
+                     q [..., 576] bf16, k_cache [pages, page size, 1, 656] of uint8, int8 or float8_e4m3fn, is_fp8_kvcache True:
+                     512 e4m3, 4 fp32 scales, 64 bf16 RoPE columns a token; v = k[..., :512]
+                     q [..., 512] bf16, k_cache [pages, page size, 1, 584], likewise: a page has 576 bytes a token, 448 e4m3 and
+                     64 bf16 RoPE columns, then 8 bytes a token of which 7 are e8m0 scales; v = k. Pages may be padded
+                     q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
+    topk_length      int32 [batch], contiguous: number of leading indices that count; None: all
+    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
+    extra_k_cache, extra_indices_in_kvcache, extra_topk_length
+                     a second cache of the same format, with a page size of its own; its indices [batch, s_q, extra topk];
+                     and their lengths. Attended to together with the first cache
+
+    Both:
+
+    head_dim_v       512
+    tile_scheduler_metadata, num_splits
+                     the result of get_mla_metadata: (schedule, None) or the two tensors
+    softmax_scale    positive, default q.shape[-1] ** -0.5
+    out              [batch, s_q, h_q, 512] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
+    lse              fp32 [batch, h_q, s_q], any strides
+    workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
+                     calls that may run at the same time
+    batch_invariant  True: the bits of a request depend neither on its batchmates nor on the number of SMs
+    empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
+
+    out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
+    checks that. No tensor may require gradients, unless gradients are switched off.
+
+    Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
+    allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA
+    graph. CPU tensors run on the simulated device inside cute_mla.simulate().
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
+    refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        return torch_ops.flash_mla_with_kvcache(
+            (tile_scheduler_metadata, num_splits),
+            {"out": out, "lse": lse, "workspace": workspace},
+            q=q,
+            k_cache=k_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            head_dim_v=head_dim_v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            descale_q=descale_q,
+            descale_k=descale_k,
+            is_fp8_kvcache=is_fp8_kvcache,
+            indices=indices,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+            batch_invariant=batch_invariant,
+            empty_lse=empty_lse,
+        )
+    return run_cached(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
+        descale_q, descale_k, is_fp8_kvcache, indices, attn_sink,
+        extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+        out, lse, workspace, batch_invariant, empty_lse,
+    )  # fmt: skip
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend each query token to the rows of an unpaged latent that its indices name: sparse prefill.
+
+    out = softmax(sm_scale * q k^T) v, where k are a token's rows and v = k[:, :512].
+
+    q                bf16 or fp16 [s_q, h_q, d_qk], d_qk 576 or 512, h_q 1 to 128; last dimension contiguous, other strides free
+    kv               same dtype [s_kv, 1, d_qk]; address and strides multiples of 16 bytes, last dimension contiguous
+    indices          int32 [s_q, 1, topk], last dimension contiguous, any topk: rows of kv. An index outside [0, s_kv) is
+                     skipped. Rows that no valid index names may hold anything, NaN too
+    sm_scale         positive and finite
+    d_v              512
+    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse and max_logits are
+                     not. -inf: no sink
+    topk_length      int32 [s_q], contiguous: number of a token's leading indices that count, clipped to 0 .. topk on the
+                     device; later indices are never read. None: all. Never read by the host
+
+    A batch of requests, each with its own rows: q [batch, s_q, h_q, d_qk], indices [batch, s_q, 1, topk], topk_length
+    [batch, s_q], the results with the batch in front as well, and kv one of
+
+        [batch, s_kv, 1, d_qk], whose batch may be expanded (all requests over the same rows), or
+        [rows, 1, d_qk] with kv_offsets, int32 [batch + 1], contiguous: request r has the rows kv_offsets[r] to
+        kv_offsets[r + 1] - 1, and its indices count from the first of them. Offsets are clipped to [0, rows] on the device,
+        and a request whose rows end before they begin has none. Never read by the host
+
+    out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
+    max_logits, lse  fp32 [.., s_q, h_q], any strides
+    empty_lse        lse of a row that attends to nothing, inf or -inf
+
+    Results share memory neither with each other nor with operands. No tensor may require gradients, unless gradients are switched off.
+
+    Returns (out, max_logits, lse). max_logits is the greatest sm_scale * score of a row, in natural units; lse is the
+    natural log of the sum of exp(sm_scale * score). A row that attends to nothing has out 0, max_logits -inf and lse
+    empty_lse. The bits of a token depend neither on the tokens beside it nor on the number of SMs.
+
+    With out, lse and max_logits given, nothing is allocated; no workspace is needed, and no plan. s_q, s_kv, topk or batch 0
+    and offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a
+    CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate().
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
+    refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        return torch_ops.flash_mla_sparse_fwd(
+            {"out": out, "max_logits": max_logits, "lse": lse},
+            q=q,
+            kv=kv,
+            indices=indices,
+            sm_scale=sm_scale,
+            d_v=d_v,
+            attn_sink=attn_sink,
+            topk_length=topk_length,
+            kv_offsets=kv_offsets,
+            empty_lse=empty_lse,
+        )
+    return sparse_prefill.run(
+        q,
+        kv,
+        indices,
+        sm_scale,
+        d_v,
+        attn_sink,
+        topk_length,
+        kv_offsets=kv_offsets,
+        out=out,
+        lse=lse,
+        max_logits=max_logits,
+        empty_lse=empty_lse,
+    )

@@ -1,0 +1,155 @@
+"""is_supported: which calls this version has kernels for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops.arguments import short_repr
+from ..ops.limits import (
+    CACHE_OPS,
+    MAX_GRID_TOKENS,
+    MAX_QUERY_TOKENS,
+    OPS,
+    Limit,
+    between,
+    check_op,
+    heads_error,
+    one_of,
+    page_size_error,
+)
+from ..ops.tensor_spec import DTYPE_NAMES
+from ..spec import dense_prefill, sparse_prefill
+from ..spec.arch import ALIASES, ARCHS
+from ..spec.dense_decode import MAX_KEYS
+from ..spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
+
+
+def _dtype_name(value: Any) -> Any:
+    return DTYPE_NAMES.get(value, str(value)) if isinstance(value, torch.dtype) else value
+
+
+def _dtype_of(*supported: str) -> Limit:
+    return lambda value: one_of("dtype", *supported)(_dtype_name(value))
+
+
+E4M3 = "e4m3"  # dtype of queries over an e4m3 cache
+_DENSE_DECODE: dict[str, Limit] = {
+    "dtype": _dtype_of(*DTYPES, E4M3),
+    "h_q": between("h_q", 1, MAX_HEADS),
+    "h_kv": between("h_kv", 1, MAX_HEADS),
+    "s_q": between("s_q", 1, MAX_QUERY_TOKENS),
+    "head_dim": one_of("head_dim", D_QK),
+    "head_dim_v": one_of("head_dim_v", D_V),
+    "page_size": page_size_error,
+    "causal": one_of("causal", False, True),
+    "batch_invariant": one_of("batch_invariant", False, True),
+    "fp8_kvcache": one_of("fp8_kvcache", False, True),
+    "attn_sink": one_of("attn_sink", False),
+    "extra_cache": one_of("extra_cache", False),
+    "topk_length": one_of("topk_length", False),
+    "topk": one_of("topk", None),
+    "kv_offsets": one_of("kv_offsets", False),
+}
+_SPARSE_DECODE: dict[str, Limit] = {
+    **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
+    "h_kv": one_of("h_kv", 1),
+    "s_q": between("s_q", 1, MAX_GRID_TOKENS),
+    "head_dim": one_of("head_dim", D_QK, D_V),
+    "page_size": between("page_size", 1, MAX_KEYS),
+    "causal": one_of("causal", False),
+    **{name: one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
+    "topk": between("topk", 0, MAX_KEYS),
+}
+_DENSE_PREFILL: dict[str, Limit] = {
+    **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
+    "fp8_kvcache": one_of("fp8_kvcache", False),
+    **{name: between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
+    "s_q": between("s_q", 1, dense_prefill.MAX_TOKENS),
+    "head_dim": one_of("head_dim", *dense_prefill.HEAD_DIMS),
+    "head_dim_v": one_of("head_dim_v", dense_prefill.D_V),
+    "page_size": one_of("page_size", None),
+}
+_SPARSE_PREFILL: dict[str, Limit] = {
+    **_SPARSE_DECODE,
+    "s_q": between("s_q", 1, sparse_prefill.MAX_TOKENS),
+    "head_dim": one_of("head_dim", *sparse_prefill.HEAD_DIMS),
+    "page_size": one_of("page_size", None),
+    **{name: one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
+    "kv_offsets": one_of("kv_offsets", False, True),
+}
+_CACHE_ROWS: dict[str, Limit] = {
+    **_DENSE_DECODE,
+    "dtype": _dtype_of(*DTYPES),
+    **{name: one_of(name, None) for name in ("h_q", "s_q", "head_dim_v")},
+    "h_kv": one_of("h_kv", 1),
+    "head_dim": one_of("head_dim", D_QK, D_V),
+    "page_size": between("page_size", 1, MAX_KEYS),
+    "causal": one_of("causal", False),
+}
+_FEATURES_OF = {
+    **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
+    "dense_decode": _DENSE_DECODE,
+    "sparse_decode": _SPARSE_DECODE,
+    "dense_prefill": _DENSE_PREFILL,
+    "sparse_prefill": _SPARSE_PREFILL,
+}
+FEATURES = tuple(_DENSE_DECODE)
+
+
+def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
+    """Return whether this version has a kernel for an op on an architecture with these features.
+
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "cache_write", "cache_gather".
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
+    features: any of these, each with the value that a call would have
+        dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
+                         also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
+        h_q, h_kv, s_q   query heads, KV heads, query tokens per request
+        head_dim         columns of q: 576, or 512 with an FP8 cache in sparse decode and in sparse prefill; 192 or 128 in dense prefill;
+                         columns of a key in cache_write and cache_gather: 576 or 512
+        head_dim_v       columns of out: 512; 128 in dense prefill; None in cache_write and cache_gather
+        page_size        keys of a page; None in prefill, whose keys have no pages
+        causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
+        fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
+        topk             indices of a query token; None without indices
+
+    Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked) or
+    (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op, architecture or feature. The
+    answer does not depend on the machine: its device, driver or build.
+    """
+    check_op(op, (*OPS, *CACHE_OPS))
+    if not isinstance(arch, str) or (arch not in ARCHS and arch not in ALIASES):
+        raise ValueError(f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}")
+    for feature in features:
+        if feature not in FEATURES:
+            raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
+    for feature, value in features.items():
+        error = _FEATURES_OF[op][feature](value)
+        if error is not None:
+            return False, error
+    error = _conflict(op, features)
+    if error is not None:
+        return False, error
+    return True, ARCHS[ALIASES.get(arch, arch)].proof
+
+
+def _conflict(op: str, features: dict[str, Any]) -> str | None:
+    """Return why features that are supported one by one are not supported together, or None if they are."""
+    if "h_q" in features and "h_kv" in features:
+        error = heads_error(features["h_q"], features["h_kv"], op)
+        if error is not None:
+            return error
+    fp8 = features.get("fp8_kvcache")
+    if op == "dense_decode" and fp8 and features.get("h_kv", 1) != 1:
+        return f"h_kv is {features['h_kv']} with an FP8 cache; supported: 1"
+    if op == "dense_decode" and fp8 is False and _dtype_name(features.get("dtype")) == E4M3:
+        return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
+    if op == "sparse_decode" and fp8 and _dtype_name(features.get("dtype")) == "fp16":
+        return "dtype is fp16 with an FP8 cache; supported: bf16"
+    if op in ("sparse_decode", *CACHE_OPS) and fp8 is False and features.get("head_dim") == D_V:
+        return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
+    return None

@@ -1,0 +1,213 @@
+"""Cache codec: the reference quantiser and dequantiser of the formats in spec.cache_format. Plain torch, on any device, exact.
+
+A cache is a tensor [pages, page size, 1, bytes of a token]: 656 or 584 bytes as uint8, int8 or float8_e4m3fn, or 576 columns
+of bf16 or fp16 ("latent"). Pages may lie apart, with any stride. In fp8_584 the bytes of a token are in two places of its page.
+There the tokens of a page follow each other without a gap, and the last two dimensions only count bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..spec.cache_format import FORMATS, CacheFormat
+from ..spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX
+from ..spec.mla import ELEMENT_BYTES
+from .arguments import check_flag, check_integer, check_no_grad, is_integer, short_repr
+from .overlap import check_no_overlap
+from .paged_cache import BYTES, WIDE
+from .strides import check_writable
+from .tensor_spec import (
+    TensorSpec,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    spec_of,
+)
+
+_MAX_BYTES = 1 << 40  # of a cache
+_E8M0_NAN = 255
+_E4M3_NAN = 0x7F  # the NaN that GPUs make, of the two codes
+
+
+class Parts(NamedTuple):
+    """The bytes of a cache, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    wide: torch.Tensor
+
+
+def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: int | None = None, fill: int = 0) -> torch.Tensor:
+    """Return an FP8 cache uint8 [pages, page_size, 1, bytes of a token] on the CPU, every byte `fill`.
+
+    page_stride: bytes from page to page, default the bytes of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
+    ValueError for another format, a stride that is too small, or a fill outside 0 .. 255.
+    """
+    layout = _quantised_format(cache_format)
+    check_integer("pages", pages, 0)
+    check_integer("page_size", page_size, 0)
+    check_integer("fill", fill, 0, 255)
+    token, least = layout.page_bytes(1), layout.page_bytes(page_size)
+    stride = least if page_stride is None else page_stride
+    if not is_integer(stride) or stride < least:
+        raise ValueError(
+            f"page_stride is {short_repr(page_stride)}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}"
+        )
+    if pages * stride >= _MAX_BYTES:
+        raise ValueError(f"pages is {pages}, {stride} bytes apart; supported: less than {_MAX_BYTES} bytes in all")
+    storage = torch.full((pages * stride,), fill, dtype=torch.uint8)
+    return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1))
+
+
+def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantise keys: kv [pages, page size, 1, d_qk] of any float dtype to a cache uint8 [pages, page size, 1, bytes of a token].
+
+    cache_format: "fp8_656" (d_qk 576) or "fp8_584" (d_qk 512). A group of columns is divided by its scale, rounded to the
+    nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale is amax / 448 in fp32;
+    with power_of_two, and always in fp8_584, whose scales are e8m0, it is the least power of two not below
+    max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN.
+    out: the cache to write to, of any strides that the format allows, such as one of empty_cache; default a new contiguous one.
+    Bytes of padding in out stay as they are.
+
+    Returns the cache. ValueError on another format, shape, dtype or device, and for keys that require gradients.
+    """
+    layout = _quantised_format(cache_format)
+    check_flag("power_of_two", power_of_two)
+    spec = spec_of("kv", kv)
+    check_no_grad(kv=kv)
+    check_shape("kv", spec, ("pages", "page size", 1, layout.d_qk))
+    if not kv.is_floating_point():
+        raise ValueError(f"kv has dtype {kv.dtype}; supported: floating point")
+    _check_memory("kv", spec)
+    pages, page_size = spec.shape[:2]
+    if out is None:
+        out = empty_cache(cache_format, pages, page_size).to(kv.device)
+    else:
+        given = spec_of("out", out)
+        check_device("out", given, spec.device, "kv")
+        check_writable("out", given)
+        check_no_overlap({"out": out}, {"kv": kv})
+    parts = parts_of("out", out, layout)
+    if out.shape[:2] != spec.shape[:2]:
+        raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
+    rows = quantised(kv.squeeze(2), layout, power_of_two)
+    parts.codes.copy_(rows.codes)
+    parts.scales[..., : rows.scales.shape[-1]] = rows.scales
+    parts.wide.copy_(rows.wide)
+    return out
+
+
+def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Parts:
+    """Return the bytes of keys [.., d_qk], without padding behind the scales."""
+    groups = keys[..., : layout.quantised].float().unflatten(-1, (layout.groups, layout.group))
+    scales = _scales(groups, power_of_two or not layout.scales_inside)
+    divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # where the scale is 0, all values are 0 or underflow
+    divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
+    return Parts(
+        codes=to_e4m3(groups / divisor).flatten(-2),
+        scales=scales.contiguous().view(torch.uint8) if layout.scales_inside else _to_e8m0(scales),
+        wide=_contiguous_bytes(keys[..., layout.quantised :].to(torch.bfloat16)).view(torch.uint8),
+    )
+
+
+def to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Return the e4m3 codes of floats as uint8: rounded to nearest even and limited to +-448."""
+    codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(values.isnan(), _E4M3_NAN, codes)
+
+
+def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+    """Return the keys of a cache: fp32 [pages, page size, 1, d_qk], value times scale in fp32, without further rounding.
+
+    cache: a tensor as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
+    ValueError on another format, shape, dtype or stride.
+    """
+    if not isinstance(cache_format, str) or cache_format not in FORMATS:
+        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {', '.join(FORMATS)}")
+    layout = FORMATS[cache_format]
+    spec = spec_of("cache", cache)
+    _check_memory("cache", spec)
+    if not layout.quantised:
+        check_no_grad(cache=cache)
+        check_shape("cache", spec, ("pages", "page size", 1, layout.d_qk))
+        check_dtype("cache", spec, *WIDE)
+        return cache.float()
+    return dequantised(parts_of("cache", cache, layout), layout).unsqueeze(2)
+
+
+def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
+    """Return the keys of these bytes: fp32 [.., d_qk]."""
+    groups = _contiguous_bytes(parts.codes).view(torch.float8_e4m3fn).float().unflatten(-1, (layout.groups, layout.group))
+    scale_bytes = _contiguous_bytes(parts.scales)
+    scales = scale_bytes.view(torch.float32) if layout.scales_inside else _from_e8m0(scale_bytes[..., : layout.groups])
+    wide = _contiguous_bytes(parts.wide).view(torch.bfloat16).float()
+    return torch.cat([(groups * scales.unsqueeze(-1)).flatten(-2), wide], dim=-1)
+
+
+def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
+    """Return a copy at the beginning of its storage, as a view with wider elements requires."""
+    return view.clone(memory_format=torch.contiguous_format)
+
+
+def _quantised_format(cache_format: Any) -> CacheFormat:
+    layout = FORMATS.get(cache_format) if isinstance(cache_format, str) else None
+    if layout is None or not layout.quantised:
+        supported = ", ".join(name for name, known in FORMATS.items() if known.quantised)
+        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {supported}")
+    return layout
+
+
+def _check_memory(name: str, spec: TensorSpec) -> None:
+    """Raise ValueError for a tensor without memory."""
+    if spec.device.type == "meta":
+        raise ValueError(f"{name} is on meta; supported: the CPU and CUDA devices")
+
+
+def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
+    """Return views of a cache's codes, scales and 16-bit columns. ValueError unless the cache has this format."""
+    spec = spec_of(name, cache)
+    token = layout.page_bytes(1)
+    check_shape(name, spec, ("pages", "page size", 1, token))
+    check_dtype(name, spec, *BYTES)
+    check_last_contiguous(name, spec)
+    cache = cache.view(torch.uint8)
+    wide = slice(layout.wide_offset, layout.wide_offset + (layout.d_qk - layout.quantised) * ELEMENT_BYTES)
+    if layout.scales_inside:
+        rows = cache.squeeze(2)
+        return Parts(rows[..., : layout.quantised], rows[..., layout.quantised : layout.wide_offset], rows[..., wide])
+    pages, page_size = spec.shape[:2]
+    if page_size > 1 and cache.stride(1) != token:
+        raise ValueError(f"{name} has strides {list(spec.stride)}; supported: {token} bytes along dimension 1, pages without gaps")
+    data = page_size * layout.row_bytes
+    page = cache.as_strided((pages, page_size * token), (cache.stride(0), 1))
+    rows = page[:, :data].unflatten(1, (page_size, layout.row_bytes))
+    scales = page[:, data:].unflatten(1, (page_size, layout.scale_bytes))
+    return Parts(rows[..., : layout.quantised], scales, rows[..., wide])
+
+
+def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
+    """Return the scales of groups: fp32 [..., groups] for fp32 [..., groups, columns]. NaN for a group with a value that is not finite."""
+    amax = groups.abs().amax(dim=-1)
+    scales = amax / E4M3_MAX
+    if power_of_two:
+        scales = scales.clamp_min(LEAST_POWER_OF_TWO_AMAX)
+        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): ceil(log2) without a logarithm's rounding
+        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+        scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
+    return torch.where(groups.isfinite().all(dim=-1), scales, float("nan"))
+
+
+def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
+    """Return the biased exponents of powers of two as uint8, 255 for NaN."""
+    exponent = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
+    return torch.where(scales.isnan(), _E8M0_NAN, exponent).to(torch.uint8)
+
+
+def _from_e8m0(codes: torch.Tensor) -> torch.Tensor:
+    """Return 2^(code - 127) in fp32, NaN for code 255."""
+    exponent = codes.to(torch.int32)
+    bits = torch.where(exponent == 0, 1 << 22, exponent << 23)  # 2^-127 is subnormal
+    return torch.where(exponent == _E8M0_NAN, float("nan"), bits.view(torch.float32))

@@ -1,0 +1,144 @@
+"""cache_write: new keys into a paged cache, quantised where the cache is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..runtime.current import device_for, has_kernels
+from ..spec.cache_format import FP8_584, FP8_656, LATENT
+from ..spec.cache_rows import FP8_576, config_of, latent_columns
+from ..spec.cache_write import grid
+from ..spec.mla import D_ROPE
+from .arguments import check_flag, check_no_grad
+from .cache_torch import write_rows
+from .launch_plan import LaunchPlan
+from .overlap import check_no_overlap
+from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS, WIDE, CacheRows, cache_rows, check_cache_scale
+from .strides import check_writable
+from .tensor_spec import (
+    DTYPE_NAMES,
+    TensorSpec,
+    check_address,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    optional_spec,
+    spec_of,
+)
+
+
+class Operands(NamedTuple):
+    """The tensors that a call reads."""
+
+    kv_c: torch.Tensor
+    k_pe: torch.Tensor
+    slot_mapping: torch.Tensor
+    descale_k: torch.Tensor | None
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on a launch, but for values and addresses. kernels: whether the device has kernels."""
+
+    kv_c: TensorSpec
+    k_pe: TensorSpec
+    slot_mapping: TensorSpec
+    descale_k: TensorSpec | None
+    k_cache: TensorSpec
+    power_of_two: bool
+    kernels: bool
+
+
+@dataclass(frozen=True)
+class CacheWritePlan(LaunchPlan):
+    """The launch of a call. rows: layout of the cache. tokens: number of keys."""
+
+    rows: CacheRows
+    tokens: int
+
+
+def run(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    descale_k: torch.Tensor | None = None,
+    power_of_two: bool = False,
+) -> None:
+    """Write keys, with the arguments of api.kv_cache.write_kv_cache."""
+    operands = Operands(kv_c, k_pe, slot_mapping, descale_k)
+    call = check(operands, k_cache, power_of_two)
+    launch_plan = plan(call)
+    if call.kernels:
+        check_address("k_cache", k_cache.data_ptr(), GATHER_ALIGNMENT)
+        check_no_overlap({"k_cache": k_cache}, operands._asdict())
+    if launch_plan.tokens == 0:
+        return
+    if call.kernels:
+        device = device_for(k_cache.device)
+        args = (*operands, k_cache, *launch_plan.int64s, *launch_plan.int32s)
+        device.launch(device.kernel("cache_write", launch_plan.kernel), launch_plan.grid, args, pdl=True)
+        return
+    keys = torch.cat((kv_c, k_pe), dim=1)
+    if launch_plan.rows.format is FP8_576:
+        keys = keys.float() if descale_k is None else keys.float() / descale_k
+    write_rows(launch_plan.rows, k_cache, keys, slot_mapping, power_of_two)
+
+
+def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported."""
+    check_flag("power_of_two", power_of_two)
+    check_no_grad(**operands._asdict(), k_cache=k_cache)
+    return CallSpec(
+        kv_c=spec_of("kv_c", operands.kv_c),
+        k_pe=spec_of("k_pe", operands.k_pe),
+        slot_mapping=spec_of("slot_mapping", operands.slot_mapping),
+        descale_k=optional_spec("descale_k", operands.descale_k),
+        k_cache=spec_of("k_cache", k_cache),
+        power_of_two=bool(power_of_two),
+        kernels=has_kernels(k_cache.device),
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec) -> CacheWritePlan:
+    """Return the launch of a call. ValueError unless its tensors fit together."""
+    more = () if call.kernels else (torch.float32,)
+    rows = cache_rows("k_cache", call.k_cache, *more)
+    cache, device = rows.format, call.k_cache.device
+    check_writable("k_cache", call.k_cache)
+    check_shape("slot_mapping", call.slot_mapping, ("tokens",))
+    check_dtype("slot_mapping", call.slot_mapping, torch.int64, torch.int32)
+    (tokens,) = call.slot_mapping.shape
+    if tokens > MAX_SLOTS:
+        raise ValueError(f"slot_mapping has shape {list(call.slot_mapping.shape)}; supported: to {MAX_SLOTS} tokens")
+    dtypes = (call.k_cache.dtype,) if cache is LATENT else (*WIDE, *more)
+    for name, spec, width in (("kv_c", call.kv_c, latent_columns(cache)), ("k_pe", call.k_pe, D_ROPE)):
+        check_shape(name, spec, (tokens, width), f" with a {cache.name} cache and this slot_mapping")
+        check_dtype(name, spec, *dtypes)
+        check_last_contiguous(name, spec)
+        check_device(name, spec, device, "k_cache")
+    check_dtype("k_pe", call.k_pe, call.kv_c.dtype)
+    check_device("slot_mapping", call.slot_mapping, device, "k_cache")
+    check_cache_scale(call.descale_k, cache, device)
+    if call.power_of_two and cache not in (FP8_656, FP8_584):
+        raise ValueError(f"power_of_two is True with a {cache.name} cache; supported: with {FP8_656.name} and {FP8_584.name}")
+    return CacheWritePlan(
+        kernel=config_of(cache, DTYPE_NAMES[call.kv_c.dtype]).name,
+        grid=grid(tokens),
+        int64s=(*(spec.stride[0] for spec in (call.kv_c, call.k_pe, call.slot_mapping)), rows.page_stride, rows.row_stride),
+        int32s=(
+            tokens,
+            rows.pages * rows.page_size,
+            rows.page_size,
+            int(call.slot_mapping.dtype == torch.int64),
+            int(call.power_of_two),
+        ),
+        rows=rows,
+        tokens=tokens,
+    )

@@ -1,0 +1,263 @@
+"""decode: calls of dense and sparse decode, checked and prepared once, then found again and repeated.
+
+A repeated call costs a few microseconds on the host (profiles/NOTES.md, "Time on the host"):
+
+    run_cached            packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors
+    CallCache.find        takes the last call of this key if it fits, else another call of this key that fits
+    PreparedCall.fits     compares the tensors with those that were checked: class, dtype, device, shape, strides and need of gradients by
+                          one call of torch's guard; then the alignment of addresses
+    PreparedCall.start    allocates what the caller did not give: results and workspace; makes the plan of a new schedule object
+    CudaLaunches.start    writes the addresses of the tensors to where the launches take them from, and launches; on the simulated device
+                          SingleLaunches.start does, one launch after the other
+
+Every other call goes through `prepare`, which makes all checks and keeps their outcome in the device's call cache. There is one way to
+launch: a call that was just prepared runs like a repeated one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from operator import itemgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.call_cache import ADDRESS_ALIGNMENT, Allocation, CallCache, PreparedCall, Tensors, guard
+from ..runtime.current import device_for
+from ..runtime.device import Device
+from ..runtime.launch import BufferRef, CallSteps, MappedTensor, Step
+from ..spec.abi import ParamKind
+from ..spec.dense_decode import MAX_ROW_ALIGNMENT
+from ..spec.mla import LOG2E
+from . import dense_decode, sparse_decode
+from .arguments import short_repr
+from .decode_plan import DecodePlan, Options, Results, check_common
+from .overlap import check_no_overlap
+from .paged_cache import GATHER_ALIGNMENT
+from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
+from .strides import TMA_ALIGNMENT
+from .tensor_spec import address_of, check_address, check_contiguous, spec_of
+
+_PLAN = ("tile_scheduler_metadata", "num_splits")
+_RESULTS = Results._fields
+
+_ALIGNED = ("k_cache", "extra_k_cache", "workspace")  # tensors whose addresses are multiples of ADDRESS_ALIGNMENT
+assert ADDRESS_ALIGNMENT == TMA_ALIGNMENT == GATHER_ALIGNMENT == MAX_ROW_ALIGNMENT
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+class CallKey(NamedTuple):
+    """The part of a call that is not a tensor, and which tensors are absent.
+
+    op: dense_decode or sparse_decode. descale_q to extra_topk_length: whether the argument is None, or, for an argument that the op must be
+    without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
+    was planned for. num_splits to workspace: whether the tensor is None.
+    """
+
+    op: ModuleType
+    head_dim_v: int
+    softmax_scale: float | None
+    causal: bool
+    is_fp8_kvcache: bool
+    batch_invariant: bool
+    empty_lse: float
+    descale_q: Any
+    descale_k: Any
+    attn_sink: Any
+    extra_k_cache: Any
+    extra_indices_in_kvcache: Any
+    topk_length: Any
+    extra_topk_length: Any
+    schedule: ScheduleKey | bool
+    num_splits: bool
+    out: bool
+    lse: bool
+    workspace: bool
+
+
+def run_cached(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: torch.Tensor | MlaSchedule | None,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode, with the arguments of api.flashmla.flash_mla_with_kvcache."""
+    schedule: MlaSchedule | None = None
+    planned_for: ScheduleKey | bool = False
+    if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):
+        schedule = tile_scheduler_metadata
+        planned_for = schedule.key or True
+        tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
+    # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
+    if indices is None:
+        key: tuple[Any, ...] = (
+            dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            descale_q is None, descale_k is None,
+            attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+        )  # fmt: skip
+        tensors: tuple[Any, ...] = (
+            q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
+            tile_scheduler_metadata, num_splits, out, lse, workspace,
+        )  # fmt: skip
+    else:
+        key = (
+            sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            descale_q, descale_k,
+            attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+        )  # fmt: skip
+        tensors = (
+            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
+            tile_scheduler_metadata, num_splits, out, lse, workspace,
+        )  # fmt: skip
+    cache: CallCache | None = None
+    found = None
+    try:
+        cache = device_for(q.device).call_cache
+        found = cache.find(key, tensors)
+    except (AttributeError, TypeError, RuntimeError, ValueError):  # an argument has no address, or no hash or order: `prepare` says which
+        cache = None
+    if found is not None:
+        call, given, addresses = found
+    else:
+        call = prepare(CallKey._make(key), tensors, schedule)
+        given = call.pick(tensors)
+        addresses = [*map(_data_ptr, given)]
+        if cache is not None:
+            cache.add(key, q.shape, call)
+    tensors = call.start(tensors, given, addresses, schedule)
+    return tensors[-3], tensors[-2]
+
+
+def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> PreparedCall:
+    """Check a call and prepare its launches. ValueError if the call is not supported.
+
+    tensors: the operands of key.op, the plan's two tensors, out, lse and workspace. schedule: the object that made the plan, or will make
+    it if its tensors are None.
+    """
+    names = (*key.op.Operands._fields, *_PLAN, *_RESULTS)
+    named = dict(zip(names, tensors, strict=True))
+    device, plan = _checked(key, named, schedule)
+    made = {"out", "lse"} if plan.is_empty else {*_PLAN, "out", "lse"} | ({"workspace"} if plan.workspace_bytes else set())
+    given = [name for name in names if named[name] is not None]
+    complete = [name for name in names if named[name] is not None or name in made]
+    pick = itemgetter(*map(names.index, given))
+    rows = address_of("q", named["q"]) | (0 if named["out"] is None else address_of("out", named["out"]))
+    steps = None if plan.is_empty else _steps(key, device, plan, {name: i for i, name in enumerate(complete)})
+    return PreparedCall(
+        pick=pick,
+        like=guard(pick(tensors)),
+        out=given.index("out") if "out" in given else 0,
+        second=given.index("extra_k_cache") if "extra_k_cache" in given else 1,
+        workspace=given.index("workspace") if "workspace" in given else 1,
+        row_remainder=rows % ADDRESS_ALIGNMENT,
+        allocations=tuple(
+            Allocation(names.index(name), shape, dtype)
+            for name, shape, dtype in (
+                ("out", plan.results.out_shape, plan.results.out_dtype),
+                ("lse", plan.results.lse_shape, torch.float32),
+                ("workspace", (plan.workspace_bytes,), torch.uint8),
+            )
+            if name in made and name not in given
+        ),
+        make=_planner(device, plan, names) if set(_PLAN) <= made.difference(given) else None,
+        pick_all=None if made <= set(given) else itemgetter(*map(names.index, complete)),
+        launches=None if steps is None else device.prepare(steps),
+    )
+
+
+def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callable[[Tensors, MlaSchedule], Tensors]:
+    """Return a function that makes the plan of a schedule object and puts its tensors among those of a call. names: of the tensors."""
+    at = names.index(_PLAN[0])
+
+    def make(tensors: Tensors, schedule: MlaSchedule) -> Tensors:
+        lengths, extra_lengths = (None if name is None else tensors[names.index(name)] for name in plan.lengths)
+        counts = KeyCounts(lengths, extra_lengths, *plan.key_limits)
+        made = schedule.prepare(device, plan.schedule_key, counts)
+        return *tensors[:at], *made, *tensors[at + len(made) :]
+
+    return make
+
+
+def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
+    """Check a call; return its device and its plan there. named: all tensors, by argument."""
+    options = Options(*(getattr(key, name) for name in Options._fields))
+    operands = key.op.Operands(*(named[name] for name in key.op.Operands._fields))
+    results = Results(*(named[name] for name in _RESULTS))
+    for name in key.op.EXCLUDED:
+        if getattr(key, name) is not None:
+            raise ValueError(f"{name} is {short_repr(getattr(key, name))}: not supported {key.op.WHERE}; supported: None")
+    split_plan = plan_specs(*(named[name] for name in _PLAN)) if schedule is None else None
+    call = key.op.check(operands, check_common(options, operands.q, results, split_plan))
+    device = device_for(operands.q.device)
+    plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
+    if results.workspace is not None:
+        _check_workspace(results.workspace, plan.workspace_bytes, operands.q.device, plan.op)
+    check_no_overlap(results._asdict(), {name: tensor for name, tensor in named.items() if name not in _RESULTS})
+    for name in _ALIGNED:
+        if named.get(name) is not None:
+            check_address(name, address_of(name, named[name]), ADDRESS_ALIGNMENT)
+    if schedule is not None:
+        schedule.check(plan.schedule_key)
+    return device, plan
+
+
+def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
+    """Raise ValueError unless the caller's workspace is contiguous, on `device`, and has at least nbytes bytes."""
+    spec = spec_of("workspace", workspace)
+    if spec.device != device:
+        raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
+    check_contiguous("workspace", spec)
+    if workspace.nbytes < nbytes:
+        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')
+
+
+def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, int]) -> CallSteps:
+    """Return the launches of a call: decode, and combine if a request can be split. numbers: of the tensors, by argument."""
+
+    def buffer(name: str | None) -> BufferRef | None:
+        return None if name is None or name not in numbers else BufferRef(numbers[name])
+
+    out_accum = lse_accum = None
+    if plan.workspace_bytes:
+        out_bytes, lse_bytes = plan.results.accum_bytes
+        out_accum = BufferRef(numbers["workspace"], 0, out_bytes)
+        lse_accum = BufferRef(numbers["workspace"], out_bytes, lse_bytes)
+    pointers = (*map(buffer, plan.pointers), *map(buffer, (*_PLAN, "out", "lse")), out_accum, lse_accum)
+    maps = tuple(MappedTensor(numbers[name], layout) for name, layout in plan.maps)
+    scale_log2 = (plan.default_scale if key.softmax_scale is None else key.softmax_scale) * LOG2E
+    scalars = (*plan.int64s, scale_log2, key.empty_lse, *plan.int32s)
+    kernel = device.kernel(plan.op, plan.kernel)
+    steps = [Step(kernel, plan.grid, maps, pointers, scalars, pdl=True)]
+    if plan.combine is not None:
+        combine = device.kernel("combine", plan.combine.kernel)
+        by_name = dict(zip((param.name for param in kernel.params if param.kind is ParamKind.POINTER), pointers, strict=True))
+        by_name |= zip(("lengths", "extra_lengths"), map(buffer, plan.lengths), strict=True)
+        sources = tuple(by_name.get(param.name) for param in combine.params if param.kind is ParamKind.POINTER)
+        scalars = (*plan.combine.int64s, key.empty_lse, *plan.combine.int32s)
+        steps.append(Step(combine, plan.combine.grid, (), sources, scalars, pdl=True))
+    uninitialized = ("out", "lse", "workspace") if plan.workspace_bytes else ("out", "lse")
+    return CallSteps(tuple(steps), len(numbers), tuple(numbers[name] for name in uninitialized))

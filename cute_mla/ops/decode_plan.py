@@ -1,0 +1,173 @@
+"""Decode plans: the parts of check and plan that dense and sparse decode share.
+
+A decode call is one launch or two. The CTAs of the decode kernel leave partial results of split requests in the workspace, and combine
+merges them. A call launches combine if its plan could split a request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ..spec.combine import CombineConfig
+from ..spec.combine import grid as combine_grid
+from ..spec.dense_decode import DenseDecodeProblem
+from ..spec.mla import D_V
+from ..spec.sparse_decode import SparseDecodeProblem
+from ..spec.split_plan import accumulator_rows
+from ..spec.tensor_map import TensorMap
+from .arguments import check_columns, check_empty_lse, check_flag, check_no_grad, check_scale
+from .launch_plan import LaunchPlan
+from .split_plan import PlanSpecs, ScheduleKey, check_plan
+from .strides import alignment, output_strides
+from .tensor_spec import TensorSpec, address_of, check_last_contiguous, optional_spec
+
+_FLOAT_BYTES = 4
+
+Problem: TypeAlias = DenseDecodeProblem | SparseDecodeProblem
+
+
+class Options(NamedTuple):
+    """The arguments that are not tensors."""
+
+    head_dim_v: int
+    softmax_scale: float | None
+    causal: bool
+    is_fp8_kvcache: bool
+    batch_invariant: bool
+    empty_lse: float
+
+
+class Results(NamedTuple):
+    """The tensors that a call writes; None: to be allocated."""
+
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    workspace: torch.Tensor | None
+
+
+class CommonSpec(NamedTuple):
+    """The part of a CallSpec that dense and sparse decode share.
+
+    split_plan: specs of the caller's plan, or None if a schedule object plans. address_alignment: what strides.alignment gives for the
+    addresses of q and of the caller's out.
+    """
+
+    split_plan: PlanSpecs | None
+    out: TensorSpec | None
+    lse: TensorSpec | None
+    causal: bool
+    is_fp8_kvcache: bool
+    batch_invariant: bool
+    address_alignment: int
+
+
+@dataclass(frozen=True)
+class ResultLayout:
+    """Layout of the results: shapes and strides of out and lse, and accum_rows rows of the accumulators of split requests.
+
+    strides: (batch, token, head) of out, then (batch, head, token) of lse, in elements, as kernels take them.
+    """
+
+    out_shape: tuple[int, int, int, int]
+    out_dtype: torch.dtype
+    lse_shape: tuple[int, int, int]
+    strides: tuple[int, ...]
+    accum_rows: int
+
+    @property
+    def accum_bytes(self) -> tuple[int, int]:
+        """Return the bytes of out_accum and of lse_accum."""
+        _, h_q, s_q = self.lse_shape
+        return accumulator_bytes(self.accum_rows, s_q, h_q)
+
+
+@dataclass(frozen=True)
+class DecodePlan(LaunchPlan):
+    """The launches of a call. The grid has CTAs along (query rows, KV heads or query tokens, parts).
+
+    op: name of the decode kernel. maps: operands that the kernel has tensor maps of, with the map at address 0. pointers: operands that
+    the kernel has pointers to, in the order of its parameters. lengths: operands with the keys of each request, in its cache and in a
+    second cache; key_limits: the most keys there. combine: the launch of combine, or None if no request can be split. default_scale:
+    softmax_scale where the caller gives none.
+    """
+
+    op: str
+    maps: tuple[tuple[str, TensorMap], ...]
+    pointers: tuple[str | None, ...]
+    lengths: tuple[str, str | None]
+    key_limits: tuple[int, int]
+    schedule_key: ScheduleKey
+    results: ResultLayout
+    combine: LaunchPlan | None
+    default_scale: float
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes of out_accum followed by lse_accum."""
+        return sum(self.results.accum_bytes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no output to compute."""
+        return 0 in self.results.out_shape
+
+
+def accumulator_bytes(accum_rows: int, s_q: int, h_q: int) -> tuple[int, int]:
+    """Return the bytes of out_accum, fp32 [accum_rows, s_q, h_q, 512], and of lse_accum, fp32 [accum_rows, s_q, h_q]."""
+    lse_bytes = accum_rows * s_q * h_q * _FLOAT_BYTES
+    return lse_bytes * D_V, lse_bytes
+
+
+def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None) -> CommonSpec:
+    """Check the options and results of a call. ValueError unless each is supported by itself."""
+    check_columns("head_dim_v", options.head_dim_v)
+    if options.softmax_scale is not None:
+        check_scale("softmax_scale", options.softmax_scale)
+    check_empty_lse(options.empty_lse)
+    for name in ("causal", "is_fp8_kvcache", "batch_invariant"):
+        check_flag(name, getattr(options, name))
+    check_no_grad(**results._asdict())
+    return CommonSpec(
+        split_plan=split_plan,
+        out=optional_spec("out", results.out),
+        lse=optional_spec("lse", results.lse),
+        causal=bool(options.causal),
+        is_fp8_kvcache=bool(options.is_fp8_kvcache),
+        batch_invariant=bool(options.batch_invariant),
+        address_alignment=alignment(address_of("q", q), 0 if results.out is None else address_of("out", results.out)),
+    )
+
+
+def layout_results(problem: Problem, common: CommonSpec, num_parts: int, q: TensorSpec, out_dtype: torch.dtype) -> ResultLayout:
+    """Validate out, lse and the caller's plan of num_parts parts; return the layout of the results."""
+    out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
+    lse_shape = (problem.batch, problem.h_q, problem.s_q)
+    out_strides = output_strides("out", common.out, out_shape, out_dtype, q)
+    lse_strides = output_strides("lse", common.lse, lse_shape, torch.float32, q)
+    if common.out is not None:
+        check_last_contiguous("out", common.out)
+    if common.split_plan is not None:
+        check_plan(common.split_plan, problem.batch, num_parts, q.device)
+    return ResultLayout(
+        out_shape=out_shape,
+        out_dtype=out_dtype,
+        lse_shape=lse_shape,
+        strides=(*out_strides[:3], *lse_strides),
+        accum_rows=0 if 0 in out_shape else accumulator_rows(problem.batch, num_parts, problem.max_splits),
+    )
+
+
+def plan_combine(problem: Problem, results: ResultLayout, max_keys: tuple[int, int], sm_count: int) -> LaunchPlan | None:
+    """Return the launch of combine, or None if no request can be split. max_keys: most keys in a cache and in a second cache."""
+    if not results.accum_rows:
+        return None
+    batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
+    return LaunchPlan(
+        kernel=CombineConfig(problem.dtype).name,
+        grid=combine_grid(batch, s_q, h_q, sm_count),
+        int64s=results.strides,
+        int32s=(batch, s_q, h_q, *max_keys, problem.max_splits, results.accum_rows),
+    )

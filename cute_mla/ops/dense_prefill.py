@@ -1,0 +1,272 @@
+"""dense_prefill: attention of packed sequences over keys and values of their own, in one launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.arguments import Argument
+from ..runtime.current import device_for
+from ..spec.arch import Arch
+from ..spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, HEAD_DIMS, MAX_ITEMS, MAX_TOKENS, DensePrefillConfig, DensePrefillProblem
+from ..spec.mla import ELEMENT_BYTES, LOG2E
+from ..spec.tensor_map import Swizzle, TensorMap
+from .arguments import check_empty_lse, check_flag, check_integer, check_no_grad, check_scale, is_number, short_repr
+from .launch_plan import LaunchPlan
+from .limits import heads_error
+from .overlap import check_no_overlap
+from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
+from .tensor_spec import (
+    DTYPE_NAMES,
+    TensorSpec,
+    address_of,
+    check_address,
+    check_counts,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    optional_spec,
+    spec_of,
+)
+
+
+class Operands(NamedTuple):
+    """The tensors that a call reads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+class Options(NamedTuple):
+    """The arguments that are not tensors."""
+
+    max_seqlen_q: int
+    max_seqlen_k: int
+    dropout_p: float
+    softmax_scale: float | None
+    causal: bool
+    empty_lse: float
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on a launch, but for values and addresses.
+
+    address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
+    """
+
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    cu_seqlens_q: TensorSpec
+    cu_seqlens_k: TensorSpec
+    causal: bool
+    max_seqlen_q: int
+    out: TensorSpec | None
+    lse: TensorSpec | None
+    address_alignment: int
+
+
+class HeadLayout(NamedTuple):
+    """Layout of a tensor map over heads. shape: (columns, heads, tokens). strides: bytes between heads and between tokens."""
+
+    dtype: str
+    shape: tuple[int, int, int]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DensePrefillPlan(LaunchPlan):
+    """The launch of a call, and the shapes of its results.
+
+    layouts: of the tensor maps of q, k and v; None for a map that no instruction uses.
+    """
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    layouts: tuple[HeadLayout | None, ...]
+    default_scale: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no row to compute."""
+        return 0 in self.grid
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend packed sequences, with the arguments of api.varlen.flash_attn_varlen_func."""
+    operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    call = check(operands, Options(max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, empty_lse), out, lse)
+    device = device_for(q.device)
+    launch_plan = plan(call, device.arch, device.sm_count)
+    check_address("k", k.data_ptr(), TMA_ALIGNMENT)
+    check_address("v", v.data_ptr(), TMA_ALIGNMENT)
+    check_no_overlap({"out": out, "lse": lse}, operands._asdict())
+    if out is None:
+        out = q.new_empty(launch_plan.out_shape)
+        device.mark_uninitialized(out)
+    if lse is None:
+        lse = q.new_empty(launch_plan.lse_shape, dtype=torch.float32)
+        device.mark_uninitialized(lse)
+    if not launch_plan.is_empty:
+        scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
+        maps = (_map(tensor, layout, q) for tensor, layout in zip((q, k, v), launch_plan.layouts, strict=True))
+        scalars = (*launch_plan.int64s, scale * LOG2E, empty_lse, *launch_plan.int32s)
+        args: tuple[Argument, ...] = (*maps, q, cu_seqlens_q, cu_seqlens_k, out, lse, *scalars)
+        device.launch(device.kernel("dense_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
+    return out, lse
+
+
+def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported."""
+    if not is_number(options.dropout_p) or options.dropout_p != 0:
+        raise ValueError(f"dropout_p is {short_repr(options.dropout_p)}; supported: 0, for only the forward pass is there")
+    if options.softmax_scale is not None:
+        check_scale("softmax_scale", options.softmax_scale)
+    check_empty_lse(options.empty_lse)
+    check_flag("causal", options.causal)
+    check_integer("max_seqlen_k", options.max_seqlen_k, 0)
+    check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
+    return CallSpec(
+        q=spec_of("q", operands.q),
+        k=spec_of("k", operands.k),
+        v=spec_of("v", operands.v),
+        cu_seqlens_q=spec_of("cu_seqlens_q", operands.cu_seqlens_q),
+        cu_seqlens_k=spec_of("cu_seqlens_k", operands.cu_seqlens_k),
+        causal=bool(options.causal),
+        max_seqlen_q=check_integer("max_seqlen_q", options.max_seqlen_q, 0),
+        out=optional_spec("out", out),
+        lse=optional_spec("lse", lse),
+        address_alignment=alignment(address_of("q", operands.q), 0 if out is None else address_of("out", out)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
+    """Return the launch of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
+    q = call.q
+    _check_heads(call)
+    batch = _check_lengths(call)
+    total_q, h_q, d_qk = q.shape
+    total_k, h_kv, _ = call.k.shape
+    out_strides = output_strides("out", call.out, (total_q, h_q, D_V), q.dtype, q)
+    if call.out is not None:
+        check_last_contiguous("out", call.out)
+    lse_strides = output_strides("lse", call.lse, (total_q, h_q), torch.float32, q)
+    q_strides = tuple(map_stride(q, dim) for dim in (1, 0))
+    aligned = row_alignment(call.address_alignment, q, call.out)
+    problem = DensePrefillProblem(
+        arch=arch,
+        dtype=DTYPE_NAMES[q.dtype],
+        d_qk=d_qk,
+        batch=batch,
+        h_q=h_q,
+        h_kv=h_kv,
+        max_seqlen_q=min(call.max_seqlen_q, total_q),
+        # Variants without a tensor map of q serve the strides that no tensor map can hold, 0 among them.
+        row_alignment=aligned if all(map(is_map_stride, q_strides)) else ELEMENT_BYTES,
+    )
+    if problem.items > MAX_ITEMS:
+        raise ValueError(
+            f"q has shape {list(q.shape)}, cu_seqlens_q {list(call.cu_seqlens_q.shape)}, and max_seqlen_q is {call.max_seqlen_q}: "
+            f"{problem.items} work items; supported: to {MAX_ITEMS}"
+        )
+    return DensePrefillPlan(
+        kernel=problem.config.name,
+        grid=problem.grid(sm_count),
+        int64s=(*q.stride[:2], *out_strides[:2], *lse_strides),
+        int32s=(batch, h_q, h_q // h_kv, total_q, total_k, problem.row_blocks, int(call.causal)),
+        out_shape=(total_q, h_q, D_V),
+        lse_shape=(total_q, h_q),
+        layouts=_layouts(call, problem.config),
+        default_scale=d_qk**-0.5,
+    )
+
+
+# The smallest tensor map: the 16 bytes at its address.
+_UNUSED_LAYOUT = HeadLayout("bf16", (TMA_ALIGNMENT // ELEMENT_BYTES, 1, 1), (TMA_ALIGNMENT, TMA_ALIGNMENT))
+
+
+def _map(tensor: torch.Tensor, layout: HeadLayout | None, q: torch.Tensor) -> TensorMap:
+    """Return the tensor map of q, k or v. A map that no instruction uses is laid over q, which is memory of the call."""
+    if layout is None:
+        return tensor_map(_UNUSED_LAYOUT, q.data_ptr() & -TMA_ALIGNMENT)
+    return tensor_map(layout, tensor.data_ptr())
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(layout: HeadLayout, address: int) -> TensorMap:
+    """Return a tensor map with boxes of 64 columns by 64 tokens of one head. Cached, because allocators give addresses again."""
+    return TensorMap(
+        dtype=layout.dtype,
+        address=address,
+        dims=layout.shape,
+        strides=layout.strides,
+        box=(BOX_COLUMNS, 1, BOX_ROWS),
+        swizzle=Swizzle.B128,
+    )
+
+
+def _layouts(call: CallSpec, config: DensePrefillConfig) -> tuple[HeadLayout | None, ...]:
+    """Return the layouts of q, k and v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    layouts = []
+    for name, spec, used in (
+        ("q", call.q, config.access_bytes > ELEMENT_BYTES),
+        ("k", call.k, call.k.shape[0] > 0),
+        ("v", call.v, call.v.shape[0] > 0),
+    ):
+        tokens, heads, columns = spec.shape
+        layouts.append(HeadLayout(config.dtype, (columns, heads, tokens), map_strides(name, spec, 1, 0)) if used else None)
+    return tuple(layouts)
+
+
+def _check_heads(call: CallSpec) -> None:
+    """Raise ValueError unless q, k and v have supported head sizes and one dtype, and k and v as many tokens and heads."""
+    q, k, v = call.q, call.k, call.v
+    if len(q.shape) != 3 or q.shape[-1] not in HEAD_DIMS:
+        sizes = " or ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"q has shape {list(q.shape)}; supported: [total_q, h_q, {sizes}], the head sizes that kernels are built for")
+    check_shape("k", k, ("total_k", "h_kv", q.shape[-1]))
+    check_shape("v", v, (*k.shape[:2], D_V))
+    check_dtype("q", q, torch.bfloat16, torch.float16)
+    for name, spec in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, spec, q.dtype)
+        check_device(name, spec, q.device)
+        check_last_contiguous(name, spec)
+        if spec.shape[0] > MAX_TOKENS:
+            raise ValueError(f"{name} has shape {list(spec.shape)}; supported: to {MAX_TOKENS} tokens")
+    error = heads_error(q.shape[1], k.shape[1], "dense_prefill")
+    if error is not None:
+        raise ValueError(f"q has shape {list(q.shape)}, k {list(k.shape)}: {error}")
+
+
+def _check_lengths(call: CallSpec) -> int:
+    """Return the number of sequences. ValueError unless cu_seqlens_q and cu_seqlens_k have as many."""
+    check_counts("cu_seqlens_q", call.cu_seqlens_q, ("batch + 1",), call.q.device)
+    entries = call.cu_seqlens_q.shape[0]
+    if entries == 0:
+        raise ValueError("cu_seqlens_q has shape [0]; supported: [batch + 1], at least 1")
+    check_counts("cu_seqlens_k", call.cu_seqlens_k, (entries,), call.q.device)
+    return entries - 1

@@ -1,0 +1,190 @@
+"""Layouts of paged KV caches, as kernels read them: by TMA (dense decode), by index (sparse decode), or key by key (write and gather)."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..spec.cache_format import FORMATS, FP8_584, FP8_656, LATENT, CacheFormat
+from ..spec.cache_rows import CACHED, FP8_576
+from ..spec.mla import D_QK
+from ..spec.tensor_map import Swizzle, TensorMap
+from .limits import page_size_error
+from .strides import map_strides
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape
+
+GATHER_ALIGNMENT = 16  # bytes: of the address of every row, for the widest load
+MAX_SLOTS = (1 << 31) - 1  # slots that an int32 can name
+
+BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+WIDE = (torch.bfloat16, torch.float16)
+
+_BOX_ROW_BYTES = 128  # the span of the swizzle
+_ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "u8": 1}
+_MAX_MAP_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
+
+
+class DenseCache(NamedTuple):
+    """Layout of a cache that TMA reads. dtype: of an element, "u8" for e4m3. strides: bytes between KV heads, keys of a page, pages."""
+
+    dtype: str
+    pages: int
+    page_size: int
+    h_kv: int
+    strides: tuple[int, ...]
+
+
+def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
+    """Return the layout of k_cache [pages, page size, h_kv, 576] for queries of this dtype. ValueError if kernels cannot read it."""
+    fp8 = spec.dtype == torch.float8_e4m3fn
+    check_shape("k_cache", spec, ("pages", "page size", 1 if fp8 else "h_kv", D_QK), f" of {spec.dtype}" if fp8 else "")
+    check_dtype("k_cache", spec, *dict.fromkeys((dtype, torch.float8_e4m3fn)))
+    check_last_contiguous("k_cache", spec)
+    pages, page_size, h_kv, _ = spec.shape
+    if pages == 0:
+        raise ValueError(f"k_cache has shape {list(spec.shape)}; supported: at least one page")
+    error = page_size_error(page_size)
+    if error is not None:
+        raise ValueError(f"k_cache has shape {list(spec.shape)}: {error}")
+    if pages >= _MAX_MAP_SIZE:
+        raise ValueError(f"k_cache has {pages} pages; supported: fewer than {_MAX_MAP_SIZE}")
+    return DenseCache("u8" if fp8 else DTYPE_NAMES[dtype], pages, page_size, h_kv, map_strides("k_cache", spec, 2, 1, 0))
+
+
+@lru_cache(maxsize=4096)
+def dense_tensor_map(cache: DenseCache, address: int, box_keys: int) -> TensorMap:
+    """Return the tensor map of a cache at an address, with boxes of 128 bytes by box_keys keys of one head and page."""
+    return TensorMap(
+        dtype=cache.dtype,
+        address=address,
+        dims=(D_QK, cache.h_kv, cache.page_size, cache.pages),
+        strides=cache.strides,
+        box=(_BOX_ROW_BYTES // _ELEMENT_SIZES[cache.dtype], 1, box_keys, 1),
+        swizzle=Swizzle.B128,
+    )
+
+
+class GatheredCache(NamedTuple):
+    """Layout of a cache that kernels gather from by index. Strides in bytes. slots: pages * page_size, at most MAX_SLOTS."""
+
+    cache_format: str
+    page_size: int
+    slots: int
+    page_stride: int
+    row_stride: int
+
+
+def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool) -> GatheredCache:
+    """Return the layout of a cache for these queries. ValueError if kernels cannot read it."""
+    cache = _format_of(name, spec, q, is_fp8_kvcache)
+    check_device(name, spec, q.device)
+    check_last_contiguous(name, spec)
+    page_stride, row_stride = _byte_strides(name, spec, cache)
+    pages, page_size = spec.shape[:2]
+    return GatheredCache(cache.name, page_size, min(pages * page_size, MAX_SLOTS), page_stride, row_stride)
+
+
+class CacheRows(NamedTuple):
+    """Layout of a cache whose keys are written and gathered one by one. Strides in bytes."""
+
+    format: CacheFormat
+    pages: int
+    page_size: int
+    page_stride: int
+    row_stride: int
+
+
+def cache_rows(name: str, spec: TensorSpec, *more: torch.dtype) -> CacheRows:
+    """Return the layout of a cache of any format. ValueError if the format is not supported.
+
+    more: dtypes that a latent cache may have besides bf16 and fp16.
+    """
+    fits = len(spec.shape) == 4 and spec.shape[2] == 1
+    for cache in CACHED.values():
+        allowed = (*dtypes_of(cache), *(more if cache is LATENT else ()))
+        if fits and spec.shape[3] == columns_of(cache) and spec.dtype in allowed:
+            check_last_contiguous(name, spec)
+            pages, page_size = spec.shape[:2]
+            page_stride, row_stride = _byte_strides(name, spec, cache)
+            if pages * page_size > MAX_SLOTS:
+                raise ValueError(f"{name} has shape {list(spec.shape)}, {pages * page_size} slots; supported: to {MAX_SLOTS}")
+            return CacheRows(cache, pages, page_size, page_stride, row_stride)
+    supported = "; ".join(map(_shape_text, CACHED.values()))
+    raise ValueError(f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}; supported: {supported}")
+
+
+def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torch.device) -> None:
+    """Raise ValueError unless descale_k is None, or one fp32 element on the cache's device and the cache is fp8_576."""
+    if scale is None:
+        return
+    if cache is not FP8_576:
+        raise ValueError(f"descale_k is given with a {cache.name} cache; supported: with {FP8_576.name}")
+    if math.prod(scale.shape) != 1:
+        raise ValueError(f"descale_k has shape {list(scale.shape)}; supported: one element")
+    check_dtype("descale_k", scale, torch.float32)
+    check_device("descale_k", scale, device, "k_cache")
+
+
+def columns_of(cache: CacheFormat) -> int:
+    """Return the last dimension of a tensor of this format, in elements."""
+    return cache.page_bytes(1) if cache.quantised else cache.d_qk
+
+
+def dtypes_of(cache: CacheFormat) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a tensor of this format can have."""
+    if cache is FP8_576:
+        return (torch.float8_e4m3fn,)
+    return BYTES if cache.quantised else WIDE
+
+
+def _shape_text(cache: CacheFormat) -> str:
+    dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_of(cache))
+    return f"[pages, page size, 1, {columns_of(cache)}] of {dtypes}"
+
+
+def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int, int]:
+    """Return the bytes from page to page and from row to row of a cache. ValueError unless kernels can read these strides."""
+    pages, page_size, _, columns = spec.shape
+    if pages == 0 or page_size == 0:
+        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
+    token_bytes = columns * spec.dtype.itemsize
+    given = spec.stride[1] * spec.dtype.itemsize if page_size > 1 else token_bytes
+    if not cache.scales_inside and given != token_bytes:
+        raise ValueError(
+            f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}; supported: tokens that follow one another "
+            f"without gaps, {token_bytes} bytes along dimension 1 (in this format a page has {page_size} rows of {cache.row_bytes} "
+            "bytes, and their scales behind them)"
+        )
+    row_stride = given if cache.scales_inside else cache.row_bytes
+    page_stride = spec.stride[0] * spec.dtype.itemsize if pages > 1 else row_stride  # arbitrary for a single page
+    for dimension, stride in ((0, page_stride), (1, row_stride)):
+        if stride % GATHER_ALIGNMENT or stride <= 0:
+            raise ValueError(
+                f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dimension}; "
+                f"supported: positive multiples of {GATHER_ALIGNMENT} bytes"
+            )
+    return page_stride, row_stride
+
+
+def _format_of(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool) -> CacheFormat:
+    """Return the format that shape and dtype of a cache tell. ValueError unless q and is_fp8_kvcache fit the format."""
+    fits = len(spec.shape) == 4 and spec.shape[2] == 1
+    found = [cache for cache in FORMATS.values() if fits and spec.shape[3] == columns_of(cache) and spec.dtype in dtypes_of(cache)]
+    if not found or q.shape[-1] != found[0].d_qk:
+        supported = "; ".join(f"{_shape_text(cache)} with q of {cache.d_qk} columns" for cache in FORMATS.values())
+        raise ValueError(
+            f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}, q {q.shape[-1]} columns; supported with indices: {supported}"
+        )
+    (cache,) = found
+    if bool(cache.quantised) != is_fp8_kvcache:
+        raise ValueError(
+            f"is_fp8_kvcache is {is_fp8_kvcache} with {name} of {spec.dtype} and {spec.shape[3]} columns; supported: "
+            f"True for {FP8_656.name} and {FP8_584.name} caches, False for {LATENT.name} ones of bf16 or fp16"
+        )
+    q_dtype = torch.bfloat16 if cache.quantised else spec.dtype
+    if q.dtype != q_dtype:
+        raise ValueError(f"q has dtype {q.dtype} with {name} of {spec.dtype}; supported with this cache: {q_dtype}")
+    return cache

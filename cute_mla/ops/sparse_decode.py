@@ -1,0 +1,157 @@
+"""sparse_decode: attention of new query tokens over the slots of a paged cache that their indices name. decode.run makes the calls."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..spec.arch import Arch
+from ..spec.dense_decode import MAX_KEYS
+from ..spec.sparse_decode import SparseDecodeProblem
+from .arguments import check_no_grad
+from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
+from .indices import check_indices, check_queries, check_sink
+from .limits import MAX_GRID_TOKENS
+from .paged_cache import GatheredCache, gathered_cache
+from .split_plan import ScheduleKey
+from .strides import row_alignment
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, optional_spec, spec_of
+
+WHERE = "with indices"  # the calls of this op, for messages
+EXCLUDED = ("descale_q", "descale_k")  # arguments of dense_decode
+
+_NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
+
+
+class Operands(NamedTuple):
+    """The tensors that a call reads."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    extra_k_cache: torch.Tensor | None
+    extra_indices_in_kvcache: torch.Tensor | None
+    extra_topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+
+
+class Selection(NamedTuple):
+    """A cache and the slots of it that are attended to. names: the three arguments. length: None if all indices count."""
+
+    names: tuple[str, str, str]
+    k_cache: TensorSpec
+    indices: TensorSpec
+    length: TensorSpec | None
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on a launch, but for values and addresses."""
+
+    q: TensorSpec
+    main: Selection
+    extra: Selection | None
+    attn_sink: TensorSpec | None
+    common: CommonSpec
+
+
+def check(operands: Operands, common: CommonSpec) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported."""
+    check_no_grad(**operands._asdict())
+    if common.causal:
+        raise ValueError(f"causal is True: not supported {WHERE}; supported: False")
+    names = ("k_cache", "indices", "topk_length")
+    return CallSpec(
+        q=spec_of("q", operands.q),
+        main=_selection(names, operands.k_cache, operands.indices, operands.topk_length),
+        extra=_extra_selection(operands),
+        attn_sink=optional_spec("attn_sink", operands.attn_sink),
+        common=common,
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
+    """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
+    check_queries(call.q, ("batch", "s_q"))
+    batch, s_q, h_q, d_qk = call.q.shape
+    if s_q > MAX_GRID_TOKENS:
+        raise ValueError(f"q has shape {list(call.q.shape)}; supported {WHERE}: s_q to {MAX_GRID_TOKENS}")
+    cache, topk, index_strides = _check_selection(call, call.main)
+    extra, extra_topk, extra_strides = (_NO_CACHE, 0, (0, 0)) if call.extra is None else _check_selection(call, call.extra)
+    check_sink(call.attn_sink, call.q)
+    if topk + extra_topk > MAX_KEYS:
+        raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
+    problem = SparseDecodeProblem(
+        arch=arch,
+        dtype=DTYPE_NAMES[call.q.dtype],
+        cache=cache.cache_format,
+        batch=batch,
+        s_q=s_q,
+        h_q=h_q,
+        topk=topk,
+        extra_topk=extra_topk,
+        batch_invariant=call.common.batch_invariant,
+        row_alignment=row_alignment(call.common.address_alignment, call.q, call.common.out),
+    )
+    num_parts = problem.num_parts(sm_count) if s_q else 1
+    results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype)
+    return DecodePlan(
+        kernel=problem.config.name,
+        grid=(problem.row_ctas, s_q, num_parts),
+        int64s=(
+            *call.q.stride[:3],
+            *results.strides,
+            *index_strides,
+            *extra_strides,
+            *(cache.page_stride, cache.row_stride),
+            *(extra.page_stride, extra.row_stride),
+        ),
+        int32s=(
+            *(batch, s_q, h_q),
+            *(cache.page_size, cache.slots, topk),
+            *(extra.page_size, extra.slots, extra_topk),
+            *(problem.max_splits, results.accum_rows),
+        ),
+        op="sparse_decode",
+        maps=(),  # the kernels gather rows by their addresses
+        pointers=Operands._fields,
+        lengths=("topk_length", "extra_topk_length"),
+        key_limits=(topk, extra_topk),
+        schedule_key=ScheduleKey(batch, s_q, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk),
+        results=results,
+        combine=plan_combine(problem, results, (topk, extra_topk), sm_count),
+        default_scale=d_qk**-0.5,
+    )
+
+
+def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:
+    return Selection(names, spec_of(names[0], k_cache), spec_of(names[1], indices), optional_spec(names[2], length))
+
+
+def _extra_selection(operands: Operands) -> Selection | None:
+    """Return the selection of the second cache, or None without one. ValueError if only a part of its arguments is given."""
+    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    given = (operands.extra_k_cache, operands.extra_indices_in_kvcache, operands.extra_topk_length)
+    if all(tensor is None for tensor in given):
+        return None
+    for name, tensor in zip(names[:2], given[:2], strict=True):
+        if tensor is None:
+            raise ValueError(f"{name} is None beside other arguments of a second cache; supported: a tensor, or None for all of them")
+    return _selection(names, *given)
+
+
+def _check_selection(call: CallSpec, selection: Selection) -> tuple[GatheredCache, int, tuple[int, int]]:
+    """Return the layout of the cache, the indices of a token, and the strides of the indices between requests and tokens.
+
+    ValueError unless the selection fits the queries.
+    """
+    (cache_name, indices_name, length_name), k_cache, indices, length = selection
+    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache)
+    batch, s_q = call.q.shape[:2]
+    check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
+    if length is not None:
+        check_counts(length_name, length, (batch,), call.q.device)
+    return cache, indices.shape[2], (indices.stride[0], indices.stride[1])

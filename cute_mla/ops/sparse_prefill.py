@@ -1,0 +1,251 @@
+"""sparse_prefill: attention of each query token over rows of an unpaged latent that its indices name, in one launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..runtime.current import device_for
+from ..spec.arch import Arch
+from ..spec.dense_decode import MAX_KEYS
+from ..spec.mla import D_V, LOG2E
+from ..spec.sparse_prefill import MAX_TOKENS, SparsePrefillProblem
+from .arguments import check_columns, check_empty_lse, check_no_grad, check_scale
+from .indices import check_indices, check_queries, check_sink
+from .launch_plan import LaunchPlan
+from .overlap import check_no_overlap
+from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS
+from .strides import alignment, output_strides, row_alignment
+from .tensor_spec import (
+    DTYPE_NAMES,
+    TensorSpec,
+    address_of,
+    check_address,
+    check_counts,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    optional_spec,
+    spec_of,
+)
+
+
+class Operands(NamedTuple):
+    """The tensors that a call reads."""
+
+    q: torch.Tensor
+    kv: torch.Tensor
+    indices: torch.Tensor
+    topk_length: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    kv_offsets: torch.Tensor | None
+
+
+class Options(NamedTuple):
+    """The arguments that are not tensors."""
+
+    sm_scale: float
+    d_v: int
+    empty_lse: float
+
+
+class Results(NamedTuple):
+    """The tensors that a call writes; None: to be allocated."""
+
+    out: torch.Tensor | None
+    max_logits: torch.Tensor | None
+    lse: torch.Tensor | None
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on a launch, but for values and addresses.
+
+    address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
+    """
+
+    q: TensorSpec
+    kv: TensorSpec
+    indices: TensorSpec
+    topk_length: TensorSpec | None
+    attn_sink: TensorSpec | None
+    kv_offsets: TensorSpec | None
+    out: TensorSpec | None
+    max_logits: TensorSpec | None
+    lse: TensorSpec | None
+    address_alignment: int
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Return the dimensions that count tokens: (s_q,) or (batch, s_q)."""
+        return tuple(self.q.shape[:-2])
+
+
+@dataclass(frozen=True)
+class SparsePrefillPlan(LaunchPlan):
+    """The launch of a call. out_shape: shape of out. row_shape: shape of max_logits and of lse."""
+
+    out_shape: tuple[int, ...]
+    row_shape: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no output to compute."""
+        return 0 in self.out_shape
+
+
+def run(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to indexed rows, with the arguments of api.flashmla.flash_mla_sparse_fwd."""
+    operands = Operands(q, kv, indices, topk_length, attn_sink, kv_offsets)
+    given = Results(out, max_logits, lse)
+    call = check(operands, Options(sm_scale, d_v, empty_lse), given)
+    device = device_for(q.device)
+    launch_plan = plan(call, device.arch, device.sm_count)
+    check_address("kv", kv.data_ptr(), GATHER_ALIGNMENT)
+    check_no_overlap(given._asdict(), operands._asdict())
+    results = (
+        q.new_empty(launch_plan.out_shape) if out is None else out,
+        q.new_empty(launch_plan.row_shape, dtype=torch.float32) if max_logits is None else max_logits,
+        q.new_empty(launch_plan.row_shape, dtype=torch.float32) if lse is None else lse,
+    )
+    if not launch_plan.is_empty:
+        device.mark_uninitialized(*results)
+        pointers = (q, kv, kv_offsets, indices, topk_length, attn_sink, *results)
+        args = (*pointers, *launch_plan.int64s, sm_scale * LOG2E, empty_lse, *launch_plan.int32s)
+        device.launch(device.kernel("sparse_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
+    return results
+
+
+def check(operands: Operands, options: Options, results: Results) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported."""
+    check_columns("d_v", options.d_v)
+    check_scale("sm_scale", options.sm_scale)
+    check_empty_lse(options.empty_lse)
+    q, out = operands.q, results.out
+    address_alignment = alignment(address_of("q", q), 0 if out is None else address_of("out", out))
+    check_no_grad(q=q, kv=operands.kv, attn_sink=operands.attn_sink, **results._asdict())
+    return CallSpec(
+        q=spec_of("q", q),
+        kv=spec_of("kv", operands.kv),
+        indices=spec_of("indices", operands.indices),
+        topk_length=optional_spec("topk_length", operands.topk_length),
+        attn_sink=optional_spec("attn_sink", operands.attn_sink),
+        kv_offsets=optional_spec("kv_offsets", operands.kv_offsets),
+        out=optional_spec("out", out),
+        max_logits=optional_spec("max_logits", results.max_logits),
+        lse=optional_spec("lse", results.lse),
+        address_alignment=address_alignment,
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
+    """Return the launch of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
+    q = call.q
+    check_queries(q, ("s_q",), ("batch", "s_q"))
+    h_q, d_qk = q.shape[-2:]
+    s_kv, kv_strides = _check_kv(call)
+    topk = _check_tables(call)
+    problem = SparsePrefillProblem(
+        arch=arch,
+        dtype=DTYPE_NAMES[q.dtype],
+        d_qk=d_qk,
+        batch=call.leading[0] if len(call.leading) == 2 else 1,
+        s_q=call.leading[-1],
+        h_q=h_q,
+        row_alignment=row_alignment(call.address_alignment, q, call.out),
+    )
+    if problem.tokens > MAX_TOKENS:
+        raise ValueError(f"q has shape {list(q.shape)}, {problem.tokens} query tokens; supported: to {MAX_TOKENS}")
+    row_shape = (*call.leading, h_q)
+    out_shape = (*row_shape, D_V)
+    out_strides = output_strides("out", call.out, out_shape, q.dtype, q)
+    if call.out is not None:
+        check_last_contiguous("out", call.out)
+    return SparsePrefillPlan(
+        kernel=problem.config.name,
+        grid=problem.grid(sm_count),
+        int64s=(
+            *_with_batch(q.stride[:-1], 3),
+            *_with_batch(out_strides[:-1], 3),
+            *_with_batch(output_strides("max_logits", call.max_logits, row_shape, torch.float32, q), 3),
+            *_with_batch(output_strides("lse", call.lse, row_shape, torch.float32, q), 3),
+            *_with_batch(call.indices.stride[:-2], 2),
+            *kv_strides,
+        ),
+        int32s=(problem.tokens, problem.s_q, h_q, s_kv, topk),
+        out_shape=out_shape,
+        row_shape=row_shape,
+    )
+
+
+def _check_kv(call: CallSpec) -> tuple[int, tuple[int, int]]:
+    """Return the rows of kv, of each request if kv has a batch, and the bytes between requests and between rows.
+
+    ValueError if kernels cannot read kv.
+    """
+    q, kv, offsets = call.q, call.kv, call.kv_offsets
+    batched = len(call.leading) == 2
+    if offsets is not None:
+        if not batched:
+            raise ValueError(f"kv_offsets is given with q of shape {list(q.shape)}; supported: with q [batch, s_q, h_q, {q.shape[-1]}]")
+        check_counts("kv_offsets", offsets, (call.leading[0] + 1,), q.device)
+    row_shape = ("s_kv", 1, q.shape[-1])
+    if batched and offsets is None:
+        check_shape("kv", kv, (call.leading[0], *row_shape), " with a batch and no kv_offsets")
+    else:
+        check_shape("kv", kv, row_shape, " with kv_offsets" if batched else " without a batch")
+    check_dtype("kv", kv, q.dtype)
+    check_device("kv", kv, q.device)
+    check_last_contiguous("kv", kv)
+    rows = kv.shape[-3]
+    if rows > MAX_SLOTS:
+        raise ValueError(f"kv has shape {list(kv.shape)}; supported: s_kv to {MAX_SLOTS}")
+    requests = 0 if len(kv.shape) == 3 else _byte_stride(kv, 0)
+    return rows, (requests, _byte_stride(kv, len(kv.shape) - 3))
+
+
+def _byte_stride(kv: TensorSpec, dimension: int) -> int:
+    """Return the bytes between neighbours along a dimension, 0 if it has size 1. ValueError unless rows stay aligned."""
+    stride = kv.stride[dimension] * kv.dtype.itemsize if kv.shape[dimension] > 1 else 0
+    if stride % GATHER_ALIGNMENT:
+        raise ValueError(
+            f"kv has shape {list(kv.shape)} and strides {list(kv.stride)}, {stride} bytes along dimension {dimension}; "
+            f"supported: multiples of {GATHER_ALIGNMENT} bytes"
+        )
+    return stride
+
+
+def _check_tables(call: CallSpec) -> int:
+    """Return the indices of a token. ValueError unless indices, lengths and sinks fit the queries."""
+    check_indices("indices", call.indices, (*call.leading, 1, "topk"), call.q)
+    topk = call.indices.shape[-1]
+    if topk > MAX_KEYS:
+        raise ValueError(f"indices has shape {list(call.indices.shape)}; supported: topk to {MAX_KEYS}")
+    if call.topk_length is not None:
+        check_counts("topk_length", call.topk_length, call.leading, call.q.device)
+    check_sink(call.attn_sink, call.q)
+    return topk
+
+
+def _with_batch(strides: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the strides of a tensor of this rank with the batch in front; stride 0 where there is no batch."""
+    return (0,) * (rank - len(strides)) + tuple(strides)

@@ -1,0 +1,127 @@
+"""Artefacts on disk: their folder, and checks that they match the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256
+from ..spec.arch import ARCHS
+from .errors import ArtifactError
+
+FOLDER_VARIABLE = "CUTE_MLA_ARTIFACTS"
+
+_REBUILD = "build the kernels again with `cute-mla build`, or install the wheel again"
+
+_ELF_MAGIC = b"\x7fELF"
+_ELF_MACHINE_CUDA = 190
+_ABI_SM_IN_BYTE_0 = 7  # written by CUDA 12 for sm_90
+_ABI_SM_IN_BYTE_1 = 8
+
+
+def artifacts_folder() -> Path:
+    """Return the folder of the artefacts: $CUTE_MLA_ARTIFACTS, else cute_mla/artifacts."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen) if chosen else Path(__file__).resolve().parent.parent / "artifacts"
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """A folder of built kernels and its manifest. provenance: that of a wheel's kernels; None in a source tree."""
+
+    folder: Path
+    manifest: Manifest
+    provenance: Provenance | None = None
+
+    def check(self) -> None:
+        """Read every file. ArtifactError names the files that are missing, damaged, or of another architecture or manifest."""
+        damages = self.damages()
+        if damages:
+            raise ArtifactError("\n".join(damages))
+
+    def damages(self) -> list[str]:
+        """Return the errors that check() raises, one per file."""
+        found = []
+        if self.provenance is not None and manifest_sha256(self.folder) != self.provenance.manifest_sha256:
+            found.append(f"{self.folder / MANIFEST_NAME} is not the one of {self.folder / PROVENANCE_NAME}, which names another sha256")
+        for entry in self.manifest.kernels.values():
+            for read in (self.cubin, self.ptx):
+                try:
+                    read(entry)
+                except ArtifactError as error:
+                    found.append(str(error))
+        return found
+
+    def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
+        """Return the manifest entry of a variant. ArtifactError if it was not built."""
+        try:
+            return self.manifest.find(op, arch, config_name)
+        except ManifestError as error:
+            raise ArtifactError(f"{self.folder}: {error}; {_REBUILD}") from error
+
+    def cubin(self, entry: KernelEntry) -> bytes:
+        """Return the kernel's machine code. ArtifactError if it is damaged or for another architecture."""
+        cubin = self._read(entry.cubin, entry.cubin_sha256)
+        built_for = cubin_sm(cubin)
+        major, minor = ARCHS[entry.arch].compute_capabilities[0]  # the first of the family is in the file
+        if built_for != major * 10 + minor:
+            raise ArtifactError(
+                f"{self.folder / entry.cubin} is {'not a cubin' if built_for is None else f'a cubin for sm_{built_for}'}; "
+                f"the manifest says {ARCHS[entry.arch].gpu_arch}; {_REBUILD}"
+            )
+        return cubin
+
+    def ptx(self, entry: KernelEntry) -> str:
+        """Return the PTX that the cubin was made from. ArtifactError if it is damaged."""
+        return self._read(entry.ptx, entry.ptx_sha256).decode()
+
+    def _read(self, name: str, sha256: str) -> bytes:
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {error.strerror}; {_REBUILD}") from error
+        found = hashlib.sha256(content).hexdigest()
+        if found != sha256:
+            raise ArtifactError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}; {_REBUILD}")
+        return content
+
+
+def cubin_sm(cubin: bytes) -> int | None:
+    """Return the SM number (90 for sm_90a) in a cubin's ELF header, or None if these bytes are not a cubin."""
+    if len(cubin) < 64 or not cubin.startswith(_ELF_MAGIC) or int.from_bytes(cubin[18:20], "little") != _ELF_MACHINE_CUDA:
+        return None
+    flags = cubin[48:52]
+    return {_ABI_SM_IN_BYTE_0: flags[0], _ABI_SM_IN_BYTE_1: flags[1]}.get(cubin[8])
+
+
+def cubin_toolkit(cubin: bytes) -> tuple[int, int] | None:
+    """Return the CUDA version whose ptxas made a cubin, or None if the cubin does not say (CUDA 12 for sm_90)."""
+    found = re.search(rb"Cuda compilation tools, release (\d+)\.(\d+)", cubin)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+_loaded: dict[Path, tuple[int, Artifacts]] = {}
+_lock = threading.Lock()
+
+
+def load_artifacts(folder: Path | None = None) -> Artifacts:
+    """Return the artefacts of a folder (default: artifacts_folder()). Read them again when the manifest was rewritten."""
+    folder = artifacts_folder() if folder is None else folder
+    try:
+        stamp = (folder / MANIFEST_NAME).stat().st_mtime_ns
+    except OSError as error:
+        raise ArtifactError(f"no {MANIFEST_NAME} in {folder}: build the kernels with `cute-mla build`") from error
+    with _lock:
+        known = _loaded.get(folder)
+        if known is None or known[0] != stamp:
+            try:
+                known = stamp, Artifacts(folder, Manifest.load(folder), Provenance.load(folder))
+            except ManifestError as error:
+                raise ArtifactError(f"{error}; {_REBUILD}") from error
+            _loaded[folder] = known
+    return known[1]

@@ -1,0 +1,91 @@
+"""The current device: where kernels run on a tensor, its CUDA device or inside simulate() the simulated device.
+
+The only module that imports both devices. Each import waits for the first use: a CUDA device needs no simulator, and simulate() no driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..spec.arch import ARCHS, Arch, arch_for
+from .device import Device
+
+if TYPE_CHECKING:
+    from .simulated_device import SimulatedDevice
+
+_simulated: ContextVar[Device | None] = ContextVar("cute_mla_simulated_device", default=None)
+_cuda: dict[torch.device, Device] = {}
+_CPU = torch.device("cpu")
+
+
+def device_for(device: torch.device) -> Device:
+    """Return the device that runs kernels on tensors of this torch device. ValueError if there is none."""
+    found = _simulated.get() if device == _CPU else _cuda.get(device)
+    return _first_use(device) if found is None else found
+
+
+def _first_use(device: torch.device) -> Device:
+    """Open a CUDA device. ValueError for any other device."""
+    if device.type == "cuda":
+        from .cuda_device import cuda_device
+
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return _cuda.setdefault(torch.device("cuda", index), cuda_device(index))
+    if device.type == "cpu":
+        simulated = _simulated.get()
+        if simulated is not None:
+            return simulated
+        raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
+    raise ValueError(f"got tensors on {device}: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether kernels run on tensors of this torch device: a supported GPU, or the CPU inside simulate()."""
+    if device.type == "cuda":
+        return arch_for(torch.cuda.get_device_capability(device)) is not None
+    return device.type == "cpu" and _simulated.get() is not None
+
+
+@contextmanager
+def simulate(
+    arch: str | Arch = "sm90",
+    sm_count: int | None = None,
+    schedule: str = "round_robin",
+    seed: int = 0,
+    on_finding: str = "raise",
+) -> Iterator[SimulatedDevice]:
+    """Run kernels on CPU tensors on a simulated device, in this thread or task only.
+
+    arch: "sm90" or "sm100", or the Arch. sm_count: streaming multiprocessors of the device; default those of the usual
+    board (132 on sm90, 148 on sm100).
+    schedule: the order in which warps advance and asynchronous work completes: "round_robin", "lazy", "random" or
+    "adversarial". seed: seed of the random schedules; a run is repeatable.
+    on_finding: "raise" raises SimulationError at the launch that did something wrong, "collect" fills device.findings.
+
+    Yields the SimulatedDevice, with findings, instructions (warp instructions executed) and seconds. Raises ValueError on
+    bad arguments and ArtifactError if the built kernels cannot be used.
+    """
+    from .simulated_device import SimulatedDevice
+
+    if not isinstance(arch, Arch):
+        if not isinstance(arch, str) or arch not in ARCHS:
+            raise ValueError(f"arch is {arch!r}; supported: {', '.join(ARCHS)}")
+        arch = ARCHS[arch]
+    device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding)
+    with cpu_tensors_on(device):
+        yield device
+
+
+@contextmanager
+def cpu_tensors_on(device: Device) -> Iterator[None]:
+    """Run kernels on CPU tensors on this device, in this thread or task only."""
+    token = _simulated.set(device)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)

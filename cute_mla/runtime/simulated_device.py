@@ -1,0 +1,194 @@
+"""Simulated device: runs the PTX of the same artefacts on the memory of CPU tensors."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import simulator
+from ..manifest import KernelEntry
+from ..spec.abi import Param, ParamKind
+from ..spec.arch import Arch
+from ..spec.tensor_map import TensorMap
+from .arguments import Argument, Span, address_of
+from .artifacts import Artifacts, load_artifacts
+from .call_cache import CallCache
+from .device import SingleLaunches
+from .errors import ArtifactError
+from .launch import CallSteps
+from .tensor_map import extent_bytes
+from .uninitialized import UninitializedMemory
+
+if TYPE_CHECKING:
+    from ..simulator import Finding, Module
+    from ..simulator.engine.counts import Counts
+
+_ON_FINDING = ("raise", "collect")
+_SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
+
+MAX_CACHED_MODULES = 24  # parsed kernels, some 100 MB each
+
+_modules: dict[str, Module] = {}  # in the order of use
+_modules_lock = threading.Lock()
+
+
+class SimulatedDevice:
+    """A device of `sm_count` SMs that executes PTX one launch after the other.
+
+    findings: errors of the launches, in order. instructions: warp instructions executed. seconds: time spent on them.
+    launches: kernels run. counts: warp instructions by kernel, role and class, once count_by_role() has been called.
+    """
+
+    def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
+        numbers: tuple[tuple[str, Any], ...] = (("sm_count", sm_count), ("seed", seed))
+        for name, number in numbers:
+            if number is True or number is False or not isinstance(number, Integral):
+                raise ValueError(f"{name} is {number!r}; supported: an integer")
+        if sm_count < 1:
+            raise ValueError(f"sm_count is {sm_count}; supported: 1 or more")
+        if not isinstance(on_finding, str) or on_finding not in _ON_FINDING:
+            raise ValueError(f"on_finding is {on_finding!r}; supported: {', '.join(_ON_FINDING)}")
+        self.arch = arch
+        self.sm_count = sm_count
+        self.findings: list[Finding] = []
+        self.instructions = 0
+        self.seconds = 0.0
+        self.launches = 0
+        self.counts: dict[str, Counts] | None = None
+        self.call_cache = CallCache()
+        self._policy = simulator.Policy.named(schedule, seed)
+        self._order = f"schedule {schedule}, seed {seed}"
+        self._raise = on_finding == "raise"
+        self._uninitialized = UninitializedMemory()
+        self._artifacts: Artifacts = load_artifacts()
+
+    def kernel(self, op: str, config_name: str) -> KernelEntry:
+        """Return the manifest entry of a variant for this device. ArtifactError if it was not built."""
+        return self._artifacts.entry(op, self.arch.name, config_name)
+
+    def launch(
+        self,
+        kernel: KernelEntry,
+        grid: tuple[int, int, int],
+        args: Sequence[Argument],
+        *,
+        stream: int | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """Run a kernel to its end. SimulationError on a finding when on_finding is "raise".
+
+        stream has no effect: launches run in the order of the calls. pdl: the kernel must wait for the kernel ahead of it before it touches
+        global memory.
+        """
+        del stream
+        memory = simulator.GlobalMemory()
+        regions = list(_regions(kernel.params, args))
+        for name, start, stop in regions:
+            self._uninitialized.register(memory, name, start, stop)
+        launch = self._simulator_launch(kernel, grid, args, pdl)
+        report = simulator.run(launch, memory, self._policy)
+        for _, start, stop in regions:
+            self._uninitialized.update(memory, start, stop)
+        self.launches += 1
+        self.instructions += report.instructions
+        self.seconds += report.seconds
+        self.findings += report.findings
+        if self.counts is not None:
+            self._add_counts(kernel.name, report.executed.by_role())
+        if report.findings and self._raise:
+            text = "\n".join(str(finding) for finding in report.findings)
+            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
+
+    def prepare(self, call: CallSteps) -> SingleLaunches:
+        """Return the launches of a call. There is nothing to prepare."""
+        return SingleLaunches(self, call)
+
+    def count_by_role(self) -> None:
+        """Count the warp instructions of all later launches, by kernel, role and class."""
+        self.counts = {}
+
+    def _add_counts(self, kernel: str, counts: Counts) -> None:
+        assert self.counts is not None
+        roles = self.counts.setdefault(kernel, {})
+        for role, classes in counts.items():
+            roles.setdefault(role, Counter()).update(classes)
+
+    def mark_uninitialized(self, *tensors: torch.Tensor) -> None:
+        """Mark the contents of the tensors as uninitialized. Using them before a kernel writes them is a finding."""
+        for tensor in tensors:
+            self._uninitialized.declare(tensor)
+
+    def _simulator_launch(self, kernel: KernelEntry, grid: tuple[int, int, int], args: Sequence[Argument], pdl: bool) -> simulator.Launch:
+        names = simulator.Names(
+            barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.barriers),
+            named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.named_barriers),
+            roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.roles),
+        )
+        try:
+            return simulator.Launch(
+                module=self._module(kernel),
+                entry=kernel.entry,
+                grid=grid,
+                block=kernel.block,
+                cluster=kernel.cluster,
+                smem_bytes=kernel.smem_bytes,
+                args=[_raw(param, arg) for param, arg in zip(kernel.params, args, strict=True)],
+                names=names,
+                dependent=pdl,
+            )
+        except ValueError as error:  # the PTX differs from its manifest entry
+            raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error
+
+    def _module(self, kernel: KernelEntry) -> Module:
+        with _modules_lock:
+            module = _modules.pop(kernel.ptx_sha256, None) or simulator.load_module(self._artifacts.ptx(kernel))
+            _modules[kernel.ptx_sha256] = module
+            if len(_modules) > MAX_CACHED_MODULES:
+                del _modules[next(iter(_modules))]
+            return module
+
+
+def _raw(param: Param, arg: Any) -> bytes | TensorMap:
+    """Return an argument as the simulator takes it: little-endian bytes, or the TensorMap."""
+    if param.kind is ParamKind.TENSOR_MAP:
+        return arg
+    return struct.pack(_SCALARS[param.kind], address_of(arg) if param.kind is ParamKind.POINTER else arg)
+
+
+def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
+    """Yield name, first address and end of each memory region that the arguments refer to.
+
+    Regions do not overlap: tensors that interleave, such as slices of one storage, become one region.
+    """
+    ranges = []
+    for param, arg in zip(params, args, strict=True):
+        start, stop = _range(param, arg)
+        if stop > start:
+            ranges.append((start, stop, param.name))
+    ranges.sort()
+    while ranges:
+        start, stop, name = ranges.pop(0)
+        while ranges and ranges[0][0] < stop:
+            _, other_stop, other_name = ranges.pop(0)
+            stop, name = max(stop, other_stop), f"{name}+{other_name}"
+        yield name, start, stop
+
+
+def _range(param: Param, arg: Any) -> tuple[int, int]:
+    if param.kind is ParamKind.TENSOR_MAP:
+        return arg.address, arg.address + extent_bytes(arg)
+    if param.kind is not ParamKind.POINTER or arg is None:
+        return 0, 0
+    start = arg.data_ptr()
+    if isinstance(arg, Span):
+        return start, start + arg.nbytes
+    if arg.numel() == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+    return start, start + (last + 1) * arg.element_size()

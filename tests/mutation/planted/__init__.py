@@ -1,0 +1,38 @@
+"""Bugs planted in every family of kernels: not only synchronisation, but masks, scales, columns, orders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.mutation.planted import (
+    dense_decode_sm90,
+    dense_decode_sm90_fp8,
+    dense_decode_sm90_fp8_cache,
+    dense_decode_sm100,
+    dense_decode_sm100_fp8,
+    dense_decode_sm100_fp8_cache,
+    dense_prefill_sm90,
+    dense_prefill_sm100,
+    kv_cache,
+    sparse_decode_sm90,
+    sparse_decode_sm100,
+    sparse_prefill_sm90,
+    sparse_prefill_sm100,
+)
+from tests.mutation.planting import Suite
+
+MODULES = (
+    dense_decode_sm90,
+    dense_decode_sm90_fp8,
+    dense_decode_sm90_fp8_cache,
+    dense_decode_sm100,
+    dense_decode_sm100_fp8,
+    dense_decode_sm100_fp8_cache,
+    dense_prefill_sm90,
+    dense_prefill_sm100,
+    sparse_decode_sm90,
+    sparse_decode_sm100,
+    sparse_prefill_sm90,
+    sparse_prefill_sm100,
+)
+SUITES: Mapping[str, Suite] = {**{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES}, **kv_cache.SUITES}

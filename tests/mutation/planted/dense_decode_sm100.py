@@ -1,0 +1,58 @@
+"""Bugs in dense decode for Blackwell."""
+
+from __future__ import annotations
+
+from cute_mla.spec.arch import SM100
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planted.cases_sm100 import GAPS, RISING, WALK
+from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
+
+# In the order of the PTX: a barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA alive for
+# signals that nobody else waits for. On the simulator, a cluster barrier always comes later than these signals.
+WAITS = (
+    ("scores_ready", WALK),
+    ("stats_free", GAPS),
+    ("alpha_ready", WALK),
+    ("kv_free before O is scaled", RISING),
+    ("kv_free before O is stored", WALK),
+    ("stats_ready", GAPS),
+    ("kv_free", WALK),
+    ("kv_free before the CTA ends", None),
+    ("query_ready", WALK),
+    ("kv_ready", WALK),
+    ("scores_free", WALK),
+    ("probs_ready", WALK),
+    ("output_ready", WALK),
+    ("scores_free before the CTA ends", None),
+)
+
+SUITE = Suite(
+    SM100,
+    {"walk": WALK, "rising": RISING, "gaps": GAPS},
+    (
+        *(
+            planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, (name, case) in enumerate(WAITS)
+            if case
+        ),
+        planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
+        planted("missing commit", WALK, ptx.COMMITS),
+        planted("missing copy", WALK, ptx.TENSOR_COPIES),
+        planted("missing dealloc", WALK, r"tcgen05\.dealloc[^;]*;"),
+        planted("missing cluster barrier", WALK, r"barrier\.cluster\.(?:arrive|wait)[^;]*;"),
+        planted("missing barrier of score warps", WALK, r"bar\.sync\s+%r\d+, 64;"),
+        planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
+        planted("wrong number of arrivals", WALK, ptx.EXPECTED_ARRIVALS, r"\g<1>3;"),
+        planted("commit to one CTA", WALK, r"(tcgen05\.commit[^;]*\], )%rs\d+;", r"\g<1>1;"),
+        planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0), count=2),
+        planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(1), count=2),
+        planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 17, 18, 25)),
+        planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
+        planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
+        planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),
+        planted("missing fence before", WALK, ptx.FENCES_BEFORE, "", each_but_around_dealloc, or_case=RISING),
+        planted("missing fence after", WALK, ptx.FENCES_AFTER, "", each_but_around_dealloc, or_case=RISING),
+        planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
+        planted("missing waits for loads", WALK, ptx.LOAD_WAITS, "", together),
+    ),
+)

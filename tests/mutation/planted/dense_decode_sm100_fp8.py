@@ -1,0 +1,67 @@
+"""Bugs in dense decode for Blackwell with e4m3 operands: what it does otherwise than the 16-bit kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM100
+from cute_mla.spec.dense_decode import FP8
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from tests.mutation.planted import cases_sm100
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
+
+WALK, RISING, GAPS = (replace(case, operands=FP8) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS))
+STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8)  # by 1,000 octaves and more
+
+# In the order of the PTX, as for the 16-bit kernel. None: the wait keeps a CTA alive for signals that nobody else waits for.
+WAITS = (
+    ("scores_ready", WALK),
+    ("reference_ready of the tile before", WALK),
+    ("reference_ready of the last tile", WALK),
+    ("stats_free", GAPS),
+    ("alpha_ready", WALK),
+    ("kv_free before O is scaled", RISING),
+    ("kv_free before O is stored", WALK),
+    ("stats_ready", GAPS),
+    ("kv_free", WALK),
+    ("kv_free before the CTA ends", None),
+    ("query_ready", WALK),
+    ("kv_ready", WALK),
+    ("scores_free", WALK),
+    ("probs_ready", WALK),
+    ("output_ready", WALK),
+    ("scores_free before the CTA ends", None),
+    ("scores_free of the other group before the CTA ends", None),
+)
+ONES = r"st\.shared\.v4\.b32 \s*\[[^]]*\], \{943208504, 943208504, 943208504, 943208504\};"
+SUM_STORE = r"tcgen05\.st\.sync\.aligned\.32x32b\.x1\.b32[^;]*;"
+
+SUITE = Suite(
+    SM100,
+    {"walk": WALK, "rising": RISING, "gaps": GAPS, "steep": STEEP},
+    (
+        *(
+            planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, (name, case) in enumerate(WAITS)
+            if case
+        ),
+        planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
+        planted("missing barrier of score warps", WALK, r"bar\.sync\s+%r\d+, (?:64|128);"),
+        planted("missing copy", WALK, ptx.TENSOR_COPIES),
+        planted("wrong number of arrivals", WALK, ptx.EXPECTED_ARRIVALS, r"\g<1>3;", alone(0, 1)),
+        planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0), count=2),
+        planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(1), count=2),
+        # 9 products of S, then twice two of P V and one of the sum.
+        planted("missing product", WALK, ptx.PRODUCTS, "", alone(8, 9, 11, 14), count=15),
+        planted("ones not written", WALK, ONES, "", count=1),
+        planted("sum not scaled with the output", RISING, SUM_STORE, "", count=1),
+        planted("reference that falls without end", STEEP, "0fC2000000", "0fD0000000", together),
+        planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
+        planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
+        planted("missing fence before", WALK, ptx.FENCES_BEFORE, "", each_but_around_dealloc, or_case=RISING),
+        planted("missing fence after", WALK, ptx.FENCES_AFTER, "", each_but_around_dealloc, or_case=RISING),
+        planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
+        planted("missing waits for loads", WALK, ptx.LOAD_WAITS, "", together),
+    ),
+)

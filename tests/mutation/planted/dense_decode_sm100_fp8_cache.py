@@ -1,0 +1,50 @@
+"""Bugs in dense decode for Blackwell over an e4m3 cache.
+
+The roles score, output and mma are the 16-bit kernel's; dense_decode_sm100.py breaks them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM100
+from cute_mla.spec.dense_decode import FP8_CACHE
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, between, planted, together
+
+# One pair of CTAs, tiles enough to go round the ring, lengths that end inside a tile.
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=2)
+HALF = replace(WALK, dtype="fp16")
+PEAKS = {"bf16": replace(WALK, values="peaks"), "fp16": replace(HALF, values="peaks")}  # RoPE columns matter only where few keys decide
+
+PASSES = 9  # of the convert role, over a tile: eight of latent columns, one of RoPE columns
+LOADS = r"ld\.global\.v4\.b32 [^;]*;"  # those of the convert role come last: for the first tile of a piece, then for the others
+CONVERSIONS = r"cvt\.rn\.b?f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;"
+ENDS = r"setp\.ge\.s32 (\s*%p\d+), %r\d+, %r\d+;(\s*mov\.b(?:32|64) \s*%rd?\d+, 0;\s*mov\.b32 \s*%r\d+, -2147483648;)"
+
+SUITE = Suite(
+    SM100,
+    {"bf16": WALK, "fp16": HALF, "small pages": replace(WALK, page_size=16)},
+    (
+        planted("missing arrival of a stage", WALK, r"mbarrier\.arrive\.shared::cluster\.b64 [^;]*;", "", alone(-1)),
+        planted("missing proxy fence of a stage", WALK, ptx.PROXY_FENCES, "", alone(-1)),
+        planted("missing wait for a stage", WALK, ptx.WAITS, ptx.NO_WAIT, between(LOADS, -PASSES - 1, -PASSES)),
+        *(  # the last pass has the RoPE columns of all keys, the others have all columns of few
+            planted(f"missing load {load}", PEAKS["bf16"] if load % PASSES == PASSES - 1 else WALK, LOADS, "", alone(load))
+            for load in range(-2 * PASSES, 0)
+        ),
+        *(
+            planted(f"{which} pair of {dtype} values not converted", case, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
+            for dtype, case in PEAKS.items()
+            for which, index in (("first", 0), ("last", -1))
+        ),
+        planted("row of another key, first", WALK, ptx.SHUFFLES, ptx.LANE_0, alone(0)),
+        planted("row of another key, last", WALK, ptx.SHUFFLES, ptx.LANE_0, alone(-1)),
+        planted("keys past the end", WALK, ENDS, r"setp.eq.u32 \1, 0, 1;\2"),
+        # A key that does not exist counts as one of a page outside the cache.
+        planted("pages outside the cache", WALK, r"setp\.lt\.u32 (\s*%p\d+), %r\d+, %r\d+;(\s*selp\.b64)", r"setp.eq.u32 \1, 0, 0;\2"),
+        # The scale of the scores, and that of the values.
+        planted("missing scales", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];", r"mov.b64 \1, 0;", together),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Bugs in dense decode for Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM90
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Planted, Suite, planted, together, together_in
+
+# One CTA walks three requests: enough tiles to go round every ring of buffers, keys past the end, masked rows.
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=1)
+PAIR = replace(WALK, h_q=64)  # two row tiles, a cluster of two CTAs
+SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be several requests ahead of another
+
+
+def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
+    """Delete some of the 12 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, stats_ready."""
+    return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=12)
+
+
+SUITE = Suite(
+    SM90,
+    {"alone": WALK, "cluster": PAIR, "short": SHORT},
+    (
+        planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
+        planted("missing arrival in a cluster", PAIR, ptx.CLUSTER_ARRIVALS),
+        missing_waits("kv_free", WALK, 0, 4),
+        missing_waits("kv_ready and rope_ready", WALK, 4, 5),
+        missing_waits("stats_free", SHORT, 9, 1),
+        missing_waits("probs_ready", WALK, 10, 1),
+        missing_waits("stats_ready", SHORT, 11, 1),
+        planted("missing copy", WALK, ptx.TENSOR_COPIES),
+        planted("missing copy in a cluster", PAIR, ptx.TENSOR_COPIES),
+        planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
+        planted("wrong number of arrivals", WALK, r"(mbarrier\.init\.shared\.b64 [^;]*, )%r\d+;", r"\g<1>3;", together),
+        planted("missing wait for products", WALK, ptx.WGMMA_WAITS),
+        planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+, (%r\d+)), 0fFF800000", r"selp.f32 \1, \2", together),
+        planted("unused rows not cleared", WALK, ptx.ZERO_STORES),
+        planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),
+        planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
+        planted("missing named barriers", WALK, r"bar\.sync\s+(1|%r\d+), 128;", "", together),
+    ),
+)

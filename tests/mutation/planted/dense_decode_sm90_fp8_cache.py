@@ -1,0 +1,59 @@
+"""Bugs in dense decode for Hopper over an e4m3 cache.
+
+The roles score and output are the 16-bit kernel's; dense_decode_sm90.py breaks them. The wait on rope_free is not broken
+here: the order of the other waits implies it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM90
+from cute_mla.spec.dense_decode import FP8_CACHE
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Planted, Suite, alone, planted, together, together_in
+
+# One CTA, tiles enough to go round the rings, lengths that end inside a tile, in either half of it.
+WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(330, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=1)
+HALF = replace(WALK, dtype="fp16")
+SMALL_PAGES = replace(WALK, page_size=16)
+PEAKS = {"bf16": replace(WALK, values="peaks"), "fp16": replace(HALF, values="peaks")}  # RoPE columns matter only where few keys decide
+
+# Per tile. Each stage has a wait, a fence and an arrival of the convert role, which comes first in the PTX.
+STAGES = 5
+CONVERSIONS = r"cvt\.rn\.f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;"
+
+
+def missing_load(column: int) -> Planted:
+    """Delete the loads of 16 columns from this one on."""
+    offset = rf"\+{column}" if column else ""
+    return planted(f"columns from {column} not loaded", WALK, rf"ld\.global\.v4\.b32 [^;]*\[%rd\d+{offset}\];", "", together)
+
+
+SUITE = Suite(
+    SM90,
+    {"bf16": WALK, "fp16": HALF, "small pages": SMALL_PAGES},
+    (
+        *(planted(f"missing arrival of stage {stage}", WALK, ptx.ARRIVALS, "", alone(stage)) for stage in range(STAGES)),
+        *(planted(f"missing proxy fence of stage {stage}", WALK, ptx.PROXY_FENCES, "", alone(stage)) for stage in range(STAGES)),
+        planted("missing waits for stages", WALK, ptx.WAITS, ptx.NO_WAIT, together_in(0, STAGES - 1)),
+        *(missing_load(column) for column in range(0, 576, 64)),
+        *(
+            planted(f"{which} pair of {dtype} values not converted", case, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
+            for dtype, case in PEAKS.items()
+            for which, index in (("first", 0), ("last", -1))
+        ),
+        planted("first low halves of fp32 numbers", WALK, r"mov\.b32 (\s*%r\d+), 30258;", r"mov.b32 \1, 0x5410;", alone(0)),
+        planted("last low halves of fp32 numbers", WALK, r"mov\.b32 (\s*%r\d+), 30258;", r"mov.b32 \1, 0x5410;", alone(-1)),
+        planted("wrong swizzle", WALK, r"xor\.b32 (\s*%r\d+, %r\d+), 16;", r"add.s32 \1, 16;"),
+        # A thread's second key lies half a tile behind its first. Its page is looked up only if the key exists.
+        planted("keys past the end", WALK, r"setp\.lt\.s32 (\s*%p\d+, %r\d+), 33;", r"setp.lt.s32 \1, 1;"),
+        # A key that does not exist counts as one of a page outside the cache.
+        planted("pages outside the cache", WALK, r"setp\.lt\.u32 (\s*%p\d+), %r\d+, %r\d+;", r"setp.eq.u32 \1, 0, 0;"),
+        # With pages of 16 keys, the entry of the second key is two further in the table.
+        planted("page of the first key for the second", SMALL_PAGES, r"selp\.b64 (\s*%rd\d+), 1, 0, ", r"selp.b64 \1, 0, 0, "),
+        # The scale of the scores, and that of the values.
+        planted("missing scale", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];", r"mov.b64 \1, 0;"),
+    ),
+)

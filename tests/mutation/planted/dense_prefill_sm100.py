@@ -1,0 +1,55 @@
+"""Bugs in dense prefill for Blackwell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM100
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, planted, together
+
+# One CTA walks items of three tiles, two, one and none, with one Q tile or both; rows that see nothing, and a maximum that moves
+# from tile to tile.
+WALK = DensePrefillCase(
+    lengths=((130, 129), (0, 40), (3, 65), (64, 257), (5, 0), (150, 100), (200, 30)), causal=True, values="falling", outputs="given",
+    sm_count=1,
+)  # fmt: skip
+RISING = replace(WALK, dtype="fp16", values="rising")
+
+# In the order of the PTX. None: stages that are released with others that are waited for; and the values that the softmax roles
+# clear, which have landed long before under every schedule.
+WAITS = (
+    "item_ready of softmax", "scores_ready of softmax", None, None, "sums_free",
+    "item_ready of output", "alpha_ready of tile 0", "alpha_ready of tile 1", "output_ready of tile 0", "sums_ready of tile 0",
+    "output_ready of tile 1", "sums_ready of tile 1",
+    "item_ready of mma", "kv_ready of values", "kv_ready of other values", "probs_ready of tile 0", "rest_ready of tile 0",
+    "kv_ready of keys", "kv_ready of other keys", "kv_ready of the last keys", "query_ready of tile 0", "probs_ready of tile 1",
+    "rest_ready of tile 1", "query_ready of tile 1",
+    "item_free", None, "kv_free of keys", None, "query_free of tile 0", "query_free of tile 1", "kv_free of values", None, None,
+)  # fmt: skip
+# Each masks 32 of the 128 keys of a tile. The last 32 keys are masked twice: for the maximum, which fp16 tells and bf16 does not,
+# and for the probabilities.
+MASKS = r"(setp\.gt\.s32 \t%p\d+, %r\d+, 31;\s+)selp\.b32 \t(%r\d+), 0, %r\d+, %p\d+;"
+
+SUITE = Suite(
+    SM100,
+    {"walk": WALK},
+    (
+        *(
+            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, name in enumerate(WAITS)
+            if name
+        ),
+        planted("missing arrival", WALK, ptx.ARRIVALS),
+        planted("missing commit", WALK, ptx.COMMITS),
+        # Stores of P, in two parts, and of O after it was rescaled.
+        planted("missing wait for stores", WALK, ptx.STORE_WAITS),
+        # P is 0 there, and 0 times NaN is NaN.
+        planted("values past the end not cleared", WALK, r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};", "", together),
+        planted("missing proxy fence after clearing", WALK, ptx.PROXY_FENCES, "", count=1),
+        planted("too few bytes", WALK, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0, 3, -1)),
+        *(planted(f"no mask of word {word}", RISING, MASKS, r"\1mov.b32 \2, 0;", alone(word), count=5) for word in range(5)),
+        planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
+    ),
+)

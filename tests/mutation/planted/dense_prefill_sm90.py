@@ -1,0 +1,54 @@
+"""Bugs in dense prefill for Hopper."""
+
+from __future__ import annotations
+
+from cute_mla.spec.arch import SM90
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, each_in, planted, together
+
+# One CTA walks items of two tiles, one and none; rows that see nothing, and a maximum that moves from tile to tile.
+WALK = DensePrefillCase(
+    lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 65)), causal=True, values="falling", outputs="given", sm_count=1
+)
+
+# In the order of the PTX.
+WAITS = (
+    "key_free", "value_free", "value_landed", "query_free of warpgroup 0", "query_free of warpgroup 1", "query_ready",
+    "key_ready of an item's first tile", "value_ready of the item before", "key_ready", "value_ready", "value_ready of the last item",
+)  # fmt: skip
+# The waits for all products. None: the next wait covers the same products.
+PRODUCTS = ("P V of the tile before", "P V of the item before", "P V of a tile", "P V of an item", None, "P V of the last item")
+COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
+ALL_BUT_ONE = r"(wgmma\.wait_group\.sync\.aligned\s+)1;"
+MASKS = r"selp\.f32 \t(%r\d+), \1, 0fFF800000, %p\d+;"
+
+SUITE = Suite(
+    SM90,
+    {"walk": WALK},
+    (
+        *(
+            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, name in enumerate(WAITS)
+        ),
+        # The last arrival releases values after all items; nobody waits for it.
+        planted("missing arrival", WALK, ptx.ARRIVALS, "", each_in(0, -1)),
+        planted("turn not passed on", WALK, r"bar\.arrive\s+%r\d+, 256;"),
+        # Without the first one, only the order in which the warpgroups issue would change.
+        planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;", "", each_in(1)),
+        *(
+            planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=len(PRODUCTS))
+            for index, name in enumerate(PRODUCTS)
+            if name
+        ),
+        planted("missing wait for scores", WALK, ALL_BUT_ONE, r"\g<1>2;"),
+        planted("missing fence before products", WALK, r"wgmma\.fence\.sync\.aligned;"),
+        # P is 0 there, and 0 times NaN is NaN.
+        planted("values past the end not cleared", WALK, r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};", "", together),
+        planted("missing proxy fence after clearing", WALK, ptx.PROXY_FENCES, "", count=1),
+        planted("too few bytes", WALK, ptx.EXPECTED_BYTES, r"\g<1>512;"),
+        planted("no mask", WALK, MASKS, "", together),
+        planted("first mask missing", WALK, MASKS, "", alone(0)),
+        planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
+    ),
+)

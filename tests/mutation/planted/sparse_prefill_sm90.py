@@ -1,0 +1,43 @@
+"""Bugs in sparse prefill for Hopper.
+
+dense_decode_sm90.py and sparse_decode_sm90.py break what the kernel shares with decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM90
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, each_in, planted, together
+
+# One CTA walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
+ALONE = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1)
+PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys for both
+SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=1)  # most tiles with keys have one
+
+# The first waits in the order of the PTX. None: found only by a rare schedule, or implied by another one.
+WAITS = ("valid_ready of copy", None, None, "kv_free", None, None, *(f"landed[{stage}]" for stage in range(5)), "rope_free of scout")
+OF_COURIER = 5  # arrivals and fences: four stages, RoPE columns
+OF_SCOUT = 1
+
+SUITE = Suite(
+    SM90,
+    {"alone": ALONE, "pair": PAIR, "sparse": SPARSE},
+    (
+        *(planted(f"missing wait: {name}", ALONE, ptx.WAITS, ptx.NO_WAIT, alone(index)) for index, name in enumerate(WAITS) if name),
+        planted("copies without a signal", ALONE, r"cp\.async\.mbarrier\.arrive[^;]*;"),
+        planted("missing arrival", ALONE, ptx.ARRIVALS, "", each_in(0, OF_COURIER + OF_SCOUT)),
+        planted("missing proxy fence of the courier", ALONE, ptx.PROXY_FENCES, "", alone(0, OF_COURIER - 1)),
+        planted("missing proxy fence of the courier in a pair", PAIR, ptx.PROXY_FENCES, "", alone(0, OF_COURIER - 1)),
+        planted("missing copy to the peer", PAIR, ptx.PEER_COPIES, "", alone(0, -1)),
+        planted("wrong number of bytes", PAIR, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0)),
+        planted("absent keys read", ALONE, r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;", r"mov.b32 \1, 16;", alone(0, -1)),
+        planted("every key taken for present", ALONE, ptx.BALLOTS, r"mov.b32 \1, -1;"),
+        planted("every key taken for absent", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;"),
+        planted("logarithms in base 2", ALONE, ptx.LN_2, ptx.ONE),
+        planted("sink in base 2", ALONE, ptx.LOG2_E, ptx.ONE, together),
+        planted("maximum of the last tile only", ALONE, ptx.RUNNING_MAXIMUM, r"mov.f32 \1, \2;", together),
+    ),
+)

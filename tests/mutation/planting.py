@@ -1,0 +1,141 @@
+"""Declared bugs: which sites of a kernel's PTX are edited, and which cases must notice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.cases.base import BaseCase
+from tests.mutation.sites import Edit, Mutation, apply_all
+
+Group = Sequence[Mutation]  # sites that are broken at once
+Pick = Callable[[str, Group], list[Group]]  # from a PTX text and all sites of an edit
+
+
+def each(ptx: str, sites: Group) -> list[Group]:
+    """Break every site by itself."""
+    return [[site] for site in sites]
+
+
+def together(ptx: str, sites: Group) -> list[Group]:
+    """Break all sites at once."""
+    return [sites]
+
+
+def alone(*numbers: int) -> Pick:
+    """Break the sites of these numbers, each by itself. Negative numbers count from the end."""
+    return lambda ptx, sites: [[sites[number]] for number in numbers]
+
+
+def each_in(first: int | None, stop: int | None = None) -> Pick:
+    """Break the sites [first:stop], each by itself."""
+    return lambda ptx, sites: [[site] for site in sites[first:stop]]
+
+
+def together_in(first: int | None, stop: int | None = None) -> Pick:
+    """Break the sites [first:stop] at once."""
+    return lambda ptx, sites: [sites[first:stop]]
+
+
+def between(landmark: str, first: int, second: int) -> Pick:
+    """Break the only site between two matches of a landmark."""
+
+    def pick(ptx: str, sites: Group) -> list[Group]:
+        marks = list(re.finditer(landmark, ptx))
+        (site,) = (site for site in sites if marks[first].end() < site.start < marks[second].start())
+        return [[site]]
+
+    return pick
+
+
+def next_after_last(landmark: str) -> Pick:
+    """Break the first site after the last match of a landmark."""
+
+    def pick(ptx: str, sites: Group) -> list[Group]:
+        end = list(re.finditer(landmark, ptx))[-1].end()
+        return [[next(site for site in sites if site.start > end)]]
+
+    return pick
+
+
+def last_before_last(landmark: str) -> Pick:
+    """Break the last site before the last match of a landmark."""
+
+    def pick(ptx: str, sites: Group) -> list[Group]:
+        start = list(re.finditer(landmark, ptx))[-1].start()
+        return [[[site for site in sites if site.stop < start][-1]]]
+
+    return pick
+
+
+def each_but_around_dealloc(ptx: str, sites: Group) -> list[Group]:
+    """Break every site but the last by itself. The last one, in front of tcgen05.dealloc, has no effect."""
+    assert ptx[sites[-1].stop :].count("tcgen05.dealloc") == 1, "the planted bug is out of date"
+    return each(ptx, sites[:-1])
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug to plant in a kernel's PTX.
+
+    pattern, replacement: the edit, as in re.sub; an empty replacement deletes. pick: which sites break, alone or at once.
+    count: how many sites the shipped PTX has, where the order of sites carries meaning.
+    """
+
+    name: str
+    pattern: str
+    replacement: str = ""
+    pick: Pick = each
+    count: int | None = None
+
+    def broken(self, ptx: str) -> list[tuple[str, str]]:
+        """Return (what is broken, broken text) for every group of sites. AssertionError if the pattern no longer fits."""
+        sites = Edit(self.name, re.compile(self.pattern), self.replacement).sites(ptx)
+        assert sites, f"{self.pattern!r} does not occur in the PTX: the planted bug is out of date"
+        assert self.count in (None, len(sites)), f"{self.pattern!r} occurs {len(sites)} times: the planted bug is out of date"
+        groups = self.pick(ptx, sites)
+        assert all(groups), f"no site of {self.pattern!r} is picked: the planted bug is out of date"
+        return [
+            (", ".join(f"line {site.line}: {ptx[site.start : site.stop]}" for site in group), apply_all(ptx, group)) for group in groups
+        ]
+
+
+def survivors(bug: Bug, ptx: str, is_noticed: Callable[[str], bool]) -> list[str]:
+    """Break a PTX text in every way that a bug says; return what nothing noticed, by its lines."""
+    return [label for label, broken in bug.broken(ptx) if not is_noticed(broken)]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug in the kernel that serves some cases. One of the cases must notice, under one of the schedules."""
+
+    bug: Bug
+    cases: tuple[BaseCase, ...]
+
+
+def planted(
+    name: str,
+    case: BaseCase,
+    pattern: str,
+    replacement: str = "",
+    pick: Pick = each,
+    *,
+    count: int | None = None,
+    or_case: BaseCase | None = None,
+) -> Planted:
+    """Declare a bug in the kernel that serves a case. or_case: another case that may notice in its stead."""
+    return Planted(Bug(name, pattern, replacement, pick, count), (case,) if or_case is None else (case, or_case))
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The bugs that are planted in a family of kernels.
+
+    unbroken: cases that must pass, by name, since what they notice would else prove nothing.
+    """
+
+    arch: Arch
+    unbroken: Mapping[str, BaseCase]
+    bugs: tuple[Planted, ...]

@@ -1,0 +1,56 @@
+"""Every bug that tests/mutation/planted declares is noticed: by a finding, an error, or a wrong answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.runner import schedules
+from tests.mutation.bench import kernel_of, run_with, survivors_of_cases
+from tests.mutation.planted import SUITES
+from tests.mutation.planting import Bug, Planted, alone, each, together
+
+SEEDS = 6  # some missing waits show only when one role is slow at one moment
+EVERY_BUG = [
+    pytest.param(planted, suite.arch, id=f"{name}: {planted.bug.name}") for name, suite in SUITES.items() for planted in suite.bugs
+]
+EVERY_UNBROKEN = [
+    pytest.param(case, suite.arch, id=f"{name}: {case_name}")
+    for name, suite in SUITES.items()
+    for case_name, case in suite.unbroken.items()
+]
+
+
+@pytest.mark.parametrize(("planted", "arch"), EVERY_BUG)
+def test_planted_bugs_are_noticed(planted: Planted, arch: Arch) -> None:
+    assert survivors_of_cases(planted, arch, schedules(4 * SEEDS, 0)) == []
+
+
+@pytest.mark.parametrize(("case", "arch"), EVERY_UNBROKEN)
+def test_the_unbroken_kernel_passes(case: BaseCase, arch: Arch) -> None:
+    """The runner, with a kernel replaced by itself, notices nothing."""
+    ptx = load_artifacts().ptx(kernel_of(case, arch)) + "// as it was\n"
+    for record in run_with(ptx, case, arch, schedules(4, 0)):
+        assert record.passed, record.reason
+
+
+def test_bugs_of_a_suite_have_names_of_their_own() -> None:
+    for suite in SUITES.values():
+        names = [planted.bug.name for planted in suite.bugs]
+        assert len(set(names)) == len(names)
+
+
+def test_a_bug_breaks_the_sites_that_it_picks() -> None:
+    text = "wait 0;\nwait 1; // wait 7;\nwait 2;\n"
+    picked = {pick: [ptx for _, ptx in Bug("x", r"wait (\d);", r"skip \1;", pick).broken(text)] for pick in (each, together)}
+    skipped = [text.replace(f"wait {number}", f"skip {number}") for number in range(3)]
+    assert picked == {each: skipped, together: ["skip 0;\nskip 1; // wait 7;\nskip 2;\n"]}
+    assert [ptx for _, ptx in Bug("x", r"wait (\d);", r"skip \1;", alone(0, -1)).broken(text)] == [skipped[0], skipped[2]]
+
+
+@pytest.mark.parametrize("bug", [Bug("x", "nothing"), Bug("x", "wait", count=2), Bug("x", "wait", "", lambda ptx, sites: [[]])])
+def test_a_bug_that_no_longer_fits_is_an_error(bug: Bug) -> None:
+    with pytest.raises(AssertionError, match="out of date"):
+        bug.broken("wait; wait; wait;")
