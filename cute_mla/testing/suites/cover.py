@@ -17,6 +17,11 @@ C = TypeVar("C", bound=BaseCase)
 Choice = Mapping[str, Any]
 Factors = Mapping[str, Sequence[Hashable]]
 
+# Kinds of values with the scale of the softmax. From the first key to the last, scores rise by 2048 times the scale: at the default by more
+# than 120 powers of two, at 0.015 by 44. Over the 3 to 5 tiles of a small case the latter is more than a rescale threshold of 2^8 a tile,
+# but so little that fp16 overflows if the threshold is not kept.
+RAMPS = (("normal", None), ("rising", None), ("rising", 0.015), ("falling", None), ("peaks", 0.1))
+
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case
 _ATTEMPTS = 50  # rounds of candidates, none of them possible, after which values are taken to exclude each other
 _LACKING = 0.8  # probability that a draw takes a missing value where there is one: not 1, since values may exclude each other

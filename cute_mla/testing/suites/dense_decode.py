@@ -12,7 +12,7 @@ from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.dense_decode import DenseDecodeCase
 from ..cases.far import FAR_DIMENSIONS
-from .cover import Choice, Factors, cover
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (1, 2, 6, 64)
@@ -43,8 +43,7 @@ _LENGTHS = (
 _FACTORS: Factors = {
     "lengths": _LENGTHS,
     "page_size": (16, 32, 64, 128),
-    "values": ("normal", "rising", "falling", "peaks"),
-    "softmax_scale": (None, 0.005),  # with 0.005, ramps rise and fall by less than a rescale threshold a tile
+    "values": RAMPS,
     "cache_layout": ("packed", "layers", "padded_rows", "heads_first", "far", "far_rows"),
     "q_layout": ("packed", "sliced", "heads_first", "far_requests", "far_tokens", "far_heads"),
     "outputs": ("allocated", "given", "strided", "far_requests", "far_tokens", "far_heads"),
@@ -54,7 +53,7 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 5),  # pairs of SMs
+    "sms": (1, 4),  # pairs of SMs
 }
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
@@ -63,9 +62,9 @@ _HEADS_OF_ROWS = {"one": ((9, 1), (14, 2)), "two": ((42, 1), (84, 2))}
 
 def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "sms")}
-    (lengths, blocks), (h_q, h_kv) = choice["lengths"], choice["heads"]
-    if choice["softmax_scale"] is not None and choice["values"] == "normal":
+    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "sms", "values")}
+    (lengths, blocks), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
+    if values == "rising" and max(lengths) < 3 * TILE_KEYS:
         return None
     if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
         return None
@@ -73,8 +72,8 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
         return None
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
-        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table,
-        sm_count=2 * choice["sms"], **rest,
+        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
+        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
     )  # fmt: skip
 
 
@@ -103,8 +102,10 @@ def _covers() -> Iterator[DenseDecodeCase]:
 # Cases whose size is what they test.
 _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     # One split a key tile: more than 32 and more than 64 splits, which combine merges in several rounds.
-    DenseDecodeCase(s_k=40 * TILE_KEYS - 3),
+    # By its grid, a warp of combine takes a whole row or a quarter of its columns.
     DenseDecodeCase("fp16", s_k=70 * TILE_KEYS - 3, h_q=3, sm_count=160, outputs="given"),
+    DenseDecodeCase(batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, outputs="strided"),
+    DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
     # More requests than lanes in a warp, with a precomputed plan.
     DenseDecodeCase("fp16", batch=64, s_k=20, h_q=3, varlen=True, metadata="tensors", sm_count=8),
     # Many KV heads.

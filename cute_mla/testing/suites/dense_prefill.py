@@ -8,8 +8,8 @@ from itertools import product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.base import DTYPES
-from ..cases.dense_prefill import DensePrefillCase
-from .cover import Choice, Factors, cover
+from ..cases.dense_prefill import BLOCK, DensePrefillCase
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_LENGTHS = (1, 17, 64, 127, 128, 129, 257, 1000)
@@ -27,12 +27,11 @@ _FACTORS: Factors = {
         ((65, 65), (17, 130)),  # prompts, and chunks of prompts behind a cached context
         ((0, 0), (130, 20), (0, 70), (1, 1), (64, 0)),  # no query tokens, no keys, neither, and rows that attend to nothing
         ((3, 300), (1, 64)),  # several tiles
-        ((129, 128), (2, 63)),
+        ((129, 66), (2, 63)),
     ),
-    "heads": ((1, 1), (2, 2), (3, 1)),  # KV heads, and query heads per KV head
+    "heads": ((1, 1), (2, 2)),  # KV heads, and query heads per KV head
     "causal": (False, True),
-    "values": ("normal", "rising", "falling", "peaks"),
-    "softmax_scale": (None, 0.01),  # with 0.01, ramps rise and fall by less than a rescale threshold a tile
+    "values": RAMPS,
     "ends": ("margins", "clipped"),
     "neighbours": ("finite", "nan"),
     "kv_layout": ("packed", "padded", "kvpacked", "heads_first", "far_tokens", "far_heads"),
@@ -45,16 +44,19 @@ _FACTORS: Factors = {
 
 def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name != "heads"}
+    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    values, scale = choice["values"]
     h_kv, group = choice["heads"]
     masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in choice["lengths"][1::2])
     if (choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"])) or (choice["neighbours"] == "nan" and masked):
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
-    if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (choice["softmax_scale"] is not None and choice["values"] == "normal"):
+    if choice["kv_layout"] == "far_heads" and h_kv == 1:
         return None
-    return DensePrefillCase(dtype, d_qk=d_qk, h_kv=h_kv, group=group, **rest)
+    if values == "rising" and choice["lengths"][0][1] < 4 * BLOCK:
+        return None
+    return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
 
 
 def _covers() -> Iterator[DensePrefillCase]:
@@ -70,11 +72,11 @@ def _covers() -> Iterator[DensePrefillCase]:
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillCase, ...] = (
-    DensePrefillCase(d_qk=128, lengths=((128, 128), (128, 128)), h_kv=3, kv_layout="heads_first", sm_count=2),
+    DensePrefillCase(d_qk=128, lengths=((128, 128), (128, 128)), h_kv=2, kv_layout="heads_first", sm_count=2),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
-    DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", group=2, sm_count=1),
-    DensePrefillCase("fp16", d_qk=128, lengths=((257, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
-    DensePrefillCase("fp16", lengths=((129, 127), (0, 9), (17, 130), (1, 17)), group=2, q_layout="even", outputs="strided", sm_count=1),
+    DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", sm_count=1),
+    DensePrefillCase("fp16", d_qk=128, lengths=((129, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
+    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, q_layout="even", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),
 )
 

@@ -11,7 +11,7 @@ from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import Pool, SparseDecodeCase
-from .cover import Choice, Factors, cover
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -31,43 +31,43 @@ _MINUS_INF = float("-inf")
 
 # Features of a small case, by factor. pools: requests, the first and the second cache.
 _FACTORS: Factors = {
-    "pools": (
-        (2, Pool(100, 65, 61), None),
-        (2, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
-        (7, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
-        (2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
+    "pools": (  # requests, query tokens of each, the first and the second cache
+        (2, 2, Pool(100, 65, 62), None),
+        (2, 2, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
+        (7, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
+        (2, 2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
     ),
-    "indices": ("valid", "mixed", "none"),
+    "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
-    "values": ("normal", "rising", "falling", "peaks"),
-    "softmax_scale": (None, 0.005),  # with 0.005, ramps rise and fall by less than a rescale threshold a tile
+    "values": RAMPS,
     "cache_layout": ("packed", "layers", "padded_rows", "far", "far_rows"),
     "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
     "outputs": ("allocated", "given", "strided", *FAR_DIMENSIONS),
-    "s_q": (2,),
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 5),  # pairs of SMs for each query token
+    "sms": (1, 3),  # pairs of SMs for each query token
 }
 _PAGES_OF_584 = ("packed", "layers", "tight", "far")
 
 
 def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "sms")}
-    batch, main, extra = choice["pools"]
-    if choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"]):
+    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "sms", "values")}
+    values, scale = choice["values"]
+    batch, s_q, main, extra = choice["pools"]
+    layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
+    if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
         return None
-    if choice["cache_layout"] == "far_rows" and main.page_size == 1:
+    if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
         return None
-    if choice["softmax_scale"] is not None and choice["values"] == "normal":
+    if values == "rising" and main.topk < 3 * TILE_KEYS:
         return None
     many = choice["indices"] == "valid" and main.lengths is None  # no token has few keys: see _exact_scales
     return SparseDecodeCase(
-        dtype, cache=cache, batch=batch, main=main, extra=extra, h_q=choice["h_q"], power_of_two=cache == "fp8_656" and not many,
-        sm_count=2 * choice["sms"] * choice["s_q"], **rest,
+        dtype, cache=cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values, softmax_scale=scale,
+        power_of_two=cache == "fp8_656" and not many, sm_count=2 * choice["sms"] * s_q, **rest,
     )  # fmt: skip
 
 
@@ -85,6 +85,10 @@ def _covers() -> Iterator[SparseDecodeCase]:
         if two:
             factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "strided", "far_heads")}
         yield from cover(f"{dtype} {cache} {two} {elements}", factors, partial(_small, dtype, cache), seen)
+        yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
+            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2), indices="none", sinks="infinite",
+            q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
+        )  # fmt: skip
 
 
 # Cases whose size or values are what they test. Cases whose tokens may have a single key use scales that are powers of two: _exact_scales.

@@ -8,10 +8,11 @@ from functools import partial
 from itertools import product
 
 from ...spec.sparse_prefill import HEAD_DIMS
+from ...spec.split_plan import TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
-from .cover import Choice, Factors, cover
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -33,10 +34,9 @@ _FACTORS: Factors = {
         ("clipped", 3, 2, "zeros"),
     ),
     "rows": ((100, 66), (200, 130)),  # s_kv and topk
-    "indices": ("valid", "mixed", "none"),
+    "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
-    "values": ("normal", "rising", "falling", "peaks"),
-    "softmax_scale": (None, 0.005),  # with 0.005, ramps rise and fall by less than a rescale threshold a tile
+    "values": RAMPS,
     "kv_layout": ("packed", "padded_rows", "layers", "far"),
     "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
@@ -48,16 +48,17 @@ _FACTORS: Factors = {
 
 def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "sms")}
+    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "sms", "values")}
+    values, scale = choice["values"]
     (form, batch, s_q, lengths), (s_kv, topk) = choice["tokens"], choice["rows"]
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (batch == 1 and "far_requests" in layouts):
         return None
-    if choice["softmax_scale"] is not None and choice["values"] == "normal":
+    if values == "rising" and (topk < 2 * TILE_KEYS or lengths not in ("edges", None)):
         return None
     return SparsePrefillCase(
-        dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"],
-        sm_count=2 * choice["sms"], **rest,
+        dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
+        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
     )  # fmt: skip
 
 
@@ -73,6 +74,10 @@ def _covers() -> Iterator[SparsePrefillCase]:
         if two:
             factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "far_heads")}
         yield from cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
+            dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=130, indices="none", sinks="infinite",
+            q_layout="odd" if elements else "packed", outputs="strided", sm_count=2,
+        )  # fmt: skip
 
 
 # Cases whose size or values are what they test.
