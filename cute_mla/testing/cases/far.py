@@ -29,10 +29,10 @@ def reserve(nbytes: int, device: torch.device) -> Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
 
 
-def far_strides(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return strides in elements that put the last index of `dim` at FAR_ELEMENTS or beyond, and the other dimensions in order.
+def far_strides(shape: Sequence[int], dim: int, first: int | None = None) -> tuple[int, ...]:
+    """Return strides in elements that put index `first` of `dim` at FAR_ELEMENTS or beyond, and the other dimensions in order.
 
-    Raise ValueError if `dim` has fewer than two indices, since no offset along it is far.
+    first: None: the last index. Raise ValueError if `dim` has fewer than two indices, since no offset along it is far.
     """
     if shape[dim] < 2:
         raise ValueError(f"shape is {tuple(shape)}; supported: at least 2 in dimension {dim}, which lies far")
@@ -40,15 +40,17 @@ def far_strides(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     for other in reversed([other for other in range(len(shape)) if other != dim]):
         strides[other] = inner
         inner *= shape[other]
-    strides[dim] = ceil_div(max(ceil_div(FAR_ELEMENTS, shape[dim] - 1), inner), _UNIT) * _UNIT
+    strides[dim] = ceil_div(max(ceil_div(FAR_ELEMENTS, first or shape[dim] - 1), inner), _UNIT) * _UNIT
     return tuple(strides)
 
 
-def far_tensor(shape: Sequence[int], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a tensor full of NaN bytes (0xFF) whose dimension `dim` is far. Memory between its elements is not initialised."""
-    strides = far_strides(shape, dim)
+def far_tensor(shape: Sequence[int], dim: int, dtype: torch.dtype, device: torch.device, first: int | None = None) -> Tensor:
+    """Allocate a tensor full of NaN, or of -1, whose dimension `dim` is far, as in far_strides.
+
+    Memory between its elements is not initialised.
+    """
+    strides = far_strides(shape, dim, first)
     span = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 1 if prod(shape) else 0
     tensor = reserve(span * dtype.itemsize, device).view(dtype).as_strided(tuple(shape), strides)
-    signed = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    tensor.view(signed).fill_(-1)
+    tensor.fill_(float("nan") if dtype.is_floating_point else -1)
     return tensor

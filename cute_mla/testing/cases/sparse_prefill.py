@@ -59,7 +59,7 @@ class SparsePrefillCase(BatchedCase):
         fifty is as large as with "normal" and AMPLIFIED times larger than all others. With a scale such as 64 the scores of the
         small rows are almost 0, and the running maximum jumps at each large row.
     kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
-        "far": the last row lies FAR_ELEMENTS or more from the first.
+        "far": the last eighth of the rows lies FAR_ELEMENTS or more from the first.
     indices: as in draw_key_positions, with the values of invalid_indices. index_layout: as in lay_out_indices. sinks: as in draw_sinks.
     """
 
@@ -271,4 +271,4 @@ def _kv_storage(case: SparsePrefillCase, device: torch.device) -> Tensor:
         case "layers":
             return nan_tensor((rows, 3, 1, d_qk), dtype, device)[:, 1]
         case "far":
-            return far_tensor((rows, 1, d_qk), 0, dtype, device)
+            return far_tensor((rows, 1, d_qk), 0, dtype, device, rows * 7 // 8)

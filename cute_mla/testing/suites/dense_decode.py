@@ -57,7 +57,7 @@ _FACTORS: Factors = {
 }
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
-_HEADS_OF_ROWS = {"one": ((9, 1), (14, 2)), "two": ((42, 1), (84, 2))}
+_HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
 
 
 def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
@@ -90,20 +90,20 @@ def _covers() -> Iterator[DenseDecodeCase]:
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if rows == "two":
-            factors = {
-                **factors,
-                "lengths": _LENGTHS[1:],
-                "outputs": factors["outputs"][1:4],
+            layouts = {
                 "cache_layout": ("packed", "far", "far_rows"),
+                "q_layout": ("packed", "far_heads"),
+                "outputs": ("strided", "far_heads"),
             }
+            factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
         yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
 
 
 # Cases whose size is what they test.
 _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
-    # One split a key tile: more than 32 and more than 64 splits, which combine merges in several rounds.
+    # One split a key tile: up to 64 splits, which combine merges in several rounds.
     # By its grid, a warp of combine takes a whole row or a quarter of its columns.
-    DenseDecodeCase("fp16", s_k=70 * TILE_KEYS - 3, h_q=3, sm_count=160, outputs="given"),
+    DenseDecodeCase("fp16", s_k=4096, h_q=3, sm_count=160, outputs="given"),
     DenseDecodeCase(batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, outputs="strided"),
     DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
     # More requests than lanes in a warp, with a precomputed plan.
@@ -113,6 +113,7 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     # Two full row tiles of a pair of CTAs, and one row.
     DenseDecodeCase(s_k=300, h_q=128, q_layout="even", values="peaks", softmax_scale=0.1, sm_count=4),
     DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True, sm_count=4),
+    DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
     # Decode batches of serving engines: TP8, and one long request among short ones.
     DenseDecodeCase(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given", sm_count=12),
     DenseDecodeCase("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
@@ -123,8 +124,8 @@ _LARGE: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
     DenseDecodeCase(batch=0, h_q=64),
     # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
-    DenseDecodeCase(s_k=1100, h_q=64, values="rising", sm_count=2),
-    DenseDecodeCase("fp16", s_k=1100, values="falling", sm_count=2),
+    DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
+    DenseDecodeCase("fp16", s_k=1100, values="falling", sm_count=1),
 )
 
 SMOKE = tuple(dict.fromkeys([*_LARGE_16_BITS, *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE), *_covers()]))

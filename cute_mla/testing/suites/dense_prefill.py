@@ -24,10 +24,10 @@ _MINUS_INF = float("-inf")
 # Features of a small case, by factor. With a small sm_count each CTA processes many tiles.
 _FACTORS: Factors = {
     "lengths": (
-        ((65, 65), (17, 130)),  # prompts, and chunks of prompts behind a cached context
+        ((65, 65), (17, 129)),  # prompts, and chunks of prompts behind a cached context
         ((0, 0), (130, 20), (0, 70), (1, 1), (64, 0)),  # no query tokens, no keys, neither, and rows that attend to nothing
         ((3, 300), (1, 64)),  # several tiles
-        ((129, 66), (2, 63)),
+        ((127, 63), (17, 17)),
     ),
     "heads": ((1, 1), (2, 2)),  # KV heads, and query heads per KV head
     "causal": (False, True),
@@ -72,9 +72,16 @@ def _covers() -> Iterator[DensePrefillCase]:
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillCase, ...] = (
-    DensePrefillCase(d_qk=128, lengths=((128, 128), (128, 128)), h_kv=2, kv_layout="heads_first", sm_count=2),
+    DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), h_kv=2, causal=True, kv_layout="heads_first", sm_count=2),
+    DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
+    DensePrefillCase("fp16", lengths=((257, 257), (64, 127)), causal=True, outputs="given", sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 129), (1, 128), (1, 127)), sm_count=2),
+    # Neighbours full of NaN, behind the keys of a sequence and before them.
+    DensePrefillCase(
+        lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), neighbours="nan", outputs="strided", causal=True, sm_count=1
+    ),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
-    DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", sm_count=1),
+    DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", group=2, sm_count=1),
     DensePrefillCase("fp16", d_qk=128, lengths=((129, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
     DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, q_layout="even", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),

@@ -33,7 +33,7 @@ _MINUS_INF = float("-inf")
 _FACTORS: Factors = {
     "pools": (  # requests, query tokens of each, the first and the second cache
         (2, 2, Pool(100, 65, 62), None),
-        (2, 2, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
+        (2, 1, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
         (7, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
         (2, 2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
     ),
@@ -47,7 +47,7 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 3),  # pairs of SMs for each query token
+    "sms": (1, 2),  # pairs of SMs for each query token
 }
 _PAGES_OF_584 = ("packed", "layers", "tight", "far")
 
@@ -77,7 +77,7 @@ def _covers() -> Iterator[SparseDecodeCase]:
     for (dtype, cache), two, elements in product(QUERY_AND_CACHE, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
-        factors: Factors = {**_FACTORS, "h_q": (66, 128) if two else (7, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
         if cache == "fp8_584":
             factors = {**factors, "cache_layout": _PAGES_OF_584}
         if elements:
@@ -97,7 +97,7 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
     SparseDecodeCase(main=Pool(2600, 40 * TILE_KEYS - 3), sinks="drawn"),
     # DeepSeek-V4's two caches, one of all tokens and one of compressed tokens, with a precomputed plan.
     SparseDecodeCase(
-        cache="fp8_584", s_q=2, h_q=64, main=Pool(512, 64, 64, "drawn"), extra=Pool(1024, 576, 61, "drawn"), indices="mixed", sinks="drawn",
+        cache="fp8_584", s_q=3, h_q=64, main=Pool(512, 64, 64, "drawn"), extra=Pool(1024, 576, 61, "drawn"), indices="mixed", sinks="drawn",
         metadata="tensors", sm_count=12,
     ),
     SparseDecodeCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="odd", sm_count=8),
@@ -110,8 +110,8 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
         batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=78,
     ),
     # The running maximum moves in every tile of a long loop, or never after the first tile.
-    SparseDecodeCase(h_q=64, main=Pool(1100, 1100), values="rising", sm_count=2),
-    SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=2),
+    SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
+    SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=1),
     # Scales that need fp32, and scales of all magnitudes.
     SparseDecodeCase(main=Pool(600, 576, 576), values="coherent", sm_count=8),
     SparseDecodeCase(h_q=8, main=Pool(512, 200, 61), values="spread", sm_count=4),

@@ -33,7 +33,7 @@ _FACTORS: Factors = {
         ("ragged", 3, 2, "drawn"),  # rows of the request's own: some requests have none, and some indices are valid only for a neighbour
         ("clipped", 3, 2, "zeros"),
     ),
-    "rows": ((100, 66), (200, 130)),  # s_kv and topk
+    "rows": ((100, 65), (200, 130)),  # s_kv and topk
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
     "values": RAMPS,
@@ -68,7 +68,7 @@ def _covers() -> Iterator[SparsePrefillCase]:
     for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
-        factors: Factors = {**_FACTORS, "h_q": (66, 128) if two else (7, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two:
@@ -76,7 +76,7 @@ def _covers() -> Iterator[SparsePrefillCase]:
         yield from cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
         yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
             dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=130, indices="none", sinks="infinite",
-            q_layout="odd" if elements else "packed", outputs="strided", sm_count=2,
+            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
 
 
@@ -86,11 +86,13 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
     SparsePrefillCase(s_q=2, h_q=128, s_kv=1521, topk=512, sm_count=4),
     # Tokens of no, one and many tiles in sequence on one group of CTAs.
     SparsePrefillCase(
-        s_q=12, h_q=16, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
+        s_q=12, h_q=48, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
         sm_count=2,
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
     SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
+    SparsePrefillCase(s_q=2, h_q=8, s_kv=70, topk=63, sm_count=4),
+    SparsePrefillCase("fp16", s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
     # Mostly invalid indices.
     SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=2),
