@@ -18,7 +18,7 @@ VLLM_TESTS := tests/engines/vllm_adapter
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full test-vllm fuzz mutate wheel wheel-check lint clean
+.PHONY: setup build verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -56,6 +56,11 @@ $(VLLM_STAMP): $(SETUP_STAMP)
 # Calls of the whole API at random, right and wrong ones: each agrees with the reference or raises the documented error.
 fuzz: build
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Breaks numbers of a kernel of each structure, 100 sites each, and runs its smoke cases; a second run goes on where the first one stopped.
+mutate-numbers: build
+	$(BIN)/python -m tests.mutation numbers $(MUTATE_ARGS)
+	$(BIN)/python -m tests.mutation numbers-report
 
 # Breaks every kernel in every way, hours long; a second run goes on where the first one stopped.
 mutate: build

@@ -183,14 +183,15 @@ def _write(path: Path, raw: dict[str, Any]) -> None:
     text = json.dumps(raw, sort_keys=True, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8") as file:
+        temporary = Path(file.name)
         try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)  # a temporary file is private to its owner, a shipped one is not
-            os.replace(file.name, path)
+            temporary.chmod(0o644)  # a temporary file is private to its owner, a shipped one is not
+            temporary.replace(path)
         except BaseException:
-            os.unlink(file.name)
+            temporary.unlink()
             raise
 
 

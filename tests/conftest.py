@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings
 
 from cute_mla.spec.arch import ARCHS, Arch
@@ -11,6 +12,8 @@ from tests.support.bench import Bench
 # The same examples in every run: a test that fails on one machine fails on the others.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+torch.set_num_threads(1)  # threads of OpenMP would spin beside the other workers of the test run
 
 
 @pytest.fixture(scope="session", params=ARCHS.values(), ids=lambda arch: arch.name)

@@ -41,7 +41,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
-    """Plan how decode work is divided among SMs. Two forms:
+    """Plan how decode work is divided among SMs, now or at the first use of a schedule object.
 
     get_mla_metadata() returns (schedule, None): an empty schedule object, which its first flash_mla_with_kvcache plans.
     Use one schedule for all layers of a decode step. Later calls must have the same shapes.

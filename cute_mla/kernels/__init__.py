@@ -1,1 +1,1 @@
-"""CuTe-DSL sources, one file per (op, architecture)."""
+"""CuTe-DSL sources: a room per op, and rooms for what ops share (primitives, attention, sm90, sm100)."""

@@ -1,4 +1,4 @@
-"""What a kernel file hands to the build: the host function to compile, and all that the manifest records of it."""
+"""Definition that a kernel file hands to the build: the host function to compile, and all that the manifest records of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class KernelConfig(Protocol):
 
     @property
     def name(self) -> str:
-        """The kernel's name in the manifest, without op and arch."""
+        """Return the kernel's name in the manifest, without op and arch."""
 
 
 @dataclass(frozen=True)

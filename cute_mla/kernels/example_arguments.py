@@ -10,14 +10,17 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute import runtime
 from cutlass.cute.typing import AddressSpace
 
-from ..spec.abi import Param, ParamKind
+from ..spec.abi import Param, ParamKind, params_of
 
 
-def example_arguments(params: tuple[Param, ...], elements: Mapping[str, type[cutlass.Numeric]]) -> tuple[Any, ...]:
-    """One argument per parameter. Pointers are to int32 unless `elements` says otherwise; a tensor map is stood for by a
-    pointer, from which the host function makes a typed map."""
+def example_arguments(arguments: type, elements: Mapping[str, type[cutlass.Numeric]]) -> Any:
+    """Return an instance of an op's NamedTuple of arguments.
 
-    def argument(param: Param) -> Any:
+    elements: what pointers point to, by name; int32 if not named. A pointer stands in for a tensor map: the host function makes
+    a typed map from it.
+    """
+
+    def example(param: Param) -> Any:
         match param.kind:
             case ParamKind.POINTER | ParamKind.TENSOR_MAP:
                 element = elements.get(param.name, Int32)
@@ -29,4 +32,4 @@ def example_arguments(params: tuple[Param, ...], elements: Mapping[str, type[cut
             case ParamKind.FLOAT32:
                 return Float32(1)
 
-    return tuple(argument(param) for param in params)
+    return arguments(*(example(param) for param in params_of(arguments)))

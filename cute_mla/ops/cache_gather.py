@@ -10,11 +10,11 @@ import torch
 
 from ..runtime.current import device_for, has_kernels
 from ..spec.cache_format import LATENT
-from ..spec.cache_gather import grid
+from ..spec.cache_gather import CacheGatherArguments, grid
 from ..spec.cache_rows import config_of
 from .arguments import check_integer, check_no_grad, short_repr
 from .cache_torch import gather_requests
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT, WIDE, CacheRows, cache_rows, check_cache_scale
 from .strides import output_strides
@@ -103,7 +103,7 @@ def run(
     if allocated:
         device.mark_uninitialized(out)
     if not launch_plan.is_empty:
-        args = (*operands, out, *launch_plan.int64s, *launch_plan.int32s)
+        args = CacheGatherArguments(**operands._asdict(), out=out, **launch_plan.scalars)
         device.launch(device.kernel("cache_gather", launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return out
 
@@ -149,8 +149,16 @@ def plan(call: CallSpec) -> CacheGatherPlan:
     return CacheGatherPlan(
         kernel=config_of(cache.format, DTYPE_NAMES[dtype]).name,
         grid=grid(rows),
-        int64s=(cache.page_stride, cache.row_stride, table.stride[0], strides[0]),
-        int32s=(rows, table.shape[0], cache.pages, cache.page_size, table.shape[1]),
+        scalars={
+            **named_strides("cache", "page row", (cache.page_stride, cache.row_stride)),
+            "table_stride_batch": table.stride[0],
+            "out_stride_row": strides[0],
+            "rows": rows,
+            "batch": table.shape[0],
+            "pages": cache.pages,
+            "page_size": cache.page_size,
+            "table_pages": table.shape[1],
+        },
         cache=cache,
         shape=shape,
         dtype=dtype,

@@ -11,11 +11,11 @@ import torch
 from ..runtime.current import device_for, has_kernels
 from ..spec.cache_format import FP8_584, FP8_656, LATENT
 from ..spec.cache_rows import FP8_576, config_of, latent_columns
-from ..spec.cache_write import grid
+from ..spec.cache_write import CacheWriteArguments, grid
 from ..spec.mla import D_ROPE
 from .arguments import check_flag, check_no_grad
 from .cache_torch import write_rows
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS, WIDE, CacheRows, cache_rows, check_cache_scale
 from .strides import check_writable
@@ -81,7 +81,7 @@ def run(
         return
     if call.kernels:
         device = device_for(k_cache.device)
-        args = (*operands, k_cache, *launch_plan.int64s, *launch_plan.int32s)
+        args = CacheWriteArguments(**operands._asdict(), k_cache=k_cache, **launch_plan.scalars)
         device.launch(device.kernel("cache_write", launch_plan.kernel), launch_plan.grid, args, pdl=True)
         return
     keys = torch.cat((kv_c, k_pe), dim=1)
@@ -131,14 +131,17 @@ def plan(call: CallSpec) -> CacheWritePlan:
     return CacheWritePlan(
         kernel=config_of(cache, DTYPE_NAMES[call.kv_c.dtype]).name,
         grid=grid(tokens),
-        int64s=(*(spec.stride[0] for spec in (call.kv_c, call.k_pe, call.slot_mapping)), rows.page_stride, rows.row_stride),
-        int32s=(
-            tokens,
-            rows.pages * rows.page_size,
-            rows.page_size,
-            int(call.slot_mapping.dtype == torch.int64),
-            int(call.power_of_two),
-        ),
+        scalars={
+            "kv_c_stride_token": call.kv_c.stride[0],
+            "k_pe_stride_token": call.k_pe.stride[0],
+            "slot_stride_token": call.slot_mapping.stride[0],
+            **named_strides("cache", "page row", (rows.page_stride, rows.row_stride)),
+            "tokens": tokens,
+            "slots": rows.pages * rows.page_size,
+            "page_size": rows.page_size,
+            "wide_slots": int(call.slot_mapping.dtype == torch.int64),
+            "power_of_two": int(call.power_of_two),
+        },
         rows=rows,
         tokens=tokens,
     )

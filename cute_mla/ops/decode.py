@@ -27,8 +27,8 @@ import torch
 from ..runtime.call_cache import ADDRESS_ALIGNMENT, Allocation, CallCache, PreparedCall, Tensors, guard
 from ..runtime.current import device_for
 from ..runtime.device import Device
-from ..runtime.launch import BufferRef, CallSteps, MappedTensor, Step
-from ..spec.abi import ParamKind
+from ..runtime.launch import BufferRef, CallSteps, MappedTensor, step_of
+from ..spec.combine import CombineArguments
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.mla import LOG2E
 from . import dense_decode, sparse_decode
@@ -246,18 +246,27 @@ def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, in
         out_bytes, lse_bytes = plan.results.accum_bytes
         out_accum = BufferRef(numbers["workspace"], 0, out_bytes)
         lse_accum = BufferRef(numbers["workspace"], out_bytes, lse_bytes)
-    pointers = (*map(buffer, plan.pointers), *map(buffer, (*_PLAN, "out", "lse")), out_accum, lse_accum)
-    maps = tuple(MappedTensor(numbers[name], layout) for name, layout in plan.maps)
-    scale_log2 = (plan.default_scale if key.softmax_scale is None else key.softmax_scale) * LOG2E
-    scalars = (*plan.int64s, scale_log2, key.empty_lse, *plan.int32s)
-    kernel = device.kernel(plan.op, plan.kernel)
-    steps = [Step(kernel, plan.grid, maps, pointers, scalars, pdl=True)]
+    shared = {name: buffer(name) for name in ("num_splits", "out", "lse")} | {"out_accum": out_accum, "lse_accum": lse_accum}
+    arguments = key.op.Arguments(
+        **{name: MappedTensor(numbers[operand], layout) for name, (operand, layout) in plan.maps.items()},
+        **{name: buffer(operand) for name, operand in plan.pointers.items()},
+        **shared,
+        **plan.scalars,
+        plan=buffer("tile_scheduler_metadata"),
+        scale_log2=(plan.default_scale if key.softmax_scale is None else key.softmax_scale) * LOG2E,
+        empty_lse=key.empty_lse,
+    )
+    steps = [step_of(device.kernel(plan.op, plan.kernel), plan.grid, arguments)]
     if plan.combine is not None:
-        combine = device.kernel("combine", plan.combine.kernel)
-        by_name = dict(zip((param.name for param in kernel.params if param.kind is ParamKind.POINTER), pointers, strict=True))
-        by_name |= zip(("lengths", "extra_lengths"), map(buffer, plan.lengths), strict=True)
-        sources = tuple(by_name.get(param.name) for param in combine.params if param.kind is ParamKind.POINTER)
-        scalars = (*plan.combine.int64s, key.empty_lse, *plan.combine.int32s)
-        steps.append(Step(combine, plan.combine.grid, (), sources, scalars, pdl=True))
+        lengths, extra_lengths = map(buffer, plan.lengths)
+        merging = CombineArguments(
+            **shared,
+            **plan.combine.scalars,
+            lengths=lengths,
+            extra_lengths=extra_lengths,
+            attn_sink=buffer("attn_sink"),
+            empty_lse=key.empty_lse,
+        )
+        steps.append(step_of(device.kernel("combine", plan.combine.kernel), plan.combine.grid, merging))
     uninitialized = ("out", "lse", "workspace") if plan.workspace_bytes else ("out", "lse")
     return CallSteps(tuple(steps), len(numbers), tuple(numbers[name] for name in uninitialized))

@@ -6,6 +6,7 @@ merges them. A call launches combine if its plan could split a request.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from ..spec.sparse_decode import SparseDecodeProblem
 from ..spec.split_plan import accumulator_rows
 from ..spec.tensor_map import TensorMap
 from .arguments import check_columns, check_empty_lse, check_flag, check_no_grad, check_scale
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .split_plan import PlanSpecs, ScheduleKey, check_plan
 from .strides import alignment, output_strides
 from .tensor_spec import TensorSpec, address_of, check_last_contiguous, optional_spec
@@ -68,13 +69,13 @@ class CommonSpec(NamedTuple):
 class ResultLayout:
     """Layout of the results: shapes and strides of out and lse, and accum_rows rows of the accumulators of split requests.
 
-    strides: (batch, token, head) of out, then (batch, head, token) of lse, in elements, as kernels take them.
+    strides: of out and lse, in elements, by argument of the kernels.
     """
 
     out_shape: tuple[int, int, int, int]
     out_dtype: torch.dtype
     lse_shape: tuple[int, int, int]
-    strides: tuple[int, ...]
+    strides: Mapping[str, int]
     accum_rows: int
 
     @property
@@ -88,15 +89,17 @@ class ResultLayout:
 class DecodePlan(LaunchPlan):
     """The launches of a call. The grid has CTAs along (query rows, KV heads or query tokens, parts).
 
-    op: name of the decode kernel. maps: operands that the kernel has tensor maps of, with the map at address 0. pointers: operands that
-    the kernel has pointers to, in the order of its parameters. lengths: operands with the keys of each request, in its cache and in a
-    second cache; key_limits: the most keys there. combine: the launch of combine, or None if no request can be split. default_scale:
-    softmax_scale where the caller gives none.
+    op: name of the decode kernel.
+    maps: by argument of the kernel, the operand that a tensor map describes, and that map at address 0.
+    pointers: by argument of the kernel, the operand that a pointer leads to, or None for the null pointer.
+    lengths: operands with the keys of each request, in its cache and in a second cache. key_limits: the most keys there.
+    combine: the launch of combine, or None if no request can be split.
+    default_scale: softmax_scale where the caller gives none.
     """
 
     op: str
-    maps: tuple[tuple[str, TensorMap], ...]
-    pointers: tuple[str | None, ...]
+    maps: Mapping[str, tuple[str, TensorMap]]
+    pointers: Mapping[str, str | None]
     lengths: tuple[str, str | None]
     key_limits: tuple[int, int]
     schedule_key: ScheduleKey
@@ -155,7 +158,7 @@ def layout_results(problem: Problem, common: CommonSpec, num_parts: int, q: Tens
         out_shape=out_shape,
         out_dtype=out_dtype,
         lse_shape=lse_shape,
-        strides=(*out_strides[:3], *lse_strides),
+        strides={**named_strides("out", "batch token head", out_strides[:3]), **named_strides("lse", "batch head token", lse_strides)},
         accum_rows=0 if 0 in out_shape else accumulator_rows(problem.batch, num_parts, problem.max_splits),
     )
 
@@ -168,6 +171,14 @@ def plan_combine(problem: Problem, results: ResultLayout, max_keys: tuple[int, i
     return LaunchPlan(
         kernel=CombineConfig(problem.dtype).name,
         grid=combine_grid(batch, s_q, h_q, sm_count),
-        int64s=results.strides,
-        int32s=(batch, s_q, h_q, *max_keys, problem.max_splits, results.accum_rows),
+        scalars={
+            **results.strides,
+            "batch": batch,
+            "s_q": s_q,
+            "h_q": h_q,
+            "max_keys": max_keys[0],
+            "extra_max_keys": max_keys[1],
+            "max_splits": problem.max_splits,
+            "accum_rows": results.accum_rows,
+        },
     )

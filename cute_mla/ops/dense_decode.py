@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 from ..spec.arch import Arch
-from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeProblem
+from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeArguments, DenseDecodeProblem
 from ..spec.mla import D_QK
 from ..spec.split_plan import NO_LIMIT
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
+from .launch_plan import named_strides
 from .limits import MAX_QUERY_TOKENS, heads_error
 from .paged_cache import DenseCache, dense_cache, dense_tensor_map
 from .split_plan import ScheduleKey
@@ -30,6 +31,7 @@ from .tensor_spec import (
     spec_of,
 )
 
+Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
 EXCLUDED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")  # arguments of sparse_decode
 
@@ -83,29 +85,29 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, problem.h_kv, num_parts),
-        int64s=(*call.q.stride[:3], *results.strides, call.block_table.stride[0], *cache.strides[:0:-1]),
-        int32s=(
-            problem.s_q,
-            problem.h_q,
-            problem.h_q // problem.h_kv,
-            problem.page_size,
-            min(cache.pages, NO_LIMIT),
-            int(call.common.causal and problem.s_q > 1),
-            problem.batch,
-            problem.max_keys,
-            problem.max_splits,
-            results.accum_rows,
-        ),
+        scalars={
+            **named_strides("q", "batch token head", call.q.stride[:3]),
+            **results.strides,
+            "table_stride": call.block_table.stride[0],
+            "page_stride": cache.strides[2],
+            "row_stride": cache.strides[1],
+            "s_q": problem.s_q,
+            "h_q": problem.h_q,
+            "heads_per_kv": problem.h_q // problem.h_kv,
+            "page_size": problem.page_size,
+            "pages": min(cache.pages, NO_LIMIT),
+            "causal": int(call.common.causal and problem.s_q > 1),
+            "batch": problem.batch,
+            "max_keys": problem.max_keys,
+            "max_splits": problem.max_splits,
+            "accum_rows": results.accum_rows,
+        },
         op="dense_decode",
-        maps=(("k_cache", dense_tensor_map(cache, 0, problem.box_keys)),),
-        pointers=(
-            "q",
-            "k_cache" if problem.operands == FP8_CACHE else None,
-            "descale_q",
-            "descale_k",
-            "block_table",
-            "cache_seqlens",
-        ),
+        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))},
+        pointers={
+            "cache": "k_cache" if problem.operands == FP8_CACHE else None,
+            **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens")},
+        },
         lengths=("cache_seqlens", None),
         key_limits=(NO_LIMIT, 0),  # block tables of any width share a plan
         schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),

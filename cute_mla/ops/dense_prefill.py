@@ -9,14 +9,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.arguments import Argument
 from ..runtime.current import device_for
 from ..spec.arch import Arch
-from ..spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, HEAD_DIMS, MAX_ITEMS, MAX_TOKENS, DensePrefillConfig, DensePrefillProblem
+from ..spec.dense_prefill import (
+    BOX_COLUMNS,
+    BOX_ROWS,
+    D_V,
+    HEAD_DIMS,
+    MAX_ITEMS,
+    MAX_TOKENS,
+    DensePrefillArguments,
+    DensePrefillConfig,
+    DensePrefillProblem,
+)
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import Swizzle, TensorMap
 from .arguments import check_empty_lse, check_flag, check_integer, check_no_grad, check_scale, is_number, short_repr
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .limits import heads_error
 from .overlap import check_no_overlap
 from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
@@ -132,9 +141,20 @@ def run(
         device.mark_uninitialized(lse)
     if not launch_plan.is_empty:
         scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
-        maps = (_map(tensor, layout, q) for tensor, layout in zip((q, k, v), launch_plan.layouts, strict=True))
-        scalars = (*launch_plan.int64s, scale * LOG2E, empty_lse, *launch_plan.int32s)
-        args: tuple[Argument, ...] = (*maps, q, cu_seqlens_q, cu_seqlens_k, out, lse, *scalars)
+        q_map, k_map, v_map = (_map(tensor, layout, q) for tensor, layout in zip((q, k, v), launch_plan.layouts, strict=True))
+        args = DensePrefillArguments(
+            q_map=q_map,
+            k_map=k_map,
+            v_map=v_map,
+            q=q,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            out=out,
+            lse=lse,
+            **launch_plan.scalars,
+            scale_log2=scale * LOG2E,
+            empty_lse=empty_lse,
+        )
         device.launch(device.kernel("dense_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return out, lse
 
@@ -196,8 +216,18 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     return DensePrefillPlan(
         kernel=problem.config.name,
         grid=problem.grid(sm_count),
-        int64s=(*q.stride[:2], *out_strides[:2], *lse_strides),
-        int32s=(batch, h_q, h_q // h_kv, total_q, total_k, problem.row_blocks, int(call.causal)),
+        scalars={
+            **named_strides("q", "token head", q.stride[:2]),
+            **named_strides("out", "token head", out_strides[:2]),
+            **named_strides("lse", "token head", lse_strides),
+            "batch": batch,
+            "h_q": h_q,
+            "heads_per_kv": h_q // h_kv,
+            "total_q": total_q,
+            "total_k": total_k,
+            "row_blocks": problem.row_blocks,
+            "causal": int(call.causal),
+        },
         out_shape=(total_q, h_q, D_V),
         lse_shape=(total_q, h_q),
         layouts=_layouts(call, problem.config),

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..runtime.current import device_for
-from ..spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, MergeStatesConfig, grid
+from ..spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, MergeStatesArguments, MergeStatesConfig, grid
 from .arguments import check_empty_lse, check_no_grad
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .strides import output_strides
 from .tensor_spec import (
@@ -92,8 +92,8 @@ def run(
         lse = first.new_empty(launch_plan.lse_shape, dtype=torch.float32)
         device.mark_uninitialized(lse)
     if not launch_plan.is_empty:
-        pointers = (*_pointers(operands.outs), *_pointers(operands.lses), out, lse)
-        args = (*pointers, *launch_plan.int64s, empty_lse, *launch_plan.int32s)
+        states = {**_pointers("state_out", operands.outs), **_pointers("state_lse", operands.lses)}
+        args = MergeStatesArguments(**states, out=out, lse=lse, **launch_plan.scalars, empty_lse=empty_lse)
         device.launch(device.kernel("merge_states", launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return out, lse
 
@@ -165,12 +165,21 @@ def plan(call: CallSpec) -> MergeStatesPlan:
     if call.out is not None:
         check_last_contiguous("out", call.out)
     lse_strides = output_strides("lse", call.lse, lse_shape, torch.float32, outs)
-    strides = (outs.stride[:-1], lses.stride, out_strides[:-1], lse_strides)
+    out_state, lse_state = call.state_strides
     return MergeStatesPlan(
         kernel=MergeStatesConfig(DTYPE_NAMES[outs.dtype], head_dim).name,
         grid=grid(batch, tokens, heads),
-        int64s=(*call.state_strides, *(stride for tensor in strides for stride in (*(0,) * (3 - len(tensor)), *tensor))),
-        int32s=(tokens, heads, call.states),
+        scalars={
+            "state_out_stride_state": out_state,
+            "state_lse_stride_state": lse_state,
+            **named_strides("state_out", "batch token head", outs.stride[:-1]),
+            **named_strides("state_lse", "batch token head", lses.stride),
+            **named_strides("out", "batch token head", out_strides[:-1]),
+            **named_strides("lse", "batch token head", lse_strides),
+            "tokens": tokens,
+            "heads": heads,
+            "states": call.states,
+        },
         out_shape=tuple(outs.shape),
         lse_shape=lse_shape,
     )
@@ -198,8 +207,10 @@ def _is_state(result: torch.Tensor, group: torch.Tensor, stacked: bool) -> bool:
     return step > 0 and result.stride() == strides[1:] and distance % step == 0 and 0 <= distance // step < len(group)
 
 
-def _pointers(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
-    return *tensors, *(None,) * (LISTED_STATES - len(tensors))
+def _pointers(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor | None]:
+    """Name the pointers to all states, null where there is no tensor."""
+    padded = (*tensors, *(None,) * (LISTED_STATES - len(tensors)))
+    return {f"{name}_{state}": tensor for state, tensor in enumerate(padded)}
 
 
 def _spec_of_all(name: str, tensors: tuple[torch.Tensor, ...]) -> TensorSpec:

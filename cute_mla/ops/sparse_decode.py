@@ -9,16 +9,18 @@ import torch
 
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
-from ..spec.sparse_decode import SparseDecodeProblem
+from ..spec.sparse_decode import SparseDecodeArguments, SparseDecodeProblem
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .indices import check_indices, check_queries, check_sink
+from .launch_plan import named_strides
 from .limits import MAX_GRID_TOKENS
 from .paged_cache import GatheredCache, gathered_cache
 from .split_plan import ScheduleKey
 from .strides import row_alignment
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, optional_spec, spec_of
 
+Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
 EXCLUDED = ("descale_q", "descale_k")  # arguments of dense_decode
 
@@ -101,23 +103,35 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, s_q, num_parts),
-        int64s=(
-            *call.q.stride[:3],
-            *results.strides,
-            *index_strides,
-            *extra_strides,
-            *(cache.page_stride, cache.row_stride),
-            *(extra.page_stride, extra.row_stride),
-        ),
-        int32s=(
-            *(batch, s_q, h_q),
-            *(cache.page_size, cache.slots, topk),
-            *(extra.page_size, extra.slots, extra_topk),
-            *(problem.max_splits, results.accum_rows),
-        ),
+        scalars={
+            **named_strides("q", "batch token head", call.q.stride[:3]),
+            **results.strides,
+            **named_strides("indices", "batch token", index_strides),
+            **named_strides("extra_indices", "batch token", extra_strides),
+            "page_stride": cache.page_stride,
+            "row_stride": cache.row_stride,
+            "extra_page_stride": extra.page_stride,
+            "extra_row_stride": extra.row_stride,
+            "batch": batch,
+            "s_q": s_q,
+            "h_q": h_q,
+            "page_size": cache.page_size,
+            "slots": cache.slots,
+            "topk": topk,
+            "extra_page_size": extra.page_size,
+            "extra_slots": extra.slots,
+            "extra_topk": extra_topk,
+            "max_splits": problem.max_splits,
+            "accum_rows": results.accum_rows,
+        },
         op="sparse_decode",
-        maps=(),  # the kernels gather rows by their addresses
-        pointers=Operands._fields,
+        maps={},  # the kernels gather rows by their addresses
+        pointers={
+            "cache": "k_cache",
+            "extra_cache": "extra_k_cache",
+            "extra_indices": "extra_indices_in_kvcache",
+            **{name: name for name in ("q", "indices", "topk_length", "extra_topk_length", "attn_sink")},
+        },
         lengths=("topk_length", "extra_topk_length"),
         key_limits=(topk, extra_topk),
         schedule_key=ScheduleKey(batch, s_q, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk),

@@ -13,10 +13,10 @@ from ..runtime.current import device_for
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_V, LOG2E
-from ..spec.sparse_prefill import MAX_TOKENS, SparsePrefillProblem
+from ..spec.sparse_prefill import MAX_TOKENS, SparsePrefillArguments, SparsePrefillProblem
 from .arguments import check_columns, check_empty_lse, check_no_grad, check_scale
 from .indices import check_indices, check_queries, check_sink
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS
 from .strides import alignment, output_strides, row_alignment
@@ -128,8 +128,13 @@ def run(
     )
     if not launch_plan.is_empty:
         device.mark_uninitialized(*results)
-        pointers = (q, kv, kv_offsets, indices, topk_length, attn_sink, *results)
-        args = (*pointers, *launch_plan.int64s, sm_scale * LOG2E, empty_lse, *launch_plan.int32s)
+        args = SparsePrefillArguments(
+            **operands._asdict(),
+            **dict(zip(Results._fields, results, strict=True)),
+            **launch_plan.scalars,
+            scale_log2=sm_scale * LOG2E,
+            empty_lse=empty_lse,
+        )
         device.launch(device.kernel("sparse_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return results
 
@@ -183,15 +188,19 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
     return SparsePrefillPlan(
         kernel=problem.config.name,
         grid=problem.grid(sm_count),
-        int64s=(
-            *_with_batch(q.stride[:-1], 3),
-            *_with_batch(out_strides[:-1], 3),
-            *_with_batch(output_strides("max_logits", call.max_logits, row_shape, torch.float32, q), 3),
-            *_with_batch(output_strides("lse", call.lse, row_shape, torch.float32, q), 3),
-            *_with_batch(call.indices.stride[:-2], 2),
-            *kv_strides,
-        ),
-        int32s=(problem.tokens, problem.s_q, h_q, s_kv, topk),
+        scalars={
+            **named_strides("q", "batch token head", q.stride[:-1]),
+            **named_strides("out", "batch token head", out_strides[:-1]),
+            **named_strides("max_logits", "batch token head", output_strides("max_logits", call.max_logits, row_shape, torch.float32, q)),
+            **named_strides("lse", "batch token head", output_strides("lse", call.lse, row_shape, torch.float32, q)),
+            **named_strides("indices", "batch token", call.indices.stride[:-2]),
+            **named_strides("kv", "batch row", kv_strides),
+            "tokens": problem.tokens,
+            "s_q": problem.s_q,
+            "h_q": h_q,
+            "s_kv": s_kv,
+            "topk": topk,
+        },
         out_shape=out_shape,
         row_shape=row_shape,
     )
@@ -244,8 +253,3 @@ def _check_tables(call: CallSpec) -> int:
         check_counts("topk_length", call.topk_length, call.leading, call.q.device)
     check_sink(call.attn_sink, call.q)
     return topk
-
-
-def _with_batch(strides: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the strides of a tensor of this rank with the batch in front; stride 0 where there is no batch."""
-    return (0,) * (rank - len(strides)) + tuple(strides)

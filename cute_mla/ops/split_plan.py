@@ -12,7 +12,7 @@ from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS, num_parts
 from ..spec.mla import MAX_HEADS
-from ..spec.split_plan import NO_LIMIT, PLAN_COLUMNS, SplitPlanConfig
+from ..spec.split_plan import NO_LIMIT, PLAN_COLUMNS, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_flag, check_integer, short_repr
 from .indices import check_indices
 from .launch_plan import LaunchPlan
@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """rows and columns of the CallSpec. ValueError unless the options are supported."""
+        """Rows and columns of the CallSpec. ValueError unless the options are supported."""
         _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
         if self.topk is None:
             return self.num_q_tokens_per_head_k, self.num_heads_k
@@ -130,19 +130,20 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> LaunchPlan:
 
 
 def _launch_plan(batch: int, parts: int, limit: int, extra_limit: int) -> LaunchPlan:
-    return LaunchPlan(SplitPlanConfig().name, (1, 1, 1), (), (batch, parts, limit, extra_limit))
+    scalars = {"batch": batch, "num_parts": parts, "max_keys": limit, "extra_max_keys": extra_limit}
+    return LaunchPlan(SplitPlanConfig().name, (1, 1, 1), scalars)
 
 
 def launch(device: Device, launch_plan: LaunchPlan, counts: KeyCounts, where: torch.device) -> SplitPlan:
     """Allocate a plan's two tensors on the torch device `where`, and launch split_plan. An empty batch has a plan of zeros."""
-    batch, parts, *_ = launch_plan.int32s
+    batch, parts = launch_plan.scalars["batch"], launch_plan.scalars["num_parts"]
     allocate = torch.empty if batch else torch.zeros
     metadata = allocate((parts, PLAN_COLUMNS), dtype=torch.int32, device=where)
     num_splits = allocate((batch + 1,), dtype=torch.int32, device=where)
     if batch:
         device.mark_uninitialized(metadata, num_splits)
-        kernel = device.kernel("split_plan", launch_plan.kernel)
-        device.launch(kernel, launch_plan.grid, (counts.lengths, counts.extra_lengths, metadata, num_splits, *launch_plan.int32s))
+        args = SplitPlanArguments(counts.lengths, counts.extra_lengths, metadata, num_splits, **launch_plan.scalars)
+        device.launch(device.kernel("split_plan", launch_plan.kernel), launch_plan.grid, args)
     return metadata, num_splits
 
 

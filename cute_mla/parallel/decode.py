@@ -191,8 +191,9 @@ class ContextParallel:
         return result, result_lse
 
     def _gather_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """Gather queries [heads of all ranks, batch, s_q, d_qk], contiguous. q is not copied if it is contiguous with heads first, the
-        layout of a batched matmul over heads.
+        """Gather queries [heads of all ranks, batch, s_q, d_qk], contiguous.
+
+        q is not copied if it is contiguous with heads first, the layout of a batched matmul over heads.
         """
         own = q.permute(2, 0, 1, 3).contiguous()
         if self.shard.world == 1:

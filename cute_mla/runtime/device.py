@@ -25,10 +25,14 @@ class Device(Protocol):
     call_cache: CallCache
 
     @property
-    def arch(self) -> Arch: ...
+    def arch(self) -> Arch:
+        """Return the architecture."""
+        ...
 
     @property
-    def sm_count(self) -> int: ...
+    def sm_count(self) -> int:
+        """Return the number of streaming multiprocessors."""
+        ...
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
         """Return the manifest entry of a variant for this device. ArtifactError if the variant was not built."""

@@ -46,6 +46,14 @@ class Step(NamedTuple):
     pdl: bool
 
 
+def step_of(kernel: KernelEntry, grid: tuple[int, int, int], arguments: Sequence[MappedTensor | BufferRef | float | None]) -> Step:
+    """Return the launch of a kernel that may overlap the launch before it. arguments: in ABI order, None for the null pointer."""
+    maps = tuple(argument for argument in arguments if isinstance(argument, MappedTensor))
+    scalars = tuple(argument for argument in arguments if isinstance(argument, int | float))
+    pointers = tuple(argument for argument in arguments if argument is None or isinstance(argument, BufferRef))
+    return Step(kernel, grid, maps, pointers, scalars, pdl=True)
+
+
 class CallSteps(NamedTuple):
     """The launches of a call, whatever memory the call gives them.
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
 
-MAX_CACHED_MODULES = 24  # parsed kernels, some 100 MB each
+MAX_CACHED_MODULES = 8  # parsed kernels, some 10 MB each
 
 _modules: dict[str, Module] = {}  # in the order of use
 _modules_lock = threading.Lock()

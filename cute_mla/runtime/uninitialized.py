@@ -54,6 +54,10 @@ class UninitializedMemory:
     def register(self, memory: GlobalMemory, name: str, start: int, stop: int) -> None:
         """Add memory for a launch. Bytes of declared tensors that no launch has written are invalid."""
         shadows = self._overlapping(start, stop)
+        if len(shadows) == 1 and shadows[0][1:] == (start, stop):
+            shadow = shadows[0][0]
+            memory.add(name, start, stop - start, initialised=False, written=shadow.written[start - shadow.start : stop - shadow.start])
+            return
         memory.add(name, start, stop - start, initialised=not shadows)
         if shadows:
             known = _written(memory, start, stop)
@@ -65,6 +69,8 @@ class UninitializedMemory:
         """Record the bytes that a launch has written to registered memory."""
         for shadow, low, high in self._overlapping(start, stop):
             known = _written(memory, start, stop)
+            if np.may_share_memory(known, shadow.written):
+                continue  # launches have kept it up to date
             shadow.written[low - shadow.start : high - shadow.start] = known[low - start : high - start]
 
     def _overlapping(self, start: int, stop: int) -> list[tuple[_Shadow, int, int]]:

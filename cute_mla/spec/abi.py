@@ -1,9 +1,14 @@
-"""The kernel parameter ABI: gmem pointers, scalars and by-value tensor maps, nothing else."""
+"""The kernel parameter ABI: gmem pointers, scalars and by-value tensor maps, nothing else.
+
+An op lists its parameters once, as a NamedTuple whose annotations are the types below. The manifest's table is derived from it,
+and the same tuple carries the arguments through host function and kernel.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 
 class ParamKind(StrEnum):
@@ -41,6 +46,19 @@ class Param:
     def size(self) -> int:
         """Bytes that the parameter takes."""
         return self.kind.size
+
+
+Pointer: TypeAlias = Annotated[Any, ParamKind.POINTER]
+Int32: TypeAlias = Annotated[Any, ParamKind.INT32]
+Int64: TypeAlias = Annotated[Any, ParamKind.INT64]
+Float32: TypeAlias = Annotated[Any, ParamKind.FLOAT32]
+TensorMap: TypeAlias = Annotated[Any, ParamKind.TENSOR_MAP]
+
+
+def params_of(arguments: type) -> tuple[Param, ...]:
+    """Return the parameters that a NamedTuple of the types above lists, in order."""
+    hints = get_type_hints(arguments, include_extras=True)
+    return tuple(Param(name, hint.__metadata__[0]) for name, hint in hints.items())
 
 
 def pointers(*names: str) -> tuple[Param, ...]:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from .abi import Param, int32s, int64s, pointers
+from typing import NamedTuple
+
+from .abi import Int32, Int64, Pointer, params_of
 from .cache_rows import KEYS_PER_BLOCK
 from .mla import ceil_div
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "kv_c",  # dtype [tokens, 512 or 448]
-        "k_pe",  # dtype [tokens, 64]
-        "slot_mapping",  # int64 or int32 [tokens]; a slot outside [0, slots) is skipped
-        "descale_k",  # fp32 scalar of fp8_576, or null for 1
-        "k_cache",  # [pages, page size, row bytes]
-    ),
-    *int64s(
-        "kv_c_stride_token",  # elements
-        "k_pe_stride_token",
-        "slot_stride_token",
-        "cache_stride_page",  # bytes
-        "cache_stride_row",
-    ),
-    *int32s(
-        "tokens",
-        "slots",  # pages * page_size
-        "page_size",
-        "wide_slots",  # 1: slot_mapping is int64
-        "power_of_two",  # 1: scales of fp8_656 are powers of two, as those of fp8_584 always are
-    ),
-)
+
+class CacheWriteArguments(NamedTuple):
+    """Launch arguments of cache_write, in ABI order: the one list that host, launch and kernel share."""
+
+    kv_c: Pointer  # dtype [tokens, 512 or 448]
+    k_pe: Pointer  # dtype [tokens, 64]
+    slot_mapping: Pointer  # int64 or int32 [tokens]; a slot outside [0, slots) is skipped
+    descale_k: Pointer  # fp32 scalar of fp8_576, or null for 1
+    k_cache: Pointer  # [pages, page size, row bytes]
+    kv_c_stride_token: Int64  # elements
+    k_pe_stride_token: Int64
+    slot_stride_token: Int64
+    cache_stride_page: Int64  # bytes
+    cache_stride_row: Int64
+    tokens: Int32
+    slots: Int32  # pages * page_size
+    page_size: Int32
+    wide_slots: Int32  # 1: slot_mapping is int64
+    power_of_two: Int32  # 1: scales of fp8_656 are powers of two, as those of fp8_584 always are
+
+
+PARAMS = params_of(CacheWriteArguments)
 
 
 def grid(tokens: int) -> tuple[int, int, int]:

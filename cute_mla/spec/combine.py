@@ -6,44 +6,44 @@ An attention sink is one more key without a value: it enters the sum below, not 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers
+from .abi import Float32, Int32, Int64, Pointer, params_of
 from .mla import ceil_div
 
 ROWS_PER_BLOCK = 8  # a warp merges one row (query token, head), or a quarter of its columns
 COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
 BLOCKS_PER_SM = 4  # at most, twice what an SM holds at once: CTAs without anything to merge cost their start
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "lengths",  # as in split_plan
-        "extra_lengths",
-        "num_splits",  # int32 [batch + 1]
-        "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse is not
-        "out_accum",  # fp32 [accumulator rows, s_q, h_q, 512]
-        "lse_accum",  # fp32 [accumulator rows, s_q, h_q], base 2
-        "out",  # dtype [batch, s_q, h_q, 512]
-        "lse",  # fp32 [batch, h_q, s_q], natural log
-    ),
-    *int64s(
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_batch",
-        "lse_stride_head",
-        "lse_stride_token",
-    ),
-    *float32s("empty_lse"),
-    *int32s(
-        "batch",
-        "s_q",
-        "h_q",
-        "max_keys",  # as in split_plan
-        "extra_max_keys",
-        "max_splits",  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
-        "accum_rows",  # rows of out_accum and lse_accum: nothing beyond them is read, whatever num_splits says
-    ),
-)
+
+class CombineArguments(NamedTuple):
+    """Launch arguments of combine, in ABI order: the one list that host, launch and kernel share."""
+
+    lengths: Pointer  # as in split_plan
+    extra_lengths: Pointer
+    num_splits: Pointer  # int32 [batch + 1]
+    attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse is not
+    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, 512]
+    lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], base 2
+    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    lse: Pointer  # fp32 [batch, h_q, s_q], natural log
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_head: Int64
+    lse_stride_token: Int64
+    empty_lse: Float32
+    batch: Int32
+    s_q: Int32
+    h_q: Int32
+    max_keys: Int32  # as in split_plan
+    extra_max_keys: Int32
+    max_splits: Int32  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
+    accum_rows: Int32  # rows of out_accum and lse_accum: nothing beyond them is read, whatever num_splits says
+
+
+PARAMS = params_of(CombineArguments)
 
 
 def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:

@@ -6,8 +6,9 @@ The cache holds 16-bit elements, or e4m3 with one scale for all of it, k = desca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
+from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
 from .mla import DTYPES, ELEMENT_BYTES, ceil_div
 from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
@@ -17,57 +18,52 @@ MAX_ROW_ALIGNMENT = 16  # bytes, the most that one instruction of a thread acces
 MAX_KEYS = (1 << 31) - TILE_KEYS  # of a request, so that its tiles can be counted in 32 bits
 SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multiple of TILE_KEYS
 
-PARAMS: tuple[Param, ...] = (
-    *tensor_maps("kv_map"),  # dims (576, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
-    *pointers(
-        "q",  # dtype, or e4m3 [batch, s_q, h_q, 576]
-        "cache",  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
-        "descale_q",  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
-        "descale_k",  # fp32 [1], or null for 1: what an e4m3 cache is multiplied with
-        "block_table",  # int32 [batch, max_pages]
-        "cache_seqlens",  # int32 [batch]
-        "plan",  # int32 [num_parts, 8]
-        "num_splits",  # int32 [batch + 1]
-        "out",  # dtype [batch, s_q, h_q, 512]
-        "lse",  # fp32 [batch, h_q, s_q], natural log
-        "out_accum",  # fp32 [accumulator rows, s_q, h_q, 512], contiguous, normalised within the split
-        "lse_accum",  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
-    ),
+
+class DenseDecodeArguments(NamedTuple):
+    """Launch arguments of dense_decode, in ABI order: the one list that host, launch and kernel share."""
+
+    kv_map: TensorMap  # dims (576, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
+    q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, 576]
+    cache: Pointer  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
+    descale_q: Pointer  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
+    descale_k: Pointer  # fp32 [1], or null for 1: what an e4m3 cache is multiplied with
+    block_table: Pointer  # int32 [batch, max_pages]
+    cache_seqlens: Pointer  # int32 [batch]
+    plan: Pointer  # int32 [num_parts, 8]
+    num_splits: Pointer  # int32 [batch + 1]
+    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    lse: Pointer  # fp32 [batch, h_q, s_q], natural log
+    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, 512], contiguous, normalised within the split
+    lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
     # strides in elements
-    *int64s(
-        "q_stride_batch",
-        "q_stride_token",
-        "q_stride_head",
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_batch",
-        "lse_stride_head",
-        "lse_stride_token",
-        "table_stride",
-    ),
+    q_stride_batch: Int64
+    q_stride_token: Int64
+    q_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_head: Int64
+    lse_stride_token: Int64
+    table_stride: Int64
     # in bytes, of `cache`
-    *int64s(
-        "page_stride",
-        "row_stride",
-    ),
-    *float32s(
-        "scale_log2",  # softmax_scale * log2(e); the kernel multiplies it by descale_q and descale_k
-        "empty_lse",  # lse of a row that attends to nothing
-    ),
-    *int32s(
-        "s_q",
-        "h_q",
-        "heads_per_kv",  # h_q / h_kv
-        "page_size",
-        "pages",  # of `cache`: a page beyond them counts as zeros
-        "causal",  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
-        "batch",
-        "max_keys",  # keys that a row of block_table has room for; longer lengths are clipped to it
-        "max_splits",  # 0: requests are cut where the plan cuts them. Else batch invariant, with so many rows per request
-        "accum_rows",  # rows of out_accum and lse_accum: nothing beyond them is written, whatever the plan says; 0 if nothing is cut
-    ),
-)
+    page_stride: Int64
+    row_stride: Int64
+    scale_log2: Float32  # softmax_scale * log2(e); the kernel multiplies it by descale_q and descale_k
+    empty_lse: Float32  # lse of a row that attends to nothing
+    s_q: Int32
+    h_q: Int32
+    heads_per_kv: Int32  # h_q / h_kv
+    page_size: Int32
+    pages: Int32  # of `cache`: a page beyond them counts as zeros
+    causal: Int32  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
+    batch: Int32
+    max_keys: Int32  # keys that a row of block_table has room for; longer lengths are clipped to it
+    max_splits: Int32  # 0: requests are cut where the plan cuts them. Else batch invariant, with so many rows per request
+    accum_rows: Int32  # rows of out_accum and lse_accum: nothing beyond them is written, whatever the plan says; 0 if nothing is cut
+
+
+PARAMS = params_of(DenseDecodeArguments)
 
 
 @dataclass(frozen=True)

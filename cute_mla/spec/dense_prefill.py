@@ -12,8 +12,9 @@ what follows from shapes alone; kernels skip items that a sequence does not have
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers, tensor_maps
+from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
 from .dense_decode import MAX_ROW_ALIGNMENT
 from .mla import DTYPES, ELEMENT_BYTES, ceil_div
@@ -27,42 +28,37 @@ MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
 
-PARAMS: tuple[Param, ...] = (
-    *tensor_maps(
-        "q_map",  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
-        "k_map",  # dims (d_qk, h_kv, total_k), likewise
-        "v_map",  # dims (128, h_kv, total_k), likewise
-    ),
-    *pointers(
-        "q",  # dtype [total_q, h_q, d_qk]
-        "cu_seqlens_q",  # int32 [batch + 1]: a sequence's query rows are cu[r] .. cu[r + 1] - 1, clipped to 0 .. total_q
-        "cu_seqlens_k",  # int32 [batch + 1]: its keys, clipped to 0 .. total_k
-        "out",  # dtype [total_q, h_q, 128]
-        "lse",  # fp32 [total_q, h_q], natural log
-    ),
+
+class DensePrefillArguments(NamedTuple):
+    """Launch arguments of dense_prefill, in ABI order: the one list that host, launch and kernel share."""
+
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), likewise
+    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    q: Pointer  # dtype [total_q, h_q, d_qk]
+    cu_seqlens_q: Pointer  # int32 [batch + 1]: a sequence's query rows are cu[r] .. cu[r + 1] - 1, clipped to 0 .. total_q
+    cu_seqlens_k: Pointer  # int32 [batch + 1]: its keys, clipped to 0 .. total_k
+    out: Pointer  # dtype [total_q, h_q, 128]
+    lse: Pointer  # fp32 [total_q, h_q], natural log
     # in elements
-    *int64s(
-        "q_stride_token",
-        "q_stride_head",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_token",
-        "lse_stride_head",
-    ),
-    *float32s(
-        "scale_log2",  # softmax_scale * log2(e)
-        "empty_lse",  # lse of a row that attends to nothing
-    ),
-    *int32s(
-        "batch",
-        "h_q",
-        "heads_per_kv",  # h_q / h_kv
-        "total_q",
-        "total_k",
-        "row_blocks",  # blocks of TILE_ROWS query rows that the longest sequence may have
-        "causal",  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
-    ),
-)
+    q_stride_token: Int64
+    q_stride_head: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    scale_log2: Float32  # softmax_scale * log2(e)
+    empty_lse: Float32  # lse of a row that attends to nothing
+    batch: Int32
+    h_q: Int32
+    heads_per_kv: Int32  # h_q / h_kv
+    total_q: Int32
+    total_k: Int32
+    row_blocks: Int32  # blocks of TILE_ROWS query rows that the longest sequence may have
+    causal: Int32  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
+
+
+PARAMS = params_of(DensePrefillArguments)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ sign, attended to nothing and has weight 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers
+from .abi import Float32, Int32, Int64, Pointer, params_of
 from .mla import DTYPES, ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (token, head)
@@ -17,37 +18,53 @@ MAX_TOKENS = (1 << 31) - 1  # over the batch: the grid's first dimension
 MAX_HEADS = 65_535 * ROWS_PER_BLOCK  # its second
 HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
 
-PARAMS: tuple[Param, ...] = (
+
+class MergeStatesArguments(NamedTuple):
+    """Launch arguments of merge_states, in ABI order: the one list that host, launch and kernel share."""
+
     # dtype [batch, tokens, heads, head_dim]: one pointer per state; with a stride between states, a pointer to the first. The other
     # pointers are null
-    *pointers(*(f"state_out_{state}" for state in range(LISTED_STATES))),
-    *pointers(*(f"state_lse_{state}" for state in range(LISTED_STATES))),  # fp32 [batch, tokens, heads], natural log, likewise
-    *pointers(
-        "out",  # dtype [batch, tokens, heads, head_dim]; may be one of the states
-        "lse",  # fp32 [batch, tokens, heads]; may be one of the states'
-    ),
+    state_out_0: Pointer
+    state_out_1: Pointer
+    state_out_2: Pointer
+    state_out_3: Pointer
+    state_out_4: Pointer
+    state_out_5: Pointer
+    state_out_6: Pointer
+    state_out_7: Pointer
+    # fp32 [batch, tokens, heads], natural log, likewise
+    state_lse_0: Pointer
+    state_lse_1: Pointer
+    state_lse_2: Pointer
+    state_lse_3: Pointer
+    state_lse_4: Pointer
+    state_lse_5: Pointer
+    state_lse_6: Pointer
+    state_lse_7: Pointer
+    out: Pointer  # dtype [batch, tokens, heads, head_dim]; may be one of the states
+    lse: Pointer  # fp32 [batch, tokens, heads]; may be one of the states'
     # in elements
-    *int64s(
-        "state_out_stride_state",  # 0: every state has a pointer
-        "state_lse_stride_state",
-    ),
-    *int64s(
-        "state_out_stride_batch",
-        "state_out_stride_token",
-        "state_out_stride_head",
-        "state_lse_stride_batch",
-        "state_lse_stride_token",
-        "state_lse_stride_head",
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_batch",
-        "lse_stride_token",
-        "lse_stride_head",
-    ),
-    *float32s("empty_lse"),  # lse of a row of which every state is empty
-    *int32s("tokens", "heads", "states"),
-)
+    state_out_stride_state: Int64  # 0: every state has a pointer
+    state_lse_stride_state: Int64
+    state_out_stride_batch: Int64
+    state_out_stride_token: Int64
+    state_out_stride_head: Int64
+    state_lse_stride_batch: Int64
+    state_lse_stride_token: Int64
+    state_lse_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    empty_lse: Float32  # lse of a row of which every state is empty
+    tokens: Int32
+    heads: Int32
+    states: Int32
+
+
+PARAMS = params_of(MergeStatesArguments)
 
 
 @dataclass(frozen=True)

@@ -9,72 +9,68 @@ second cache. All query tokens of a request have the same number; they are CTAs 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers
+from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, CacheFormat
 from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, num_parts, row_ctas
 from .mla import ELEMENT_BYTES
 from .split_plan import invariant_splits
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "q",  # dtype [batch, s_q, h_q, d_qk]
-        "cache",  # bytes, see cache_format
-        "indices",  # int32 [batch, s_q, topk]; a slot outside [0, slots) is skipped
-        "topk_length",  # int32 [batch], or null: all topk indices count
-        "extra_cache",  # as cache, of the same format; null without
-        "extra_indices",  # int32 [batch, s_q, extra_topk]
-        "extra_topk_length",  # int32 [batch], or null
-        "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
-        "plan",  # int32 [num_parts, 8]
-        "num_splits",  # int32 [batch + 1]
-        "out",  # dtype [batch, s_q, h_q, 512]
-        "lse",  # fp32 [batch, h_q, s_q], natural log
-        "out_accum",  # fp32 [accumulator rows, s_q, h_q, 512], contiguous, normalised within the split, without the sink
-        "lse_accum",  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
-    ),
+
+class SparseDecodeArguments(NamedTuple):
+    """Launch arguments of sparse_decode, in ABI order: the one list that host, launch and kernel share."""
+
+    q: Pointer  # dtype [batch, s_q, h_q, d_qk]
+    cache: Pointer  # bytes, see cache_format
+    indices: Pointer  # int32 [batch, s_q, topk]; a slot outside [0, slots) is skipped
+    topk_length: Pointer  # int32 [batch], or null: all topk indices count
+    extra_cache: Pointer  # as cache, of the same format; null without
+    extra_indices: Pointer  # int32 [batch, s_q, extra_topk]
+    extra_topk_length: Pointer  # int32 [batch], or null
+    attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
+    plan: Pointer  # int32 [num_parts, 8]
+    num_splits: Pointer  # int32 [batch + 1]
+    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    lse: Pointer  # fp32 [batch, h_q, s_q], natural log
+    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, 512], contiguous, normalised within the split, without the sink
+    lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
     # in elements
-    *int64s(
-        "q_stride_batch",
-        "q_stride_token",
-        "q_stride_head",
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "lse_stride_batch",
-        "lse_stride_head",
-        "lse_stride_token",
-        "indices_stride_batch",
-        "indices_stride_token",
-        "extra_indices_stride_batch",
-        "extra_indices_stride_token",
-    ),
+    q_stride_batch: Int64
+    q_stride_token: Int64
+    q_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_head: Int64
+    lse_stride_token: Int64
+    indices_stride_batch: Int64
+    indices_stride_token: Int64
+    extra_indices_stride_batch: Int64
+    extra_indices_stride_token: Int64
     # in bytes
-    *int64s(
-        "page_stride",
-        "row_stride",
-        "extra_page_stride",
-        "extra_row_stride",
-    ),
-    *float32s(
-        "scale_log2",  # softmax_scale * log2(e)
-        "empty_lse",  # lse of a row that attends to nothing
-    ),
-    *int32s(
-        "batch",
-        "s_q",
-        "h_q",
-        "page_size",
-        "slots",  # pages * page_size
-        "topk",
-        "extra_page_size",
-        "extra_slots",
-        "extra_topk",  # 0 without a second cache
-        "max_splits",  # as in dense_decode
-        "accum_rows",  # as in dense_decode
-    ),
-)
+    page_stride: Int64
+    row_stride: Int64
+    extra_page_stride: Int64
+    extra_row_stride: Int64
+    scale_log2: Float32  # softmax_scale * log2(e)
+    empty_lse: Float32  # lse of a row that attends to nothing
+    batch: Int32
+    s_q: Int32
+    h_q: Int32
+    page_size: Int32
+    slots: Int32  # pages * page_size
+    topk: Int32
+    extra_page_size: Int32
+    extra_slots: Int32
+    extra_topk: Int32  # 0 without a second cache
+    max_splits: Int32  # as in dense_decode
+    accum_rows: Int32  # as in dense_decode
+
+
+PARAMS = params_of(SparseDecodeArguments)
 
 
 # The compiled variants: element type of q and out, cache format

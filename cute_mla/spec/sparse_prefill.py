@@ -9,8 +9,9 @@ prologue and epilogue overlap with its neighbours. A token is numbered over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, float32s, int32s, int64s, pointers
+from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
 from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, row_ctas
 from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES
@@ -19,52 +20,47 @@ HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
 MAX_GROUPS = (1 << 16) - 1  # groups of CTAs: what the third dimension of a grid can hold
 MAX_TOKENS = (1 << 31) - 1 - MAX_GROUPS  # so that the token after a group's last one can be counted in 32 bits
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "q",  # dtype [batch, s_q, h_q, d_qk]
-        "kv",  # dtype [batch, s_kv, d_qk], or all requests' rows one behind the other (kv_stride_batch 0)
-        "kv_offsets",  # int32 [batch + 1]: a request's rows are kv_offsets[r] .. kv_offsets[r + 1] - 1; null: 0 .. s_kv - 1
-        "indices",  # int32 [batch, s_q, topk], counted from the request's first row; an index outside the request's rows is skipped
-        "topk_length",  # int32 [batch * s_q], or null: all topk indices count
-        "attn_sink",  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
-        "out",  # dtype [batch, s_q, h_q, 512]
-        "max_logits",  # fp32 [batch, s_q, h_q]: the greatest sm_scale * score of a row, -inf for a row that attends to nothing
-        "lse",  # fp32 [batch, s_q, h_q], natural log
-    ),
+
+class SparsePrefillArguments(NamedTuple):
+    """Launch arguments of sparse_prefill, in ABI order: the one list that host, launch and kernel share."""
+
+    q: Pointer  # dtype [batch, s_q, h_q, d_qk]
+    kv: Pointer  # dtype [batch, s_kv, d_qk], or all requests' rows one behind the other (kv_stride_batch 0)
+    kv_offsets: Pointer  # int32 [batch + 1]: a request's rows are kv_offsets[r] .. kv_offsets[r + 1] - 1; null: 0 .. s_kv - 1
+    indices: Pointer  # int32 [batch, s_q, topk], counted from the request's first row; an index outside the request's rows is skipped
+    topk_length: Pointer  # int32 [batch * s_q], or null: all topk indices count
+    attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
+    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    max_logits: Pointer  # fp32 [batch, s_q, h_q]: the greatest sm_scale * score of a row, -inf for a row that attends to nothing
+    lse: Pointer  # fp32 [batch, s_q, h_q], natural log
     # in elements
-    *int64s(
-        "q_stride_batch",
-        "q_stride_token",
-        "q_stride_head",
-        "out_stride_batch",
-        "out_stride_token",
-        "out_stride_head",
-        "max_logits_stride_batch",
-        "max_logits_stride_token",
-        "max_logits_stride_head",
-        "lse_stride_batch",
-        "lse_stride_token",
-        "lse_stride_head",
-        "indices_stride_batch",
-        "indices_stride_token",
-    ),
+    q_stride_batch: Int64
+    q_stride_token: Int64
+    q_stride_head: Int64
+    out_stride_batch: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    max_logits_stride_batch: Int64
+    max_logits_stride_token: Int64
+    max_logits_stride_head: Int64
+    lse_stride_batch: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    indices_stride_batch: Int64
+    indices_stride_token: Int64
     # in bytes, multiples of 16
-    *int64s(
-        "kv_stride_batch",
-        "kv_stride_row",
-    ),
-    *float32s(
-        "scale_log2",  # sm_scale * log2(e)
-        "empty_lse",  # lse of a row that attends to nothing
-    ),
-    *int32s(
-        "tokens",  # batch * s_q
-        "s_q",
-        "h_q",
-        "s_kv",  # rows of kv, or with kv_stride_batch of a request's
-        "topk",
-    ),
-)
+    kv_stride_batch: Int64
+    kv_stride_row: Int64
+    scale_log2: Float32  # sm_scale * log2(e)
+    empty_lse: Float32  # lse of a row that attends to nothing
+    tokens: Int32  # batch * s_q
+    s_q: Int32
+    h_q: Int32
+    s_kv: Int32  # rows of kv, or with kv_stride_batch of a request's
+    topk: Int32
+
+
+PARAMS = params_of(SparsePrefillArguments)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ INVARIANT_SPLIT_TILES, cuts requests at all those multiples, and counts accumula
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .abi import Param, int32s, pointers
+from .abi import Int32, Pointer, params_of
 from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
@@ -40,20 +41,21 @@ MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; the cuts are f
 
 INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
 
-PARAMS: tuple[Param, ...] = (
-    *pointers(
-        "lengths",  # int32 [batch]: keys of each request, taken for 0 if negative; or null: max_keys each
-        "extra_lengths",  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
-        "plan",  # int32 [num_parts, 8], out
-        "num_splits",  # int32 [batch + 1], out
-    ),
-    *int32s(
-        "batch",
-        "num_parts",
-        "max_keys",  # more count as that many; NO_LIMIT for any number
-        "extra_max_keys",  # 0 without a second cache. The sum of both is an int32
-    ),
-)
+
+class SplitPlanArguments(NamedTuple):
+    """Launch arguments of split_plan, in ABI order: the one list that host, launch and kernel share."""
+
+    lengths: Pointer  # int32 [batch]: keys of each request, taken for 0 if negative; or null: max_keys each
+    extra_lengths: Pointer  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
+    plan: Pointer  # int32 [num_parts, 8], out
+    num_splits: Pointer  # int32 [batch + 1], out
+    batch: Int32
+    num_parts: Int32
+    max_keys: Int32  # more count as that many; NO_LIMIT for any number
+    extra_max_keys: Int32  # 0 without a second cache. The sum of both is an int32
+
+
+PARAMS = params_of(SplitPlanArguments)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ Afterwards the memory around strided outputs and around the workspace is checked
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +31,7 @@ from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer
 from .compare import Comparison, compare, same_bits, with_error_limit
+from .job_queue import JobQueue
 from .operations import Result, operation
 
 Kind = Literal["sim", "cuda"]
@@ -158,34 +161,61 @@ def run_all(
 ) -> Iterator[tuple[int, list[Record]]]:
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
-    A pool of processes (default: one per CPU) runs the jobs on the simulated device, large jobs first. This process runs the jobs on a GPU
-    in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
+    Worker processes (default: one per CPU) run the jobs on the simulated device, in the order of JobQueue. This process runs the jobs on a
+    GPU in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
     for index in on_gpu:
         on_start(jobs[index][0])
         yield index, run_case(*jobs[index])
-    if not simulated:
-        return
-    simulated.sort(key=lambda index: -jobs[index][0].tiles)
-    workers = min(workers or os.cpu_count() or 1, len(simulated))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
-        futures = {pool.submit(run_case, *jobs[index]): index for index in simulated}
-        try:
-            for future in as_completed(futures):
+    if simulated:
+        workers = min(workers or os.cpu_count() or 1, len(simulated))
+        yield from _run_simulated({index: jobs[index] for index in simulated}, workers)
+
+
+def _run_simulated(jobs: Mapping[int, tuple[BaseCase, Target, str]], workers: int) -> Iterator[tuple[int, list[Record]]]:
+    """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
+    order = list(jobs)
+    kernels = [(case.op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
+    queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
+    pools = [_worker() for _ in range(workers)]
+    running: dict[Future[list[Record]], tuple[int, int]] = {}
+
+    def start(worker: int) -> None:
+        position = queue.take(worker)
+        if position is not None:
+            running[pools[worker].submit(run_case, *jobs[order[position]])] = worker, order[position]
+
+    try:
+        for worker in range(workers):
+            start(worker)
+        while running:
+            for future in wait_for_futures(running, return_when=FIRST_COMPLETED).done:
+                worker, index = running.pop(future)
                 try:
                     records = future.result()
-                except BrokenProcessPool as error:  # a worker was killed, usually for lack of memory, which stops the whole pool
-                    records = _lost(*jobs[futures[future]], error)
-                yield futures[future], records
-        finally:
+                except BrokenProcessPool as error:  # the worker was killed, usually for lack of memory
+                    records = _lost(*jobs[index], error)
+                    pools[worker] = _worker()
+                start(worker)
+                yield index, records
+    finally:
+        for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _worker() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start_worker)
+
+
 def _start_worker() -> None:
-    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue."""
+    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
+
+    Modules imported so far are no longer looked at by the garbage collector.
+    """
     torch.set_num_threads(1)
+    gc.freeze()
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -34,7 +34,7 @@ class InvarianceCost:
 
     @property
     def is_small(self) -> bool:
-        """Whether the flag changes the time by at most SAME."""
+        """True if the flag changes the time by at most SAME."""
         return max(abs(ratio - 1) for ratio in self.ratios) <= SAME
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ... import reference
+from ...ops.launch_plan import named_strides
 from ...runtime.current import device_for
-from ...spec.combine import CombineConfig, grid
+from ...spec.combine import CombineArguments, CombineConfig, grid
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import NO_LIMIT
 from ...testing.compare import DENSE_DECODE_OUT, LSE
@@ -61,11 +62,26 @@ class Combine(Workload[Operands]):
     def call(self, operands: Operands) -> None:
         """Launch combine."""
         shape = self.shape
-        tensors = (operands.out_accum, operands.lse_accum, operands.out, operands.lse)
-        strides = (*operands.out.stride()[:3], *operands.lse.stride())
-        lengths = (NO_LIMIT, 0, 0)  # most keys of both caches, and no batch invariance; combine reads none of them here
-        int32s = (shape.batch, shape.s_q, shape.h_q, *lengths, shape.batch * shape.splits)
-        args = (None, None, self.num_splits, None, *tensors, *strides, math.inf, *int32s)
+        args = CombineArguments(
+            lengths=None,
+            extra_lengths=None,
+            num_splits=self.num_splits,
+            attn_sink=None,
+            out_accum=operands.out_accum,
+            lse_accum=operands.lse_accum,
+            out=operands.out,
+            lse=operands.lse,
+            **named_strides("out", "batch token head", operands.out.stride()[:3]),
+            **named_strides("lse", "batch head token", operands.lse.stride()),
+            empty_lse=math.inf,
+            batch=shape.batch,
+            s_q=shape.s_q,
+            h_q=shape.h_q,
+            max_keys=NO_LIMIT,  # combine reads neither limit here, without lengths and batch invariance
+            extra_max_keys=0,
+            max_splits=0,
+            accum_rows=shape.batch * shape.splits,
+        )
         self.runner.launch(self.kernel, self.grid, args, pdl=True)
 
     def results(self, operands: Operands) -> Results:

@@ -51,7 +51,7 @@ class SparseDecode(Workload[Operands]):
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache is quantised."""
+        """True if the cache is quantised."""
         return bool(self.shape.format.quantised)
 
     def plan(self) -> Any:

@@ -40,7 +40,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether all samples were within tolerance."""
+        """True if all samples were within tolerance."""
         return not self.reason
 
 
@@ -66,7 +66,7 @@ class Workload(ABC, Generic[OperandsT]):
 
     @property
     def has_plan(self) -> bool:
-        """Whether calls need a plan, which is made and timed separately."""
+        """True if calls need a plan, which is made and timed separately."""
         return False
 
     def plan(self) -> Any:

@@ -141,7 +141,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     subprocess.run([*command, "--no-index", str(wheel)], check=True, capture_output=True)
     packages = Path(
-        subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True).stdout.strip()
+        subprocess.run(
+            [python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     )
     (package,) = packages.glob("cute_mla-*.dist-info")
     requires = [Requirement(line[15:]) for line in (package / "METADATA").read_text().splitlines() if line.startswith("Requires-Dist: ")]

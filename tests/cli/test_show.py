@@ -148,7 +148,7 @@ def test_nothing_built_is_exit_code_1_and_names_the_command(monkeypatch: pytest.
 
 
 def no_driver() -> None:
-    """cuInit on a machine without one."""
+    """CuInit on a machine without one."""
     raise DeviceError("no usable NVIDIA driver")
 
 

@@ -168,7 +168,7 @@ class Contract:
 
 
 def is_empty_lse(value: Any) -> bool:
-    """inf or -inf."""
+    """Inf or -inf."""
     return isinstance(value, float | np.floating) and math.isinf(value)
 
 

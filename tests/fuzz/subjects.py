@@ -63,7 +63,6 @@ class Subject:
 
 def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
     """Results agree with a reference's."""
-
     # A whole result that is nothing to its type, such as values scaled by a great sink, has no direction.
     wide = replace(next(iter(tolerances.values())), cos_tol=math.inf)
     first = next(iter(tolerances))
@@ -80,8 +79,10 @@ def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -
 
 
 def against_tame(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
-    """Compare as `against` does, unless the reference is unreliable: scores so large that fp32 rounds them by more than the tolerances,
-    or rows over keys that are NaN. Such a call passes."""
+    """Compare as `against` does, and pass a call whose reference is unreliable.
+
+    Unreliable are scores so large that fp32 rounds them by more than the tolerances, and rows over keys that are NaN.
+    """
     lse = expected[-1]
     return anything if (lse.isnan() | (lse.isfinite() & (lse.abs() > _MOST_SCORE))).any() else against(expected, tolerances)
 

@@ -134,7 +134,7 @@ def test_a_broken_call_that_passes_for_the_right_one_made_before(monkeypatch: py
 
 @pytest.mark.parametrize("argument", ["q", "lse"])
 def test_a_nested_tensor_where_a_call_was_kept(argument: str) -> None:
-    """torch's own comparison of tensors would end the process."""
+    """Torch's own comparison of tensors would end the process."""
     call = FuzzCall(
         "dense_decode", DenseDecodeCase(h_q=3, lengths=(5,), outputs="given"), SETTING, (Break(argument, "layout", 6),), again=True
     )

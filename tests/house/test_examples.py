@@ -24,6 +24,8 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs(example: Path, arch: Arch) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, str(example), arch.name], capture_output=True, text=True, env=environment, timeout=300)
+    result = subprocess.run(
+        [sys.executable, str(example), arch.name], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert f"simulated {arch.name} with" in result.stdout

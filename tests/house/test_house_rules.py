@@ -16,6 +16,9 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PARAMETERS = 8
 
+# First words of a docstring behind which a reader has to look for the subject.
+OPAQUE_WORDS = {"Of", "Those", "That", "As", "What", "Which", "Whether", "Where", "How", "This", "It", "They"}
+
 # The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
 TORCH_FACING = ("reference", "ops", "torch_ops", "api", "cache", "parallel", "layer")
 ANYTHING = {"testing", "cli", "profiles"}
@@ -193,16 +196,25 @@ def architectures(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
 
 
+def docstrings(name: str, text: str) -> Iterator[str]:
+    """Yield docstrings whose first word hides their subject."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "Nothing").split(maxsplit=1)
+            if words[0].rstrip(",:") in OPAQUE_WORDS:
+                yield f"{name}:{getattr(node, 'lineno', 1)}: a docstring begins with {words[0]!r}; supported: a verb or a noun"
+
+
 Rule = Callable[[str, str], Iterator[str]]
 
 
-@pytest.mark.parametrize("rule", [sizes, environment, layering, names, architectures])
+@pytest.mark.parametrize("rule", [sizes, environment, layering, names, architectures, docstrings])
 def test_the_sources_keep_the_rule(rule: Rule) -> None:
     found = [violation for name, text in sources().items() for violation in rule(name, text)]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("rule", [sizes, imports_of_tests])
+@pytest.mark.parametrize("rule", [sizes, imports_of_tests, docstrings])
 def test_the_tests_keep_the_rule(rule: Rule) -> None:
     found = [violation for name, text in sources_of_tests().items() for violation in rule(name, text)]
     assert not found, "\n".join(found)
@@ -249,6 +261,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (imports_of_tests, "tests/support/x.py", "from tests.ops import test_y", "imports tests.ops.test_y"),
         (imports_of_tests, "tests/ops/test_x.py", "def f():\n    from .test_y import g", "tests/ops/test_x.py:2: imports"),
         (imports_of_tests, "tests/ops/test_x.py", "import test_y", "imports test_y"),
+        (docstrings, "api/x.py", "def f():\n    'Whether it is.'", "api/x.py:1: a docstring begins with 'Whether'"),
+        (docstrings, "api/x.py", "'''Of the plan.'''", "api/x.py:1: a docstring begins with 'Of'"),
         (names, "runtime/utils.py", "", "say what is in it"),
         (names, "extras/x.py", "", "a room that the rules do not know"),
     ],

@@ -1,5 +1,7 @@
-"""The README against what is there: files, links, options and public names that it mentions exist, its tables are generated, and its
-first example runs."""
+"""The README against the tree.
+
+Files, links, options and public names that it mentions exist, its tables are generated, and its first example runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels that every architecture compiles are tested as compiled for each."""
+"""The architecture whose kernels the tests of this folder launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels import launching
 
 @pytest.fixture
 def built_for(arch: Arch) -> Iterator[Arch]:
-    """Kernels are compiled for every architecture in turn."""
+    """Yield every architecture in turn, with `shipped` set to its kernels."""
     token = launching.built_for.set(arch)
     yield arch
     launching.built_for.reset(token)

@@ -1,4 +1,4 @@
-"""Compiles a kernel once per session and launches its PTX on the simulator, over memory that the test lays out itself."""
+"""Launches of one kernel on the simulator, over memory that the test lays out itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
-import pytest
 import torch
 
 from cute_mla import simulator
 from cute_mla.kernels.definition import KernelDefinition
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
@@ -23,34 +24,25 @@ FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q"
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel's PTX with what its source says of it."""
+    """A kernel's PTX and its description: parameters, block, cluster, shared memory, barriers and roles."""
 
-    source: KernelDefinition
+    description: KernelDefinition | KernelEntry
     entry: str
     ptx: str
 
     def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
         """Plant a bug in the PTX; return what was not noticed."""
-        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.source, self.entry, ptx)))
+        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.description, self.entry, ptx)))
 
 
-built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture that `compiled` compiles for
+built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture whose kernels `shipped` returns
 
 
-def compiled(op: str, config_name: str) -> CompiledKernel:
-    """Return one variant for the architecture in turn. Skips the test where the compiler is not installed."""
-    return _compiled(op, config_name, built_for.get())
-
-
-@cache
-def _compiled(op: str, config_name: str, arch: Arch) -> CompiledKernel:
-    pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
-    from cute_mla.aot_build.compile import compile_source
-    from cute_mla.aot_build.variants import closed_variants
-
-    source = next(v.source() for v in closed_variants(arch, (op,)) if v.config.name == config_name)
-    result = compile_source(source, arch)
-    return CompiledKernel(source, result.entry, result.ptx)
+def shipped(op: str, config_name: str) -> CompiledKernel:
+    """Return the built kernel of a variant for the architecture in turn. ArtifactError if it was not built."""
+    artifacts = load_artifacts()
+    entry = artifacts.entry(op, built_for.get().name, config_name)
+    return CompiledKernel(entry, entry.entry, artifacts.ptx(entry))
 
 
 @cache
@@ -82,7 +74,7 @@ def launch(
 ) -> list[simulator.Finding]:
     """Run the kernel with arguments in the order of its parameters; return the findings."""
     raw: list[bytes | TensorMap] = []
-    for param, arg in zip(kernel.source.params, args, strict=True):
+    for param, arg in zip(kernel.description.params, args, strict=True):
         if isinstance(arg, TensorMap):
             raw.append(arg)
         else:
@@ -91,14 +83,14 @@ def launch(
         module=module(kernel.ptx),
         entry=kernel.entry,
         grid=grid,
-        block=kernel.source.block,
-        cluster=kernel.source.cluster,
-        smem_bytes=kernel.source.smem_bytes,
+        block=kernel.description.block,
+        cluster=kernel.description.cluster,
+        smem_bytes=kernel.description.smem_bytes,
         args=raw,
         names=simulator.Names(
-            barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.source.barriers),
-            named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.source.named_barriers),
-            roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.source.roles),
+            barriers=tuple((barrier.name, barrier.offset, barrier.count) for barrier in kernel.description.barriers),
+            named_barriers=tuple((barrier.name, barrier.barrier_id) for barrier in kernel.description.named_barriers),
+            roles=tuple((role.name, role.first_warp, role.warps) for role in kernel.description.roles),
         ),
     )
     return simulator.run(shape, memory, policy or simulator.Policy()).findings

@@ -1,4 +1,4 @@
-"""The compiled combine on the simulator, against the formula in float64."""
+"""The shipped combine on the simulator, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, 
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 from tests.kernels.caches import Keys
-from tests.kernels.launching import CompiledKernel, compiled, fails, launch, nbytes
+from tests.kernels.launching import CompiledKernel, fails, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
 
 pytestmark = pytest.mark.usefixtures("built_for")
@@ -27,7 +27,9 @@ CANARY = 7.0
 
 @dataclass
 class Problem:
-    """One call. rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
+    """One call.
+
+    rows[r]: accumulator rows of request r. A split in `empty`, (row, token, head), has lse -inf and no out row.
     lengths: given for a batch-invariant call, in which every request has as many rows. keys: the same where a second cache adds to
     them. sink: of every head; None for a null pointer.
 
@@ -121,7 +123,7 @@ class Problem:
         policy: simulator.Policy | None = None,
         memory: simulator.GlobalMemory | None = None,
     ) -> list[simulator.Finding]:
-        kernel = kernel or compiled("combine", self.dtype)
+        kernel = kernel or shipped("combine", self.dtype)
         shape = (token_blocks or len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
         args = self.args(self.out, self.lse, (*self.out.stride()[:3], *self.lse.stride()))
         return launch(kernel, shape, args, memory or self.memory(), policy)
@@ -282,7 +284,7 @@ def test_offsets_beyond_2_31_elements() -> None:
     problem = Problem([0, 2])
     far = 1 << 33
     args = problem.args(problem.out[1].data_ptr() - 2 * far, problem.lse[1].data_ptr() - 4 * far, (far, 0, D_V, far, 1, 0))
-    assert not launch(compiled("combine", "bf16"), (2, 1, 1), args, problem.memory())
+    assert not launch(shipped("combine", "bf16"), (2, 1, 1), args, problem.memory())
     problem.check()
 
 
@@ -316,7 +318,7 @@ def test_unclipped_rows_are_noticed(bug: Bug) -> None:
     def is_noticed(broken: CompiledKernel) -> bool:
         return bool(findings_with(-1, 2, broken) or findings_with(5, 9, broken))
 
-    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
+    assert shipped("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
@@ -352,7 +354,7 @@ def test_planted_bugs_are_noticed(bug: Bug) -> None:
         problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
         return bool(problem.run(broken)) or fails(problem.check)
 
-    assert compiled("combine", "bf16").survivors(bug, is_noticed) == []
+    assert shipped("combine", "bf16").survivors(bug, is_noticed) == []
 
 
 def bits(tensors: Sequence[torch.Tensor]) -> list[bytes]:

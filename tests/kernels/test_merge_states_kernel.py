@@ -1,4 +1,4 @@
-"""The compiled merge_states on the simulator, against the formula in float64."""
+"""The shipped merge_states on the simulator, against the formula in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from cute_mla import simulator
 from cute_mla.spec.merge_states import LISTED_STATES, grid
-from tests.kernels.launching import CompiledKernel, compiled, fails, launch, nbytes
+from tests.kernels.launching import CompiledKernel, fails, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
 
 pytestmark = pytest.mark.usefixtures("built_for")
@@ -21,9 +21,12 @@ HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to the value, at wors
 
 @dataclass
 class Problem:
-    """One call: `states` of them, each [batch, tokens, heads, head_dim] in memory of its own (listed) or in one tensor. Rows
-    in `empty`, (state, batch, token, head), have an infinite lse of the given sign and an out of NaN that nobody may read.
-    pad: elements between the heads of out. in_place: the result replaces state 0."""
+    """One call.
+
+    states: how many, each [batch, tokens, heads, head_dim] in memory of its own (listed) or in one tensor.
+    Rows in `empty`, (state, batch, token, head), have an infinite lse of the given sign and an out of NaN that nobody may read.
+    pad: elements between the heads of out. in_place: the result replaces state 0.
+    """
 
     states: int
     batch: int = 1
@@ -79,7 +82,7 @@ class Problem:
 
     def run(self, kernel: CompiledKernel | None = None) -> list[simulator.Finding]:
         """Launch the kernel."""
-        kernel = kernel or compiled("merge_states", f"{self.dtype}_d{self.head_dim}")
+        kernel = kernel or shipped("merge_states", f"{self.dtype}_d{self.head_dim}")
 
         def pointers(tensors: list[torch.Tensor]) -> list[torch.Tensor | int]:
             known = tensors if self.listed else tensors[:1]
@@ -153,4 +156,4 @@ def test_planted_bugs_are_noticed(bug: Bug) -> None:
         problem = Problem(3, empty={(0, 0, 0, 0): math.inf, (1, 0, 0, 1): -math.inf})
         return bool(problem.run(broken)) or fails(problem.judge)
 
-    assert compiled("merge_states", "bf16_d512").survivors(bug, is_noticed) == []
+    assert shipped("merge_states", "bf16_d512").survivors(bug, is_noticed) == []

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
-from cute_mla.kernels.attention import lengths
 from cute_mla.kernels.dense_prefill import operands
+from cute_mla.kernels.primitives import integers
 from cute_mla.profiles.model.partition import dense_prefill_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 
 @pytest.fixture(autouse=True)
 def on_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (operands, lengths):
+    for module in (operands, integers):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(select_=lambda condition, a, b: a if condition else b))
     monkeypatch.setattr(operands, "Uint32", int)
     monkeypatch.setattr(operands, "Int32", int)
@@ -28,9 +29,8 @@ def handed_out(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, cta
     here = {"cta": 0}
     arch = SimpleNamespace(block_idx=lambda: (here["cta"], 0, 0), grid_dim=lambda: (ctas, 1, 1))
     monkeypatch.setattr(operands, "cute", SimpleNamespace(arch=arch))
-    items = object.__new__(operands.Items)
-    for name, value in {"batch": 1, "h_q": heads, "row_blocks": row_blocks}.items():
-        object.__setattr__(items, name, value)
+    arguments: Any = SimpleNamespace(batch=1, h_q=heads, row_blocks=row_blocks)
+    items = operands.WorkItems(arguments, causal=False, item_rows=1)
     walks = []
     for cta in range(ctas):
         here["cta"] = cta

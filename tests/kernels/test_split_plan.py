@@ -1,4 +1,4 @@
-"""The compiled split_plan on the simulator, integer for integer against the plan in plain Python."""
+"""The shipped split_plan on the simulator, integer for integer against the plan in plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 from cute_mla.testing.split_plan_reference import SplitPlan, reference_plan
 from tests.kernels.caches import Keys
-from tests.kernels.launching import CompiledKernel, compiled, launch, nbytes
+from tests.kernels.launching import CompiledKernel, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
 
 GARBAGE = 0x5A5A5A5A
@@ -21,7 +21,7 @@ HUGE = (1 << 31) - 1
 
 @pytest.fixture
 def kernel(built_for: Arch) -> CompiledKernel:
-    return compiled("split_plan", "i32")
+    return shipped("split_plan", "i32")
 
 
 def run_plan(
@@ -30,8 +30,10 @@ def run_plan(
     num_parts: int,
     policy: simulator.Policy | None = None,
 ) -> tuple[SplitPlan, list[simulator.Finding]]:
-    """Return the kernel's plan, for one cache if only lengths are given. The outputs start as garbage, at addresses that are
-    multiples of 4 bytes only."""
+    """Return the kernel's plan, for one cache if only lengths are given.
+
+    The outputs start as garbage, at addresses that are multiples of 4 bytes only.
+    """
     keys = Keys.of(keys) if isinstance(keys, list) else keys
     batch = keys.batch
     tables = keys.tables()

@@ -1,4 +1,4 @@
-"""A kernel that only walks: every part writes down the pieces that the decode kernels would do in it."""
+"""A kernel that only walks: every part writes down the work tiles that the decode kernels would do in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_ptr
 
 from cute_mla.kernels.attention.lengths import Lengths
-from cute_mla.kernels.attention.split_kv_scheduler import Schedule
+from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec.abi import int32s, pointers
 
@@ -42,23 +42,23 @@ def walk(
     accum_rows: Int32,
     capacity: Int32,
 ) -> None:
-    schedule = Schedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
+    schedule = SplitKvSchedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
     part = cute.arch.block_idx()[2]
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         while req <= schedule.last_request():
-            extent = schedule.extent(req, begin_tile)
-            piece = schedule.piece(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile(req, begin_tile)
             record = records + (part * capacity + done) * RECORD
             record[0] = req
             record[1] = begin_tile
-            record[2] = extent.tiles
-            record[3] = extent.keys
-            record[4] = cutlass.select_(piece.direct, Int32(1), Int32(0))
-            record[5] = piece.accum_row
+            record[2] = tile_range.tiles
+            record[3] = tile_range.keys
+            record[4] = cutlass.select_(work_tile.direct, Int32(1), Int32(0))
+            record[5] = work_tile.accum_row
             done = done + 1
-            req, begin_tile = piece.next_req, piece.next_tile
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
         counts[part] = done
 
 

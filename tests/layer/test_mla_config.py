@@ -44,7 +44,7 @@ def test_where_newer_configs_keep_rope() -> None:
 
 
 def test_magnitudes_that_differ() -> None:
-    """mscale 0.5 and mscale_all_dim 0.25: (0.05 ln 40 + 1) / (0.025 ln 40 + 1) on the columns, the latter squared on the scale."""
+    """Mscale 0.5 and mscale_all_dim 0.25: (0.05 ln 40 + 1) / (0.025 ln 40 + 1) on the columns, the latter squared on the scale."""
     yarn = YarnScaling(40, 4096, mscale=0.5, mscale_all_dim=0.25)
     assert yarn.rotary_scale == pytest.approx(1.18444397 / 1.09222199, rel=1e-6)
     assert yarn.softmax_scale == pytest.approx(1.09222199**2, rel=1e-6)

@@ -22,8 +22,11 @@ def test_frequencies_without_scaling() -> None:
 
 
 def test_frequencies_with_yarn() -> None:
-    """Pairs that turn at least 32 times in 4096 positions, 0 to 10, are left alone; those that turn at most once, from 23 on, are slowed
-    down 40 times; in between it goes linearly: pair 16 has 7 / 13 of its own frequency and 6 / 13 of a 40th, 0.55 of it in all."""
+    """YaRN slows pairs down by how often they turn in 4096 positions.
+
+    Pairs 0 to 10 turn at least 32 times and keep their frequency. Pairs from 23 on turn at most once and are 40 times slower. Between
+    them the share is linear: pair 16 has 7 / 13 of its own frequency and 6 / 13 of a 40th, 0.55 of it in all.
+    """
     radians = frequencies(CONFIG).tolist()
     plain = [10_000 ** (-pair / 32) for pair in range(32)]
     shares = [slowed / own for slowed, own in zip(radians, plain, strict=True)]

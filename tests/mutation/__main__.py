@@ -1,12 +1,14 @@
-"""The commands: run and report."""
+"""The commands: run and report, numbers and numbers-report."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,20 @@ from typing import Any
 import click
 
 from cute_mla.runtime.artifacts import load_artifacts
-from tests.mutation.campaign import coverage, explanations, judge_batch, read, unexplained, wanted
-from tests.mutation.sites import KINDS
+from tests.mutation.campaign import (
+    Line,
+    coverage,
+    explanations,
+    judge_batch,
+    judge_numbers,
+    one_of_each_structure,
+    read,
+    score,
+    unexplained,
+    wanted,
+    wanted_numbers,
+)
+from tests.mutation.sites import KINDS, Mutation
 
 BATCH = 24  # mutations of a kernel that a process takes at a time
 
@@ -42,9 +56,14 @@ def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs:
         ptx = entries[name].ptx_sha256[:12]
         left = [mutation for mutation in mutations if (name, ptx, mutation.kind, mutation.number) not in done]
         batches += [(name, left[start : start + BATCH]) for start in range(0, len(left), BATCH)]
+    work(batches, partial(judge_batch, seeds=seeds), jobs, out)
+
+
+def work(batches: Sequence[tuple[str, list[Mutation]]], judge: Callable[[str, list[Mutation]], list[Line]], jobs: int, out: Path) -> None:
+    """Judge batches in processes of their own; append a record for each mutation as a batch ends."""
     total, ended = sum(len(batch) for _, batch in batches), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, out.open("a") as file:
-        futures = [pool.submit(judge_batch, name, batch, seeds) for name, batch in batches]
+        futures = [pool.submit(judge, name, batch) for name, batch in batches]
         for future in as_completed(futures):
             lines = future.result()
             file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
@@ -52,6 +71,43 @@ def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs:
             ended += len(lines)
             survivors = sum(not line.noticed for line in lines)
             click.echo(f"[{ended}/{total}] {lines[0].kernel}: {len(lines)} broken, {survivors} not noticed")
+
+
+@main.command()
+@click.option("--kernel", default="", help="Only kernels whose name has this regular expression.")
+@click.option("--sample", type=click.IntRange(min=1), default=100, help="So many mutations of each kernel, over all kinds.")
+@click.option("--seed", default=0, help="Which of them, and which kernel of each structure.")
+@click.option("--jobs", default=2, help="Processes.")
+@click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records; what is there stays.")
+def numbers(kernel: str, sample: int, seed: int, jobs: int, out: Path) -> None:
+    """Break numbers and indices of one kernel of each structure, and run its smoke cases."""
+    done = {line.key for line in read(out) if line.noticed != "no case"}
+    artifacts = load_artifacts()
+    entries = [entry for entry in one_of_each_structure(artifacts, seed) if re.search(kernel, entry.name)]
+    batches = []
+    for name, mutations in wanted_numbers(entries, sample, seed):
+        ptx = artifacts.manifest.kernels[name].ptx_sha256[:12]
+        left = [mutation for mutation in mutations if (name, ptx, mutation.kind, mutation.number) not in done]
+        batches += [(name, left[start : start + BATCH]) for start in range(0, len(left), BATCH)]
+    click.echo(f"seed {seed}: {sum(len(batch) for _, batch in batches)} mutations left of {len(entries)} kernels")
+    work(batches, judge_numbers, jobs, out)
+
+
+@main.command()
+@click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
+@click.option("--survivors", is_flag=True, help="List the mutations that no case noticed.")
+def numbers_report(out: Path, survivors: bool) -> None:
+    """Print the score of numeric mutations by kernel and by kind."""
+    lines = [line for line in read(out) if line.noticed != "no case"]
+    for title, row in (("kernel", lambda line: line.kernel), ("kind", lambda line: line.kind)):
+        click.echo(f"{title:48}   noticed / not noticed / never run")
+        for name, counts in score(lines, row).items():
+            click.echo(f"{name:48}   {' / '.join(map(str, counts))}")
+    caught = sum(bool(line.noticed) for line in lines)
+    click.echo(f"{caught} of {len(lines)} noticed ({100 * caught / max(len(lines), 1):.1f} %)")
+    for line in lines if survivors else ():
+        if not line.noticed:
+            click.echo(f"not noticed: {line.kernel}, {line.kind} #{line.number}, {line.place}, PTX line {line.line}: {line.code}")
 
 
 @main.command()

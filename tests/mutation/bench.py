@@ -83,14 +83,14 @@ def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
 
 
 @contextmanager
-def limited_time() -> Iterator[None]:
-    """Raise TimeoutError in what takes too long."""
+def limited_time(seconds: float = CPU_SECONDS) -> Iterator[None]:
+    """Raise TimeoutError in what takes more seconds of CPU time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError
 
     signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
@@ -173,9 +173,9 @@ class Subject:
         self.places = Places(kernel)
         self.clean: set[str] = set()
         self.trials: list[ShippedBits] = []
-        for case in cases(kernel.op, ARCHS[kernel.arch]):
-            same = {name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(case, name)}
-            case = replace(case, **{name: value for name, value in same.items() if value != ANY_16_BITS})
+        for drawn in cases(kernel.op, ARCHS[kernel.arch]):
+            same = {name: kernel.config[name] for name in SAME if name in kernel.config and hasattr(drawn, name)}
+            case = replace(drawn, **{name: value for name, value in same.items() if value != ANY_16_BITS})
             name = kernel_name(case.op, kernel.arch, case.problem(ARCHS[kernel.arch]).config.name)
             if len(self.trials) < MOST_CASES and (name == kernel.name or kernel.op != case.op):
                 self._try(case)

@@ -7,23 +7,27 @@ import random
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
+from tests.mutation import numeric
 from tests.mutation.bench import Outcome, Subject, orders, prepare
-from tests.mutation.places import structure
+from tests.mutation.places import NOT_RUN, structure
 from tests.mutation.sites import Mutation, find
+from tests.mutation.smoke import SmokeSubject
 
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 
 
 @dataclass(frozen=True)
 class Line:
-    """Record of one mutation. ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and
-    Outcome."""
+    """Record of one mutation.
+
+    ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and Outcome.
+    """
 
     kernel: str
     ptx: str
@@ -70,6 +74,43 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
     return lines
 
 
+def judge_numbers(kernel: str, mutations: Sequence[Mutation]) -> list[Line]:
+    """Break numbers of a kernel, one at a time, and run its smoke cases."""
+    prepare()
+    entry = load_artifacts().manifest.kernels[kernel]
+    subject = SmokeSubject(entry)
+    lines = []
+    for mutation in mutations:
+        outcome = subject.judge(mutation) if subject.trials else Outcome("no case", "", "")
+        code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
+        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
+        lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
+    return lines
+
+
+def one_of_each_structure(artifacts: Artifacts, seed: int) -> list[KernelEntry]:
+    """Draw a kernel of each structure, by name; equal for an equal seed."""
+    alike: dict[tuple[object, ...], list[KernelEntry]] = defaultdict(list)
+    for _, entry in sorted(artifacts.manifest.kernels.items()):
+        ptx = artifacts.ptx(entry)
+        alike[structure(entry, ptx, find(ptx))].append(entry)
+    return [random.Random(f"{seed} {entries[0].name}").choice(entries) for entries in alike.values()]
+
+
+def wanted_numbers(kernels: Iterable[KernelEntry], number: int, seed: int) -> Iterator[tuple[str, list[Mutation]]]:
+    """Yield so many numeric mutations of each kernel."""
+    for entry in kernels:
+        yield entry.name, numeric.drawn(entry.name, numeric.find(load_artifacts().ptx(entry)), number, seed)
+
+
+def score(lines: Iterable[Line], row: Callable[[Line], str]) -> dict[str, tuple[int, int, int]]:
+    """Return (noticed, not noticed, never run by a smoke case) for each row of a table of numeric mutations."""
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for line in lines:
+        rows[row(line)][0 if line.noticed else 2 if line.place == NOT_RUN else 1] += 1
+    return {name: (counts[0], counts[1], counts[2]) for name, counts in sorted(rows.items())}
+
+
 def read(path: Path) -> list[Line]:
     """Return the records of earlier runs."""
     return [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
@@ -112,8 +153,10 @@ def unexplained(lines: Iterable[Line]) -> list[Line]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """Kernels by how many of their mutations were tried. whole: all; alike: not all, but of the same structure as one of those;
-    sampled: of the others, some."""
+    """Kernels by how many of their mutations were tried.
+
+    whole: all. alike: not all, but of the same structure as one of those. sampled: of the others, some.
+    """
 
     whole: int
     alike: int

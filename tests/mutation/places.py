@@ -84,7 +84,9 @@ class Places:
 
 
 def structure(kernel: KernelEntry, ptx: str, mutations: Sequence[Mutation]) -> tuple[object, ...]:
-    """Return the structure of a kernel: op, roles, barriers, and every instruction that is broken, in order. Mutations of kernels
-    with equal structures are equivalent."""
-    broken = tuple((mutation.kind, ptx[mutation.start : mutation.stop].split()[0]) for mutation in mutations)
+    """Return the structure of a kernel: op, roles, barriers, and every instruction that is broken, in order.
+
+    Mutations of kernels with equal structures are equivalent.
+    """
+    broken = tuple((mutation.kind, ptx[mutation.start : mutation.stop].split(maxsplit=1)[0]) for mutation in mutations)
     return kernel.op, tuple(kernel.roles), tuple(kernel.barriers), tuple(kernel.named_barriers), kernel.cluster, broken

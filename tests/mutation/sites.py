@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -25,21 +25,24 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Edit:
-    """A way to break PTX. replacement: as in re.sub; empty deletes the match."""
+    """A way to break PTX. replacement: as in re.sub; empty deletes the match. A function of the match may return None for no site."""
 
     name: str
     pattern: re.Pattern[str]
-    replacement: str = ""
+    replacement: str | Callable[[re.Match[str]], str | None] = ""
 
     def sites(self, ptx: str) -> list[Mutation]:
         """Find every site of a text, in its order. Comments do not count."""
         code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), ptx)
-        found = []
-        for number, match in enumerate(self.pattern.finditer(code)):
-            line = code.count("\n", 0, match.start()) + 1
-            text = match.expand(self.replacement)
+        found: list[Mutation] = []
+        line, counted = 1, 0  # counting from the start for each of thousands of matches would take seconds
+        for match in self.pattern.finditer(code):
+            text = match.expand(self.replacement) if isinstance(self.replacement, str) else self.replacement(match)
+            if text is None:
+                continue
+            line, counted = line + code.count("\n", counted, match.start()), match.start()
             text += "\n" * (match[0].count("\n") - text.count("\n"))  # lines behind it keep their numbers
-            found.append(Mutation(self.name, number, line, match.start(), match.end(), text))
+            found.append(Mutation(self.name, len(found), line, match.start(), match.end(), text))
         return found
 
 

@@ -61,7 +61,7 @@ def test_every_run_is_on_the_list() -> None:
 
 @pytest.mark.parametrize("op", [*OPS, *DECODE])
 def test_check_gives_what_plan_takes(op: Planner) -> None:
-    """check returns the CallSpec, a NamedTuple; plan takes it, gives a LaunchPlan, and is cached."""
+    """Check returns the CallSpec, a NamedTuple; plan takes it, gives a LaunchPlan, and is cached."""
     hints = get_type_hints(op.plan.__wrapped__)  # type: ignore[attr-defined]
     assert get_type_hints(op.check)["return"] is hints["call"] is op.CallSpec
     assert next(iter(inspect.signature(op.plan).parameters)) == "call"

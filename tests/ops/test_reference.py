@@ -123,9 +123,8 @@ def test_sparse_decode_by_hand(d_qk: int, extra: bool) -> None:
         for token in range(2):
             keys = []
             for cache in caches:
-                for index in cache.indices[request, token].tolist()[: 9 if request == 1 else 11]:
-                    if 0 <= index < 40:
-                        keys.append(cache.slots[index])
+                chosen = cache.indices[request, token].tolist()[: 9 if request == 1 else 11]
+                keys += [cache.slots[index] for index in chosen if 0 <= index < 40]
             assert len(keys) == (4, 2, 0)[request] * len(caches)
             for head, sink in enumerate(sinks):
                 expected, expected_lse = sparse_by_hand(q[request, token, head], keys, d_qk**-0.5, sink)
@@ -163,8 +162,10 @@ def test_sparse_decode_over_every_slot_is_dense_decode() -> None:
 
 
 def prefill_operands(d_qk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, kv, indices and lengths of 4 tokens of 3 heads over 40 rows: one whole, one cut off, one of no valid index, one of length
-    0. Every row that no index names is NaN."""
+    """Return q, kv, indices and lengths of 4 tokens of 3 heads over 40 rows.
+
+    One token is whole, one cut off, one has no valid index, one has length 0. Every row that no index names is NaN.
+    """
     torch.manual_seed(0)
     kv = torch.full((40, 1, d_qk), math.nan)
     kv[:20] = torch.randn(20, 1, d_qk)

@@ -1,5 +1,7 @@
-"""Adapters of other libraries, as far as they go without a GPU: fakes that insist on each library's conventions and compute by the
-reference; torch's attention and our Triton kernels as they are, on the CPU."""
+"""Adapters of other libraries, as far as they go without a GPU.
+
+Fakes insist on each library's conventions and compute by the reference. torch's attention and our Triton kernels run on the CPU.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,12 @@ source "$here/$step"
 
 def run(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=120, env={**os.environ, **(environment or {})}
+        ["bash", str(SCRIPT), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **(environment or {})},
     )
 
 
@@ -129,7 +134,11 @@ def test_wheels_that_place_themselves_by_a_pth_file_are_found(tmp_path: Path) ->
     (tmp_path / "one.pth").write_text("below\n")
     subprocess.run(["bash", "-c", line], check=True, env={**os.environ, "SITE": str(tmp_path)})
     found = subprocess.run(
-        [sys.executable, "-c", "import placed_by_pth"], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+        [sys.executable, "-c", "import placed_by_pth"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.returncode == 0, found.stderr
 
@@ -156,7 +165,7 @@ def test_results_of_an_earlier_run_do_not_survive(tmp_path: Path, fake_python: P
     ],
 )
 def test_bad_usage_exits_2_and_runs_nothing(tmp_path: Path, arguments: list[str]) -> None:
-    result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    result = subprocess.run(["bash", str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=20)
     assert result.returncode == 2
     assert result.stderr
     assert not list(tmp_path.iterdir())

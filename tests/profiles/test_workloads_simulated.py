@@ -112,7 +112,7 @@ def test_all_results_are_checked_for_poison_and_compared(name: str) -> None:
             tensor.flatten()[-1].fill_(math.nan)
             assert made.check_sets(made.sets, made.sets[:1]).reason == "a result has NaN, or was not written everywhere"
             tensor.copy_(kept)
-            tensor += 0.05
+            tensor.add_(0.05)
             assert made.check_sets([], made.sets[1:]).reason.startswith(f"{result}[0]")
             tensor.copy_(kept)
 

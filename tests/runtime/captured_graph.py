@@ -133,8 +133,10 @@ def tensor_map(recorded: RecordedMap) -> TensorMap:
 
 @contextmanager
 def captured(driver: CapturingDriver, *, loading: bool = False) -> Iterator[Graph]:
-    """Capture the block's calls. AssertionError if they do more to the device than launch kernels on the current stream, and with
-    loading, load them first."""
+    """Capture the block's calls.
+
+    AssertionError if the calls do more than launch kernels on the current stream and, with loading, load the kernels first.
+    """
 
     def look(*args: Any) -> None:
         raise AssertionError("the host looks into a tensor")

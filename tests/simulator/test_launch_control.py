@@ -100,7 +100,7 @@ def test_no_try_after_a_failure_was_seen(policy: Policy) -> None:
 
 @each_policy
 def test_the_first_cta_of_a_failed_response_is_undefined(policy: Policy) -> None:
-    """It may be moved, but not stored."""
+    """A poisoned response may be moved, but not stored."""
     body = kernel(grid=1).body + "st.global.u32 [%rd0], %r30;"
     assert kinds(Kernel(body, smem=64, threads=64).run(aligned(16, np.uint32), policy=policy)) == {"poison"}
 

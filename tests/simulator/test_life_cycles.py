@@ -54,8 +54,11 @@ def test_a_phase_that_completes_before_a_waiter_has_seen_the_last(policy: Policy
 
 @each_policy
 def test_lanes_that_wait_for_different_barriers(policy: Policy) -> None:
-    """Thread 0 waits for a phase that is complete, the other lanes of its warp for one that thread 32 is about to complete: when the
-    first may go on, nobody has waited for the second."""
+    """A lane that waits for a complete phase says nothing of its warp's other lanes.
+
+    Thread 0 waits for a complete phase, the other lanes for one that thread 32 is about to complete. When thread 0 may go on, no lane has
+    waited for the second phase.
+    """
     split = "add.u32 %r9, %r1, 8;\nselp.b32 %r9, %r1, %r9, %p0;\n"
     waits = "W: mbarrier.try_wait.parity.shared.b64 %p9, [%r9], 0, 10000000;\n@!%p9 bra W;\n"
     completes = "bra END;\nOTHER:\n@%p2 mbarrier.arrive.shared.b64 _, [%r1+8];\nEND:\n"
@@ -83,8 +86,11 @@ def test_an_arrival_that_may_count_for_the_phase_before(policy: Policy) -> None:
 
 @each_policy
 def test_arrivals_of_one_instruction(policy: Policy) -> None:
-    """Both warps arrive at two barriers, wait for one of them and arrive again. They know of the other one as well if the lanes of a
-    warp arrive at both together; if it is two instructions they do not."""
+    """Arrivals of one instruction are one event.
+
+    Both warps arrive at two barriers, wait for one of them and arrive again. They know of the other barrier as well if the lanes of a warp
+    arrive at both by one instruction, and not if by two.
+    """
     init = "@%p0 mbarrier.init.shared.b64 [%r1+16], 2;\n@%p0 mbarrier.init.shared.b64 [%r1+24], 2;\nbar.sync 0;\n"
     lanes = "and.b32 %r9, %r0, 31;\nsetp.lt.u32 %p3, %r9, 2;\nsetp.eq.u32 %p4, %r9, 0;\nshl.b32 %r10, %r9, 3;\nadd.u32 %r10, %r10, %r1;\n"
     together = "@%p3 mbarrier.arrive.shared.b64 _, [%r10+16];\n"
@@ -95,8 +101,10 @@ def test_arrivals_of_one_instruction(policy: Policy) -> None:
 
 @each_policy
 def test_a_wait_that_an_older_phase_may_pass(policy: Policy) -> None:
-    """Warp 1 waits for phase 1, for whose parity the barrier looks complete before phase 0 is, too. A warp that really is that early
-    reads what is not there yet."""
+    """A warp that is early by a phase reads too soon.
+
+    Warp 1 waits for phase 1, for whose parity the barrier also looks complete before phase 0 is.
+    """
     produce = ARRIVE + wait("S", 8) + "@%p0 st.shared.u32 [%r1+1024], %r0;\n" + ARRIVE
     consume = wait("F") + "@%p2 mbarrier.arrive.shared.b64 _, [%r1+8];\n" + wait("L", 0, 1) + "ld.shared.u32 %r20, [%r1+1024];\n"
     roles = "@%p1 bra CONSUME;\n" + produce + "bra END;\nCONSUME:\n{}END:\n"

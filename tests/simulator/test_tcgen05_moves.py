@@ -39,10 +39,11 @@ def places(shape: str, count: int, packed: bool, split: int) -> np.ndarray:
     for register in range(count * per):
         for lane in range(32):
             at = {"row": 0, "column": register // per * WIDTH[shape], "half": 0}
-            for modes, index in ((THREADS[shape], lane), (REGISTERS[shape], register % per)):
+            for modes, number in ((THREADS[shape], lane), (REGISTERS[shape], register % per)):
+                rest = number
                 for extent, what, stride in modes:
-                    at[what] += index % extent * stride
-                    index //= extent
+                    at[what] += rest % extent * stride
+                    rest //= extent
             out[register, lane] = at["row"], at["column"] * (2 if packed else 1) + at["half"] * split
     return out
 

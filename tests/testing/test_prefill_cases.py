@@ -37,7 +37,7 @@ def tokens_of(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> list[tu
 
 
 def named(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Tensor:
-    """bool [kv_rows]: which rows of kv the indices that count name."""
+    """Bool [kv_rows]: which rows of kv the indices that count name."""
     used = torch.zeros(case.kv_rows, dtype=torch.bool)
     for request, indices in tokens_of(case, tensors):
         first, rows = case.row_ranges[request]

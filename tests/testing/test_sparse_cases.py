@@ -38,7 +38,7 @@ def pools(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> list[tuple[Po
 
 
 def named(indices: Tensor, counts: tuple[int, ...], slots: int) -> Tensor:
-    """bool [slots]: which slots the indices that count name."""
+    """Bool [slots]: which slots the indices that count name."""
     used = torch.zeros(slots, dtype=torch.bool)
     for request, count in enumerate(counts):
         counted = indices[request, :, :count].flatten()

@@ -1,1 +1,1 @@
-"""What attention kernels of every architecture share: softmax, lengths, schedulers, the kernel's shell."""
+"""Code that attention kernels of every architecture share: softmax, lengths, schedulers, the kernel's shell."""

@@ -23,7 +23,7 @@ BUFFER = 32  # elements a lane has in flight per buffer
 
 
 class Results:
-    """What is merged. A kernel's subclass says where it lies.
+    """Results to merge. A kernel's subclass says where they lie.
 
     dtype: of the elements.
     """
@@ -31,21 +31,21 @@ class Results:
     dtype: type[cutlass.Numeric]
 
     def lse(self, result: Int32) -> Float32:
-        """In base 2; what is -inf has no weight."""
+        """Return the lse of a result, base 2; a result with -inf has no weight."""
         raise NotImplementedError
 
     def row(self, result: Int32) -> cute.Pointer:
-        """This lane's first column of a result."""
+        """Return this lane's first column of a result."""
         raise NotImplementedError
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """4 columns."""
+        """Load 4 columns."""
         raise NotImplementedError
 
 
 @cute.jit
 def lane_lse(results: Any, result: Int32, count: Int32) -> Float32:
-    """lse of a result; -inf past the last one."""
+    """Return the lse of a result; -inf past the last one."""
     lse = Float32(-math.inf)
     if result < count:
         lse = results.lse(result)
@@ -54,13 +54,13 @@ def lane_lse(results: Any, result: Int32, count: Int32) -> Float32:
 
 @cute.jit
 def lane_weight(results: Any, result: Int32, count: Int32, shift: Float32) -> Float32:
-    """2^(lse - shift) of a result; 0 past the last one."""
+    """Return 2^(lse - shift) of a result; 0 past the last one."""
     return cute.math.exp2(lane_lse(results, result, count) - shift, fastmath=True)
 
 
 @cute.jit
 def row_weights(results: Any, count: Int32):
-    """(m, or 0 if every result is empty; the weight of result `lane`; the sum of all weights). A NaN lse makes the sum NaN."""
+    """Return (m, or 0 if every result is empty; the weight of result `lane`; the sum of all weights). A NaN lse makes the sum NaN."""
     lane = cute.arch.lane_idx()
     own = lane_lse(results, lane, count)
     largest = own
@@ -76,14 +76,14 @@ def row_weights(results: Any, count: Int32):
 
 
 def vector_at(pointer: cute.Pointer, align: int) -> cute.Tensor:
-    """The VECTOR elements at a pointer that is a multiple of `align` bytes."""
+    """Return the VECTOR elements at a pointer that is a multiple of `align` bytes."""
     aligned = cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(aligned, cute.make_layout(VECTOR))
 
 
 @cute.jit
 def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, held: Float32):
-    """Loads the results [first, first + size(weights)) where their weight is not 0, and 0 elsewhere.
+    """Load the results [first, first + size(weights)) where their weight is not 0, and 0 elsewhere.
 
     buffer: (4, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
     """
@@ -101,7 +101,7 @@ def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, 
 
 @cute.jit
 def accumulate(sums: cute.Tensor, buffer: cute.Tensor, weights: cute.Tensor):
-    """sums += weights * buffer, result after result."""
+    """Add weights * buffer to the sums, result after result."""
     for step in cutlass.range_constexpr(cute.size(weights)):
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
             for i in cutlass.range_constexpr(VECTOR):
@@ -110,7 +110,7 @@ def accumulate(sums: cute.Tensor, buffer: cute.Tensor, weights: cute.Tensor):
 
 @cute.jit
 def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
-    """Writes sums * scale to the columns of this lane. out_row: this lane's first column; its row may start at any element."""
+    """Write sums * scale to the columns of this lane. out_row: this lane's first column; its row may start at any element."""
     for group in cutlass.range_constexpr(cute.size(sums, mode=[1])):
         values = cute.make_rmem_tensor(VECTOR, out_row.dtype)
         values.store((sums[None, group].load() * scale).to(out_row.dtype))
@@ -124,7 +124,7 @@ def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
 
 @cute.jit
 def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32, groups: cutlass.Constexpr):
-    """Merges `groups` groups of columns of a row and returns (m, sum of the weights). out_row: this lane's first column.
+    """Merge `groups` groups of columns of a row and return (m, sum of the weights). out_row: this lane's first column.
 
     count: results. sink: base 2, -inf for none; it weighs on out alone.
     """

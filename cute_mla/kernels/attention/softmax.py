@@ -7,63 +7,93 @@ accumulators need no rescale. The reference starts at -inf and stays there while
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.mla import LOG2E
-from ..primitives.fragments import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
-from .split_kv_scheduler import Piece
+from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
+from .operands import LatentOperands
+from .split_kv_scheduler import WorkTile
 
 RESCALE_LOG2 = 8.0
 LARGEST_LOG2 = 8.0  # of e4m3 probabilities: the greatest power of two below 448
 SLACK_LOG2 = 4.0  # by which the greatest of a tile may be less, so that O is not rescaled for every tile
 DEPTH_LOG2 = 32.0
-# What e4m3 probabilities of neighbouring keys are multiplied with before they are rounded: by up to half the distance of two
-# numbers below 2^LARGEST_LOG2, which that number itself outlives. Where scores are nearly alike, rounding would else make all
-# probabilities equal, or tell apart those to both sides of a midpoint far too much, and the error would grow with the keys.
+# Factors of e4m3 probabilities of neighbouring keys before they are rounded: up to half the distance of two numbers below
+# 2^LARGEST_LOG2, which that number itself outlives. Where scores are nearly alike, rounding would else make all probabilities
+# equal, or tell apart those on both sides of a midpoint far too much, and the error would grow with the keys.
 DITHER = tuple(1 + (2 * i - 7) / 256 for i in (0, 4, 2, 6, 1, 5, 3, 7))
 LN2 = 0.6931471805599453  # natural logarithm of one log2 unit
 
 
 def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
-    """(the reference, the factor for what was accumulated under the old one), from the old reference and the scaled maximum
-    of a tile. The factor is 1 where the reference stays."""
+    """Return (reference, factor for what was accumulated under the old one) from the old reference and the scaled maximum of a tile.
+
+    The factor is 1 where the reference stays.
+    """
     moved = candidate > old + RESCALE_LOG2
     new = cutlass.select_(moved, candidate, old)
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
 
 
 def follow_tile(old: Float32, candidate: Float32, greatest: Float32) -> tuple[Float32, Float32]:
-    """As follow_maximum, for probabilities that are rounded to e4m3: follows the maximum of every tile, up and down, so that the
-    tile's greatest probability lies in 2^(LARGEST_LOG2 - SLACK_LOG2) .. 2^LARGEST_LOG2.
+    """Return (reference, factor) as follow_maximum does, for probabilities that are rounded to e4m3.
 
-    greatest: of all tiles, this one included. It is 2^LARGEST_LOG2 itself, which e4m3 holds exactly, of the tile in which it
-    appears. The reference stays where a tile has no key that the row sees, and at most DEPTH_LOG2 below where `greatest` would
-    have it: so the factor is at most 2^DEPTH_LOG2, and keys this far below are fewer than would count.
+    The reference follows the maximum of every tile, up and down, so that the tile's greatest probability lies in
+    2^(LARGEST_LOG2 - SLACK_LOG2) .. 2^LARGEST_LOG2.
+
+    greatest: of all tiles, this one included. In the tile where it appears, its probability is 2^LARGEST_LOG2 itself, which e4m3
+    holds exactly. The reference stays where a tile has no key that the row sees. It lies at most DEPTH_LOG2 below where `greatest`
+    would have it: so the factor is at most 2^DEPTH_LOG2, and keys this far below are fewer than would count.
     """
-    wanted = cute.arch.fmax(candidate, greatest - DEPTH_LOG2) - LARGEST_LOG2
-    moved = (candidate > -Float32.inf) & ((wanted > old) | (wanted < old - SLACK_LOG2))
-    new = cutlass.select_(moved, wanted, old)
+    target = cute.arch.fmax(candidate, greatest - DEPTH_LOG2) - LARGEST_LOG2
+    moved = (candidate > -Float32.inf) & ((target > old) | (target < old - SLACK_LOG2))
+    new = cutlass.select_(moved, target, old)
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
 
 
 def shift_of(reference: Float32) -> Float32:
-    """What to subtract from scaled scores: the reference, but not -inf, since -inf - -inf is NaN."""
+    """Return what to subtract from scaled scores: the reference, but not -inf, since -inf - -inf is NaN."""
     return cutlass.select_(reference == -Float32.inf, Float32(0), reference)
 
 
-@cute.jit
-def with_sink(operands: Any, piece: Piece, row: Int32, total: Float32, reference: Float32) -> Float32:
-    """What a row is divided by: its sum, and the weight of the row's sink where this piece writes the output. A split does
-    without, since combine adds it.
+FindWorkTile = Callable[[], WorkTile]  # worked out only where it is needed
 
-    operands: attn_sink, fp32 [rows] or null, and rows(). reference: log2 units, what the sum is relative to.
+
+class RowScale(Protocol):
+    """The factors of scores and of output rows."""
+
+    def score_scale(self, operands: Any) -> Float32:
+        """Return the factor of the scores, log2 units."""
+
+    def weight(self, operands: Any, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """Return the factor of a row of O. total: the row sum, not 0. reference: log2 units, what the sum is relative to."""
+
+
+class SinkScale:
+    """Row scale of ops with attention sinks: out is divided by row sum + weight of the row's sink."""
+
+    def score_scale(self, operands: LatentOperands) -> Float32:
+        """Return the factor of the scores."""
+        return operands.scale_log2
+
+    def weight(self, operands: LatentOperands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """Return the factor of a row of O."""
+        return 1.0 / with_sink(operands, work_tile(), row, total, reference)
+
+
+@cute.jit
+def with_sink(operands: LatentOperands, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+    """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output.
+
+    A split does without the sink, since combine adds it.
     """
     divisor = total
-    if piece.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
+    if work_tile.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
         sink = (operands.attn_sink + row).load()
         divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
     return divisor
@@ -73,80 +103,81 @@ def with_sink(operands: Any, piece: Piece, row: Int32, total: Float32, reference
 class OnlineSoftmax:
     """Running state of the thread's two rows.
 
-    rMax: the reference, log2 units. rSum: this thread's share of the row sum. rTop: the maximum itself, log2 units, where it
+    row_ref: the reference, log2 units. rSum: this thread's share of the row sum. row_max: the maximum itself, log2 units, where it
     is asked for.
     """
 
     scale_log2: Float32
-    rMax: cute.Tensor
+    row_ref: cute.Tensor
     rSum: cute.Tensor
-    rTop: cute.Tensor | None = None
+    row_max: cute.Tensor | None = None
 
     @classmethod
     def create(cls, scale_log2: Float32, keeps_maximum: bool = False) -> Self:
-        """State of a row that has seen nothing."""
+        """Return the state of rows that have seen nothing."""
         state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(3 if keeps_maximum else 2)]
         softmax = cls(scale_log2, *state)
         softmax.reset()
         return softmax
 
     def reset(self) -> None:
-        """Forgets all keys."""
+        """Forget all keys."""
         for row in range(ROWS_PER_THREAD):
-            self.rMax[row] = -Float32.inf
+            self.row_ref[row] = -Float32.inf
             self.rSum[row] = Float32(0)
-            if self.rTop is not None:
-                self.rTop[row] = -Float32.inf
+            if self.row_max is not None:
+                self.row_max[row] = -Float32.inf
 
     def add_tile(self, scores: cute.Tensor) -> list[Float32]:
-        """Replaces a 64x64 score fragment by unnormalised probabilities and brings the state up to date.
+        """Replace a 64x64 score fragment by unnormalised probabilities and bring the state up to date.
 
-        Returns, per row, the factor by which everything accumulated before must be scaled."""
+        Return, per row, the factor by which everything accumulated before must be scaled.
+        """
         rS = flat(scores)
         factors = []
         for row in range(ROWS_PER_THREAD):
             registers = [i for i in range(cute.size(rS)) if half(i) == row]
-            row_max = rS[registers[0]]
+            tile_max = rS[registers[0]]
             for i in registers[1:]:
-                row_max = cute.arch.fmax(row_max, rS[i])
-            top = quad_max(row_max) * self.scale_log2
-            if self.rTop is not None:
-                self.rTop[row] = cute.arch.fmax(self.rTop[row], top)
+                tile_max = cute.arch.fmax(tile_max, rS[i])
+            top = quad_max(tile_max) * self.scale_log2
+            if self.row_max is not None:
+                self.row_max[row] = cute.arch.fmax(self.row_max[row], top)
             new, alpha = self.follow(row, top)
             shift = -shift_of(new)
             total = self.rSum[row] * alpha
             for i in registers:
                 rS[i] = cute.math.exp2(rS[i] * self.scale_log2 + shift, fastmath=True)
                 total = total + rS[i]
-            self.rMax[row] = new
+            self.row_ref[row] = new
             self.rSum[row] = total
             factors.append(alpha)
         return factors
 
     def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
-        """(a row's new reference, the factor for what was accumulated), from the scaled maximum of a tile."""
-        return follow_maximum(self.rMax[row], top)
+        """Return (a row's new reference, the factor for what was accumulated) from the scaled maximum of a tile."""
+        return follow_maximum(self.row_ref[row], top)
 
     def maximum(self, row: int) -> Float32:
-        """The greatest score seen, log2 units."""
-        assert self.rTop is not None, "only where it is asked for"
-        return self.rTop[row]
+        """Return the greatest score seen, log2 units."""
+        assert self.row_max is not None, "only where it is asked for"
+        return self.row_max[row]
 
     def row_sum(self, row: int) -> Float32:
-        """Sum over all keys seen: 0 iff the row attends to nothing."""
+        """Return the sum over all keys seen: 0 iff the row attends to nothing."""
         return quad_sum(self.rSum[row])
 
 
 class TileSoftmax(OnlineSoftmax):
-    """For probabilities that go into the product as e4m3. Keeps the maximum."""
+    """Softmax for probabilities that go into the product as e4m3. Keeps the maximum."""
 
     def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
-        """As follow_tile."""
-        return follow_tile(self.rMax[row], top, self.maximum(row))
+        """Return (reference, factor) by follow_tile."""
+        return follow_tile(self.row_ref[row], top, self.maximum(row))
 
 
 def mask_keys(scores: cute.Tensor, thread: Int32, limits: list[Int32]) -> None:
-    """Sets the scores of a tile's keys at or past each row's limit to -inf. Selects, so that NaN behind the end vanishes."""
+    """Set the scores of a tile's keys at or past each row's limit to -inf. Selects, so that NaN behind the end vanishes."""
     rS = flat(scores)
     for i in range(cute.size(rS)):
         beyond = fragment_column(thread, i) >= limits[half(i)]

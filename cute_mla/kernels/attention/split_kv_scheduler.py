@@ -1,11 +1,11 @@
-"""Walks the pieces of work that a plan gives to one part: request by request, split by split.
+"""Scheduler of decode: the work tiles that a plan gives to one partition, request by request, split by split.
 
-Every role of a decode kernel walks the same pieces in the same order, so the roles need no messages about what to do next.
-What a role knows of its part and piece is read again where it is needed, a few loads from L2 per piece, so that only a
+Every role of a decode kernel walks the same work tiles in the same order, so the roles need no messages about what to do next.
+What a role knows of its partition and work tile is read again where it is needed, a few loads from L2 per work tile, so that only a
 cursor lives in registers through the main loop.
 
 Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
-length can have, rows to the accumulators. Every role of every CTA of a part reads the same numbers, and the cursor only
+length can have, rows to the accumulators. Every role of every CTA of a partition reads the same numbers, and the cursor only
 moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped likewise (attention/lengths.py).
 """
 
@@ -28,8 +28,9 @@ from ...spec.split_plan import (
     PLAN_COLUMNS,
     TILE_KEYS,
 )
-from ..primitives.registers import kept
-from .lengths import Lengths, clip, larger, smaller
+from ..primitives.integers import clip, larger, smaller
+from ..primitives.registers import pin_register
+from .lengths import Lengths
 
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
@@ -37,9 +38,11 @@ assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
 
 
 @dataclass(frozen=True)
-class Extent:
-    """What the main loop needs of a piece: tiles to do, and the keys in the cache from its first tile on. more: whether the same
-    part has another piece of the request, the next one."""
+class TileRange:
+    """The main loop's view of a work tile: key tiles to do, and the keys in the cache from its first key tile on.
+
+    more: whether the next work tile of the same partition belongs to the same request.
+    """
 
     tiles: Int32
     keys: Int32
@@ -47,11 +50,11 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where the results of a piece go, and what follows it.
+class WorkTile:
+    """The epilogue's view of a work tile: where its results go, and what follows it.
 
-    length: keys in the request's cache. direct: nobody else works on the request, so the piece writes the output; otherwise
-    it writes row `accum_row` of the split accumulators. next_req, next_tile: where the following piece begins.
+    length: keys in the request's cache. direct: no other work tile belongs to the request, so this one writes the output; otherwise
+    it writes row `accum_row` of the split accumulators. next_req, next_tile: where the following work tile begins.
     """
 
     length: Int32
@@ -62,18 +65,18 @@ class Piece:
 
     @property
     def always_direct(self) -> bool:
-        """Whether nothing is ever split, known when compiling: `if piece.direct` is a branch at run time all the same."""
+        """Return whether nothing is ever split, known when compiling: `if work_tile.direct` is a branch at run time all the same."""
         return self.direct is True
 
 
 def tiles_of(keys: Int32) -> Int32:
-    """Tiles that hold so many keys."""
+    """Return the tiles that hold so many keys."""
     return (keys + (TILE_KEYS - 1)) >> (TILE_KEYS.bit_length() - 1)
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What decides the pieces: the plan of split_plan and the lengths as they are now. The integers: spec.dense_decode."""
+class SplitKvSchedule:
+    """The plan of split_plan and the lengths as they are now, which together decide the work tiles. The integers: spec.dense_decode."""
 
     plan: cute.Pointer  # int32 [num_parts, 8]
     num_splits: cute.Pointer  # int32 [batch + 1]
@@ -84,50 +87,58 @@ class Schedule:
 
     @property
     def invariant(self) -> Boolean:
-        """Whether requests are cut at multiples of INVARIANT_SPLIT_TILES, wherever the plan cuts them."""
+        """Return whether requests are cut at multiples of INVARIANT_SPLIT_TILES, wherever the plan cuts them."""
         return self.max_splits > 0
 
     def _plan_row(self) -> cute.Pointer:
-        """This CTA's part: the row of the plan at its z index. Worked out at every call, lest the address lives in registers
-        through the main loop."""
-        return self.plan + kept(cute.arch.block_idx()[2]) * PLAN_COLUMNS
+        """Return the row of the plan for this CTA's partition, at its z index.
+
+        Computed at every call, lest the address lives in registers through the main loop.
+        """
+        return self.plan + pin_register(cute.arch.block_idx()[2]) * PLAN_COLUMNS
 
     def _cut_tile(self, row: cute.Pointer, column: int) -> Int32:
-        """A tile at which this CTA's part begins or ends: where the plan says, or the last place before it where a
-        batch-invariant call may cut."""
+        """Return a tile at which this CTA's partition begins or ends.
+
+        It lies where the plan says, or at the last tile before it where a batch-invariant call may cut.
+        """
         tile = clip((row + column).load(), Int32(MOST_TILES))
         return tile & cutlass.select_(self.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
 
     @cute.jit
-    def first_piece(self) -> tuple[Int32, Int32]:
-        """(request, tile) at which this CTA's part begins; a request past the last one if it has no work.
+    def first_work_tile(self) -> tuple[Int32, Int32]:
+        """Return (request, tile) at which this CTA's partition begins; a request past the last one if it has no work.
 
-        Of a request whose last tiles were this part's, there may be nothing left: by the length as it is now, or by rounding.
-        That takes an empty piece where all splits that were planned are merged; a batch-invariant call merges only those of
-        the length, and the row of an empty one may be another part's."""
+        Of a request whose last tiles belong to this partition, nothing may be left: by the length as it is now, or by rounding. That
+        gives an empty work tile where all planned splits are merged. A batch-invariant call merges only the splits of the length, and
+        the row of an empty one may belong to another partition.
+        """
         row = self._plan_row()
         req = clip((row + PART_BEGIN_REQ).load(), self.batch)
         tile = self._cut_tile(row, PART_BEGIN_TILE)
         if self.invariant:
-            _, part_end, _ = self._piece_bounds(smaller(req, self.batch - 1), tile)
+            _, part_end, _ = self._work_tile_bounds(smaller(req, self.batch - 1), tile)
             if (tile > 0) & (part_end <= tile):
                 req, tile = req + 1, Int32(0)
         return req, tile
 
     @staticmethod
     def _ends_inside(row: cute.Pointer) -> Boolean:
-        """Whether this CTA's part ends at a tile of its last request, and not with it."""
+        """Return whether this CTA's partition ends at a tile of its last request, and not with it."""
         return (row + PART_END_OPEN).load() == 0
 
     def last_request(self) -> Int32:
-        """The last request of this CTA's part; less than the first one if the part has no work."""
+        """Return the last request of this CTA's partition; less than the first one if the partition has no work."""
         row = self._plan_row()
         rounded_away = self.invariant & self._ends_inside(row) & (self._cut_tile(row, PART_END_TILE) == 0)
         last = (row + PART_END_REQ).load() - cutlass.select_(rounded_away, Int32(1), Int32(0))
         return smaller(last, self.batch - 1)
 
-    def _piece_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """(keys in the cache, end tile of the part within the request, end tile of the piece), by the lengths as they are now."""
+    def _work_tile_bounds(self, req: Int32, begin_tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """Return (keys in the cache, end tile of the partition within the request, end tile of the work tile).
+
+        All follow the lengths as they are now.
+        """
         length = self.lengths.keys(req)
         tiles = tiles_of(length)
         row = self._plan_row()
@@ -136,18 +147,18 @@ class Schedule:
         next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
         return length, part_end, cutlass.select_(self.invariant, smaller(part_end, next_multiple), part_end)
 
-    def extent(self, req: Int32, begin_tile: Int32) -> Extent:
-        """The main loop's view of the piece that begins at (req, begin_tile)."""
-        length, part_end, end = self._piece_bounds(req, begin_tile)
-        return Extent(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
+    def tile_range(self, req: Int32, begin_tile: Int32) -> TileRange:
+        """Return the main loop's view of the work tile that begins at (req, begin_tile)."""
+        length, part_end, end = self._work_tile_bounds(req, begin_tile)
+        return TileRange(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
 
-    def piece(self, req: Int32, begin_tile: Int32) -> Piece:
-        """The epilogue's view of the piece that begins at (req, begin_tile)."""
-        return self.piece_of(self.extent(req, begin_tile), req, begin_tile)
+    def work_tile(self, req: Int32, begin_tile: Int32) -> WorkTile:
+        """Return the epilogue's view of the work tile that begins at (req, begin_tile)."""
+        return self.work_tile_of(self.tile_range(req, begin_tile), req, begin_tile)
 
-    def piece_of(self, extent: Extent, req: Int32, begin_tile: Int32) -> Piece:
-        """The same where its extent is at hand."""
-        length = extent.keys + begin_tile * TILE_KEYS
+    def work_tile_of(self, tile_range: TileRange, req: Int32, begin_tile: Int32) -> WorkTile:
+        """Return work_tile(req, begin_tile), whose tile range is at hand."""
+        length = tile_range.keys + begin_tile * TILE_KEYS
         first_row = (self.num_splits + req).load()
         is_whole = cutlass.select_(
             self.invariant,
@@ -157,10 +168,10 @@ class Schedule:
         row = self._plan_row()
         begin_split = cutlass.select_(req == (row + PART_BEGIN_REQ).load(), (row + PART_BEGIN_SPLIT).load(), Int32(0))
         invariant_row = req * self.max_splits + (begin_tile >> (INVARIANT_SPLIT_TILES.bit_length() - 1))
-        return Piece(
+        return WorkTile(
             length=length,
             direct=is_whole | (self.accum_rows == 0),
             accum_row=clip(cutlass.select_(self.invariant, invariant_row, first_row + begin_split), self.accum_rows - 1),
-            next_req=cutlass.select_(extent.more, req, req + 1),
-            next_tile=cutlass.select_(extent.more, begin_tile + extent.tiles, Int32(0)),
+            next_req=cutlass.select_(tile_range.more, req, req + 1),
+            next_tile=cutlass.select_(tile_range.more, begin_tile + tile_range.tiles, Int32(0)),
         )

@@ -15,13 +15,13 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.cache_gather import PARAMS
+from ...spec.cache_gather import PARAMS, CacheGatherArguments
 from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.fragments import pack_word
+from ..primitives.elements import pack_word
 from ..primitives.key_rows import (
     E8M0_NAN,
     MANTISSA_BITS,
@@ -30,8 +30,6 @@ from ..primitives.key_rows import (
     SPAN,
     WORDS,
     Key,
-    as_float,
-    cache_scale,
     element_at,
     exact,
     is_whole,
@@ -39,6 +37,8 @@ from ..primitives.key_rows import (
     registers,
     store_elements,
 )
+from ..primitives.nullable import load_or_one
+from ..primitives.registers import as_float
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
@@ -47,7 +47,7 @@ E8M0_SMALLEST = 1 << (MANTISSA_BITS - 1)  # 2^-127, which is subnormal
 
 @cute.jit
 def requests_before(cu_seqlens: cute.Pointer, batch: Int32, row: Int32) -> Int32:
-    """How many requests end at or before a row of out."""
+    """Return the number of requests that end at or before a row of out."""
     lane, base, count = cute.arch.lane_idx(), Int32(0), Int32(0)
     while base < batch:
         end = Int32(NEVER)
@@ -61,7 +61,7 @@ def requests_before(cu_seqlens: cute.Pointer, batch: Int32, row: Int32) -> Int32
 
 @cute.jit
 def position_of(cu_seqlens: cute.Pointer, starts: cute.Pointer, request: Int32, row: Int32) -> Int32:
-    """The position in its request of a row's key; negative if there is none."""
+    """Return the position in its request of a row's key; negative if there is none."""
     first = cu_seqlens[request]
     position = row - first
     if starts.toint() != 0 and row >= first:
@@ -72,7 +72,7 @@ def position_of(cu_seqlens: cute.Pointer, starts: cute.Pointer, request: Int32, 
 
 @cute.jit
 def page_of(table: cute.Pointer, place: Int64, column: Int32, columns: Int32, wanted: Boolean) -> Int32:
-    """A request's page; -1 where its row of the block table has none."""
+    """Return a request's page; -1 where its row of the block table has none."""
     page = Int32(-1)
     if wanted and column < columns:
         page = (table + (place + column)).load()
@@ -81,7 +81,7 @@ def page_of(table: cute.Pointer, place: Int64, column: Int32, columns: Int32, wa
 
 @cute.jit
 def load_scale(element: cutlass.Constexpr, address: Int64, wanted: Boolean) -> Int32:
-    """One scale; 0 where it is not wanted."""
+    """Load one scale; 0, and no access, where it is not wanted."""
     bits = Int32(0)
     if wanted:
         bits = Int32(element_at(element, address).load())
@@ -89,7 +89,7 @@ def load_scale(element: cutlass.Constexpr, address: Int64, wanted: Boolean) -> I
 
 
 def scaled(words: cute.Tensor, scale: Float32) -> list[Float32]:
-    """e4m3 values times their scale."""
+    """Return e4m3 values times their scale."""
     return [value * scale for value in exact(words, Float8E4M3FN)]
 
 
@@ -103,27 +103,14 @@ class CacheGather:
         self.latent = latent_columns(config.format)
 
     @cute.jit
-    def host(
-        self,
-        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
-        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
-        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+    def host(self, args: CacheGatherArguments):
+        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            k_cache, block_table, cu_seqlens, starts, descale_k, out,
-            cache_stride_page, cache_stride_row, table_stride_batch, out_stride_row,
-            rows, batch, pages, page_size, table_pages,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
-    def kernel(
-        self,
-        k_cache: cute.Pointer, block_table: cute.Pointer, cu_seqlens: cute.Pointer, starts: cute.Pointer, descale_k: cute.Pointer,
-        out: cute.Pointer, cache_stride_page: Int64, cache_stride_row: Int64, table_stride_batch: Int64, out_stride_row: Int64,
-        rows: Int32, batch: Int32, pages: Int32, page_size: Int32, table_pages: Int32,
-    ):  # fmt: skip
+    def kernel(self, args: CacheGatherArguments):
+        """Process one key or row per warp."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         row, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
@@ -132,18 +119,19 @@ class CacheGather:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-        request = batch
-        if row < rows:
-            request = requests_before(cu_seqlens, batch, row)
-        if request < batch:
-            position = position_of(cu_seqlens, starts, request, row)
-            page = page_of(block_table, request * table_stride_batch, position // page_size, table_pages, position >= 0)
-            found = (page >= 0) & (page < pages)
-            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, position % page_size, cache_stride_row, page_size)
-            self.gather(key, out.toint() + row * out_stride_row * ELEMENT_BYTES, lane, found, descale_k)
+        request = args.batch
+        if row < args.rows:
+            request = requests_before(args.cu_seqlens, args.batch, row)
+        if request < args.batch:
+            position = position_of(args.cu_seqlens, args.starts, request, row)
+            page = page_of(args.block_table, request * args.table_stride_batch, position // args.page_size, args.table_pages, position >= 0)
+            found = (page >= 0) & (page < args.pages)
+            address = args.k_cache.toint() + page * args.cache_stride_page
+            key = Key.of(self.cache, address, position % args.page_size, args.cache_stride_row, args.page_size)
+            self.gather(key, args.out.toint() + row * args.out_stride_row * ELEMENT_BYTES, lane, found, args.descale_k)
 
     def gather(self, key: Key, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
-        """One key to one row of out."""
+        """Gather one key to one row of out."""
         element_bytes = 1 if self.cache.quantised else ELEMENT_BYTES
         vectors = [registers(VECTOR * element_bytes // 4) for _ in range(2)]
         columns = [SPAN * i + VECTOR * lane for i in range(2)]
@@ -163,7 +151,7 @@ class CacheGather:
         self.store_pair(pair, target + (self.latent + PAIR * lane) * ELEMENT_BYTES, factors[0])
 
     def load_pair(self, data: Int64, lane: Int32, found: Boolean) -> cute.Tensor:
-        """2 rotary columns of a lane, as they lie there."""
+        """Load the lane's 2 rotary columns, not converted."""
         pair = registers(1)
         if self.cache.quantised == self.cache.d_qk:
             pair[0] = load_scale(Uint16, data + self.latent + PAIR * lane, found)
@@ -173,7 +161,7 @@ class CacheGather:
         return pair
 
     def store_pair(self, pair: cute.Tensor, target: Int64, factor: Float32) -> None:
-        """Writes them."""
+        """Store the lane's 2 rotary columns in the type of out."""
         if self.cache.quantised == self.cache.d_qk:
             pair[0] = pack_word(scaled(pair, factor)[:PAIR], self.dtype)
         elif self.cache.quantised and self.dtype is not cutlass.BFloat16:
@@ -181,11 +169,11 @@ class CacheGather:
         store_elements(pair, target, is_whole(target, PAIR), Boolean(True))
 
     def scale(self, scales: Int64, column: Int32, found: Boolean, descale_k: cute.Pointer) -> Float32:
-        """Of a lane's 8 columns."""
+        """Return the scale of a lane's 8 columns."""
         if not self.cache.quantised:
             return Float32(1.0)
         if not self.cache.groups:
-            return cache_scale(descale_k)
+            return load_or_one(descale_k)
         wanted, group = found & (column < self.latent), column // self.cache.group
         if self.cache.scales_inside:
             return as_float(load_scale(Int32, scales + group * 4, wanted))
@@ -195,13 +183,13 @@ class CacheGather:
 
 
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = CacheGather(config, arch)
     return KernelDefinition(
         op="cache_gather",
         config=config,
         host=kernel.host,
-        args=example_arguments(PARAMS, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),
+        args=(example_arguments(CacheGatherArguments, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

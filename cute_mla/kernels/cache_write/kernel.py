@@ -26,12 +26,12 @@ from ...spec.cache_rows import (
     CacheRowsConfig,
     latent_columns,
 )
-from ...spec.cache_write import PARAMS
+from ...spec.cache_write import PARAMS, CacheWriteArguments
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.fragments import pack_word
+from ..primitives.elements import pack_word
 from ..primitives.key_rows import (
     E8M0_NAN,
     INFINITE,
@@ -41,9 +41,6 @@ from ..primitives.key_rows import (
     SPAN,
     WORDS,
     Key,
-    as_bits,
-    as_float,
-    cache_scale,
     element_at,
     exact,
     is_whole,
@@ -51,6 +48,8 @@ from ..primitives.key_rows import (
     registers,
     store_words,
 )
+from ..primitives.nullable import load_or_one
+from ..primitives.registers import as_bits, as_float
 
 THREADS = 32 * KEYS_PER_BLOCK
 MAGNITUDE = 0x7FFFFFFF
@@ -59,7 +58,7 @@ EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal
 
 @cute.jit
 def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
-    """A token's slot, of either type."""
+    """Load a token's slot, int64 or int32."""
     slot = Int64(0)
     if wide != 0:
         slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
@@ -69,7 +68,7 @@ def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
 
 
 def largest(values: list[Float32], lanes: int) -> Int32:
-    """Bits of the largest magnitude in so many neighbouring lanes."""
+    """Return the bits of the largest magnitude in so many neighbouring lanes."""
     found = as_bits(values[0]) & MAGNITUDE
     for value in values[1:]:
         found = cutlass.max(found, as_bits(value) & MAGNITUDE)
@@ -81,13 +80,13 @@ def largest(values: list[Float32], lanes: int) -> Int32:
 
 
 def exponent_above(amax: Float32) -> Int32:
-    """Biased exponent of the least power of two that is allowed and not below amax / 448."""
+    """Return the biased exponent of the least power of two that is allowed and not below amax / 448."""
     bits = as_bits(cute.arch.fmax(amax / Float32(E4M3_MAX), Float32(LEAST_POWER_OF_TWO_AMAX)))
     return (bits + ((1 << MANTISSA_BITS) - 1)) >> MANTISSA_BITS
 
 
 def codes(values: list[Float32]) -> cute.Tensor:
-    """e4m3, four in a word."""
+    """Round values to e4m3, four in a word."""
     words = registers(len(values) // 4)
     for i in range(cute.size(words)):
         words[i] = pack_word(values[4 * i : 4 * i + 4], Float8E4M3FN)
@@ -96,14 +95,14 @@ def codes(values: list[Float32]) -> cute.Tensor:
 
 @cute.jit
 def store_scale(element: cutlass.Constexpr, value: Int32, address: Int64, wanted: Boolean):
-    """One scale."""
+    """Store one scale."""
     if wanted:
         element_at(element, address).store(element(value))
 
 
 @cute.jit
 def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
-    """Bits of the fp32 scale of fp8_656."""
+    """Return the bits of the fp32 scale of fp8_656."""
     scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
     if power_of_two != 0:
         scale = exponent_above(as_float(amax)) << MANTISSA_BITS
@@ -120,27 +119,14 @@ class CacheWrite:
         self.latent = latent_columns(config.format)
 
     @cute.jit
-    def host(
-        self,
-        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
-        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+    def host(self, args: CacheWriteArguments):
+        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            kv_c, k_pe, slot_mapping, descale_k, k_cache,
-            kv_c_stride_token, k_pe_stride_token, slot_stride_token, cache_stride_page, cache_stride_row,
-            tokens, slots, page_size, wide_slots, power_of_two,
-        ).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)  # fmt: skip
+        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
-    def kernel(
-        self,
-        kv_c: cute.Pointer, k_pe: cute.Pointer, slot_mapping: cute.Pointer, descale_k: cute.Pointer, k_cache: cute.Pointer,
-        kv_c_stride_token: Int64, k_pe_stride_token: Int64, slot_stride_token: Int64, cache_stride_page: Int64, cache_stride_row: Int64,
-        tokens: Int32, slots: Int32, page_size: Int32, wide_slots: Int32, power_of_two: Int32,
-    ):  # fmt: skip
+    def kernel(self, args: CacheWriteArguments):
+        """Process one key or row per warp."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         token, lane = block * KEYS_PER_BLOCK + thread // 32, thread % 32
@@ -150,14 +136,14 @@ class CacheWrite:
         cute.arch.griddepcontrol_wait()
 
         slot = Int64(-1)
-        if token < tokens:
-            slot = slot_of(slot_mapping, token * slot_stride_token, wide_slots)
-        if slot >= 0 and slot < slots:
-            page, row = Int32(slot) // page_size, Int32(slot) % page_size
-            key = Key.of(self.cache, k_cache.toint() + page * cache_stride_page, row, cache_stride_row, page_size)
+        if token < args.tokens:
+            slot = slot_of(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
+        if slot >= 0 and slot < args.slots:
+            page, row = Int32(slot) // args.page_size, Int32(slot) % args.page_size
+            key = Key.of(self.cache, args.k_cache.toint() + page * args.cache_stride_page, row, args.cache_stride_row, args.page_size)
 
-            latent = kv_c.toint() + token * kv_c_stride_token * ELEMENT_BYTES
-            rotary = k_pe.toint() + token * k_pe_stride_token * ELEMENT_BYTES
+            latent = args.kv_c.toint() + token * args.kv_c_stride_token * ELEMENT_BYTES
+            rotary = args.k_pe.toint() + token * args.k_pe_stride_token * ELEMENT_BYTES
             vectors = [registers(WORDS) for _ in range(2)]
             pair = registers(1)
             for i in cutlass.range_constexpr(2):
@@ -165,13 +151,13 @@ class CacheWrite:
                 load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
             load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
-            scale = cache_scale(descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
+            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
             for i in cutlass.range_constexpr(2):
-                self.write_vector(key, vectors[i], i, lane, scale, power_of_two)
+                self.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
             self.write_pair(key, pair, lane, scale)
 
     def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
-        """8 latent columns of a lane."""
+        """Write 8 latent columns of a lane."""
         column = SPAN * i + VECTOR * lane
         wanted = column < self.latent
         if not self.cache.quantised:
@@ -198,7 +184,7 @@ class CacheWrite:
         store_words(codes(scaled), key.data + column, wanted)
 
     def write_pair(self, key: Key, words: cute.Tensor, lane: Int32, scale: Float32) -> None:
-        """2 rotary columns of a lane."""
+        """Write 2 rotary columns of a lane."""
         if self.cache.quantised == self.cache.d_qk:
             values = [value / scale for value in exact(words, self.dtype)]
             both = pack_word([*values, Float32(0.0), Float32(0.0)], Float8E4M3FN)
@@ -211,7 +197,10 @@ class CacheWrite:
 
 
 def expected(cache: CacheFormat) -> dict[str, int]:
-    """Of a lane: its two vectors loaded at once, columns divided and rounded as the reference does. ptxas would take div.full as well."""
+    """Return the instructions of a lane.
+
+    Its two vectors are loaded at once. Columns are divided and rounded as the reference does; ptxas would take div.full as well.
+    """
     if not cache.quantised:
         return {"LDG.E.128": 2, "STG.E.128": 2}
     rotary = PAIR if cache.quantised == cache.d_qk else 0
@@ -224,13 +213,13 @@ def expected(cache: CacheFormat) -> dict[str, int]:
 
 
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = CacheWrite(config, arch)
     return KernelDefinition(
         op="cache_write",
         config=config,
         host=kernel.host,
-        args=example_arguments(PARAMS, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),
+        args=(example_arguments(CacheWriteArguments, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

@@ -1,1 +1,1 @@
-"""Merges the splits of each request into out and lse."""
+"""Merge of the splits of each request into out and lse."""

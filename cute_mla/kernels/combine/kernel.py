@@ -22,15 +22,16 @@ from cutlass import Float32, Int32, Int64
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineConfig
+from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths, clip
+from ..attention.lengths import Lengths
 from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
+from ..primitives.integers import clip
 
 THREADS = 32 * ROWS_PER_BLOCK
 assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns or all of them"
@@ -38,7 +39,7 @@ assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns
 
 @cute.jit
 def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_splits: Int32, accum_rows: Int32):
-    """(first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
+    """Return (first accumulator row, rows to merge) of a request; with fewer than 2 rows the decode kernel wrote out itself."""
     first, count = request * max_splits, Int32(0)
     if max_splits > 0:
         # Rows are kept for the longest length: only those of this length were written. No length overflows here.
@@ -52,8 +53,10 @@ def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_sp
 
 @dataclass(frozen=True)
 class Splits(Results):
-    """The splits of a row. first: this lane's first column in the first one. lse_row: its lse. strides: elements of either between
-    splits."""
+    """The splits of a row.
+
+    first: this lane's first column in the first one. lse_row: its lse. strides: elements of either between splits.
+    """
 
     first: cute.Pointer
     lse_row: cute.Pointer
@@ -63,137 +66,69 @@ class Splits(Results):
     dtype = Float32
 
     def lse(self, result: Int32) -> Float32:
-        """As it lies there."""
+        """Return the lse of a split, base 2 as it is stored."""
         return (self.lse_row + Int64(result) * self.lse_stride).load()
 
     def row(self, result: Int32) -> cute.Pointer:
-        """One row of the accumulators."""
+        """Return one row of the accumulators."""
         return self.first + Int64(result) * self.row_stride
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """At once: all rows are aligned."""
+        """Load 4 columns at once: all rows are aligned."""
         cute.autovec_copy(vector_at(source, 4 * VECTOR), target)
 
 
 @cute.kernel
-def combine(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    num_splits: cute.Pointer,
-    attn_sink: cute.Pointer,
-    out_accum: cute.Pointer,
-    lse_accum: cute.Pointer,
-    out: cute.Pointer,
-    lse: cute.Pointer,
-    out_stride_batch: Int64,
-    out_stride_token: Int64,
-    out_stride_head: Int64,
-    lse_stride_batch: Int64,
-    lse_stride_head: Int64,
-    lse_stride_token: Int64,
-    empty_lse: Float32,
-    batch: Int32,
-    s_q: Int32,
-    h_q: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    max_splits: Int32,
-    accum_rows: Int32,
-):
+def combine(args: CombineArguments):
+    """Merge the splits of every row that has several, a warp a row."""
     first_token, head_block, column_block = cute.arch.block_idx()
     token_step, _, column_blocks = cute.arch.grid_dim()
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % 32
     head = head_block * ROWS_PER_BLOCK + thread // 32
     column = column_block * GROUP + lane * VECTOR
-    stride = Int64(s_q) * h_q
+    stride = Int64(args.s_q) * args.h_q
 
     # The next kernel may be launched now: one that reads out waits for this grid to end.
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
-    keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
+    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
     sink = Float32(-math.inf)
-    if attn_sink.toint() != 0 and head < h_q:
-        sink = attn_sink[head] * LOG2E
+    if args.attn_sink.toint() != 0 and head < args.h_q:
+        sink = args.attn_sink[head] * LOG2E
     begin = first_token
-    while begin < batch * s_q:
+    while begin < args.batch * args.s_q:
         mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
         first, count = Int32(0), Int32(0)
-        if mine < batch * s_q:
-            first, count = splits_of(keys, num_splits, mine // s_q, max_splits, accum_rows)
-        split = cute.arch.vote_ballot_sync(count > 1) if head < h_q else Int32(0)
+        if mine < args.batch * args.s_q:
+            first, count = splits_of(keys, args.num_splits, mine // args.s_q, args.max_splits, args.accum_rows)
+        split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
         while split != 0:
             index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
             split = split & (split - 1)
-            request, token = (begin + index * token_step) // s_q, (begin + index * token_step) % s_q
-            row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * h_q + head)
-            out_row = out + (request * out_stride_batch + token * out_stride_token + head * out_stride_head + column)
-            splits = Splits(out_accum + (row * D_V + column), lse_accum + row, stride * D_V, stride)
+            request, token = (begin + index * token_step) // args.s_q, (begin + index * token_step) % args.s_q
+            row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
+            out_row = args.out + (request * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
+            splits = Splits(args.out_accum + (row * D_V + column), args.lse_accum + row, stride * D_V, stride)
             shift, total = Float32(0), Float32(0)
             if column_blocks == 1:
                 shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, D_V // GROUP)
             else:
                 shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, 1)
             if lane == 0 and column_block == 0:
-                value = empty_lse
+                value = args.empty_lse
                 if total != 0:  # true for NaN
                     value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                (lse + (request * lse_stride_batch + head * lse_stride_head + token * lse_stride_token)).store(value)
+                (args.lse + (request * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
         begin += 32 * token_step
 
 
 @cute.jit
-def launch(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    num_splits: cute.Pointer,
-    attn_sink: cute.Pointer,
-    out_accum: cute.Pointer,
-    lse_accum: cute.Pointer,
-    out: cute.Pointer,
-    lse: cute.Pointer,
-    out_stride_batch: Int64,
-    out_stride_token: Int64,
-    out_stride_head: Int64,
-    lse_stride_batch: Int64,
-    lse_stride_head: Int64,
-    lse_stride_token: Int64,
-    empty_lse: Float32,
-    batch: Int32,
-    s_q: Int32,
-    h_q: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    max_splits: Int32,
-    accum_rows: Int32,
-    name: cutlass.Constexpr,
-):
+def launch(args: CombineArguments, name: cutlass.Constexpr):
+    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
     combine.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    combine(
-        lengths,
-        extra_lengths,
-        num_splits,
-        attn_sink,
-        out_accum,
-        lse_accum,
-        out,
-        lse,
-        out_stride_batch,
-        out_stride_token,
-        out_stride_head,
-        lse_stride_batch,
-        lse_stride_head,
-        lse_stride_token,
-        empty_lse,
-        batch,
-        s_q,
-        h_q,
-        max_keys,
-        extra_max_keys,
-        max_splits,
-        accum_rows,
-    ).launch(
+    combine(args).launch(
         grid=(1, 1, 1),
         block=(THREADS, 1, 1),
         use_pdl=True,
@@ -204,9 +139,9 @@ def launch(
 
 
 def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source for one element type of out, ready to compile."""
+    """Return the kernel's source for one element type of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
-    args = (*example_arguments(PARAMS, elements), kernel_name("combine", arch.name, config.name))
+    args = (example_arguments(CombineArguments, elements), kernel_name("combine", arch.name, config.name))
     return KernelDefinition(
         op="combine",
         config=config,

@@ -1,157 +1,164 @@
-"""The operands of the dense decode kernels, and where a query row lies in each of them."""
+"""The arguments of the dense decode kernels by meaning: where a query row lies, which keys it sees, where a key lies."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES
+from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES, DenseDecodeArguments
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import larger, smaller
-from ..attention.split_kv_scheduler import Piece, Schedule
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..attention.softmax import FindWorkTile
+from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.integers import larger, smaller
+from ..primitives.nullable import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
 
 
 @dataclass(frozen=True)
-class Fp8Cache:
-    """An e4m3 cache as threads read it. Strides in bytes; pages: how many there are, whatever the table says."""
-
-    first: cute.Pointer
-    page_stride: Int64
-    row_stride: Int64
-    pages: Int32
-
-    def address(self, page: Int32, row: Int32, source: Int32) -> Int64:
-        """The address of byte `source` of a row, 0 for one in a page that is not there."""
-        address = self.first.toint() + (Int64(Uint32(page)) * self.page_stride + Int64(Uint32(row)) * self.row_stride + source)
-        return cutlass.select_(Uint32(page) < Uint32(self.pages), address, Int64(0))
-
-
-@dataclass(frozen=True)
 class Operands:
-    """The kernel's parameters, by meaning. Strides in elements."""
+    """The arguments by meaning. scale_log2: factor of the scores, log2 units; with the scales of e4m3 operands after with_descales."""
 
-    kv_map: Any
-    q: cute.Pointer
-    fp8_cache: Fp8Cache
-    descales: tuple[cute.Pointer, cute.Pointer]  # of q and of the cache
-    block_table: cute.Pointer
-    out: cute.Pointer
-    lse: cute.Pointer
-    out_accum: cute.Pointer
-    lse_accum: cute.Pointer
-    q_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    out_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    lse_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    table_stride: Int64
+    args: DenseDecodeArguments
+    schedule: SplitKvSchedule
     scale_log2: Float32
-    empty_lse: Float32
-    s_q: Int32
-    h_q: Int32
-    heads_per_kv: Int32
-    page_size: Int32
-    causal: Int32
-    schedule: Schedule
+
+    @property
+    def empty_lse(self) -> Float32:
+        """Return the lse of a row that attends to nothing."""
+        return self.args.empty_lse
 
     def with_descales(self, kind: str) -> Operands:
-        """The same, with what scales the kernel's own products in scale_log2. kind: the config's operands. Reads the scales,
-        which may come from the kernel before."""
-        if kind == LATENT:
-            return self
-        scale_log2 = self.scale_log2 * scalar_or_one(self.descales[1])
-        if kind == FP8:
-            scale_log2 = scale_log2 * scalar_or_one(self.descales[0])
-        return replace(self, scale_log2=scale_log2)
+        """Return operands whose scale_log2 includes the scales of q and cache. kind: the variant's operands."""
+        return replace(self, scale_log2=DescaledRows(kind).score_scale(self))
 
-    def row_weight(self, kind: str, total: Float32) -> Float32:
-        """What makes the output of a row, from the sum of its probabilities: values have the cache's scale. Reads it again,
-        once a piece, so that no register holds it meanwhile."""
-        weight = 1.0 / total
-        return weight if kind == LATENT else weight * scalar_or_one(self.descales[1])
+    # ---- query rows -------------------------------------------------------------------------------------------------
 
     def rows(self) -> Int32:
-        """Query rows of one KV head."""
-        return self.s_q * self.heads_per_kv
-
-    def box_keys(self) -> Int32:
-        """Keys of one TMA box: a page, or a tile if that is less."""
-        return smaller(self.page_size, Int32(TILE_KEYS))
-
-    def place_in_table(self, first_key: Int32) -> tuple[Int32, Int32]:
-        """Of this lane's box in the tile from first_key on: its entry in the block table, its first row in that page."""
-        return self.place_of(first_key + cute.arch.lane_idx() * self.box_keys())
-
-    def place_of(self, key: Int32) -> tuple[Int32, Int32]:
-        """Of a key of a request: its entry in the block table, its row in that page."""
-        entry = key // self.page_size
-        return entry, key - entry * self.page_size
-
-    def next_place(self, entry: Int32, row: Int32) -> tuple[Int32, Int32]:
-        """The same of the tile after it, without a division: a page is a tile or more, or one of two parts of it."""
-        first, second = SMALL_PAGES
-        small = cutlass.select_(self.page_size == first, Int32(TILE_KEYS // first), Int32(TILE_KEYS // second))
-        following = row + TILE_KEYS
-        wrapped = cutlass.select_(following < self.page_size, Int32(0), Int32(1))
-        is_small = self.page_size < TILE_KEYS
-        return (
-            entry + cutlass.select_(is_small, small, wrapped),
-            cutlass.select_(is_small, row, following - wrapped * self.page_size),
-        )
+        """Return the number of query rows of one KV head."""
+        return self.args.s_q * self.args.heads_per_kv
 
     def kv_head(self) -> Int32:
-        """The KV head of this CTA."""
+        """Return the KV head of this CTA."""
         return cute.arch.block_idx()[1]
 
     def token_and_head(self, row: Int32) -> tuple[Int32, Int32]:
-        """Query token and query head of a row of this CTA's KV head."""
-        token = Int32(Uint32(row) // Uint32(self.heads_per_kv))
-        return token, self.kv_head() * self.heads_per_kv + (row - token * self.heads_per_kv)
+        """Return the query token and query head of a row of this CTA's KV head."""
+        token = Int32(Uint32(row) // Uint32(self.args.heads_per_kv))
+        return token, self.kv_head() * self.args.heads_per_kv + (row - token * self.args.heads_per_kv)
 
     def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of a query row."""
-        return self.q + self._offset(self.q_strides, req, row)
+        """Return element 0 of a query row."""
+        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row)
 
     def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of an output row."""
-        return self.out + self._offset(self.out_strides, req, row)
+        """Return element 0 of an output row."""
+        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
+        return self.args.out + self._offset(strides, req, row)
 
     def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
-        """The lse of a query row."""
-        return self.lse + self._offset(self.lse_strides, req, row)
+        """Return the lse of a query row."""
+        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
+        return self.args.lse + self._offset(strides, req, row)
 
     def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
         token, head = self.token_and_head(row)
         return Int64(req) * strides[0] + Int64(token) * strides[1] + Int64(head) * strides[2]
 
-    def accum_row(self, piece: Piece, row: Int32) -> Int64:
-        """Row number of a query row in the contiguous split accumulators."""
+    @property
+    def out_accum(self) -> cute.Pointer:
+        """Return the fp32 rows of the split accumulators."""
+        return self.args.out_accum
+
+    @property
+    def lse_accum(self) -> cute.Pointer:
+        """Return the lse of every row of the split accumulators."""
+        return self.args.lse_accum
+
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
+        """Return the number of a query row in the split accumulators."""
         token, head = self.token_and_head(row)
-        return (Int64(piece.accum_row) * self.s_q + token) * self.h_q + head
+        return (Int64(work_tile.accum_row) * self.args.s_q + token) * self.args.h_q + head
+
+    # ---- keys -------------------------------------------------------------------------------------------------------
 
     def least_limit(self, left: Int32) -> Int32:
-        """The least key_limit of all rows."""
-        return left - cutlass.select_(self.causal != 0, self.s_q - 1, Int32(0))
+        """Return the least key_limit of all rows."""
+        return left - cutlass.select_(self.args.causal != 0, self.args.s_q - 1, Int32(0))
 
     def key_limit(self, left: Int32, row: Int32) -> Int32:
-        """First key that a query row does not see, counted from a tile with `left` keys from it to the end of the cache:
-        the end, or bottom-right causal. Rows past the last one see no key behind the end either."""
+        """Return the first key that a query row does not see, counted from a tile `left` keys before the end of the cache.
+
+        The limit is the end, or bottom-right causal. Rows past the last one see no key past the end either.
+        """
         token, _ = self.token_and_head(row)
-        return left - cutlass.select_(self.causal != 0, larger(self.s_q - 1 - token, Int32(0)), Int32(0))
+        return left - cutlass.select_(self.args.causal != 0, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
+
+    def box_keys(self) -> Int32:
+        """Return the keys of one TMA box: a page, or a tile if that is less."""
+        return smaller(self.args.page_size, Int32(TILE_KEYS))
+
+    def page_entry(self, key: Int32) -> tuple[Int32, Int32]:
+        """Return (entry in the block table, row in that page) of a key of a request."""
+        entry = key // self.args.page_size
+        return entry, key - entry * self.args.page_size
+
+    def next_tile_entry(self, entry: Int32, row: Int32) -> tuple[Int32, Int32]:
+        """Return page_entry of the key one tile further, without a division: a page holds a tile or more, or a small part of one."""
+        first, second = SMALL_PAGES
+        small = cutlass.select_(self.args.page_size == first, Int32(TILE_KEYS // first), Int32(TILE_KEYS // second))
+        following = row + TILE_KEYS
+        wrapped = cutlass.select_(following < self.args.page_size, Int32(0), Int32(1))
+        is_small = self.args.page_size < TILE_KEYS
+        return (
+            entry + cutlass.select_(is_small, small, wrapped),
+            cutlass.select_(is_small, row, following - wrapped * self.args.page_size),
+        )
+
+    def table_row(self, req: Int32) -> cute.Pointer:
+        """Return a request's row of the block table."""
+        return self.args.block_table + Int64(req) * self.args.table_stride
+
+    def e4m3_address(self, page: Int32, row: Int32, byte: Int32) -> Int64:
+        """Return the address of a byte of a row of an e4m3 cache; 0 for a page that the cache does not have."""
+        offset = Int64(Uint32(page)) * self.args.page_stride + Int64(Uint32(row)) * self.args.row_stride + byte
+        address = self.args.cache.toint() + offset
+        return cutlass.select_(Uint32(page) < Uint32(self.args.pages), address, Int64(0))
 
 
-@cute.jit
-def scalar_or_one(pointer: cute.Pointer) -> Float32:
-    """The fp32 number there, or 1 for a null pointer."""
-    value = Float32(1)
-    if pointer.toint() != 0:
-        value = pointer.load()
-    return value
+@dataclass(frozen=True)
+class DescaledRows:
+    """Row scale with the scales of e4m3 operands, read when asked for: the kernel before may have written them.
+
+    kind: the variant's operands.
+    """
+
+    kind: str
+
+    def score_scale(self, operands: Operands) -> Float32:
+        """Return the factor of the scores, with the scales of q and cache."""
+        if self.kind == LATENT:
+            return operands.scale_log2
+        scale_log2 = operands.scale_log2 * load_or_one(operands.args.descale_k)
+        return scale_log2 * load_or_one(operands.args.descale_q) if self.kind == FP8 else scale_log2
+
+    def weight(self, operands: Operands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+        """Return the factor of a row of O."""
+        return descaled_weight(operands, self.kind, total)
+
+
+def descaled_weight(operands: Operands, kind: str, total: Float32) -> Float32:
+    """Return 1 / row sum, times the scale of e4m3 values.
+
+    Read the scale again, once per work tile, so that no register holds it meanwhile.
+    """
+    weight = 1.0 / total
+    return weight if kind == LATENT else weight * load_or_one(operands.args.descale_k)
 
 
 @dataclass(frozen=True)
@@ -169,8 +176,8 @@ class LaneBox:
     tile_bytes: Int32
 
     @staticmethod
-    def of(operands: Operands, page: Int32, row: Int32, boxes: Int32) -> LaneBox:
-        """This lane's box, from `row` of a page on, in a tile of which `boxes` lanes have one."""
+    def create(operands: Operands, page: Int32, row: Int32, boxes: Int32) -> LaneBox:
+        """Return this lane's box, from `row` of a page on, in a tile of which `boxes` lanes have one."""
         box_keys = operands.box_keys()
         offset = cute.arch.lane_idx() * box_keys
         return LaneBox(
@@ -183,5 +190,5 @@ class LaneBox:
 
 
 def count_boxes(page: Int32) -> Int32:
-    """Lanes of the load warp that have a page."""
+    """Return the number of lanes of the load warp that have a page."""
     return cute.arch.popc(cute.arch.vote_ballot_sync(page != NO_PAGE))

@@ -2,7 +2,7 @@
 
 The kernel of sm100.py with another role in front: four warps of each CTA load its half of the columns of every key, page by page,
 and write them as 16-bit columns where the TMA would. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the
-scale of the cache goes into those of the scores and of the output. Roles and pipelines: sm100/row_producer.py, whose gather role
+scale of the cache goes into those of the scores and of the output. Roles and pipelines: ../sm100/row_producer.py, whose gather role
 is called convert here; the other roles are the 16-bit kernel's.
 
 Of a key behind the end of the request, or in a page that the cache does not have, nothing is read, and its row is zeros: nothing is
@@ -12,23 +12,42 @@ left to clear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Uint32, cute
 
-from ...spec.mla import D_LATENT
-from ..attention.tiles import ELEMENT_BYTES
+from ...spec.arch import Arch
+from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen_in_pairs
-from ..sm100.config import CTA_ROPE, SIXTEEN_BIT, VECTOR, Tiles
+from ..sm100.config import CTA_ROPE, EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Pipes, Tiles
+from ..sm100.mma import MmaRole, PairGemm
+from ..sm100.output import OutputRole
+from ..sm100.pair import begin, end, initialise
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
-from ..sm100.row_copy import PIECE, LaneKeys, make_pieces
-from ..sm100.row_producer import FilledPair, filled_source
-from .operands import NO_PAGE, Operands
-from .sm100_rows import DenseRowsSm100
+from ..sm100.row_copy import CHUNK, LaneKeys, make_chunks
+from ..sm100.row_producer import (
+    KV_ARRIVALS,
+    MMA_REGISTERS,
+    MMA_WARP,
+    OUTPUT_REGISTERS,
+    OUTPUT_WARP,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    SCORE_REGISTERS,
+    THREADS,
+    RowProducer,
+    first_lane_key,
+    role_table,
+)
+from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
+from .abi import DenseDecodeAbi
+from .operands import NO_PAGE, DescaledRows, Operands
+from .sm100_mask import LengthMask
 
-ROPE_LANES = CTA_ROPE // PIECE  # that fetch the RoPE columns of one key: all keys of a warp at once
+ROPE_LANES = CTA_ROPE // CHUNK  # that fetch the RoPE columns of one key: all keys of a warp at once
 
 
 @dataclass(frozen=True)
@@ -40,29 +59,32 @@ class WidenedColumns:
 
     @property
     def passes(self) -> int:
-        """Loads of a lane and tile."""
+        """Return the loads of a lane and tile."""
         return self.columns.passes
 
     def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Starts the load of one pass; zeros for keys that are not there."""
+        """Start the load of one pass; zeros for keys that are not there."""
         self.columns.fetch(step, keys)
 
     def store(self, step: int, rows: cute.Pointer) -> None:
-        """Converts one pass and writes it to the warp's rows of a slot."""
-        words = widen_in_pairs(self.columns.rPieces[step], self.dtype)
+        """Convert one pass and write it to the warp's rows of a stage."""
+        words = widen_in_pairs(self.columns.rChunks[step], self.dtype)
         for half in range(ELEMENT_BYTES):
             part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
             self.columns.store_half(step, half, rows, part)
 
 
 def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """A CTA's half of the RoPE columns, in the box behind the values. A key's columns fill half of its row there, so the eight
-    lanes that store together have keys that differ in the bits 0 and 2 of their numbers."""
+    """Return the mover of a CTA's half of the RoPE columns, in the box behind the values.
+
+    A key's columns fill half of its row there, so the eight lanes that store together have keys that differ in the bits 0 and 2 of
+    their numbers.
+    """
     lane = cute.arch.lane_idx()
-    key, piece = lane // ROPE_LANES, lane % ROPE_LANES
+    key, chunk = lane // ROPE_LANES, lane % ROPE_LANES
     shuffled = key % 2 | key // 2 % 2 << 2 | key // 4 % 2 << 1 | key // 8 << 3
-    source = D_LATENT + rank * CTA_ROPE + piece * PIECE
-    return E4m3Columns(source, None, make_pieces(1), shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), piece)
+    source = D_LATENT + rank * CTA_ROPE + chunk * CHUNK
+    return E4m3Columns(source, None, make_chunks(1), shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), chunk)
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ class RequestKeys:
 
 @cute.jit
 def page_and_row(keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
-    """The page of a key, and its row there; NO_PAGE for a key behind the last one, whose entry is never read."""
+    """Return the page of a key, and its row there; NO_PAGE for a key behind the last one, whose entry is never read."""
     page, row = Int32(NO_PAGE), Int32(0)
     if position < keys.count:
         entry = Int32(Uint32(position) // Uint32(keys.page_size))
@@ -84,33 +106,77 @@ def page_and_row(keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
     return page, row
 
 
-class ConvertingSm100(DenseRowsSm100, FilledPair):
-    """One variant of the kernel."""
+class DenseDecodeSm100Fp8Cache(AttentionKernel):
+    """One variant of the kernel of an e4m3 cache and 16-bit queries."""
 
-    has_rope = True
-    filling_role = "convert"
+    threads = THREADS
 
-    def score(self, operands: Operands, tiles: Tiles, pipes: Any, tmem: Int32) -> None:
-        """Of products with their scales."""
-        super().score(operands.with_descales(self.config.operands), tiles, pipes, tmem)
+    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
+        super().__init__(DenseDecodeAbi(config), arch)
+        self.vectors = config.access_bytes == 4 * VECTOR
+        self.smem = SIXTEEN_BIT.smem()
 
-    def columns_of(self, rank: Int32) -> ConvertedTile:
-        """The latent and the RoPE columns of a CTA."""
+    @cute.jit
+    def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
+        memory = self.smem.allocate()
+        tiles, pipes = Tiles.create(SIXTEEN_BIT, memory), Pipes.create(memory)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == PRODUCER_WARP:
+            with cute.arch.elect_one():
+                initialise(pipes, SIXTEEN_BIT, KV_ARRIVALS)
+        tmem = begin(tiles, warp, MMA_WARP)
+        if warp < OUTPUT_WARP:
+            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
+            queries = QueryLoader(SIXTEEN_BIT, has_rope=True, vectors=self.vectors)
+            mask, row_scale = LengthMask(clears_unused=False), DescaledRows(FP8_CACHE)
+            ScoreRole(SIXTEEN_BIT, self.dtype, mask, row_scale, queries).run(operands.with_descales(FP8_CACHE), tiles, pipes, tmem)
+        elif warp < PRODUCER_WARP:
+            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
+            OutputRole(SIXTEEN_BIT, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
+        elif warp < MMA_WARP:
+            cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
+            RowProducer(self.columns, PagedKeys()).run(operands, tiles, pipes, warp - PRODUCER_WARP)
+        else:
+            cute.arch.setmaxregister_decrease(MMA_REGISTERS)
+            if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
+                gemm = PairGemm(self.dtype, True, tiles, tmem)
+                MmaRole(SIXTEEN_BIT).run(operands.schedule, pipes, gemm)
+        end(warp, MMA_WARP, tmem)
+
+    def columns(self, rank: Int32) -> ConvertedTile:
+        """Return the mover of the latent and the RoPE columns of a CTA."""
         return ConvertedTile(tuple(WidenedColumns(run(rank), self.dtype) for run in (latent_e4m3_columns, rope_e4m3_columns)))
 
-    def index_list(self, operands: Operands, req: Int32) -> RequestKeys:
-        """The keys of a request."""
-        table = operands.block_table + Int64(req) * operands.table_stride
-        return RequestKeys(table, operands.page_size, operands.schedule.lengths.keys(req))
 
-    def look_up(self, indices: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
-        """Page and row of a key."""
-        return page_and_row(indices, position)
+class PagedKeys:
+    """The keys of a request, page by page."""
 
-    def locate(self, operands: Operands, indices: RequestKeys, found: tuple[Int32, Int32], position: Int32) -> LaneKeys:
-        """Where a key's row lies."""
-        return LaneKeys(operands.fp8_cache.address(*found, Int32(0)))
+    def key_list(self, operands: Operands, req: Int32) -> RequestKeys:
+        """Return the keys of a request."""
+        return RequestKeys(operands.table_row(req), operands.args.page_size, operands.schedule.lengths.keys(req))
 
-    def variant(self) -> KernelDefinition:
-        """Ready to compile."""
-        return filled_source(self)
+    def first_key(self, begin_tile: Int32, warp: Int32) -> Int32:
+        """Return the position of the lane's key, of a work tile's first tile."""
+        return first_lane_key(begin_tile, warp)
+
+    def look_up(self, keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
+        """Return page and row of a key."""
+        return page_and_row(keys, position)
+
+    def locate(self, operands: Operands, keys: RequestKeys, found: tuple[Int32, Int32], position: Int32) -> LaneKeys:
+        """Return the where a key's row lies."""
+        return LaneKeys(operands.e4m3_address(*found, Int32(0)))
+
+
+def fp8_cache_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
+    """Return the variant of an e4m3 cache, ready to compile."""
+    kernel = DenseDecodeSm100Fp8Cache(config, arch)
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
+        named_barriers=NAMED_BARRIERS,
+        roles=role_table("convert"),
+        expected={"UTCHMMA": SIXTEEN_BIT.products_per_tile(has_rope=True)},
+        tmem_columns=TMEM_COLUMNS,
+    )

@@ -1,7 +1,7 @@
 """Dense MLA decode on Hopper over an e4m3 cache, multiplied as 16-bit elements.
 
 The kernel of sm90.py with another role in front: four warps load the rows of a tile, page by page, and write them as 16-bit
-columns to the slots of the rings. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
+columns to the stages of the pipelines. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
 go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the trick.
 
 Roles (512 threads):
@@ -16,139 +16,145 @@ request, or in a page that the cache does not have, nothing is read, and its row
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ...spec.mla import D_QK
+from ...spec.arch import Arch
+from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
+from ...spec.mla import D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.lengths import smaller
+from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
+from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen
-from ..primitives.pipeline import arrive
+from ..primitives.integers import smaller
+from ..sm90.arrivals import initialise
 from ..sm90.config import (
     ALL_REGISTERS,
     BOX_BYTES,
-    OUTPUT_GROUPS,
-    SLOT_BYTES,
-    SLOT_COLUMNS,
-    SLOTS_PER_TILE,
-    WARPS_PER_GROUP,
+    OUTPUT_REGISTERS,
+    STAGE_BYTES,
+    STAGE_COLUMNS,
+    STAGES_PER_TILE,
     Geometry,
     Pipes,
     Tiles,
 )
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES
-from ..sm90.gathered import GatheredRolesSm90
-from ..sm90.row_conversion import LANES_PER_KEY, ROPE_SLOT, Lane, Run, Step, load_runs, steps_ahead, store_runs
-from .operands import NO_PAGE, Operands
-from .sm90_rows import DenseRowsSm90
+from ..sm90.output import LatentOutput, OutputRole
+from ..sm90.row_conversion import LANES_PER_KEY, ROPE_STAGE, Lane, Run, Step, load_runs, steps_ahead, store_runs
+from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.warpgroups import (
+    OUTPUT_GROUPS,
+    THREADS,
+    WARPGROUP,
+    WARPS_PER_GROUP,
+    group_of,
+    named_barriers,
+    role_table,
+    set_registers,
+    sync_start,
+)
+from .abi import DenseDecodeAbi
+from .operands import NO_PAGE, DescaledRows, Operands
+from .sm90_mask import LengthMask
 
 CONVERT_REGISTERS = 80
 GEOMETRY = Geometry(
     d_qk=D_QK,
     q_tiles_in_registers=2,
-    kv_slots=9,
-    rope_slots=3,
-    first_registers=CONVERT_REGISTERS,
-    score_registers=ALL_REGISTERS - OUTPUT_GROUPS * Geometry.output_registers - CONVERT_REGISTERS,
+    kv_stages=9,
+    rope_stages=3,
+    producer_registers=CONVERT_REGISTERS,
+    score_registers=ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS - CONVERT_REGISTERS,
     ready_arrivals=WARPS_PER_GROUP,
-    valid_slots=0,
+    valid_stages=0,
 )
 
 
-def tile_steps() -> tuple[Step, ...]:
-    """All steps of a tile, in order: slot by slot."""
-    steps = []
-    for first in range(0, D_QK, SLOT_COLUMNS):
-        columns = range(first, min(first + SLOT_COLUMNS, D_QK), BOX_COLUMNS)
-        runs = [Run((column - first) // BOX_COLUMNS, column, quantised=True) for column in columns]
-        steps += [Step(first // SLOT_COLUMNS, key, (run,)) for run in runs for key in range(HALVES)]
-    assert steps[-1].slot == ROPE_SLOT
-    return tuple(steps)
+class DenseDecodeSm90Fp8Cache(AttentionKernel):
+    """One variant of the kernel of an e4m3 cache and 16-bit queries."""
 
+    threads = THREADS
 
-STEPS = tile_steps()
-AHEAD = steps_ahead(STEPS)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this thread's two keys of a tile lie. entry, row: of the first one, in the block table and in its page. left: keys
-    of the piece from the first one on."""
-
-    entry: Int32
-    row: Int32
-    left: Int32
-
-    def following(self, operands: Operands) -> Place:
-        """The same of the next tile."""
-        return Place(*operands.next_place(self.entry, self.row), self.left - TILE_KEYS)
-
-
-@cute.jit
-def look_up(operands: Operands, req: Int32, place: Place) -> tuple[Int32, Int32]:
-    """The pages of the thread's two keys; NO_PAGE for a key that the piece does not have, whose entry is never read."""
-    first, second = Int32(NO_PAGE), Int32(NO_PAGE)
-    table = operands.block_table + (Int64(Uint32(req)) * operands.table_stride + Int64(Uint32(place.entry)))
-    if place.left > 0:
-        first = table.load()
-    if place.left > HALF_KEYS:
-        entries, _ = place_of_second(operands, place.row)
-        second = (table + entries).load()
-    return first, second
-
-
-def place_of_second(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
-    """From a thread's first key, in some row of its page, to its second: entries of the block table further, the row there.
-
-    A page has a tile or more, or is a SMALL_PAGES-th of it. Compared with the row, which changes, so that no register holds
-    what only the size of a page decides."""
-    beyond = row + HALF_KEYS - operands.page_size
-    entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.page_size, Int32(1), Int32(0))
-    return entries, row + HALF_KEYS - entries * operands.page_size
-
-
-class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
-    """One variant of the kernel."""
-
-    geometry = GEOMETRY
-    first_role = "convert"
+    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
+        super().__init__(DenseDecodeAbi(config), arch)
+        self.cluster = config.cluster
+        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
+        self.smem = GEOMETRY.smem(self.dtype)
 
     @cute.jit
-    def gather(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Waits kv_free, rope_free. Signals kv_ready, rope_ready."""
+    def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
+        memory = self.smem.allocate()
+        tiles, pipes = Tiles.create(memory), Pipes.create(memory)
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                initialise(pipes, GEOMETRY, self.cluster)
+        sync_start(self.cluster)
+        # the plan, the lengths, the scales, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = group_of(warp)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(GEOMETRY.producer_registers)
+            ConvertRole(self.dtype).run(operands, tiles, pipes, thread)
+        elif group == 1:
+            set_registers(GEOMETRY.score_registers)
+            scores = partial(LatentScores.create, GEOMETRY, self.dtype, self.pairs)
+            ScoreRole(scores, LengthMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
+        else:
+            set_registers(OUTPUT_REGISTERS)
+            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster)
+            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+
+
+class ConvertRole:
+    """One warpgroup: pages, addresses, loads, conversion. dtype: what e4m3 becomes."""
+
+    def __init__(self, dtype: type[cutlass.Numeric]) -> None:
+        self.dtype = dtype
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
+        """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
-        req, begin_tile = schedule.first_piece()
+        req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         tile = Int32(0)
         while req <= last:
-            extent = schedule.extent(req, begin_tile)
+            tile_range = schedule.tile_range(req, begin_tile)
             # asked here, so that nothing but the answer is kept through the tiles
-            piece = schedule.piece_of(extent, req, begin_tile)
-            end = tile + extent.tiles
-            if extent.tiles > 0:
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            end = tile + tile_range.tiles
+            if tile_range.tiles > 0:
                 first = thread // LANES_PER_KEY
-                entry, row = operands.place_of(begin_tile * TILE_KEYS + first)
-                place = Place(entry, row, smaller(extent.keys, extent.tiles * TILE_KEYS) - first)
-                self.gather_tiles(operands, tiles, pipes, req, place, tile, end, thread)
+                entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
+                keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
+                self.gather_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
             tile = end
-            req, begin_tile = piece.next_req, piece.next_tile
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def gather_tiles(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, place: Place, tile: Int32, end: Int32, thread: Int32
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
-        """The tiles of one piece, in this CTA those from `tile` to `end`. Pages are asked for a tile ahead of the addresses,
-        bytes a few steps ahead of their use."""
+        """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
+
+        Pages are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        """
         lane = Lane.of(thread)
         source, lane = lane.source, replace(lane, source=Int32(0))
         buffers = [cute.make_rmem_tensor(cute.make_layout(max(step.words for step in STEPS[i::AHEAD])), Int32) for i in range(AHEAD)]
-        pages = look_up(operands, req, place)
-        rows = self.addresses(operands, place, pages, source)
-        place = place.following(operands)
-        pages = look_up(operands, req, place)
+        pages = look_up(operands, req, keys)
+        rows = self.addresses(operands, keys, pages, source)
+        keys = keys.following(operands)
+        pages = look_up(operands, req, keys)
         for s in cutlass.range_constexpr(AHEAD):
             load_step(STEPS[s], buffers[s], rows[STEPS[s].key], lane)
         for use in cutlass.range(tile, end, unroll=1):
@@ -157,40 +163,106 @@ class ConvertingSm90(DenseRowsSm90, GatheredRolesSm90):
                 self.finish_step(tiles, pipes, s, buffers[s % AHEAD], use, lane)
                 if cutlass.const_expr(s + AHEAD == len(STEPS)):
                     # whatever is loaded from here on belongs to the next tile
-                    rows = self.addresses(operands, place, pages, source)
-                    place = place.following(operands)
-                    pages = look_up(operands, req, place)
+                    rows = self.addresses(operands, keys, pages, source)
+                    keys = keys.following(operands)
+                    pages = look_up(operands, req, keys)
                 step = STEPS[(s + AHEAD) % len(STEPS)]
                 load_step(step, buffers[s % AHEAD], rows[step.key], lane)
 
-    def addresses(self, operands: Operands, place: Place, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
-        """Of byte `source` of the thread's two keys; 0 for a key that is not there."""
-        _, second = place_of_second(operands, place.row)
-        cache = operands.fp8_cache
-        return cache.address(pages[0], place.row, source), cache.address(pages[1], second, source)
+    def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
+        """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
+        _, second = second_key_entry(operands, keys.row)
+        return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
     @cute.jit
     def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):
-        """Stores the bytes of a step that have come. The first step of a slot waits for it, the last one hands it over."""
+        """Store the bytes of a step that have come. The first step of a stage acquires it, the last one commits it."""
         step = STEPS[s]
-        if cutlass.const_expr(step.slot == ROPE_SLOT):
-            ready, free, use, slot = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
-            slot_bytes = BOX_BYTES
+        if cutlass.const_expr(step.stage == ROPE_STAGE):
+            ready, free, use, stage = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
+            stage_bytes = BOX_BYTES
         else:
-            ready, free, use, slot = pipes.kv_ready, pipes.kv_free, tile * SLOTS_PER_TILE + step.slot, tiles.sKv.iterator.toint()
-            slot_bytes = SLOT_BYTES
-        if cutlass.const_expr(s == 0 or STEPS[s - 1].slot != step.slot):
-            free.wait_free(use)
-        target = slot + ready.slot(use) * slot_bytes + step.key * HALF_BYTES
+            ready, free, use, stage = pipes.kv_ready, pipes.kv_free, tile * STAGES_PER_TILE + step.stage, tiles.sKv.iterator.toint()
+            stage_bytes = STAGE_BYTES
+        if cutlass.const_expr(s == 0 or STEPS[s - 1].stage != step.stage):
+            free.producer_acquire(use)
+        target = stage + ready.stage(use) * stage_bytes + step.key * HALF_BYTES
         store_runs(step, words, lambda chunk, run: widen(chunk, self.dtype), target, lane)
-        if cutlass.const_expr(s + 1 == len(STEPS) or STEPS[s + 1].slot != step.slot):
+        if cutlass.const_expr(s + 1 == len(STEPS) or STEPS[s + 1].stage != step.stage):
             cute.arch.fence_proxy("async.shared", space="cta")
-            arrive(ready.barrier(use))
+            ready.producer_commit(use)
 
 
 @cute.jit
 def load_step(step: cutlass.Constexpr[Step], words: cute.Tensor, row: Int64, lane: Lane):
-    """Asks for the bytes of a step; zeros, and no access, for a key that is not there."""
+    """Start the loads of a step; zeros, and no access, for an absent key."""
     words.fill(0)
     if row != 0:
         load_runs(step, words, row, lane)
+
+
+def tile_steps() -> tuple[Step, ...]:
+    """Return all steps of a tile, in order: stage by stage."""
+    steps = []
+    for first in range(0, D_QK, STAGE_COLUMNS):
+        columns = range(first, min(first + STAGE_COLUMNS, D_QK), BOX_COLUMNS)
+        runs = [Run((column - first) // BOX_COLUMNS, column, quantised=True) for column in columns]
+        steps += [Step(first // STAGE_COLUMNS, key, (run,)) for run in runs for key in range(HALVES)]
+    assert steps[-1].stage == ROPE_STAGE
+    return tuple(steps)
+
+
+STEPS = tile_steps()
+AHEAD = steps_ahead(STEPS)
+
+
+@dataclass(frozen=True)
+class KeyPositions:
+    """The positions of this thread's two keys of a tile.
+
+    entry, row: of the first one, in the block table and in its page. left: keys of the work tile from the first one on.
+    """
+
+    entry: Int32
+    row: Int32
+    left: Int32
+
+    def following(self, operands: Operands) -> KeyPositions:
+        """Return the positions in the next tile."""
+        return KeyPositions(*operands.next_tile_entry(self.entry, self.row), self.left - TILE_KEYS)
+
+
+@cute.jit
+def look_up(operands: Operands, req: Int32, keys: KeyPositions) -> tuple[Int32, Int32]:
+    """Return the pages of the thread's two keys; NO_PAGE for a key that the work tile does not have, whose entry is never read."""
+    first, second = Int32(NO_PAGE), Int32(NO_PAGE)
+    table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(keys.entry)))
+    if keys.left > 0:
+        first = table.load()
+    if keys.left > HALF_KEYS:
+        entries, _ = second_key_entry(operands, keys.row)
+        second = (table + entries).load()
+    return first, second
+
+
+def second_key_entry(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
+    """Return the distance from a thread's first key, in some row of its page, to its second: (entries of the block table, row there).
+
+    A page has a tile or more, or is a SMALL_PAGES-th of it. The code compares with the row, which changes, so that no register holds
+    what only the size of a page decides.
+    """
+    beyond = row + HALF_KEYS - operands.args.page_size
+    entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.args.page_size, Int32(1), Int32(0))
+    return entries, row + HALF_KEYS - entries * operands.args.page_size
+
+
+def fp8_cache_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
+    """Return the variant of an e4m3 cache, ready to compile."""
+    kernel = DenseDecodeSm90Fp8Cache(config, arch)
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
+        named_barriers=named_barriers(),
+        roles=role_table("convert"),
+        expected={"HGMMA": GEOMETRY.wgmma_per_tile},
+    )

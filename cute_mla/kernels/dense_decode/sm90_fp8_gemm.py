@@ -1,4 +1,4 @@
-"""The two products of the SM90 kernel whose operands are e4m3: S = Q K^T, and O += P V with V transposed by warps."""
+"""The two products of the SM90 kernel with e4m3 operands: S = Q K^T, and O += P V with V transposed by warps."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.dense_decode import TILE_ROWS
+from ...spec.dense_decode import FP8, TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import DITHER
-from ..primitives.fragments import ROWS_PER_THREAD, RowPair, flat, pack_word
-from ..primitives.registers import kept
-from ..sm90.config import TilePlace
-from ..sm90.gemm import WARP_ROWS, OutputGemm
-from ..sm90.matrix_store import CHUNK, KEY_GROUPS, store_groups, writer_address
-from .sm90_fp8_tiles import (
+from ..primitives.elements import load_word, pack_word
+from ..primitives.registers import pin_register
+from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat
+from ..sm90.byte_transpose import KEY_GROUPS
+from ..sm90.config import TileState
+from ..sm90.matrix_store import CHUNK, store_groups, writer_address
+from ..sm90.output import OutputAccumulators
+from ..sm90.score import WARP_ROWS, query_row
+from .operands import Operands, descaled_weight
+from .sm90_fp8_config import (
+    BOX_COLUMNS,
     CHUNKS,
     K_STEP,
-    LATENT_SLOTS,
+    LATENT_BOXES,
     PROBS_BYTES,
     PROBS_STEPS,
     Q_STEPS,
-    SLOT_COLUMNS,
     STAGES,
-    STEPS_PER_SLOT,
+    STEPS_PER_BOX,
     VALUE_ROWS,
     Pipes,
     Tiles,
@@ -39,14 +43,14 @@ ROW_BYTES = TILE_KEYS
 
 
 def tiled_mma(columns: int, source: warpgroup.OperandSource) -> cute.TiledMma:
-    """64 x columns x 32 WGMMA with fp32 accumulators."""
+    """Return 64 x columns x 32 WGMMA with fp32 accumulators."""
     major = OperandMajorMode.K
     op = warpgroup.MmaF8Op(Float8E4M3FN, Float8E4M3FN, Float32, (64, columns, K_STEP), source, major, major)
     return cute.make_tiled_mma(op)
 
 
 def lane_dither(thread: Int32, odd: int) -> Float32:
-    """The factor of the keys that are 2 (t % 4) + odd modulo 8."""
+    """Return the factor of the keys that are 2 (t % 4) + odd modulo 8."""
     factor = Float32(DITHER[odd])
     for quarter in range(1, 4):
         factor = cutlass.select_(thread % 4 == quarter, Float32(DITHER[2 * quarter + odd]), factor)
@@ -54,9 +58,14 @@ def lane_dither(thread: Int32, odd: int) -> Float32:
 
 
 @dataclass(frozen=True)
-class ScoreGemmFp8:
-    """S (64 rows x 64 keys) = Q K^T, all of Q in registers."""
+class E4m3Scores:
+    """S (64 rows x 64 keys) = Q K^T of e4m3 operands, all of Q in registers.
 
+    words: whether rows of Q may be loaded a word at a time. cluster: CTAs that share the key tiles.
+    """
+
+    words: bool
+    cluster: int
     thread: Int32
     mma: cute.TiledMma
     rQ: cute.Tensor
@@ -64,16 +73,18 @@ class ScoreGemmFp8:
     tRope: cute.Tensor
     scores: cute.Tensor
     dither: tuple[Float32, Float32]  # what the even and the odd one of this thread's pairs of probabilities are multiplied with
-    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first slot of P
+    probs: Int32  # where this lane's row of its warp's matrix stores lies in the first stage of P
     factors: RowPair  # rescale factors, beside P
 
     @staticmethod
-    def create(tiles: Tiles, thread: Int32) -> ScoreGemmFp8:
-        """Partitions the tiles for one thread of the score warpgroup."""
+    def create(words: bool, cluster: int, tiles: Tiles, thread: Int32) -> E4m3Scores:
+        """Partition the tiles for one thread of the score warpgroup."""
         mma = tiled_mma(TILE_KEYS, warpgroup.OperandSource.RMEM)
         slice_ = mma.get_slice(thread)
         rows = tiles.sProbs.iterator.toint() + thread // 32 * (WARP_ROWS * ROW_BYTES)
-        return ScoreGemmFp8(
+        return E4m3Scores(
+            words=words,
+            cluster=cluster,
             thread=thread,
             mma=mma,
             rQ=cute.make_rmem_tensor(cute.make_layout((A_VALUES, 1, Q_STEPS), stride=(A_STRIDES, 0, 4 * WORDS_PER_STEP)), Float8E4M3FN),
@@ -81,36 +92,66 @@ class ScoreGemmFp8:
             tRope=slice_.make_fragment_B(slice_.partition_B(tiles.sRope)),
             scores=cute.make_rmem_tensor(slice_.partition_shape_C((TILE_ROWS, TILE_KEYS)), Float32),
             dither=(lane_dither(thread, 0), lane_dither(thread, 1)),
-            probs=kept(writer_address(rows, thread % 32)),
+            probs=pin_register(writer_address(rows, thread % 32)),
             factors=RowPair.of(tiles.sAlpha, thread),
         )
 
-    def query_words(self) -> cute.Tensor:
-        """Q as 32-bit registers: of columns 16 n + 4 (t % 4) and the next three of row half h, register 2 n + h."""
-        return cute.recast_tensor(flat(self.rQ), Int32)
+    @cute.jit
+    def load_queries(self, operands: Operands, req: Int32):
+        """Load Q of a work tile to registers, from any strides. Rows past the last one repeat it; their results go nowhere.
 
-    def multiply(self, pipes: Pipes, place: TilePlace) -> None:
-        """S of one key tile, complete on return. Waits for each slot just before its first use."""
+        Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h.
+        """
+        words = cute.recast_tensor(flat(self.rQ), Int32)
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(self.thread, row_half)
+            row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
+            source = operands.q_row(req, row) + 4 * (self.thread % 4)
+            for sixteen in cutlass.range_constexpr(2 * Q_STEPS):
+                if cutlass.const_expr(self.words):
+                    word = cute.recast_ptr(source + 16 * sixteen, dtype=Int32).load()
+                else:
+                    word = load_word(source + 16 * sixteen, 1)
+                words[2 * sixteen + row_half] = word
+
+    def multiply(self, pipes: Pipes, state: TileState) -> None:
+        """Compute S of one key tile, complete on return. Wait for each stage just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
-        for i in range(LATENT_SLOTS):
-            pipes.kv_ready.of(i).wait_ready_at(place.kv)
-            self._multiply_slot(i * STEPS_PER_SLOT, self.tK[None, None, None, i * STAGES + place.kv.slot])
-        pipes.rope_ready.wait_ready_at(place.rope)
-        self._multiply_slot(LATENT_SLOTS * STEPS_PER_SLOT, self.tRope[None, None, None, place.rope.slot])
+        for i in range(LATENT_BOXES):
+            pipes.kv_ready.box(i).consumer_wait(state.kv)
+            self._multiply_box(i * STEPS_PER_BOX, self.tK[None, None, None, i * STAGES + state.kv.stage])
+        pipes.rope_ready.consumer_wait(state.rope)
+        self._multiply_box(LATENT_BOXES * STEPS_PER_BOX, self.tRope[None, None, None, state.rope.stage])
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
-    def _multiply_slot(self, first: int, tK: cute.Tensor) -> None:
-        """S += the columns of a slot that are a key's, from step `first` of Q on."""
+    def _multiply_box(self, first: int, tK: cute.Tensor) -> None:
+        """Add to S the columns of a box that belong to keys, from step `first` of Q on."""
         warpgroup.fence()
-        for step in range(first, min(first + STEPS_PER_SLOT, Q_STEPS)):
+        for step in range(first, min(first + STEPS_PER_BOX, Q_STEPS)):
             cute.gemm(self.mma, self.scores, self.rQ[None, None, step], tK[None, None, step - first], self.scores)
             self.mma.set(warpgroup.Field.ACCUMULATE, True)
 
-    def store_probs(self, slot: Int32) -> None:
-        """The scores, by now probabilities, dithered and rounded to e4m3, to a slot of P. A thread's words are groups of 16 keys."""
+    def release_keys(self, pipes: Pipes, state: TileState) -> None:
+        """Release the key tile in every CTA that shares it."""
+        pipes.keys_free.consumer_release_in_cluster(state.kv, self.cluster)
+
+    @cute.jit
+    def store_probs(self, pipes: Pipes, state: TileState, alpha: list[Float32]):
+        """Write P and the rescale factors to a stage of P. Wait probs_free."""
+        stage = pipes.probs_ready.stage(state.number)
+        pipes.probs_free.producer_acquire(state.number)
+        self._store_rounded(stage)
+        if self.thread % 4 == 0:
+            self.factors.store(stage, alpha)
+
+    def _store_rounded(self, stage: Int32) -> None:
+        """Store the scores, by now probabilities, dithered and rounded to e4m3, to a stage of P.
+
+        A thread's words are groups of 16 keys.
+        """
         rP = flat(self.scores)
-        place = self.probs + slot * PROBS_BYTES
+        place = self.probs + stage * PROBS_BYTES
         for pair in range(KEY_GROUPS // 2):
             words = []
             for group in (2 * pair, 2 * pair + 1):
@@ -120,22 +161,28 @@ class ScoreGemmFp8:
                     words.append(pack_word([rP[i] * self.dither[i % 2] for i in registers], Float8E4M3FN))
             store_groups(place, 0, pair, words)
 
+    def probs_barrier(self, pipes: Pipes, state: TileState) -> cute.Pointer:
+        """Return the barrier that hands over P of a tile."""
+        return pipes.probs_ready.barrier(state.number)
+
 
 @dataclass(frozen=True)
-class OutputGemmFp8(OutputGemm):
-    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one slot of V^T each. The rows of ones behind the
-    columns of the second chunk make the row sums of P as it is multiplied."""
+class E4m3Output(OutputAccumulators):
+    """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one stage of V^T each.
+
+    The rows of ones behind the columns of the second chunk make the row sums of P as it is multiplied.
+    """
 
     summing: cute.TiledMma
 
     @staticmethod
-    def of(tiles: Tiles, thread: Int32) -> OutputGemmFp8:
-        """Partitions the tiles for one thread of an output warpgroup."""
-        mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (SLOT_COLUMNS, VALUE_ROWS))
+    def create(tiles: Tiles, thread: Int32) -> E4m3Output:
+        """Partition the tiles for one thread of an output warpgroup."""
+        mma, summing = (tiled_mma(columns, warpgroup.OperandSource.SMEM) for columns in (BOX_COLUMNS, VALUE_ROWS))
         slice_ = summing.get_slice(thread)
-        columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else SLOT_COLUMNS for chunk in range(CHUNKS)]
-        shapes = [slice_.partition_shape_C((TILE_ROWS, VALUE_ROWS)), mma.get_slice(thread).partition_shape_C((TILE_ROWS, SLOT_COLUMNS))]
-        return OutputGemmFp8(
+        columns = [VALUE_ROWS if chunk == SUMMING_CHUNK else BOX_COLUMNS for chunk in range(CHUNKS)]
+        shapes = [slice_.partition_shape_C((TILE_ROWS, VALUE_ROWS)), mma.get_slice(thread).partition_shape_C((TILE_ROWS, BOX_COLUMNS))]
+        return E4m3Output(
             thread=thread,
             mma=mma,
             summing=summing,
@@ -145,24 +192,51 @@ class OutputGemmFp8(OutputGemm):
             accumulators=tuple(cute.make_rmem_tensor(shapes[0 if n == VALUE_ROWS else 1], Float32) for n in columns),
         )
 
-    def multiply(self, chunk: int, probs_slot: Int32, kv_slot: Int32, adds: Boolean) -> None:
-        """Issues one chunk as its own group, which adds to O or else overwrites it."""
-        mma = self.summing if chunk == SUMMING_CHUNK else self.mma
-        self.multiply_steps(mma, chunk, PROBS_STEPS, probs_slot, kv_slot, adds)
+    @cute.jit
+    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+        """Add P V of one tile to O, or O = P V unless O has begun, which it has then."""
+        first, tile = side * CHUNKS, state.number
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            pipes.values_ready.box(first + chunk).consumer_wait(tile)
+        pipes.probs_ready.consumer_wait(tile)
+        stage = pipes.probs_ready.stage(tile)
+        alpha = self.factors.load(stage)
+        if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
+            self.scale(alpha)
+        warpgroup.fence()
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            mma = self.summing if chunk == SUMMING_CHUNK else self.mma
+            self.multiply_steps(mma, chunk, PROBS_STEPS, stage, pipes.values_ready.stage(first + chunk, tile), begun)
+        for chunk in cutlass.range_constexpr(CHUNKS):
+            warpgroup.wait_group(CHUNKS - 1 - chunk)
+            pipes.values_free.box(first + chunk).consumer_release(tile)
+        pipes.probs_free.consumer_release(tile)
+        return Boolean(True)
+
+    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
+        """Return the descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
+        weights = []
+        for row_half in range(ROWS_PER_THREAD):
+            total = cutlass.select_(begun, self.row_sum(row_half), Float32(0))
+            weights.append(cutlass.select_(total == 0.0, Float32(0), descaled_weight(operands, FP8, total)))
+        return weights
 
     def row_sum(self, row_half: int) -> Float32:
-        """Of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
-        return flat(self.accumulators[SUMMING_CHUNK])[SLOT_COLUMNS // 2 + 2 * row_half]
+        """Return the row sum of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""
+        return flat(self.accumulators[SUMMING_CHUNK])[BOX_COLUMNS // 2 + 2 * row_half]
 
     def lane_column(self) -> Int32:
-        """Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it."""
+        """Return the first column of the thread's first pair.
+
+        Rows of V^T are the even columns of a group of 16, then the odd ones: a thread has four neighbouring columns of it.
+        """
         return 4 * (self.thread % 4)
 
     def pair_column(self, pair: int) -> int:
-        """Two pairs in every group of 16 columns."""
+        """Return the distance to another pair: every group of 16 columns has two pairs."""
         return pair // 2 * CHUNK + pair % 2 * 2
 
     def pair_registers(self, pair: int, row_half: int) -> tuple[int, int]:
-        """The even column and the odd one, eight rows of V^T apart."""
+        """Return the accumulators of the even column and of the odd one, eight rows of V^T apart."""
         first = pair // 2 * (CHUNK // 2) + 2 * row_half + pair % 2
         return first, first + CHUNK // 4

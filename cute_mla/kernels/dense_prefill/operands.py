@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_prefill import RANKED_ROUNDS
-from ..attention.lengths import clip, larger, smaller
+from ...spec.dense_prefill import RANKED_ROUNDS, DensePrefillArguments
+from ..primitives.integers import clip, larger, smaller
 
 
 @dataclass(frozen=True)
-class Item:
+class WorkItem:
     """A block of query rows of one head of one sequence.
 
     head, kv_head: of q, and of k and v. first_row: row of q, counted over all sequences. rows: of the sequence from there on,
@@ -31,27 +30,20 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Items:
-    """The work items of a call, and the lengths that decide what is in them. rows_each: query rows of an item."""
+class WorkItems:
+    """The work items of a call. item_rows: query rows of an item."""
 
-    cu_seqlens_q: cute.Pointer
-    cu_seqlens_k: cute.Pointer
-    batch: Int32
-    h_q: Int32
-    heads_per_kv: Int32
-    total_q: Int32
-    total_k: Int32
-    row_blocks: Int32
+    args: DensePrefillArguments
     causal: Boolean
-    rows_each: int
+    item_rows: int
 
     def count(self) -> Int32:
-        """Items, those included that a sequence does not have."""
-        return self.batch * self.h_q * self.row_blocks
+        """Return the number of items, with the ones that a sequence does not have."""
+        return self.args.batch * self.args.h_q * self.args.row_blocks
 
     def of_round(self, turn: Int32) -> Int32:
-        """This CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
-        cta, ctas, blocks = Uint32(cute.arch.block_idx()[0]), Uint32(cute.arch.grid_dim()[0]), Uint32(self.row_blocks)
+        """Return this CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
+        cta, ctas, blocks = Uint32(cute.arch.block_idx()[0]), Uint32(cute.arch.grid_dim()[0]), Uint32(self.args.row_blocks)
         first = Uint32(turn) // RANKED_ROUNDS * RANKED_ROUNDS * ctas
         size = smaller(Uint32(self.count()) - first, RANKED_ROUNDS * ctas)
         place = cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)
@@ -60,33 +52,33 @@ class Items:
         return cutlass.select_(rank < size, Int32(index), self.count())
 
     def rounds(self) -> Int32:
-        """Rounds after which every item has had its turn."""
+        """Return the rounds after which every item has been taken."""
         ctas = Uint32(cute.arch.grid_dim()[0])
         return Int32((Uint32(self.count()) + ctas - 1) // ctas)
 
-    def take(self, turn: Int32) -> Item:
-        """This CTA's item of a round; one without rows or keys if it has none."""
+    def take(self, turn: Int32) -> WorkItem:
+        """Return this CTA's item of a round; one without rows or keys if it has none."""
         index, count = self.of_round(turn), self.count()
         there = Uint32(index) < Uint32(count)
         item = self.read(cutlass.select_(there, index, count - 1))
         rows, keys = (cutlass.select_(there, number, Int32(0)) for number in (item.rows, item.keys))
         return replace(item, rows=rows, keys=keys)
 
-    def read(self, index: Int32) -> Item:
-        """What an item is by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
-        of_head = Int32(Uint32(index) // Uint32(self.row_blocks))
-        block = self.row_blocks - 1 - (index - of_head * self.row_blocks)
-        sequence = Int32(Uint32(of_head) // Uint32(self.h_q))
-        head = of_head - sequence * self.h_q
-        first_query, queries = span(self.cu_seqlens_q, sequence, self.total_q)
-        first_key, keys = span(self.cu_seqlens_k, sequence, self.total_k)
-        skipped = block * self.rows_each
+    def read(self, index: Int32) -> WorkItem:
+        """Return an item, by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
+        of_head = Int32(Uint32(index) // Uint32(self.args.row_blocks))
+        block = self.args.row_blocks - 1 - (index - of_head * self.args.row_blocks)
+        sequence = Int32(Uint32(of_head) // Uint32(self.args.h_q))
+        head = of_head - sequence * self.args.h_q
+        first_query, queries = span(self.args.cu_seqlens_q, sequence, self.args.total_q)
+        first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
+        skipped = block * self.item_rows
         rows = queries - skipped
         diagonal = skipped + keys - queries
-        seen = clip(diagonal + smaller(rows, Int32(self.rows_each)), keys)
-        return Item(
+        seen = clip(diagonal + smaller(rows, Int32(self.item_rows)), keys)
+        return WorkItem(
             head=head,
-            kv_head=Int32(Uint32(head) // Uint32(self.heads_per_kv)),
+            kv_head=Int32(Uint32(head) // Uint32(self.args.heads_per_kv)),
             first_row=first_query + skipped,
             rows=rows,
             first_key=first_key,
@@ -96,7 +88,7 @@ class Items:
 
 
 def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
-    """The rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
+    """Return the rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
     least = size // period  # numbers of each remainder; of some, one more
     end = phase + (size - least * period)
     wraps = end > period
@@ -118,7 +110,7 @@ def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
 
 
 def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, Int32]:
-    """(first row, rows) of a sequence, within 0 .. total whatever the offsets are."""
+    """Return (first row, rows) of a sequence, within 0 .. total whatever the offsets are."""
     first = clip((offsets + sequence).load(), total)
     end = clip((offsets + (sequence + 1)).load(), total)
     return first, larger(end - first, Int32(0))
@@ -126,33 +118,33 @@ def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, I
 
 @dataclass(frozen=True)
 class Operands:
-    """The kernel's parameters, by meaning. Strides in elements, of (token, head)."""
+    """The arguments by meaning. Strides in elements, of (token, head)."""
 
-    q_map: Any
-    k_map: Any
-    v_map: Any
-    q: cute.Pointer
-    out: cute.Pointer
-    lse: cute.Pointer
-    q_strides: tuple[Int64, Int64]
-    out_strides: tuple[Int64, Int64]
-    lse_strides: tuple[Int64, Int64]
-    scale_log2: Float32
-    empty_lse: Float32
-    items: Items
+    args: DensePrefillArguments
+    items: WorkItems
 
-    def q_row(self, item: Item, row: Int32) -> cute.Pointer:
-        """Element 0 of a query row of the item's block."""
-        return self.q + _offset(self.q_strides, item, row)
+    @property
+    def scale_log2(self) -> Float32:
+        """Return the factor of the scores, log2 units."""
+        return self.args.scale_log2
 
-    def out_row(self, item: Item, row: Int32) -> cute.Pointer:
-        """Element 0 of an output row."""
-        return self.out + _offset(self.out_strides, item, row)
+    @property
+    def empty_lse(self) -> Float32:
+        """Return the lse of a row that attends to nothing."""
+        return self.args.empty_lse
 
-    def lse_of(self, item: Item, row: Int32) -> cute.Pointer:
-        """The lse of a query row."""
-        return self.lse + _offset(self.lse_strides, item, row)
+    def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a query row of the item's block."""
+        return self.args.q + _offset(self.args.q_stride_token, self.args.q_stride_head, item, row)
+
+    def out_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of an output row."""
+        return self.args.out + _offset(self.args.out_stride_token, self.args.out_stride_head, item, row)
+
+    def lse_of(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return the lse of a query row."""
+        return self.args.lse + _offset(self.args.lse_stride_token, self.args.lse_stride_head, item, row)
 
 
-def _offset(strides: tuple[Int64, Int64], item: Item, row: Int32) -> Int64:
-    return Int64(item.first_row + row) * strides[0] + Int64(item.head) * strides[1]
+def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem, row: Int32) -> Int64:
+    return Int64(item.first_row + row) * token_stride + Int64(item.head) * head_stride

@@ -15,7 +15,7 @@ Roles (512 threads):
   query    warps 14, 15: Q element by element, in variants without TMA for it
 
 Tensor memory: S of the Q tiles in 2 x 128 columns, O in 2 x 128. P, 16-bit, overwrites the first half of its S.
-Shared memory: Q (2 tiles), and a ring of 16 KB slots for keys (64 columns of 128) and values (64 of them, all columns).
+Shared memory: Q (2 tiles), and 16 KB stages for keys (64 columns of 128) and values (64 of them, all columns).
 
 Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for each Q tile:
   item_ready[4]     load -> all others            1: what the item of a round is
@@ -33,31 +33,28 @@ Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for e
   sums_free[2]      output -> softmax             4
 
 The trick: the two Q tiles take turns. While the softmax of one runs, the tensor cores multiply for the other, in the order
-P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when three quarters of P are there, and part of
+P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when three quarters of P are there, and work of
 the exponentials are polynomials on the FMA pipe. README.md has the clocks.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute
+from cutlass import cute
 
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
-from ..primitives.pipeline import Ring, barrier_table
+from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
-from .entry import DensePrefill
+from .abi import DensePrefillAbi
 from .operands import Operands
 from .sm100_config import (
     GROUP_WARPS,
-    ITEM_SLOTS,
-    ITEM_WORDS,
     LOAD_WARP,
     MMA_WARP,
     OTHER_REGISTERS,
@@ -66,10 +63,8 @@ from .sm100_config import (
     QUERY_TILES,
     QUERY_WARP,
     QUERY_WARPS,
-    SLOT_BYTES,
     SOFTMAX_REGISTERS,
     THREADS,
-    TILE_ALIGNMENT,
     TILE_ROWS,
     TMEM_COLUMNS,
     Geometry,
@@ -83,29 +78,32 @@ from .sm100_softmax import SoftmaxRole
 from .sm100_work_items import Board
 
 
-class DensePrefillSm100(DensePrefill):
+class DensePrefillSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
-    rows_each = QUERY_TILES * TILE_ROWS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(DensePrefillAbi(config, QUERY_TILES * TILE_ROWS), arch)
+        self.config = config
         self.geometry = Geometry(config.d_qk)
+        self.smem = self.geometry.smem()
 
     @property
     def wide(self) -> bool:
-        """Whether Q comes by TMA and rows of out are written 16 bytes at a time."""
+        """Return whether Q comes by TMA and rows of out are written 16 bytes at a time."""
         return bool(self.config.access_bytes > ELEMENT_BYTES)
 
     @cute.jit
     def run(self, operands: Operands):
-        tiles, pipes = self.carve_smem(cutlass.memory.SmemAllocator())
+        """Allocate, initialise the barriers, and give each role its warps."""
+        memory = self.smem.allocate()
+        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                for tensor_map in (operands.k_map, operands.v_map, *([operands.q_map] if self.wide else [])):
+                for tensor_map in (operands.args.k_map, operands.args.v_map, *([operands.args.q_map] if self.wide else [])):
                     prefetch_map(tensor_map)
         if warp == MMA_WARP:
             tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
@@ -136,37 +134,27 @@ class DensePrefillSm100(DensePrefill):
             tcgen05.fence_after_wait()
             tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
-    def carve_smem(self, smem: cutlass.memory.SmemAllocator) -> tuple[Tiles, Pipes]:
-        """Places tiles and barriers, in the order of the geometry."""
-        sizes = (QUERY_TILES * self.geometry.query_bytes, self.geometry.slots * SLOT_BYTES)
-        sQ, sKv = (smem.allocate_array(Uint8, size, byte_alignment=TILE_ALIGNMENT) for size in sizes)
-        sAlpha, sInverse = (smem.allocate_array(Float32, QUERY_TILES * TILE_ROWS) for _ in range(2))
-        sItems = smem.allocate_array(Int32, ITEM_SLOTS * ITEM_WORDS, byte_alignment=16)
-        tiles = Tiles(sQ, sKv, sAlpha, sInverse, sItems, tmem_cell=None)
-        pipes = Pipes(**{name: Ring(smem.allocate_array(Int64, slots), slots) for name, slots in self.geometry.barriers})
-        return replace(tiles, tmem_cell=smem.allocate_array(Int32, 1)), pipes
-
     def initialise(self, pipes: Pipes) -> None:
-        """Sets the arrivals of every barrier: warps of the arriving roles, or one commit."""
-        for ring in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
-            ring.initialise(1)
+        """Set the arrivals of every barrier: warps of the arriving roles, or one commit."""
+        for barriers in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
+            barriers.initialise(1)
         pipes.query_ready.initialise(1 if self.wide else QUERY_WARPS)
-        for ring in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
-            ring.initialise(GROUP_WARPS)
+        for barriers in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
+            barriers.initialise(GROUP_WARPS)
         pipes.probs_ready.initialise(2 * GROUP_WARPS)
         pipes.item_free.initialise(MMA_WARP + 1 + (0 if self.wide else QUERY_WARPS))
         cute.arch.mbarrier_init_fence()
 
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = DensePrefillSm100(config, arch)
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))
     query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
-    return kernel.source(
-        smem_bytes=geometry.smem_bytes,
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers),
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
         named_barriers=(),
         roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *query),
         expected={"UTCHMMA": geometry.products},

@@ -1,19 +1,20 @@
-"""The page of constants of the SM100 kernel: tile geometry, shared and tensor memory, barriers, roles."""
+"""Constants of the SM100 dense prefill kernel: tile geometry, shared and tensor memory, barriers, roles."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
-from ..attention.lengths import larger, smaller
-from ..primitives.pipeline import Ring
+from ..primitives.integers import larger, smaller
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from ..sm100.boxes import ROW_BYTES
-from .operands import Item
+from .operands import WorkItem
 
 QUERY_TILES = 2  # of an item
 TILE_ROWS = ITEM_ROWS[SM100.name] // QUERY_TILES  # query rows of one product, one a lane of tensor memory
@@ -21,15 +22,15 @@ TILE_KEYS = 128
 HALF_KEYS = TILE_KEYS // 2
 
 BOX_BYTES = BOX_ROWS * ROW_BYTES
-# a slot of the ring: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
-SLOT_BYTES = TILE_KEYS * ROW_BYTES
-BOXES_PER_SLOT = SLOT_BYTES // BOX_BYTES
-VALUE_SLOTS = TILE_KEYS // HALF_KEYS  # of a key tile
-assert D_V == BOXES_PER_SLOT * BOX_COLUMNS
+# a stage: 64 columns of the keys of a tile, or the values of half of them. 64 columns of Q are as large
+STAGE_BYTES = TILE_KEYS * ROW_BYTES
+BOXES_PER_STAGE = STAGE_BYTES // BOX_BYTES
+VALUE_STAGES = TILE_KEYS // HALF_KEYS  # of a key tile
+assert D_V == BOXES_PER_STAGE * BOX_COLUMNS
 
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-STEPS_PER_SLOT = HALF_KEYS // K_STEP
+STEPS_PER_STAGE = HALF_KEYS // K_STEP
 FIRST_KEYS = 96  # of a tile, whose P is handed over while that of the others is computed
 
 # tensor memory, in 32-bit columns of 128 lanes, of Q tile i: S of 128 keys from TILE_KEYS i on, and over its first half P, two
@@ -51,83 +52,63 @@ SOFTMAX_REGISTERS = 184
 OUTPUT_REGISTERS = 96
 OTHER_REGISTERS = 48
 
-ITEM_SLOTS = 4  # rounds whose items the load role may post ahead
+ITEM_STAGES = 4  # rounds whose items the load role may post ahead
 ITEM_WORDS = 8
 
-TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
 TMEM_LANE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from the number of columns of q and k."""
+    """Numbers that follow from the number of columns of q and k."""
 
     d_qk: int
 
     @property
-    def key_slots(self) -> int:
-        """Slots of the keys of a tile; 64 columns each."""
+    def key_stages(self) -> int:
+        """Return the stages of the keys of a tile; 64 columns each."""
         return self.d_qk // BOX_COLUMNS
 
     @property
-    def tile_slots(self) -> int:
-        """Slots of a key tile."""
-        return self.key_slots + VALUE_SLOTS
+    def tile_stages(self) -> int:
+        """Return the stages of a key tile."""
+        return self.key_stages + VALUE_STAGES
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of a Q tile."""
-        return self.key_slots * SLOT_BYTES
+        """Return the bytes of a Q tile."""
+        return self.key_stages * STAGE_BYTES
 
     @property
-    def slots(self) -> int:
-        """Slots of the ring: what Q and the small things leave room for."""
+    def stages(self) -> int:
+        """Return the stages of the pipeline for keys and values: what Q and the small things leave room for."""
         left = SM100.smem_per_block - QUERY_TILES * self.query_bytes - SMALL_BYTES
-        return left // SLOT_BYTES
+        return left // STAGE_BYTES
 
-    @property
-    def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, slots): one array of mbarriers, in this order, behind the tiles. Two slots: one for each Q tile."""
+    def smem(self) -> SmemLayout:
+        """Return the layout of shared memory. Barriers of two stages: one for each Q tile."""
         of_tiles = (
             "query_ready", "query_free", "scores_ready", "alpha_ready", "probs_ready", "rest_ready", "output_ready", "sums_ready",
             "sums_free",
         )  # fmt: skip
-        rings = (("item_ready", ITEM_SLOTS), ("item_free", ITEM_SLOTS), ("kv_ready", self.slots), ("kv_free", self.slots))
-        return (*rings, *((name, QUERY_TILES) for name in of_tiles))
-
-    @property
-    def barrier_offset(self) -> int:
-        """First byte of the barriers."""
-        return QUERY_TILES * self.query_bytes + self.slots * SLOT_BYTES + 4 * (2 * QUERY_TILES * TILE_ROWS + ITEM_SLOTS * ITEM_WORDS)
-
-    @property
-    def smem_bytes(self) -> int:
-        """Shared memory, with the cell that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
+        return SmemLayout((
+            Array("sQ", Uint8, QUERY_TILES * self.query_bytes, SWIZZLE_PERIOD),
+            Array("sKv", Uint8, self.stages * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sAlpha", Float32, QUERY_TILES * TILE_ROWS),
+            Array("sInverse", Float32, QUERY_TILES * TILE_ROWS),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            Barriers("item_ready", ITEM_STAGES),
+            Barriers("item_free", ITEM_STAGES),
+            Barriers("kv_ready", self.stages),
+            Barriers("kv_free", self.stages),
+            *(Barriers(name, QUERY_TILES) for name in of_tiles),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
 
     @property
     def products(self) -> int:
-        """Matrix products of one key tile with both Q tiles."""
-        return QUERY_TILES * (self.key_slots * STEPS_PER_BOX + TILE_KEYS // K_STEP)
-
-
-@dataclass(frozen=True)
-class Use:
-    """A use of the ring: its slot, and the parity that completes with it. To be carried along: dividing the number of a use by the
-    slots, again for each of them, takes the mma role half as many instructions as all that it does."""
-
-    slot: Int32
-    parity: Int32
-
-    def following(self, count: int, slots: int) -> list[Use]:
-        """This use and those after it, of a ring of so many slots."""
-        uses = []
-        for i in range(count):
-            slot = self.slot + i
-            wraps = slot >= slots
-            parity = cutlass.select_(wraps, self.parity ^ 1, self.parity)
-            uses.append(Use(cutlass.select_(wraps, slot - slots, slot), parity))
-        return uses
+        """Return the matrix products of one key tile with both Q tiles."""
+        return QUERY_TILES * (self.key_stages * STEPS_PER_BOX + TILE_KEYS // K_STEP)
 
 
 SMALL_BYTES = 2560  # factors and sums, items, barriers, a cell: no more than that
@@ -138,7 +119,7 @@ class Tiles:
     """Shared memory."""
 
     sQ: cute.Pointer  # bytes of 2 Q tiles of 128 rows, in boxes of 128 rows x 128 swizzled bytes
-    sKv: cute.Pointer  # bytes of the ring: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
+    sKv: cute.Pointer  # bytes of the stages: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
     sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
     sItems: cute.Pointer  # int32 (4 rounds, 8): items
@@ -147,35 +128,36 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Pipes:
-    """The barriers of the table above."""
+    """The barriers of Geometry.smem. sm100.py says who arrives where."""
 
-    item_ready: Ring
-    item_free: Ring
-    kv_ready: Ring
-    kv_free: Ring
-    query_ready: Ring
-    query_free: Ring
-    scores_ready: Ring
-    alpha_ready: Ring
-    probs_ready: Ring
-    rest_ready: Ring
-    output_ready: Ring
-    sums_ready: Ring
-    sums_free: Ring
+    item_ready: StageBarriers
+    item_free: StageBarriers
+    kv_ready: StageBarriers
+    kv_free: StageBarriers
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    scores_ready: StageBarriers
+    alpha_ready: StageBarriers
+    probs_ready: StageBarriers
+    rest_ready: StageBarriers
+    output_ready: StageBarriers
+    sums_ready: StageBarriers
+    sums_free: StageBarriers
 
     def of_tile(self, tile: int | Int32) -> Pipes:
-        """Those of one Q tile, as rings of their own, and what both share."""
-        rings = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Pipes(**{name: Ring(ring.base + tile, 1) if ring.slots == QUERY_TILES else ring for name, ring in rings.items()})
+        """Return the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
+        shared = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {name: StageBarriers(barriers.base + tile, 1) for name, barriers in shared.items() if barriers.stages == QUERY_TILES}
+        return Pipes(**{**shared, **own})
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one Q tile of an item has to do.
+class QueryTileWork:
+    """The work of one Q tile of an item.
 
     rows: of the sequence, 0 or less if the tile has none. tiles: key tiles that any of its rows sees, the first ones of the
-    sequence. skipped: of the key tiles of the item, which are walked from the last to the first, those that it sits out.
-    limit: a row i of the tile sees the keys 0 .. limit + i of the sequence, among the first `keys`.
+    sequence. skipped: key tiles of the item, which are walked from the last to the first, that the Q tile sits out. limit: a row i of
+    the tile sees the keys 0 .. limit + i of the sequence, among the first `keys`.
     """
 
     rows: Int32
@@ -185,26 +167,26 @@ class Part:
     keys: Int32
 
     @staticmethod
-    def of(item: Item, tile: int | Int32) -> Part:
-        """The part of a Q tile."""
+    def create(item: WorkItem, tile: int | Int32) -> QueryTileWork:
+        """Return the work of a Q tile."""
         first = tile * TILE_ROWS
         rows = item.rows - first
         limit = item.diagonal + first
         keys = smaller(item.keys, limit + TILE_ROWS)
         tiles = key_tiles(cutlass.select_(rows > 0, larger(keys, Int32(0)), Int32(0)))
-        return Part(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
+        return QueryTileWork(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
 
     def key_limit(self, row: Int32) -> Int32:
-        """Keys that a row of the tile sees; none if negative."""
+        """Return the keys that a row of the tile sees; none if negative."""
         return smaller(self.keys, self.limit + row + 1)
 
 
 def key_tiles(keys: Int32) -> Int32:
-    """Tiles of so many keys."""
+    """Return the tiles of so many keys."""
     return (keys + (TILE_KEYS - 1)) >> 7
 
 
 def first_lane(tmem: Int32) -> Int32:
-    """Tensor memory at the first of this warp's lanes."""
+    """Return the tensor memory at the first of this warp's lanes."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
     return tmem + warp * (32 * TMEM_LANE)

@@ -9,8 +9,9 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import D_V
-from ..attention.lengths import larger
 from ..primitives import tcgen05
+from ..primitives.integers import larger
+from ..primitives.pipeline import PipelineState
 from ..sm100.boxes import ROW_BYTES
 from .sm100_config import (
     BOX_BYTES,
@@ -18,17 +19,16 @@ from .sm100_config import (
     K_STEP,
     OUTPUT_COLUMN,
     QUERY_TILES,
-    SLOT_BYTES,
+    STAGE_BYTES,
     STEPS_PER_BOX,
-    STEPS_PER_SLOT,
+    STEPS_PER_STAGE,
     TILE_KEYS,
     TILE_ROWS,
-    VALUE_SLOTS,
+    VALUE_STAGES,
     Geometry,
-    Part,
     Pipes,
+    QueryTileWork,
     Tiles,
-    Use,
     key_tiles,
 )
 from .sm100_work_items import Board
@@ -47,19 +47,19 @@ class TileGemm:
     tiles: Tiles
     tmem: Int32
 
-    def keys(self, uses: list[Use]) -> list[Any]:
-        """K of a key tile as operands, 64 columns each."""
-        return [tcgen05.k_major(self.tiles.sKv + use.slot * SLOT_BYTES) for use in uses]
+    def keys(self, uses: list[PipelineState]) -> list[Any]:
+        """Return K of a key tile as operands, 64 columns each."""
+        return [tcgen05.k_major(self.tiles.sKv + use.stage * STAGE_BYTES) for use in uses]
 
-    def values(self, uses: list[Use]) -> list[Any]:
-        """V of a key tile as operands, 64 keys each."""
-        return [tcgen05.mn_major(self.tiles.sKv + use.slot * SLOT_BYTES, BOX_BYTES) for use in uses]
+    def values(self, uses: list[PipelineState]) -> list[Any]:
+        """Return V of a key tile as operands, 64 keys each."""
+        return [tcgen05.mn_major(self.tiles.sKv + use.stage * STAGE_BYTES, BOX_BYTES) for use in uses]
 
     def scores(self, tile: int, keys: list[Any]) -> None:
-        """S = Q K^T of a Q tile."""
+        """Issue S = Q K^T of a Q tile."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=TILE_KEYS)
         for box, operand in enumerate(keys):
-            query = tcgen05.k_major(self.tiles.sQ + (tile * self.geometry.query_bytes + box * SLOT_BYTES))
+            query = tcgen05.k_major(self.tiles.sQ + (tile * self.geometry.query_bytes + box * STAGE_BYTES))
             for step in range(STEPS_PER_BOX):
                 tcgen05.multiply(
                     self.tmem + tile * TILE_KEYS,
@@ -71,15 +71,15 @@ class TileGemm:
                 )
 
     def output(self, tile: int, values: list[Any], first: int, end: int, accumulate: bool | Boolean) -> None:
-        """O += P V, or O = P V, for the keys first .. end - 1 of a key tile."""
+        """Issue O += P V, or O = P V, for the keys first .. end - 1 of a key tile."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=D_V, transpose_b=True)
         probs = self.tmem + tile * TILE_KEYS
         for step in range(first // K_STEP, end // K_STEP):
-            slot, step_in_slot = divmod(step, STEPS_PER_SLOT)
+            stage, step_in_stage = divmod(step, STEPS_PER_STAGE)
             tcgen05.multiply(
                 self.tmem + (OUTPUT_COLUMN + tile * D_V),
                 tcgen05.a_in_tmem(probs + step * TMEM_STEP),
-                values[slot].advance_start_address(step_in_slot * MN_MAJOR_STEP),
+                values[stage].advance_start_address(step_in_stage * MN_MAJOR_STEP),
                 shape,
                 accumulate=accumulate if step == 0 else True,
                 group=tcgen05.OWN_GROUP,
@@ -94,27 +94,29 @@ class MmaRole:
 
     @cute.jit
     def run(self, board: Board, pipes: Pipes, gemm: TileGemm):
-        """Waits item_ready, kv_ready, query_ready, probs_ready, rest_ready. Signals item_free, scores_ready, output_ready,
-        query_free, kv_free.
+        """Wait item_ready, kv_ready, query_ready, probs_ready, rest_ready.
+
+        Signal item_free, scores_ready, output_ready, query_free, kv_free.
 
         Goes from item to item without a break: P V of a Q tile's last key tile comes after S of the other Q tile, and before its
-        own first S of the next item, if that has keys. After the last item comes one without."""
+        own first S of the next item, if that has keys. After the last item comes one without.
+        """
         geometry = self.geometry
         turn, more = Int32(0), Boolean(True)
-        slot, parity = Int32(geometry.slots - VALUE_SLOTS), Int32(1)  # of the values in front of the first keys: there are none
+        stage, phase = Int32(geometry.stages - VALUE_STAGES), Int32(1)  # of the values in front of the first keys: there are none
         # of each Q tile: items with keys, key tiles multiplied to S, and which one of its item the last of them is, if it waits for P V
         queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
         while more:
             more, item = board.take(turn)
             tiles = key_tiles(item.keys)
-            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             # the last P V of the item before may not wait for keys to come
             for t in cutlass.range(larger(tiles, Int32(1)), unroll=1):
-                uses = Use(slot, parity).following(geometry.tile_slots + 1, geometry.slots)
-                values, keys = uses[:VALUE_SLOTS], uses[VALUE_SLOTS:-1]
+                uses = PipelineState(stage, phase).following(geometry.tile_stages + 1, geometry.stages)
+                values, keys = uses[:VALUE_STAGES], uses[VALUE_STAGES:-1]
                 begun = (waiting[0] >= 0) | (waiting[1] >= 0)
                 if begun:
-                    self.await_slots(pipes, values)
+                    self.await_stages(pipes, values)
                 for tile in cutlass.range_constexpr(QUERY_TILES):
                     if waiting[tile] >= 0:
                         self.multiply_output(pipes, gemm, tile, count[tile] - 1, values, waiting[tile] > 0)
@@ -122,14 +124,14 @@ class MmaRole:
                             self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
                     if cutlass.const_expr(tile == 0):
                         if tiles > 0:
-                            self.await_slots(pipes, keys)
+                            self.await_stages(pipes, keys)
                     elif begun:
-                        self.free_slots(pipes, values)
-                    own = t - parts[tile].skipped
+                        self.free_stages(pipes, values)
+                    own = t - works[tile].skipped
                     waiting[tile] = Int32(-1)
-                    if own >= 0 and own < parts[tile].tiles:
+                    if own >= 0 and own < works[tile].tiles:
                         if own == 0:
-                            pipes.of_tile(tile).query_ready.wait_ready(queries[tile])
+                            pipes.of_tile(tile).query_ready.consumer_wait(queries[tile])
                             queries[tile] = queries[tile] + 1
                         self.multiply_scores(pipes, gemm, tile, count[tile], keys)
                         if t == tiles - 1:
@@ -137,12 +139,12 @@ class MmaRole:
                         count[tile] = count[tile] + 1
                         waiting[tile] = own
                 if tiles > 0:
-                    self.free_slots(pipes, keys)
-                    slot, parity = uses[-1].slot, uses[-1].parity
+                    self.free_stages(pipes, keys)
+                    stage, phase = uses[-1].stage, uses[-1].phase
             turn = turn + 1
 
-    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[Use]) -> None:
-        """S of a Q tile's count-th key tile, whose keys are there."""
+    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[PipelineState]) -> None:
+        """Issue S of a Q tile's count-th key tile, whose keys have come."""
         # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
         operands = gemm.keys(keys)
         tcgen05.fence_after_wait()
@@ -150,28 +152,30 @@ class MmaRole:
             gemm.scores(tile, operands)
             tcgen05.commit_alone(pipes.of_tile(tile).scores_ready.barrier(count))
 
-    def multiply_output(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: list[Use], accumulate: Boolean) -> None:
-        """P V of a Q tile's count-th key tile, whose values are there."""
+    def multiply_output(
+        self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, values: list[PipelineState], accumulate: Boolean
+    ) -> None:
+        """Issue P V of a Q tile's count-th key tile, whose values have come."""
         own = pipes.of_tile(tile)
         operands = gemm.values(values)
         for ready, first, end in ((own.probs_ready, 0, FIRST_KEYS), (own.rest_ready, FIRST_KEYS, TILE_KEYS)):
-            ready.wait_ready(count)
+            ready.consumer_wait(count)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
                 gemm.output(tile, operands, first, end, accumulate)
 
-    def await_slots(self, pipes: Pipes, uses: list[Use]) -> None:
-        """Waits until slots are filled."""
+    def await_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
+        """Wait until stages are filled."""
         for use in uses:
-            cute.arch.mbarrier_wait(pipes.kv_ready.base + use.slot, use.parity)
+            cute.arch.mbarrier_wait(pipes.kv_ready.base + use.stage, use.phase)
 
-    def free_slots(self, pipes: Pipes, uses: list[Use]) -> None:
-        """Slots may be loaded again when what has been issued is done."""
+    def free_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
+        """Release stages when everything issued so far is done."""
         with cute.arch.elect_one():
             for use in uses:
-                tcgen05.commit_alone(pipes.kv_free.base + use.slot)
+                tcgen05.commit_alone(pipes.kv_free.base + use.stage)
 
     def commit(self, barrier: cute.Pointer) -> None:
-        """An arrival when what has been issued is done."""
+        """Arrive when everything issued so far is done."""
         with cute.arch.elect_one():
             tcgen05.commit_alone(barrier)

@@ -9,10 +9,9 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
-from ..primitives.fragments import store_row
-from ..primitives.pipeline import arrive
+from ..primitives.elements import store_row
 from .operands import Operands
-from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Part, Pipes, Tiles, first_lane, key_tiles
+from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
 from .sm100_work_items import Board
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
@@ -32,20 +31,23 @@ class OutputRows:
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], wide: bool, tiles: Tiles, lanes: Int32, tile: int) -> OutputRows:
-        """lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes."""
+        """Return O of one Q tile for this thread.
+
+        lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes.
+        """
         row = cute.arch.thread_idx()[0] % GROUP
         return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * D_V))
 
     def factor(self) -> Float32:
-        """The row's rescale factor."""
+        """Return the row's rescale factor."""
         return (self.tiles.sAlpha + (self.tile * TILE_ROWS + self.row)).load()
 
     def inverse(self) -> Float32:
-        """1 / row sum, 0 for a row that attends to nothing."""
+        """Return 1 / row sum, 0 for a row that attends to nothing."""
         return (self.tiles.sInverse + (self.tile * TILE_ROWS + self.row)).load()
 
     def scale(self, alpha: Float32) -> None:
-        """O *= alpha; done when this returns."""
+        """Multiply O by alpha; done when this returns."""
         for first in range(0, D_V, SCALED_AT_ONCE):
             values = tcgen05.load_columns(self.place + first, SCALED_AT_ONCE)
             tcgen05.await_loads()
@@ -57,7 +59,7 @@ class OutputRows:
 
     @cute.jit
     def store(self, target: cute.Pointer, rows: Int32, inverse: Float32, accumulated: Boolean):
-        """O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` that there are."""
+        """Store O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` of the sequence."""
         for first in cutlass.range_constexpr(0, D_V, STORED_AT_ONCE):
             rO = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
             rO.fill(0.0)
@@ -80,51 +82,52 @@ class OutputRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
-        """Waits item_ready, alpha_ready, output_ready, sums_ready. Signals item_free, probs_ready, sums_free. Writes out."""
+        """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
         rows = [OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
         own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
         more, turn = Boolean(True), Int32(0)
         # of each Q tile: key tiles, items that have some, items
         done, outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(0), Int32(0)]
         for tile in cutlass.range_constexpr(QUERY_TILES):
-            arrive(own[tile].probs_ready.barrier(0))  # O is free for the first item
+            own[tile].probs_ready.producer_commit(0)  # O is free for the first item
         while more:
             more, item = board.take(turn)
-            parts = [Part.of(item, tile) for tile in range(QUERY_TILES)]
+            works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
                 for tile in cutlass.range_constexpr(QUERY_TILES):
-                    step = t - parts[tile].skipped
+                    step = t - works[tile].skipped
                     if step > 0:
                         # an item's first key tile has no factors
                         self.rescale(own[tile], rows[tile], done[tile] + step, done[tile] - outputs[tile] + step - 1)
             for tile in cutlass.range_constexpr(QUERY_TILES):
-                part = parts[tile]
-                if part.rows > 0:
-                    if part.tiles > 0:
-                        own[tile].output_ready.wait_ready(outputs[tile])
+                work = works[tile]
+                if work.rows > 0:
+                    if work.tiles > 0:
+                        own[tile].output_ready.consumer_wait(outputs[tile])
                         tcgen05.fence_after_wait()
                         outputs[tile] = outputs[tile] + 1
-                    own[tile].sums_ready.wait_ready(sums[tile])
+                    own[tile].sums_ready.consumer_wait(sums[tile])
                     inverse = rows[tile].inverse()
-                    arrive(own[tile].sums_free.barrier(sums[tile]))
+                    own[tile].sums_free.consumer_release(sums[tile])
                     sums[tile] = sums[tile] + 1
                     target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
-                    rows[tile].store(target, part.rows, inverse, part.tiles > 0)
-                    if part.tiles > 0:
-                        done[tile] = done[tile] + part.tiles
+                    rows[tile].store(target, work.rows, inverse, work.tiles > 0)
+                    if work.tiles > 0:
+                        done[tile] = done[tile] + work.tiles
                         tcgen05.fence_before_signal()
-                        arrive(own[tile].probs_ready.barrier(done[tile]))  # O is free for the next item
+                        own[tile].probs_ready.producer_commit(done[tile])  # O is free for the next item
             turn = turn + 1
 
     @cute.jit
     def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):
-        """O *= alpha where the maximum has moved, then lets P V of a Q tile's next key tile begin.
+        """Multiply O by alpha where the reference has moved, then let P V of a Q tile's next key tile begin.
 
-        The factor is there when S of that key tile is, and S comes after P V of the key tile before."""
-        own.alpha_ready.wait_ready(alpha_use)
+        The factor has come when S of that key tile has, and S comes after P V of the key tile before.
+        """
+        own.alpha_ready.consumer_wait(alpha_use)
         alpha = rows.factor()
         if cute.arch.vote_any_sync(alpha != 1.0):
             tcgen05.fence_after_wait()
             rows.scale(alpha)
             tcgen05.fence_before_signal()
-        arrive(own.probs_ready.barrier(use))
+        own.probs_ready.producer_commit(use)

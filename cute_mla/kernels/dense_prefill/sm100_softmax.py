@@ -14,25 +14,24 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from ..attention.lengths import larger
 from ..attention.softmax import LN2, follow_maximum, shift_of
 from ..primitives import tcgen05
-from ..primitives.fragments import pack_pair
-from ..primitives.pipeline import arrive
+from ..primitives.elements import pack_pair
+from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
-from .operands import Item, Operands
+from .operands import Operands, WorkItem
 from .sm100_config import (
-    BOXES_PER_SLOT,
+    BOXES_PER_STAGE,
     FIRST_KEYS,
     GROUP,
     HALF_KEYS,
-    SLOT_BYTES,
+    STAGE_BYTES,
     TILE_KEYS,
     TILE_ROWS,
-    VALUE_SLOTS,
+    VALUE_STAGES,
     Geometry,
-    Part,
     Pipes,
+    QueryTileWork,
     Tiles,
     first_lane,
     key_tiles,
@@ -58,7 +57,7 @@ Pair = tuple[Float32, Float32]
 
 
 def exp2_on_fma(exponents: Pair) -> Pair:
-    """2^x of two numbers up to 127, on the FMA pipe. 0 below 2^-126.5, NaN for NaN."""
+    """Return 2^x of two numbers up to 127, on the FMA pipe. 0 below 2^-126.5, NaN for NaN."""
     x = tuple(cute.arch.fmax(exponent, LEAST_EXPONENT, nan=True) for exponent in exponents)
     rounded = cute.arch.add_packed_f32x2(x, _both(ROUNDING))
     whole = cute.arch.add_packed_f32x2(rounded, _both(-ROUNDING))
@@ -80,7 +79,7 @@ class RowSoftmax:
     """A thread's scores of one key tile and the running state of its row.
 
     tile, row: the Q tile, and the row of it. scores: address of S in tensor memory, at the first lane of the warp. rS: fp32 (128
-    keys): scores, then probabilities. rMax: the reference, log2 units. rSums: two shares of the row sum.
+    keys): scores, then probabilities. row_ref: the reference, log2 units. rSums: two shares of the row sum.
     """
 
     dtype: type[cutlass.Numeric]
@@ -90,35 +89,37 @@ class RowSoftmax:
     scores: Int32
     scale_log2: Float32
     rS: cute.Tensor
-    rMax: cute.Tensor
+    row_ref: cute.Tensor
     rSums: cute.Tensor
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
-        """State of a row that has seen nothing. lanes: tensor memory at the first lane of the warp."""
+        """Return the state of a row that has seen nothing. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
-        rS, rMax, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))
-        return RowSoftmax(dtype, tiles, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, rMax, rSums)
+        rS, row_ref, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))
+        return RowSoftmax(dtype, tiles, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, row_ref, rSums)
 
     def reset(self) -> None:
-        """Forgets all keys."""
-        self.rMax[0] = -Float32.inf
+        """Forget all keys."""
+        self.row_ref[0] = -Float32.inf
         self.rSums[0], self.rSums[1] = Float32(0), Float32(0)
 
     def start_load(self, first: int) -> list[Any]:
-        """Starts to load the row's scores from key `first` on, for finish_load."""
+        """Start to load the row's scores from key `first` on, for finish_load."""
         return [tcgen05.load_columns(self.scores + column, LOADED_AT_ONCE) for column in range(first, TILE_KEYS, LOADED_AT_ONCE)]
 
     def finish_load(self, loads: list[Any]) -> None:
-        """Waits for loads of the last scores of the row. P may overwrite their columns when this returns."""
+        """Wait for loads of the last scores of the row. P may overwrite their columns when this returns."""
         tcgen05.await_loads()
         first = TILE_KEYS - len(loads) * LOADED_AT_ONCE
         for i in range(first, TILE_KEYS):
             self.rS[i] = loads[(i - first) // LOADED_AT_ONCE][i % LOADED_AT_ONCE]
 
     def mask(self, limit: Int32, first: int) -> None:
-        """Of the scores from key `first` on, sets those from `limit` on, counted within the tile, to -inf. Selects, so that NaN
-        vanishes."""
+        """Set the scores of keys from `limit` on, counted within the tile, to -inf, among the scores from key `first` on.
+
+        Selects, so that NaN vanishes.
+        """
         for start in range(first, TILE_KEYS, WORD_BITS):
             seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
             some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
@@ -127,18 +128,20 @@ class RowSoftmax:
                 self.rS[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, -Float32.inf, self.rS[start + bit])
 
     def advance(self) -> Float32:
-        """Moves the reference to this tile if need be. Returns the factor for everything accumulated before: 1 if the reference
-        stays."""
+        """Move the reference to this tile if need be.
+
+        Return the factor for everything accumulated before: 1 if the reference stays.
+        """
         chains = [self.rS[i] for i in range(MAX_CHAINS)]
         for i in range(MAX_CHAINS, TILE_KEYS):
             chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
-        self.rMax[0], alpha = follow_maximum(self.rMax[0], reduce(cute.arch.fmax, chains) * self.scale_log2)
+        self.row_ref[0], alpha = follow_maximum(self.row_ref[0], reduce(cute.arch.fmax, chains) * self.scale_log2)
         self.rSums[0], self.rSums[1] = cute.arch.mul_packed_f32x2((self.rSums[0], self.rSums[1]), (alpha, alpha))
         return alpha
 
     def exponentiate(self, first: int, end: int) -> None:
-        """Replaces the scores of keys first .. end - 1 by unnormalised probabilities and adds them to the row sum."""
-        scale, shift = (self.scale_log2,) * 2, (-shift_of(self.rMax[0]),) * 2
+        """Replace the scores of keys first .. end - 1 by unnormalised probabilities and add them to the row sum."""
+        scale, shift = (self.scale_log2,) * 2, (-shift_of(self.row_ref[0]),) * 2
         chains = [(self.rSums[0], self.rSums[1]), _both(0.0)]
         for i in range(first, end, 2):
             exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
@@ -151,7 +154,7 @@ class RowSoftmax:
         self.rSums[0], self.rSums[1] = cute.arch.add_packed_f32x2(*chains)
 
     def store(self, first: int, end: int) -> None:
-        """The probabilities of keys first .. end - 1 as 16-bit A operand, over the scores; done when this returns."""
+        """Store the probabilities of keys first .. end - 1 as 16-bit A operand, over the scores; done when this returns."""
         for key in range(first, end, KEYS_STORED_AT_ONCE):
             pairs = range(key, min(key + KEYS_STORED_AT_ONCE, end), 2)
             words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in pairs]
@@ -159,23 +162,23 @@ class RowSoftmax:
         tcgen05.await_stores()
 
     def publish_factor(self, alpha: Float32) -> None:
-        """Hands the rescale factor of the row to the output role."""
+        """Hand the rescale factor of the row to the output role."""
         (self.tiles.sAlpha + (self.tile * TILE_ROWS + self.row)).store(alpha)
 
     def publish_sum(self) -> Float32:
-        """Hands 1 / row sum, or 0, to the output role. Returns the sum over all keys seen, 0 iff the row attends to nothing."""
+        """Hand 1 / row sum, or 0, to the output role. Return the sum over all keys seen, 0 iff the row attends to nothing."""
         total = self.rSums[0] + self.rSums[1]
         inverse = cutlass.select_(total == 0.0, Float32(0), 1.0 / total)
         (self.tiles.sInverse + (self.tile * TILE_ROWS + self.row)).store(inverse)
         return total
 
     def lse(self, total: Float32) -> Float32:
-        """The natural logarithm of the sum of all exponentials."""
-        return (self.rMax[0] + cute.math.log2(total, fastmath=True)) * LN2
+        """Return the natural logarithm of the sum of all exponentials."""
+        return (self.row_ref[0] + cute.math.log2(total, fastmath=True)) * LN2
 
 
 def on_fma(pair: int) -> bool:
-    """Whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both pipes always have work."""
+    """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both pipes always have work."""
     return (pair * POLYNOMIAL_PAIRS) % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS
 
 
@@ -188,76 +191,84 @@ class SoftmaxRole:
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
-        """Waits item_ready, scores_ready, kv_ready, sums_free. Signals item_free, alpha_ready, probs_ready, rest_ready, sums_ready.
-        Writes lse."""
+        """Wait item_ready, scores_ready, kv_ready, sums_free.
+
+        Signal item_free, alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse.
+        """
         own = pipes.of_tile(tile)
         rows = RowSoftmax.create(self.dtype, tiles, first_lane(tmem), tile, operands.scale_log2)
         more, turn, uses, done, alphas, sums = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while more:
             more, item = board.take(turn)
-            part = Part.of(item, tile)
-            if part.rows > 0:
+            work = QueryTileWork.create(item, tile)
+            if work.rows > 0:
                 rows.reset()
-                for t in cutlass.range(part.tiles, unroll=1):
-                    own.scores_ready.wait_ready(done + t)
+                for t in cutlass.range(work.tiles, unroll=1):
+                    own.scores_ready.consumer_wait(done + t)
                     tcgen05.fence_after_wait()
-                    if t == 0 and self.clears_values(item, part, tile):
-                        self.clear_values(tiles, pipes, uses + self.geometry.key_slots, item.keys, rows.row)
-                    self.softmax_tile(own, rows, part, t, done + t, alphas + t - 1)
-                done = done + part.tiles
-                alphas = alphas + larger(part.tiles - 1, Int32(0))
-                own.sums_free.wait_free(sums)
+                    if t == 0 and self.clears_values(item, work, tile):
+                        self.clear_values(tiles, pipes, uses + self.geometry.key_stages, item.keys, rows.row)
+                    self.softmax_tile(own, rows, work, t, done + t, alphas + t - 1)
+                done = done + work.tiles
+                alphas = alphas + larger(work.tiles - 1, Int32(0))
+                own.sums_free.producer_acquire(sums)
                 total = rows.publish_sum()
-                arrive(own.sums_ready.barrier(sums))
+                own.sums_ready.producer_commit(sums)
                 sums = sums + 1
-                if rows.row < part.rows:
+                if rows.row < work.rows:
                     lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
                     operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
-            uses = uses + key_tiles(item.keys) * self.geometry.tile_slots
+            uses = uses + key_tiles(item.keys) * self.geometry.tile_stages
             turn = turn + 1
 
     @cute.jit
-    def softmax_tile(self, own: Pipes, rows: RowSoftmax, part: Part, t: Int32, use: Int32, alpha_use: Int32):
-        """Turns the scores of a part's t-th key tile, which are complete, into probabilities.
+    def softmax_tile(self, own: Pipes, rows: RowSoftmax, work: QueryTileWork, t: Int32, use: Int32, alpha_use: Int32):
+        """Turn the scores of a Q tile's t-th key tile, which are complete, into probabilities.
 
         The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
-        stores any."""
-        first_key = (part.tiles - 1 - t) * TILE_KEYS
-        limit = part.key_limit(rows.row) - first_key
-        masked = part.key_limit(Int32(0)) < first_key + TILE_KEYS
+        stores any.
+        """
+        first_key = (work.tiles - 1 - t) * TILE_KEYS
+        limit = work.key_limit(rows.row) - first_key
+        masked = work.key_limit(Int32(0)) < first_key + TILE_KEYS
         rows.finish_load(rows.start_load(0))
         if masked:
             rows.mask(limit, 0)
         alpha = rows.advance()
         if t > 0:
             rows.publish_factor(alpha)
-            arrive(own.alpha_ready.barrier(alpha_use))
+            own.alpha_ready.producer_commit(alpha_use)
         rows.exponentiate(0, FIRST_KEYS)
         again = rows.start_load(FIRST_KEYS)
         rows.store(0, FIRST_KEYS)
         tcgen05.fence_before_signal()
-        arrive(own.probs_ready.barrier(use))
+        own.probs_ready.producer_commit(use)
         rows.finish_load(again)
         if masked:
             rows.mask(limit, FIRST_KEYS)
         rows.exponentiate(FIRST_KEYS, TILE_KEYS)
         rows.store(FIRST_KEYS, TILE_KEYS)
         tcgen05.fence_before_signal()
-        arrive(own.rest_ready.barrier(use))
+        own.rest_ready.producer_commit(use)
 
-    def clears_values(self, item: Item, part: Part, tile: Int32) -> Boolean:
-        """Whether there are values of no key in the item's last key tile, and this Q tile is the first to be multiplied with
-        them."""
-        first = (tile == 0) | (Part.of(item, 0).skipped > 0)
-        return (item.keys % TILE_KEYS != 0) & (part.skipped == 0) & first
+    def clears_values(self, item: WorkItem, work: QueryTileWork, tile: Int32) -> Boolean:
+        """Return whether this Q tile clears values: it is the first to be multiplied with values that belong to no key.
+
+        Only the item's last key tile can have such values.
+        """
+        first = (tile == 0) | (QueryTileWork.create(item, 0).skipped > 0)
+        return (item.keys % TILE_KEYS != 0) & (work.skipped == 0) & first
 
     @cute.jit
     def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
-        """P is 0 past the end, but 0 times a NaN of an unused row is NaN. The arrival with P hands over the zeros.
+        """Zero the values past the end: P is 0 there, but 0 times a NaN of an unused row is NaN.
 
-        S of the key tile is complete, so the slots are at this use or the one before: no other parity can be mistaken for it."""
-        for half in cutlass.range_constexpr(VALUE_SLOTS):
-            pipes.kv_ready.wait_ready(use + half)
-            slot = tiles.sKv + pipes.kv_ready.slot(use + half) * SLOT_BYTES
-            clear_rows(slot, BOXES_PER_SLOT, keys % TILE_KEYS - half * HALF_KEYS, thread)
+        The arrival with P hands over the zeros.
+
+        S of the key tile is complete, so the stages are at this use or the one before: no other phase can be mistaken for it.
+        """
+        for half in cutlass.range_constexpr(VALUE_STAGES):
+            pipes.kv_ready.consumer_wait(use + half)
+            stage = tiles.sKv + pipes.kv_ready.stage(use + half) * STAGE_BYTES
+            clear_rows(stage, BOXES_PER_STAGE, keys % TILE_KEYS - half * HALF_KEYS, thread)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -1,7 +1,8 @@
-"""How the work items get to the roles of the SM100 kernel: the load role finds out what an item is and posts it.
+"""Work items of the SM100 dense prefill kernel: the load role finds each item and posts it to the other roles.
 
 Finding an item takes some 200 instructions that depend on each other and two loads, by estimate 1,500 clocks, which the mma role
-does not have between two products."""
+does not have between two products.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,8 @@ from dataclasses import dataclass
 
 from cutlass import Boolean, Int32, cute
 
-from ..primitives.fragments import aligned, store_words
-from ..primitives.pipeline import arrive
-from .operands import Item
+from ..primitives.elements import aligned, store_words
+from .operands import WorkItem
 from .sm100_config import ITEM_WORDS, Pipes
 
 
@@ -22,9 +22,9 @@ class Board:
     sItems: cute.Pointer
     pipes: Pipes
 
-    def post(self, turn: Int32, there: Boolean, item: Item) -> None:
-        """Signals item_ready when the item may be read. One warp."""
-        self.pipes.item_free.wait_free(turn)
+    def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
+        """Signal item_ready when the item may be read. One warp."""
+        self.pipes.item_free.producer_acquire(turn)
         numbers = (item.head, item.kv_head, item.first_row, item.rows, item.first_key, item.keys, item.diagonal)
         words = [Int32(there), *numbers]
         with cute.arch.elect_one():
@@ -32,15 +32,17 @@ class Board:
                 store_words(self._cell(turn) + half, words[half : half + 4])
             cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
 
-    def take(self, turn: Int32) -> tuple[Boolean, Item]:
-        """Whether the CTA has an item in a round, and the item, without rows and keys if not. Waits item_ready, signals item_free.
-        One warp."""
-        self.pipes.item_ready.wait_ready(turn)
+    def take(self, turn: Int32) -> tuple[Boolean, WorkItem]:
+        """Wait item_ready, signal item_free.
+
+        Return (whether the CTA has an item in a round, the item, without rows and keys if not). One warp.
+        """
+        self.pipes.item_ready.consumer_wait(turn)
         rWords = cute.make_rmem_tensor(cute.make_layout(ITEM_WORDS), Int32)
         cute.autovec_copy(cute.make_tensor(aligned(self._cell(turn), 16), rWords.layout), rWords)
-        arrive(self.pipes.item_free.barrier(turn))
+        self.pipes.item_free.consumer_release(turn)
         there, *numbers = (cute.arch.make_warp_uniform(rWords[i]) for i in range(ITEM_WORDS))
-        return there != 0, Item(*numbers)
+        return there != 0, WorkItem(*numbers)
 
     def _cell(self, turn: Int32) -> cute.Pointer:
-        return self.sItems + self.pipes.item_ready.slot(turn) * ITEM_WORDS
+        return self.sItems + self.pipes.item_ready.stage(turn) * ITEM_WORDS

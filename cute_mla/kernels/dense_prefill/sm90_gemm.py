@@ -9,8 +9,8 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
-from ..primitives.fragments import flat, half, pack_pair, packed, tile_writer
-from ..sm90.gemm import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, tiled_mma
+from ..primitives.elements import pack_pair
+from ..primitives.wgmma import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, flat, half, packed, tile_writer, tiled_mma
 from .sm90_config import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
 
 PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
@@ -18,7 +18,7 @@ PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 @dataclass(frozen=True)
 class Products:
-    """The operands of both, partitioned for one thread."""
+    """The two products of one thread: operands, partitioned, and accumulators."""
 
     dtype: type[cutlass.Numeric]
     thread: Int32
@@ -36,7 +36,7 @@ class Products:
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32, group: Int32) -> Products:
-        """For one thread of a warpgroup that computes."""
+        """Return the for one thread of a warpgroup that computes."""
         # an MMA whose accumulation were switched in a loop would be a value that leaves the loop
         overwrite_scores, add_scores = (tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
         output_mma = tiled_mma(dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
@@ -44,8 +44,8 @@ class Products:
         add_scores.set(warpgroup.Field.ACCUMULATE, True)
         output_mma.set(warpgroup.Field.ACCUMULATE, True)
         of_scores, of_output = add_scores.get_slice(thread), output_mma.get_slice(thread)
-        slots = cute.size(tiles.sV, mode=[2])
-        transposed = cute.make_layout((D_V, TILE_KEYS, slots), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
+        stages = cute.size(tiles.sV, mode=[2])
+        transposed = cute.make_layout((D_V, TILE_KEYS, stages), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
         scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, TILE_KEYS)), Float32)
         probs = cute.make_rmem_tensor_like(scores, dtype)
         steps = cute.make_layout((A_VALUES, 1, TILE_KEYS // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
@@ -65,24 +65,25 @@ class Products:
             output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, D_V)), Float32),
         )
 
-    def start_scores(self, slot: Int32) -> None:
-        """S = Q K^T as a group of WGMMAs."""
+    def start_scores(self, stage: Int32) -> None:
+        """Issue S = Q K^T as a group of WGMMAs."""
         for step in range(cute.size(self.tQ, mode=[2])):
             mma = self.add_scores if step else self.overwrite_scores
-            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, slot], self.scores)
+            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, stage], self.scores)
         warpgroup.commit_group()
 
-    def start_output(self, slot: Int32) -> None:
-        """O += P V as a group of WGMMAs."""
+    def start_output(self, stage: Int32) -> None:
+        """Issue O += P V as a group of WGMMAs."""
         for step in range(cute.size(self.tP, mode=[2])):
-            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, slot], self.output)
+            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output)
         warpgroup.commit_group()
 
     def round_probs(self) -> None:
-        """The scores, by now probabilities, to the A operand of P V.
+        """Round the scores, by now probabilities, to the A operand of P V.
 
-        In PTX, because LLVM would move a conversion of its own to the use, past the WGMMAs of the next scores: 64 registers
-        more than there are."""
+        The conversion is PTX, because LLVM would move one of its own to the use, past the WGMMAs of the next scores: 64 registers
+        more than there are.
+        """
         rP, rS = packed(self.probs), flat(self.scores)
         for i in range(cute.size(rP)):
             rP[i] = cute.arch.inline_ptx(
@@ -92,23 +93,25 @@ class Products:
             )
 
     def clear(self) -> None:
-        """S = 0, O = 0."""
+        """Set S and O to 0."""
         self.scores.fill(0.0)
         self.output.fill(0.0)
 
     def clear_output(self) -> None:
-        """O = 0."""
+        """Set O to 0."""
         self.output.fill(0.0)
 
     def scale_output(self, factors: list[Float32]) -> None:
-        """Multiplies the thread's two rows of O."""
+        """Multiply the thread's two rows of O."""
         rO = flat(self.output)
         for i in range(cute.size(rO)):
             rO[i] = rO[i] * factors[half(i)]
 
     def row_words(self, row_half: int, inverse: Float32) -> list[Int32]:
-        """One of the thread's rows of O, normalised and rounded: columns 8 e + 2 (t % 4) and the next in word e. A row that
-        attends to nothing (inverse 0) is 0 whatever was accumulated."""
+        """Return one of the thread's rows of O, normalised and rounded.
+
+        Word e has columns 8 e + 2 (t % 4) and the next. A row that attends to nothing (inverse 0) is 0 whatever was accumulated.
+        """
         rO = flat(self.output)
         words = []
         for first in range(2 * row_half, cute.size(rO), 4):
@@ -127,7 +130,7 @@ class QueryStage:
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> QueryStage:
-        """For one thread."""
+        """Return the for one thread."""
         mma = tiled_mma(dtype, BOX_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
         fragment = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((GROUP_ROWS, BOX_COLUMNS)), dtype)
         copy = tile_writer(mma, dtype, thread)
@@ -135,9 +138,9 @@ class QueryStage:
 
     @property
     def words(self) -> cute.Tensor:
-        """Of row half h and columns 8 e + 2 (t % 4) and the next, register 2 e + h."""
+        """Return the registers: of row half h and columns 8 e + 2 (t % 4) and the next, register 2 e + h."""
         return packed(self.rQ)
 
     def store(self, tile: int, group: Int32) -> None:
-        """To smem, for the async proxy after a fence."""
+        """Store to smem, for the async proxy after a fence."""
         cute.copy(self.copy, self.copy.retile(self.rQ)[None, None, 0], self.tQ[None, None, tile, group])

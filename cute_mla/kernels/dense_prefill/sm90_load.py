@@ -10,83 +10,96 @@ from cutlass import Int32, cute
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.pipeline import arrive
 from ..primitives.tma import load_box
-from ..sm90.gemm import clear_rows
+from ..sm90.clear_rows import clear_rows
 from .operands import Operands
 from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
 
 
-class LoadRoles:
-    """One method each. queries: whether Q comes by TMA too."""
+class KeyRole:
+    """One warp: TMA of K."""
 
-    def __init__(self, geometry: Geometry, queries: bool) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.queries = queries
 
     @cute.jit
-    def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits key_free. Signals key_ready."""
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait key_free. Signal key_ready."""
         use = Int32(0)
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.key_ready.slot(use + i), pipes.key_ready.barrier(use + i)
-                pipes.key_free.wait_free(use + i)
+                stage, ready = pipes.key_ready.stage(use + i), pipes.key_ready.barrier(use + i)
+                pipes.key_free.producer_acquire(use + i)
                 where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
-                load_tile(tiles.sK, slot, operands.k_map, where, ready, self.geometry.key_bytes)
+                load_tile(tiles.sK, stage, operands.args.k_map, where, ready, self.geometry.key_bytes)
             use = use + count
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
 
-    @cute.jit
-    def load_values(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits value_free. Signals value_ready.
 
-        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN."""
+class ValueRole:
+    """One warp: TMA of V; zeroes over what lies behind the last key."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait value_free. Signal value_ready.
+
+        P is 0 behind the last key, but 0 times a NaN that may lie there is NaN.
+        """
         use, cleared = Int32(0), Int32(0)
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
-                slot, ready = pipes.value_ready.slot(use + i), pipes.value_ready.barrier(use + i)
-                pipes.value_free.wait_free(use + i)
+                stage, ready = pipes.value_ready.stage(use + i), pipes.value_ready.barrier(use + i)
+                pipes.value_free.producer_acquire(use + i)
                 first = (count - 1 - i) * TILE_KEYS
                 where = (item.kv_head, item.first_key + first)
                 whole = first + TILE_KEYS <= item.keys
                 landed = cutlass.select_(whole, ready, pipes.value_landed.barrier(cleared))
-                load_tile(tiles.sV, slot, operands.v_map, where, landed, self.geometry.value_bytes)
+                load_tile(tiles.sV, stage, operands.args.v_map, where, landed, self.geometry.value_bytes)
                 if not whole:
-                    pipes.value_landed.wait_ready(cleared)
-                    clear_rows(tiles.sV, slot, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+                    pipes.value_landed.consumer_wait(cleared)
+                    clear_rows(tiles.sV, stage, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     arrive(ready)
                     cleared = cleared + 1
             use = use + count
 
+
+class QueryRole:
+    """One warp: TMA of Q, in variants whose rows of Q allow it."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
     @cute.jit
-    def load_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Waits query_free. Signals query_ready. Rows behind the sequence's are those of the next one, or zeros."""
-        if cutlass.const_expr(self.queries):
-            done = Int32(0)
-            for turn in cutlass.range(operands.items.rounds(), unroll=1):
-                item = operands.items.take(turn)
-                if item.keys > 0:
-                    for group in cutlass.range_constexpr(GROUPS):
-                        use = done * GROUPS + group
-                        pipes.query_free.wait_free(use)
-                        where = (item.head, item.first_row + group * GROUP_ROWS)
-                        load_tile(tiles.sQ, group, operands.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
-                    done = done + 1
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+        """Wait query_free. Signal query_ready. Rows behind the sequence's are those of the next one, or zeros."""
+        done = Int32(0)
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            if item.keys > 0:
+                for group in cutlass.range_constexpr(GROUPS):
+                    use = done * GROUPS + group
+                    pipes.query_free.producer_acquire(use)
+                    where = (item.head, item.first_row + group * GROUP_ROWS)
+                    load_tile(tiles.sQ, group, operands.args.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
+                done = done + 1
 
 
 @cute.jit
-def load_tile(target: cute.Tensor, slot: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
-    """One warp starts the copy of a slot of (rows, columns, slots), from (head, first row) on; its bytes count on `ready`."""
+def load_tile(target: cute.Tensor, stage: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
+    """Start the copy of a stage of (rows, columns, stages), from (head, first row) on; its bytes count on `ready`."""
     rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
     head, first = where
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, nbytes)
         for column in cutlass.range_constexpr(0, columns, BOX_COLUMNS):
             for row in cutlass.range_constexpr(0, rows, BOX_ROWS):
-                box = target.iterator + (slot * (rows * columns) + column * rows + row * BOX_COLUMNS)
+                box = target.iterator + (stage * (rows * columns) + column * rows + row * BOX_COLUMNS)
                 load_box(box, tensor_map, (column, head, first + row), ready)

@@ -18,7 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesArguments, MergeStatesConfig
 from ...spec.mla import LOG2E
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
@@ -32,15 +32,17 @@ WIDE_BYTES = 2 * VECTOR
 
 @dataclass(frozen=True)
 class Places:
-    """Where something of a row lies in each state: `offset` elements from the state's first. stride: elements from state to state,
-    counted from the first; 0 if each has a pointer."""
+    """Addresses of one part of a row (out or lse) in each state.
+
+    offset: elements from the state's first. stride: elements from state to state, counted from the first; 0 if each has a pointer.
+    """
 
     firsts: tuple[cute.Pointer, ...]
     offset: Int64
     stride: Int64
 
     def of(self, state: Int32) -> cute.Pointer:
-        """In one state."""
+        """Return the address in one state."""
         first = self.firsts[0]
         address = first.toint()
         for listed, own in enumerate(self.firsts):
@@ -58,23 +60,23 @@ class States(Results):
     lses: Places
 
     def lse(self, result: Int32) -> Float32:
-        """In base 2; of a state without keys -inf, whatever its convention."""
+        """Return the lse of a state, base 2; -inf of a state without keys, whatever its convention."""
         value = self.lses.of(result).load()
         infinite = (value == Float32.inf) | (value == -Float32.inf)
         return cutlass.select_(infinite, -Float32.inf, value * LOG2E)
 
     def row(self, result: Int32) -> cute.Pointer:
-        """Of one state."""
+        """Return this lane's first column of a state."""
         return self.outs.of(result)
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """At once where the row allows it."""
+        """Load 4 columns, at once where the row allows it."""
         load_columns(target, source, (source.toint() & (WIDE_BYTES - 1)) == 0)
 
 
 @cute.jit
 def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
-    """4 columns of a row that may start at any element."""
+    """Load 4 columns of a row that may start at any element."""
     if wide:
         cute.autovec_copy(vector_at(source, WIDE_BYTES), target)
     else:
@@ -83,7 +85,7 @@ def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
 
 
 def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: Int32) -> Int64:
-    """Elements from the first row to another."""
+    """Return the elements from the first row to another."""
     return req * strides[0] + token * strides[1] + head * strides[2]
 
 
@@ -96,86 +98,56 @@ class MergeStates:
         self.dtype = ELEMENT_TYPES[config.dtype]
 
     @cute.jit
-    def host(
-        self,
-        state_out_0: cute.Pointer, state_out_1: cute.Pointer, state_out_2: cute.Pointer, state_out_3: cute.Pointer,
-        state_out_4: cute.Pointer, state_out_5: cute.Pointer, state_out_6: cute.Pointer, state_out_7: cute.Pointer,
-        state_lse_0: cute.Pointer, state_lse_1: cute.Pointer, state_lse_2: cute.Pointer, state_lse_3: cute.Pointer,
-        state_lse_4: cute.Pointer, state_lse_5: cute.Pointer, state_lse_6: cute.Pointer, state_lse_7: cute.Pointer,
-        out: cute.Pointer, lse: cute.Pointer, state_out_stride_state: Int64, state_lse_stride_state: Int64,
-        state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
-        state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
-        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
-        lse_stride_batch: Int64, lse_stride_token: Int64, lse_stride_head: Int64,
-        empty_lse: Float32, tokens: Int32, heads: Int32, states: Int32,
-    ):  # fmt: skip
-        """Compiled for its types, never run: the runtime launches the kernel itself."""
+    def host(self, args: MergeStatesArguments):
+        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
         self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(
-            state_out_0, state_out_1, state_out_2, state_out_3, state_out_4, state_out_5, state_out_6, state_out_7,
-            state_lse_0, state_lse_1, state_lse_2, state_lse_3, state_lse_4, state_lse_5, state_lse_6, state_lse_7,
-            out, lse, state_out_stride_state, state_lse_stride_state,
-            state_out_stride_batch, state_out_stride_token, state_out_stride_head,
-            state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head,
-            out_stride_batch, out_stride_token, out_stride_head, lse_stride_batch, lse_stride_token, lse_stride_head,
-            empty_lse, tokens, heads, states,
-        ).launch(
+        self.kernel(args).launch(
             grid=(1, 1, 1),
             block=(THREADS, 1, 1),
             use_pdl=True,
             min_blocks_per_mp=2,  # as in combine
             preferred_smem_carveout=100,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        state_out_0: cute.Pointer, state_out_1: cute.Pointer, state_out_2: cute.Pointer, state_out_3: cute.Pointer,
-        state_out_4: cute.Pointer, state_out_5: cute.Pointer, state_out_6: cute.Pointer, state_out_7: cute.Pointer,
-        state_lse_0: cute.Pointer, state_lse_1: cute.Pointer, state_lse_2: cute.Pointer, state_lse_3: cute.Pointer,
-        state_lse_4: cute.Pointer, state_lse_5: cute.Pointer, state_lse_6: cute.Pointer, state_lse_7: cute.Pointer,
-        out: cute.Pointer, lse: cute.Pointer, state_out_stride_state: Int64, state_lse_stride_state: Int64,
-        state_out_stride_batch: Int64, state_out_stride_token: Int64, state_out_stride_head: Int64,
-        state_lse_stride_batch: Int64, state_lse_stride_token: Int64, state_lse_stride_head: Int64,
-        out_stride_batch: Int64, out_stride_token: Int64, out_stride_head: Int64,
-        lse_stride_batch: Int64, lse_stride_token: Int64, lse_stride_head: Int64,
-        empty_lse: Float32, tokens: Int32, heads: Int32, states: Int32,
-    ):  # fmt: skip
+    def kernel(self, args: MergeStatesArguments):
+        """Process one key or row per warp."""
         place, head_block, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         lane, head = thread % 32, head_block * ROWS_PER_BLOCK + thread // 32
-        req, token = place // tokens, place % tokens
+        req, token = place // args.tokens, place % args.tokens
 
         # The next kernel may be launched now: one that reads out waits for this grid to end.
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
-        if head < heads:
-            strides = (state_out_stride_batch, state_out_stride_token, state_out_stride_head)
+        if head < args.heads:
+            strides = (args.state_out_stride_batch, args.state_out_stride_token, args.state_out_stride_head)
             outs = Places(
-                (state_out_0, state_out_1, state_out_2, state_out_3, state_out_4, state_out_5, state_out_6, state_out_7),
+                tuple(getattr(args, f"state_out_{state}") for state in range(LISTED_STATES)),
                 offset(strides, req, token, head) + lane * VECTOR,
-                state_out_stride_state,
+                args.state_out_stride_state,
             )
-            strides = (state_lse_stride_batch, state_lse_stride_token, state_lse_stride_head)
+            strides = (args.state_lse_stride_batch, args.state_lse_stride_token, args.state_lse_stride_head)
             lses = Places(
-                (state_lse_0, state_lse_1, state_lse_2, state_lse_3, state_lse_4, state_lse_5, state_lse_6, state_lse_7),
+                tuple(getattr(args, f"state_lse_{state}") for state in range(LISTED_STATES)),
                 offset(strides, req, token, head),
-                state_lse_stride_state,
+                args.state_lse_stride_state,
             )
             results = States(self.dtype, outs, lses)
-            out_row = out + (offset((out_stride_batch, out_stride_token, out_stride_head), req, token, head) + lane * VECTOR)
+            strides = (args.out_stride_batch, args.out_stride_token, args.out_stride_head)
+            out_row = args.out + (offset(strides, req, token, head) + lane * VECTOR)
             groups = self.config.head_dim // GROUP
-            shift, total = merge_row(out_row, results, states, -Float32.inf, groups)
+            shift, total = merge_row(out_row, results, args.states, -Float32.inf, groups)
             if lane == 0:
-                value = empty_lse
+                value = args.empty_lse
                 if total != 0:  # true for NaN
                     value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                (lse + offset((lse_stride_batch, lse_stride_token, lse_stride_head), req, token, head)).store(value)
+                (args.lse + offset((args.lse_stride_batch, args.lse_stride_token, args.lse_stride_head), req, token, head)).store(value)
 
 
 def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = MergeStates(config, arch)
     outs, lses = ([f"state_{name}_{state}" for state in range(LISTED_STATES)] for name in ("out", "lse"))
     elements = {**dict.fromkeys((*outs, "out"), kernel.dtype), **dict.fromkeys((*lses, "lse"), Float32)}
@@ -183,7 +155,7 @@ def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
         op="merge_states",
         config=config,
         host=kernel.host,
-        args=example_arguments(PARAMS, elements),
+        args=(example_arguments(MergeStatesArguments, elements),),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

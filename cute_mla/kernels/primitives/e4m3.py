@@ -10,10 +10,11 @@ PAIR_BITS = 16  # of two e4m3 values
 
 
 def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """e4m3 values, four in a word, as twice as many words of 16-bit elements, on any architecture.
+    """Convert e4m3 values, four in a word, to twice as many words of 16-bit elements, on any architecture.
 
-    To fp16 an instruction converts two. To bf16 there is none: bf16 is the upper half of the fp32 number, whose lower half is 0,
-    so a byte permutation joins two where a conversion would round."""
+    An instruction converts two to fp16. There is none to bf16: bf16 is the upper half of the fp32 number, whose lower half is 0,
+    so a byte permutation joins two where a conversion would round.
+    """
     quantised = cute.recast_tensor(words, cutlass.Float8E4M3FN).load()
     count = 2 * cute.size(words)
     if dtype is cutlass.Float16:
@@ -30,7 +31,7 @@ def widen(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 def widen_in_pairs(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """The same where bf16 has an instruction that converts two, as Blackwell does."""
+    """Convert as widen does, where bf16 has an instruction that converts two, as on Blackwell."""
     if dtype is cutlass.Float16:
         return widen(words, dtype)
     count = 2 * cute.size(words)

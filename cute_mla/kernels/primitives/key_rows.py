@@ -16,7 +16,7 @@ from cutlass.cute.typing import AddressSpace
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_rows import VECTOR
 from ...spec.mla import ELEMENT_BYTES
-from .fragments import load_pair
+from .elements import load_pair
 
 WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
 SPAN = 32 * VECTOR  # columns that a warp takes at a time
@@ -30,14 +30,14 @@ E8M0_NAN = 255
 
 @dataclass(frozen=True)
 class Key:
-    """Where a key lies in a cache. data, scales: addresses of its row and of its scales, if it has any."""
+    """A key in a cache. data, scales: addresses of its row and of its scales, if it has any."""
 
     data: Int64
     scales: Int64
 
     @staticmethod
     def of(cache: CacheFormat, page: Int64, row: Int32, row_stride: Int64, page_size: Int32) -> Key:
-        """Of a row of the page at an address. row_stride in bytes."""
+        """Return the key in a row of the page at an address. row_stride in bytes."""
         data = page + row * row_stride
         if cache.scales_inside:
             return Key(data, data + cache.quantised)
@@ -45,26 +45,12 @@ class Key:
 
 
 def registers(words: int) -> cute.Tensor:
-    """Words of a lane."""
+    """Return the registers for a lane's words."""
     return cute.make_rmem_tensor(cute.make_layout(words), Int32)
 
 
-def as_float(bits: Int32) -> Float32:
-    """The fp32 number of these bits."""
-    held = registers(1)
-    held[0] = bits
-    return cute.recast_tensor(held, Float32)[0]
-
-
-def as_bits(value: Float32) -> Int32:
-    """The bits of an fp32 number."""
-    held = cute.make_rmem_tensor(cute.make_layout(1), Float32)
-    held[0] = value
-    return cute.recast_tensor(held, Int32)[0]
-
-
 def exact(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> list[Float32]:
-    """Narrow floats in fp32."""
+    """Convert narrow floats to fp32."""
     count, per_word = cute.size(words), 32 // dtype.width
     held = registers(max(count, 2))  # of a tensor of one word, recast_tensor gives the first element again and again
     held.fill(0)
@@ -76,24 +62,24 @@ def exact(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> list[Float32]:
 
 
 def is_whole(row: Int64, elements: int) -> Boolean:
-    """Whether so many 16-bit elements from a row's first on can be moved at once."""
+    """Return whether so many 16-bit elements from a row's first on can be moved at once."""
     return (row & (elements * ELEMENT_BYTES - 1)) == 0
 
 
 def words_at(address: Int64, words: int) -> cute.Tensor:
-    """Words of gmem, at a multiple of their size together."""
+    """Return the words of gmem, at a multiple of their size together."""
     pointer = cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=4 * words)
     return cute.make_tensor(pointer, cute.make_layout(words))
 
 
 def element_at(element: type[cutlass.Numeric], address: Int64) -> cute.Pointer:
-    """One element of gmem."""
+    """Return one element of gmem."""
     return cute.make_ptr(element, address, AddressSpace.gmem, assumed_align=element.width // 8)
 
 
 @cute.jit
 def load_words(target: cute.Tensor, address: Int64, wanted: Boolean):
-    """All words of target, or zeros."""
+    """Load all words of target; zeros, and no access, unless wanted."""
     target.fill(0)
     if wanted:
         cute.autovec_copy(words_at(address, cute.size(target)), target)
@@ -101,7 +87,7 @@ def load_words(target: cute.Tensor, address: Int64, wanted: Boolean):
 
 @cute.jit
 def load_elements(target: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
-    """The same of 16-bit elements that may begin at any of them."""
+    """Load as load_words does, from 16-bit elements that may begin at any of them."""
     target.fill(0)
     if wanted:
         if whole:
@@ -113,14 +99,14 @@ def load_elements(target: cute.Tensor, address: Int64, whole: Boolean, wanted: B
 
 @cute.jit
 def store_words(words: cute.Tensor, address: Int64, wanted: Boolean):
-    """All words."""
+    """Store all words, if wanted."""
     if wanted:
         cute.autovec_copy(words, words_at(address, cute.size(words)))
 
 
 @cute.jit
 def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
-    """The same, to 16-bit elements that may begin at any of them."""
+    """Store as store_words does, to 16-bit elements that may begin at any of them."""
     if wanted:
         if whole:
             cute.autovec_copy(words, words_at(address, cute.size(words)))
@@ -128,12 +114,3 @@ def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: B
             for i in cutlass.range_constexpr(cute.size(words)):
                 element_at(Uint16, address + 4 * i).store(Uint16(words[i] & 0xFFFF))
                 element_at(Uint16, address + 4 * i + 2).store(Uint16((words[i] >> 16) & 0xFFFF))
-
-
-@cute.jit
-def cache_scale(descale_k: cute.Pointer) -> Float32:
-    """The scale of a whole cache."""
-    scale = Float32(1.0)
-    if descale_k.toint() != 0:
-        scale = descale_k.load()
-    return scale

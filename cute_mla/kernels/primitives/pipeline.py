@@ -1,122 +1,139 @@
-"""mbarrier idioms: rings of slots with phases, arrivals by one lane of a warp."""
+"""Pipelines in shared memory: mbarriers by stage and phase, in the words of cutlass.pipeline.
+
+A pipeline has one array of mbarriers per direction, such as kv_ready (producer -> consumer) and kv_free (back). A role uses a
+stage either by the number of the use, from which stage and phase are divided out, or by a PipelineState that it carries along.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ...manifest import Barrier
+
+@dataclass(frozen=True)
+class PipelineState:
+    """Pipeline stage and phase of one use, carried to avoid a division. phase: the parity that completes with the use."""
+
+    stage: Int32
+    phase: Int32
+
+    def following(self, count: int, stages: int) -> list[PipelineState]:
+        """Return this state and those after it, `count` together, in a pipeline of `stages` stages. count: at most `stages`."""
+        states = []
+        for i in range(count):
+            stage = self.stage + i
+            wraps = stage >= stages
+            phase = cutlass.select_(wraps, self.phase ^ 1, self.phase)
+            states.append(PipelineState(cutlass.select_(wraps, stage - stages, stage), phase))
+        return states
+
+
+Use: TypeAlias = Int32 | PipelineState  # number of a use, counted from 0, or its state
 
 
 @dataclass(frozen=True)
-class Place:
-    """A use of a ring, carried from one use to the next so that nothing is divided. parity: the one that completes with the use."""
+class StageBarriers:
+    """One mbarrier per stage, in shared memory.
 
-    slot: Int32
-    parity: Int32
-
-    def following(self, slots: int) -> Place:
-        """Of the next use of a ring of so many slots."""
-        slot = self.slot + 1
-        again = slot == slots
-        return Place(cutlass.select_(again, Int32(0), slot), cutlass.select_(again, self.parity ^ 1, self.parity))
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A ring of `slots` barriers in shared memory. Use number n of the ring is slot n % slots in phase (n / slots) % 2. Uses
-    are counted from 0, and divided as unsigned numbers, which takes half of the instructions."""
+    Use n has stage n % stages and phase (n / stages) % 2. Numbers are divided as unsigned ones, which takes half of the instructions.
+    """
 
     base: cute.Pointer
-    slots: int
+    stages: int
 
-    def slot(self, use: Int32) -> Int32:
-        """The slot of a use."""
-        return Int32(Uint32(use) % self.slots)
+    def stage(self, use: Int32) -> Int32:
+        """Return the stage of a use."""
+        return Int32(Uint32(use) % self.stages)
 
-    def barrier(self, use: Int32) -> cute.Pointer:
-        """The barrier of a use."""
-        return self.base + self.slot(use)
+    def phase(self, use: Int32) -> Int32:
+        """Return the parity that completes with a use."""
+        return Int32(Uint32(use) // self.stages) & 1
 
-    def parity(self, use: Int32) -> Int32:
-        """The parity that completes with a use."""
-        return Int32(Uint32(use) // self.slots) & 1
+    def state(self, use: Int32) -> PipelineState:
+        """Return the stage and phase of a use."""
+        return PipelineState(self.stage(use), self.phase(use))
 
-    def place(self, use: Int32) -> Place:
-        """Of a use."""
-        return Place(self.slot(use), self.parity(use))
+    def advance(self, state: PipelineState) -> PipelineState:
+        """Return the state of the next use."""
+        stage = state.stage + 1
+        wraps = stage == self.stages
+        return PipelineState(cutlass.select_(wraps, Int32(0), stage), cutlass.select_(wraps, state.phase ^ 1, state.phase))
 
-    def after(self, place: Place) -> Place:
-        """The place behind one."""
-        return place.following(self.slots)
+    def advance_by(self, state: PipelineState, count: int) -> PipelineState:
+        """Return the state `count` uses later. count: at most the number of stages."""
+        stage = state.stage + count
+        wraps = stage >= self.stages
+        return PipelineState(cutlass.select_(wraps, stage - self.stages, stage), cutlass.select_(wraps, state.phase ^ 1, state.phase))
 
-    def ahead(self, place: Place, count: int) -> Place:
-        """The place so many uses behind one, fewer than there are slots."""
-        slot = place.slot + count
-        again = slot >= self.slots
-        return Place(cutlass.select_(again, slot - self.slots, slot), cutlass.select_(again, place.parity ^ 1, place.parity))
+    def advance_in_tile(self, state: PipelineState, number: int) -> PipelineState:
+        """Return the state after that of use `number` of a tile, whose first use is even.
 
-    def further(self, place: Place, number: int) -> Place:
-        """The place behind that of use `number` of a turn that began at an even use. In a ring of evenly many slots two of them lie
-        side by side in one phase."""
-        if number % 2 == 0 and self.slots % 2 == 0:
-            return Place(place.slot + 1, place.parity)
-        return self.ahead(place, 1)
+        With an even number of stages, an even use and the next one share a phase, so nothing wraps.
+        """
+        if number % 2 == 0 and self.stages % 2 == 0:
+            return PipelineState(state.stage + 1, state.phase)
+        return self.advance_by(state, 1)
 
-    def at(self, place: Place) -> cute.Pointer:
-        """The barrier at a place."""
-        return self.base + place.slot
-
-    def wait_ready_at(self, place: Place) -> None:
-        """wait_ready of the use at a place."""
-        cute.arch.mbarrier_wait(self.at(place), place.parity)
-
-    def await_free_at(self, place: Place) -> None:
-        """wait_free of the use at a place."""
-        cute.arch.mbarrier_wait(self.base + place.slot, place.parity ^ 1)
+    def barrier(self, use: Use) -> cute.Pointer:
+        """Return the mbarrier of a use."""
+        return self.base + (use.stage if isinstance(use, PipelineState) else self.stage(use))
 
     def initialise(self, arrivals: int | Int32) -> None:
-        """Sets the arrivals that complete a phase. One thread, before any use."""
-        for slot in range(self.slots):
-            cute.arch.mbarrier_init(self.base + slot, arrivals)
+        """Set the arrivals that complete a phase. One thread, before any use."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.base + stage, arrivals)
 
-    def wait_ready(self, use: Int32) -> None:
-        """Blocks until the producer of this use has arrived."""
-        cute.arch.mbarrier_wait(self.barrier(use), self.parity(use))
+    def consumer_wait(self, use: Use) -> None:
+        """Block until the producers of this use have committed it."""
+        cute.arch.mbarrier_wait(self.barrier(use), self._phase(use))
 
-    def wait_free(self, use: Int32) -> None:
-        """Blocks until the consumers of the slot's previous use have arrived; the first use of a slot is free."""
-        cute.arch.mbarrier_wait(self.barrier(use), self.parity(use) ^ 1)
+    def producer_acquire(self, use: Use) -> None:
+        """Block until the consumers of the stage's previous use have released it; the first use of a stage does not block."""
+        cute.arch.mbarrier_wait(self.barrier(use), self._phase(use) ^ 1)
 
+    def producer_commit(self, use: Use, cta: int | None = None) -> None:
+        """Arrive once per warp, after all its lanes: what the warp has written may be read.
 
-def barrier_table(offset: int, rings: tuple[tuple[str, int], ...]) -> tuple[Barrier, ...]:
-    """What the manifest records of rings (name, slots) that lie one behind the other from a byte of shared memory on."""
-    barriers = []
-    for name, slots in rings:
-        barriers.append(Barrier(name, offset, slots))
-        offset += 8 * slots
-    return tuple(barriers)
+        cta: of a pair, the CTA whose barrier it is; None: this one's.
+        """
+        if cta is None:
+            arrive(self.barrier(use))
+        else:
+            arrive_at(self.barrier(use), cta)
+
+    def consumer_release(self, use: Use, cta: int | None = None) -> None:
+        """Arrive once per warp, after all its lanes: what the warp has read may be overwritten. cta: as for producer_commit."""
+        self.producer_commit(use, cta)
+
+    def consumer_release_in_cluster(self, use: Use, ctas: int) -> None:
+        """Release a stage in every CTA of the cluster, whose producers fill it together."""
+        arrive_cluster(self.barrier(use), ctas)
+
+    def _phase(self, use: Use) -> Int32:
+        return use.phase if isinstance(use, PipelineState) else self.phase(use)
 
 
 def barrier_at(address: Int32) -> cute.Pointer:
-    """The mbarrier at an address in shared memory."""
+    """Return the mbarrier at a shared memory address."""
     return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
 
 
 def arrive(barrier: cute.Pointer) -> None:
-    """One arrival per warp, after all its lanes are done."""
+    """Arrive once per warp, after all its lanes."""
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier)
 
 
 def arrive_at(barrier: cute.Pointer, rank: int) -> None:
-    """One arrival per warp on the same barrier of one CTA of the cluster, after all its lanes are done.
+    """Arrive once per warp on the same barrier of one CTA of the cluster, after all lanes of the warp.
 
-    What it hands over lies in this CTA and is read by this SM's tensor core, or not at all by the peer's threads, so the
-    release is of CTA scope: one of cluster scope costs a MEMBAR.GPU each. NVIDIA's two-CTA kernels do the same."""
+    The data handed over lies in this CTA and is read by this SM's tensor core, or not at all by the peer's threads. So the
+    release has CTA scope: one of cluster scope costs a MEMBAR.GPU each. NVIDIA's two-CTA kernels do the same.
+    """
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(barrier, rank)
@@ -124,10 +141,10 @@ def arrive_at(barrier: cute.Pointer, rank: int) -> None:
 
 @cute.jit
 def arrive_cluster(barrier: cute.Pointer, ranks: cutlass.Constexpr[int]):
-    """One arrival per warp on the same barrier of every CTA of the cluster, each by another lane: what the warp was reading may be
-    overwritten.
+    """Arrive once per warp on the same barrier of every CTA of the cluster, each by another lane.
 
-    Nothing is handed to the peer but that, so the release is of CTA scope: one of cluster scope costs a MEMBAR.GPU each."""
+    The arrival hands no data to the peer, so the release has CTA scope: one of cluster scope costs a MEMBAR.GPU each.
+    """
     if cutlass.const_expr(ranks == 1):
         arrive(barrier)
     else:

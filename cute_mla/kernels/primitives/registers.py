@@ -1,11 +1,24 @@
-"""Values that stay in registers."""
+"""Registers of a thread: pinned values, bits of fp32 numbers, the share of a warpgroup."""
 
 from __future__ import annotations
 
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 
 
-def kept(value: Int32) -> Int32:
-    """The same value, worked out here and kept. What a thread's number alone decides would else be worked out again at every use,
-    in every turn of a loop."""
+def pin_register(value: Int32) -> Int32:
+    """Return the value through an opaque move, which stops ptxas from rematerialising a thread-invariant value at every use."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])
+
+
+def as_float(bits: Int32) -> Float32:
+    """Return the fp32 number of these bits."""
+    word = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+    word[0] = bits
+    return cute.recast_tensor(word, Float32)[0]
+
+
+def as_bits(value: Float32) -> Int32:
+    """Return the bits of an fp32 number."""
+    word = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+    word[0] = value
+    return cute.recast_tensor(word, Int32)[0]

@@ -32,31 +32,33 @@ class Product:
 
 
 def allocate(cell: cute.Pointer, columns: int, group: primitives.CTAGroup = PAIR_GROUP) -> None:
-    """Takes columns of tensor memory in every CTA of the group and writes their address to `cell`. One whole warp of each."""
+    """Allocate columns of tensor memory in every CTA of the group and write their address to `cell`. One whole warp of each."""
     primitives.tcgen05_alloc(cell.raw_ptr(), columns, group=group)
     primitives.tcgen05_relinquish_alloc_permit(group=group)
 
 
 def free(address: Int32, columns: int, group: primitives.CTAGroup = PAIR_GROUP) -> None:
-    """Gives them back. The warps that allocated, when nobody uses tensor memory any more."""
+    """Free columns of tensor memory. The warps that allocated them, when nobody uses them any more."""
     primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=group)
 
 
 def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> Product:
-    """Product of rows x columns x 32 bytes with fp32 accumulators; rows and columns of all CTAs of the group together."""
+    """Return the product of rows x columns x 32 bytes with fp32 accumulators; rows and columns of all CTAs of the group together."""
     kind = primitives.Tcgen05MMAKind.F8F6F4 if dtype.width == 8 else primitives.Tcgen05MMAKind.F16
     a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_b) << B_MN_MAJOR
     return Product(kind, F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD)
 
 
 def k_major(tile: cute.Pointer) -> Any:
-    """Operand of rows of 128 swizzled bytes along the contraction. A step is 32 bytes further."""
+    """Return an operand of rows of 128 swizzled bytes along the contraction. A step is 32 bytes further."""
     return _operand(tile, leading=16)
 
 
 def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
-    """The same bytes as operand with the contraction across the rows; `box_bytes` further lie the next 128 bytes of
-    the columns. A step of 16 rows is 2,048 bytes further."""
+    """Return the rows of 128 swizzled bytes as operand with the contraction across the rows.
+
+    `box_bytes` further lie the next 128 bytes of the columns. A step of 16 rows is 2,048 bytes further.
+    """
     return _operand(tile, leading=box_bytes)
 
 
@@ -76,53 +78,55 @@ def multiply(
     keep_a: primitives.Tcgen05MMACollectorOp = Keep.DISCARD,
     group: primitives.CTAGroup = PAIR_GROUP,
 ) -> None:
-    """D (tensor memory) = A B, or += A B. A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of
-    a pair's even CTA."""
+    """Issue D (tensor memory) = A B, or += A B.
+
+    A is a descriptor, or an address of tensor memory made by `a_in_tmem`. One thread, of a pair's even CTA.
+    """
     target = primitives.make_tmem_ptr(accumulator, Int8)
     primitives.tcgen05_mma(product.kind, group, target, a, b, product.descriptor, accumulate, collector_op=keep_a)
 
 
 def a_in_tmem(address: Int32) -> Any:
-    """A operand in tensor memory: a row is a lane, 4 bytes a column, so a step of 32 bytes is 8 columns further."""
+    """Return an A operand in tensor memory: a row is a lane, 4 bytes a column, so a step of 32 bytes is 8 columns further."""
     return primitives.make_tmem_ptr(address, Int8)
 
 
 def commit(barrier: cute.Pointer) -> None:
-    """One arrival on the barrier of both CTAs when everything this thread has issued is done."""
+    """Arrive once on the barrier of both CTAs when everything this thread has issued is done."""
     primitives.tcgen05_commit(barrier.raw_ptr(), multicast_mask=Int16(BOTH_CTAS), group=PAIR_GROUP)
 
 
 def commit_alone(barrier: cute.Pointer) -> None:
-    """The same of an SM that works alone."""
+    """Arrive once on this CTA's barrier when everything this thread has issued is done. An SM that works alone."""
     primitives.tcgen05_commit(barrier.raw_ptr(), group=OWN_GROUP)
 
 
 def load_columns(address: Int32, count: int, dtype: type[cutlass.Numeric] = Float32) -> Any:
-    """`count` columns of this thread's lane, to be used after await_loads. A whole warp, `address` at its first lane."""
+    """Load `count` columns of this thread's lane, to be used after await_loads. A whole warp, `address` at its first lane."""
     return primitives.tcgen05_ld("32x32b", primitives.make_tmem_ptr(address, dtype), num=count)
 
 
 def store_columns(address: Int32, words: list[Any], dtype: type[cutlass.Numeric] = Int32) -> None:
-    """Columns of this thread's lane, visible to others after await_stores. A whole warp, `address` at its first lane."""
+    """Store columns of this thread's lane, visible to others after await_stores. A whole warp, `address` at its first lane."""
     vector = cutlass.Vector.from_elements(words, dtype=dtype)
     primitives.tcgen05_st("32x32b", primitives.make_tmem_ptr(address, dtype), vector)
 
 
 def await_loads() -> None:
-    """Waits until the registers of this warp's loads are filled."""
+    """Wait until the registers of this warp's loads are filled."""
     primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)
 
 
 def await_stores() -> None:
-    """Waits until this warp's stores are done."""
+    """Wait until this warp's stores are done."""
     primitives.tcgen05_wait(primitives.Tcgen05Wait.STORE)
 
 
 def fence_before_signal() -> None:
-    """Orders this thread's tensor memory accesses before the signal that follows."""
+    """Order this thread's tensor memory accesses before the signal that follows."""
     primitives.tcgen05_fence(primitives.Tcgen05Fence.BEFORE_THREAD_SYNC)
 
 
 def fence_after_wait() -> None:
-    """Orders this thread's tensor memory accesses after the signal it has just received."""
+    """Order this thread's tensor memory accesses after the signal it has just received."""
     primitives.tcgen05_fence(primitives.Tcgen05Fence.AFTER_THREAD_SYNC)

@@ -12,17 +12,17 @@ BOTH_CTAS = 0b11
 
 
 def prefetch_map(tensor_map: Any) -> None:
-    """Brings the map to where the first copy looks for it. One thread; the map is a kernel parameter."""
+    """Bring the map to where the first copy looks for it. One thread; the map is a kernel parameter."""
     primitives.prefetch_tensormap(tensor_map.get_ptr())
 
 
 def load_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
-    """Starts the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
+    """Start the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
     primitives.cp_async_bulk_tensor_shared_cta_global(target.raw_ptr(), tensor_map.get_ptr(), coordinates, barrier.raw_ptr())
 
 
 def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
-    """As load_box, but the box lands at the same place in both CTAs and counts on the barrier of each."""
+    """Start a copy like load_box; the box lands at the same address in both CTAs and counts on the barrier of each."""
     primitives.cp_async_bulk_tensor_shared_cluster_global(
         target.raw_ptr(),
         tensor_map.get_ptr(),
@@ -34,7 +34,7 @@ def multicast_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any,
 
 
 class _BarrierAddress:
-    """What the two-CTA copy takes for a barrier: it clears the rank bit of the address itself."""
+    """Barrier operand of the two-CTA copy, which clears the rank bit of the address itself."""
 
     def __init__(self, barrier: cute.Pointer) -> None:
         self.pointer = barrier.raw_ptr()
@@ -45,7 +45,7 @@ class _BarrierAddress:
 
 
 def pair_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
-    """As load_box, but the bytes count on the barrier of the pair's even CTA. Blackwell."""
+    """Start a copy like load_box; the bytes count on the barrier of the pair's even CTA. Blackwell."""
     primitives.cp_async_bulk_tensor_shared_cluster_global(
         target.raw_ptr(),
         tensor_map.get_ptr(),

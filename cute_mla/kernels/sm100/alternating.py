@@ -6,13 +6,12 @@ time, half a period apart, and S is computed two tiles ahead. What passes from o
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
 The reference follows every tile's maximum, up and down (softmax.follow_tile), since P is rounded to e4m3, with a dither. A
-thread keeps its share of the row sum relative to the last reference of its own group; a piece's four shares meet at its end.
+thread keeps its share of the row sum relative to the last reference of its own group; a work tile's four shares meet at its end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -20,11 +19,11 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
+from ..attention.operands import QueryOperands
 from ..attention.softmax import DITHER, follow_tile
-from ..attention.split_kv_scheduler import Extent
 from ..primitives import tcgen05
-from ..primitives.fragments import pack_word, store_words
-from ..primitives.pipeline import Ring, arrive
+from ..primitives.elements import pack_word, store_words
+from ..primitives.pipeline import StageBarriers
 from .config import (
     EXCHANGE_WORDS,
     GROUP,
@@ -36,30 +35,30 @@ from .config import (
     Pipes,
     Tiles,
 )
-from .roles import PairDecode
-from .score_rows import ScoreRows
+from .score import QueryLoader, ScoreRows
 
 GROUPS = 2
 PAIRS_OF_WARPS = GROUP_WARPS // 2  # of a group: a pair has the two halves of 32 rows
 ROWS_BARRIER = SCORE_BARRIER + GROUPS * PAIRS_OF_WARPS  # and the next: the warps of both groups that have the same 32 rows
 # from SCORE_BARRIER on
 BARRIER_NAMES = ("lower_rows_even", "upper_rows_even", "lower_rows_odd", "upper_rows_odd", "lower_rows", "upper_rows")
+NAMED_BARRIERS = tuple(NamedBarrier(name, SCORE_BARRIER + i) for i, name in enumerate(BARRIER_NAMES))
 ROWS_THREADS = 32 * 2 * GROUPS
 
 
 @dataclass(frozen=True)
 class AlternatingPipes(Pipes):
-    """The shared ones, and how one group hands a row to the other."""
+    """The shared barriers, and those by which one group hands a row to the other."""
 
-    reference_ready: Ring
+    reference_ready: StageBarriers
 
 
 @dataclass(frozen=True)
 class AlternatingRows(ScoreRows):
-    """A row as a thread of one of two groups has it.
+    """The scores and softmax state of a thread of one of two groups.
 
     group: which tiles are this thread's, 0 or 1. shared: shared memory of both groups; `tiles` begins with this group's.
-    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the piece's first tile.
+    rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the work tile's first tile.
     """
 
     group: Int32
@@ -67,9 +66,16 @@ class AlternatingRows(ScoreRows):
     rFactor: cute.Tensor
     rFirst: cute.Tensor
 
+    tile_step = GROUPS
+
     @staticmethod
-    def of_group(rows: ScoreRows, group: Int32) -> AlternatingRows:
-        """The row for the tiles of one group, each of which has scores in a buffer of its own."""
+    def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> AlternatingRows:
+        """Return the state of a row that has seen nothing, for the tiles of this thread's group.
+
+        Each group has a buffer for its scores.
+        """
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // GROUP_WARPS
+        rows = ScoreRows.create(dtype, tiles, tmem, thread, scale_log2)
         own = replace(
             rows.tiles,
             sExchange=rows.tiles.sExchange + group * EXCHANGE_WORDS,
@@ -81,41 +87,75 @@ class AlternatingRows(ScoreRows):
 
     @property
     def publishes(self) -> Boolean:
-        """Whether this thread hands on what a row has come to."""
+        """Return whether this thread hands on what a row has come to."""
         return (self.half == 0) & (self.group == 0)
+
+    # ---- the loop over tiles: a group has every other one -----------------------------------------------------------
+
+    @cute.jit
+    def load_queries(
+        self, queries: QueryLoader, operands: QueryOperands, pipes: AlternatingPipes, req: Int32, thread: Int32, lanes: Int32
+    ):  # fmt: skip
+        """Load Q of a work tile that has keys, in one of the groups: both have had every score of the one before."""
+        if self.group == 0:
+            tcgen05.fence_after_wait()
+            queries.load(operands, pipes, req, thread, lanes)
+
+    def begin(self, tile: Int32) -> Int32:
+        """Return the first of the group's tiles of a work tile, which begins with the tile-th tile."""
+        self.rFirst[0] = tile
+        return (self.group - tile) & 1
+
+    def conclude(self, pipes: AlternatingPipes, last: Int32) -> None:
+        """Bring this thread's share of the row sum to the reference of a work tile's last tile."""
+        pipes.reference_ready.consumer_wait(last)
+        reference = self._reference(pipes, last).load()
+        self.rSum[0] = self.rSum[0] * factor_between(self.row_ref[0], reference)
+        self.row_ref[0] = reference
 
     @cute.jit
     def store_ones(self):
-        """Writes what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
+        """Write what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
         if self.group == 0:
             store_words(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
 
     def sync_halves(self) -> None:
-        """Waits for the warp that has the other half of this warp's rows."""
+        """Wait for the warp that has the other half of this warp's rows."""
         cute.arch.barrier(barrier_id=SCORE_BARRIER + self.group * PAIRS_OF_WARPS + self._rows_pair(), number_of_threads=64)
 
     def _rows_pair(self) -> Int32:
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % PAIRS_OF_WARPS
 
+    # ---- one tile ---------------------------------------------------------------------------------------------------
+
     def exponentiate(self, alpha: Float32) -> None:
-        """As ever, but this thread's share of the row sum is relative to its own last reference, not to the last one."""
+        """Replace the scores by probabilities.
+
+        This thread's share of the row sum is relative to its own last reference, not to the last one of both groups.
+        """
         super().exponentiate(self.rFactor[0])
 
     def word_of_probs(self, first: int) -> Int32:
-        """Four probabilities, dithered and rounded; their sum has been taken before."""
+        """Return four probabilities, dithered and rounded; their sum has been taken before."""
         values: list[Float32] = []
         for i in range(first, first + self.tiles.geometry.word_elements, 2):
             factors = DITHER[i % len(DITHER)], DITHER[(i + 1) % len(DITHER)]
             values += cute.arch.mul_packed_f32x2((self.rS[i], self.rS[i + 1]), tuple(map(Float32, factors)))
         return pack_word(values, self.dtype)
 
+    def advance(self, pipes: AlternatingPipes, tile: Int32) -> Float32:
+        """Move the reference to a tile if need be. Return the factor for the O accumulated before."""
+        return self._follow(pipes, tile, self.tile_maximum())
+
     @cute.jit
-    def follow(self, pipes: AlternatingPipes, tile: Int32, candidate: Float32) -> Float32:
-        """Takes the reference over from the other group, moves it to this tile if need be and hands it on. Returns the factor
-        for the O accumulated before."""
+    def _follow(self, pipes: AlternatingPipes, tile: Int32, candidate: Float32) -> Float32:
+        """Take the reference over from the other group, move it to this tile if need be and hand it on.
+
+        Return the factor for the O accumulated before.
+        """
         old, greatest = -Float32.inf, candidate
         if tile != self.rFirst[0]:
-            pipes.reference_ready.wait_ready(tile - 1)
+            pipes.reference_ready.consumer_wait(tile - 1)
             before = self._reference(pipes, tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
@@ -125,24 +165,20 @@ class AlternatingRows(ScoreRows):
             own.store(new)
             (own + TILE_ROWS).store(greatest)
         # all four warps: when the other group has these arrivals, it may write over what they have read
-        arrive(pipes.reference_ready.barrier(tile))
-        self.rFactor[0] = factor_between(self.rMax[0], new)
-        self.rMax[0] = new
+        pipes.reference_ready.producer_commit(tile)
+        self.rFactor[0] = factor_between(self.row_ref[0], new)
+        self.row_ref[0] = new
         return alpha
 
     def _reference(self, pipes: AlternatingPipes, tile: Int32) -> cute.Pointer:
-        return self.shared.sReference + (pipes.reference_ready.slot(tile) * REFERENCE_WORDS + self.row)
-
-    def conclude(self, pipes: AlternatingPipes, last: Int32) -> None:
-        """Brings this thread's share of the row sum to the reference of a piece's last tile."""
-        pipes.reference_ready.wait_ready(last)
-        reference = self._reference(pipes, last).load()
-        self.rSum[0] = self.rSum[0] * factor_between(self.rMax[0], reference)
-        self.rMax[0] = reference
+        return self.shared.sReference + (pipes.reference_ready.stage(tile) * REFERENCE_WORDS + self.row)
 
     def row_sum(self) -> Float32:
-        """Sum over all keys seen, 0 iff the row attends to nothing: of four threads, in an order that their groups do not
-        change. Not before stats_free: then all of them have read the shares of the piece before."""
+        """Return the sum over all keys seen, 0 iff the row attends to nothing.
+
+        Four shares are added, in an order that the threads' groups do not change. Call it after stats_free: then all threads have read
+        the shares of the work tile before.
+        """
         shares = self.shared.sShares + self.row
         (shares + (self.group * GROUPS + self.half) * TILE_ROWS).store(self.rSum[0])
         cute.arch.barrier(barrier_id=ROWS_BARRIER + self._rows_pair(), number_of_threads=ROWS_THREADS)
@@ -152,44 +188,6 @@ class AlternatingRows(ScoreRows):
         return even + odd
 
 
-class AlternatingDecode(PairDecode):
-    """The roles score, output and mma, with two groups of score warps."""
-
-    pipes_type = AlternatingPipes
-    named_barriers = tuple(NamedBarrier(name, SCORE_BARRIER + i) for i, name in enumerate(BARRIER_NAMES))
-
-    def initialise(self, pipes: AlternatingPipes) -> None:  # type: ignore[override]
-        """Sets the arrivals of every barrier."""
-        pipes.reference_ready.initialise(GROUP_WARPS)
-        super().initialise(pipes)
-
-    def create_rows(self, operands: Any, tiles: Tiles, lanes: Int32, thread: Int32) -> AlternatingRows:
-        """The state of this thread's row."""
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // GROUP_WARPS
-        return AlternatingRows.of_group(super().create_rows(operands, tiles, lanes, thread), group)
-
-    @cute.jit
-    def begin_piece(
-        self, operands: Any, pipes: AlternatingPipes, rows: AlternatingRows, req: Int32, thread: Int32, lanes: Int32
-    ):  # fmt: skip
-        """Loads Q of a piece that has keys, in one of the groups: both have had every score of the piece before."""
-        if rows.group == 0:
-            tcgen05.fence_after_wait()
-            PairDecode.begin_piece(self, operands, pipes, rows, req, thread, lanes)
-
-    @cute.jit
-    def score_tiles(self, operands: Any, pipes: AlternatingPipes, rows: AlternatingRows, extent: Extent, tile: Int32):
-        """The softmax of every other tile of a piece."""
-        rows.rFirst[0] = tile
-        for t in cutlass.range((rows.group - tile) & 1, extent.tiles, GROUPS, unroll=1):
-            self.score_tile(operands, pipes, rows, extent.keys - t * TILE_KEYS, tile + t)
-        rows.conclude(pipes, tile + extent.tiles - 1)
-
-    def advance(self, pipes: AlternatingPipes, rows: AlternatingRows, tile: Int32) -> Float32:  # type: ignore[override]
-        """Moves the reference to a tile if need be. Returns the factor for the O accumulated before."""
-        return rows.follow(pipes, tile, rows.tile_maximum())
-
-
 def factor_between(old: Float32, new: Float32) -> Float32:
-    """What makes a number relative to one reference relative to another: 1 where both are -inf."""
+    """Return the factor from one reference to another: 1 where both are -inf."""
     return cutlass.select_(old == new, Float32(1), cute.math.exp2(old - new, fastmath=True))

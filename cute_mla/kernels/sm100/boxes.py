@@ -5,23 +5,24 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..primitives.fragments import store_words
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.elements import store_words
 
 BOX_ROWS = 64
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
-PIECE = 16  # bytes of one access
-PIECES_PER_ROW = ROW_BYTES // PIECE
+CHUNK = 16  # bytes of one access
+CHUNKS_PER_ROW = ROW_BYTES // CHUNK
 THREADS = 128
 
 
 @cute.jit
 def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: Int32):
-    """Zeroes rows first_row .. 63 of boxes. Whole rows, so the swizzle does not matter. 128 threads."""
-    rows_per_pass = THREADS // PIECES_PER_ROW
+    """Zero rows first_row .. 63 of boxes. Whole rows, so the swizzle does not matter. 128 threads."""
+    rows_per_pass = THREADS // CHUNKS_PER_ROW
     for box in cutlass.range_constexpr(boxes):
         for step in cutlass.range_constexpr(BOX_ROWS // rows_per_pass):
-            row = step * rows_per_pass + thread // PIECES_PER_ROW
+            row = step * rows_per_pass + thread // CHUNKS_PER_ROW
             if row >= first_row:
-                place = box * (BOX_ROWS * ROW_BYTES) + row * ROW_BYTES + thread % PIECES_PER_ROW * PIECE
+                place = box * (BOX_ROWS * ROW_BYTES) + row * ROW_BYTES + thread % CHUNKS_PER_ROW * CHUNK
                 store_words(first_box + place, [Int32(0)] * 4)

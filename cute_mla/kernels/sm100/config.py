@@ -1,4 +1,4 @@
-"""The page of constants of the SM100 decode kernels: tile geometry, shared and tensor memory, barriers, roles.
+"""Constants of the SM100 kernels over a latent: tile geometry, shared and tensor memory, barriers, roles.
 
 A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the elements are. What depends on their size is a Geometry.
 """
@@ -6,14 +6,16 @@ A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the element
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.pipeline import Ring
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
@@ -40,6 +42,7 @@ SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
 SCORE_WARP = 0
+EVEN_CTA = 0  # of a pair: it issues the products of both
 SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of a group of score warps; 0 is the CTA's
 
 SUM_COLUMNS = 16  # of each CTA, equal: the least that a product of a pair has
@@ -51,153 +54,146 @@ HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score threa
 EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 REFERENCE_WORDS = 2 * TILE_ROWS
 
-TILE_ALIGNMENT = 1024  # the period of the 128-byte swizzle
-
 
 @dataclass(frozen=True)
 class Geometry:
-    """What depends on the size of an element of Q, K, V and P.
+    """Numbers that depend on the size of an element of Q, K, V and P.
 
-    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_slots: of the ring of key tiles. score_groups: groups of score warps, which take
+    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take
     tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V.
     """
 
     element_bytes: int
-    kv_slots: int
+    kv_stages: int
     score_groups: int
 
     @staticmethod
     def of(dtype: type[cutlass.Numeric]) -> Geometry:
-        """That of an element type."""
+        """Return the geometry of an element type."""
         return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT
 
     @property
     def sums_probs(self) -> bool:
-        """Whether P is rounded so coarsely that O is divided by the sum of what was multiplied, which the tensor cores add up:
-        P times a column of ones."""
+        """Return whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely.
+
+        The tensor cores add that sum up: P times a column of ones.
+        """
         return self.element_bytes == 1
 
     @property
     def parities(self) -> int:
-        """Tiles that may be in flight between two roles."""
+        """Return the tiles that may be in flight between two roles."""
         return self.score_groups + 1
 
     @property
     def output_warp(self) -> int:
-        """First warp of the output role."""
+        """Return the first warp of the output role."""
         return SCORE_WARP + self.score_groups * GROUP_WARPS
 
     @property
     def load_warp(self) -> int:
-        """The first warp behind the groups of score and output."""
+        """Return the first warp behind the groups of score and output."""
         return self.output_warp + GROUP_WARPS
 
     @property
     def box_columns(self) -> int:
-        """Columns of a box."""
+        """Return columns of a box."""
         return ROW_BYTES // self.element_bytes
 
     @property
     def word_elements(self) -> int:
-        """Elements of a 32-bit word, or column of tensor memory."""
+        """Return elements of a 32-bit word, or column of tensor memory."""
         return WORD_BYTES // self.element_bytes
 
     @property
     def latent_boxes(self) -> int:
-        """Boxes of the latent columns of a CTA and tile."""
+        """Return the boxes of the latent columns of a CTA and tile."""
         return CTA_COLUMNS // self.box_columns
 
     @property
-    def slot_boxes(self) -> int:
-        """Boxes of a slot: one more, of RoPE columns, overwritten by P."""
+    def stage_boxes(self) -> int:
+        """Return the boxes of a stage: one more, of RoPE columns, overwritten by P."""
         return self.latent_boxes + 1
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return self.slot_boxes * BOX_BYTES
+    def stage_bytes(self) -> int:
+        """Return the bytes of a stage."""
+        return self.stage_boxes * BOX_BYTES
 
     @property
     def probs_offset(self) -> int:
-        """First byte of the last box of a slot."""
+        """Return the first byte of the last box of a stage."""
         return self.latent_boxes * BOX_BYTES
 
     @property
     def query_rope_column(self) -> int:
-        """Where the RoPE columns of Q begin in tensor memory."""
+        """Return the column of tensor memory at which the RoPE columns of Q begin."""
         return QUERY_COLUMN + CTA_COLUMNS // self.word_elements
 
     @property
     def latent_steps(self) -> int:
-        """MMAs of S over the latent columns."""
+        """Return MMAs of S over the latent columns."""
         return CTA_COLUMNS * self.element_bytes // STEP_BYTES
 
     @property
     def rope_steps(self) -> int:
-        """MMAs of S over the RoPE columns."""
+        """Return MMAs of S over the RoPE columns."""
         return CTA_ROPE * self.element_bytes // STEP_BYTES
 
     @property
     def step_keys(self) -> int:
-        """Keys that one MMA of P V contracts."""
+        """Return the keys that one MMA of P V contracts."""
         return STEP_BYTES // self.element_bytes
 
     @property
     def key_steps(self) -> int:
-        """MMAs of P V over the keys of a tile."""
+        """Return MMAs of P V over the keys of a tile."""
         return TILE_KEYS // self.step_keys
 
     def products_per_tile(self, has_rope: bool) -> int:
-        """Matrix products of one tile."""
+        """Return the matrix products of one tile."""
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
         return scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the ring."""
-        return self.kv_slots * self.slot_bytes
+        """Return the bytes of all stages."""
+        return self.kv_stages * self.stage_bytes
 
-    @property
-    def shared_words(self) -> int:
-        """fp32 numbers by which groups of score warps tell each other of their rows: references, and shares of the row sum."""
-        return self.score_groups * (REFERENCE_WORDS + GROUP) if self.score_groups > 1 else 0
-
-    @property
-    def ones_bytes(self) -> int:
-        """Bytes of the ones that P is multiplied with."""
-        return ONES_BYTES if self.sums_probs else 0
-
-    @property
-    def barriers(self) -> tuple[tuple[str, int], ...]:
-        """(name, slots): one array of mbarriers, in this order, behind the tiles."""
-        return (
-            ("kv_ready", self.kv_slots),
-            ("kv_free", self.kv_slots),
-            ("query_ready", 1),
-            ("scores_ready", self.score_groups),
-            ("scores_free", self.score_groups),
-            ("alpha_ready", self.parities),
-            ("probs_ready", self.parities),
-            ("output_ready", self.parities),
-            ("stats_ready", 1),
-            ("stats_free", 1),
-            *((("reference_ready", self.score_groups),) if self.score_groups > 1 else ()),
-        )
-
-    @property
-    def barrier_offset(self) -> int:
-        """First byte of the mbarriers."""
-        words = self.score_groups * (EXCHANGE_WORDS + GROUP) + self.parities * TILE_ROWS + TILE_ROWS + self.shared_words
-        return self.kv_bytes + self.ones_bytes + 4 * words
-
-    @property
-    def smem_used(self) -> int:
-        """Bytes of shared memory, with the cell behind the mbarriers that holds the address of tensor memory."""
-        return self.barrier_offset + 8 * sum(slots for _, slots in self.barriers) + 4
+    def smem(self, *added: Field) -> SmemLayout:
+        """Return the layout of shared memory. added: fields of a kernel's own, behind the shared ones."""
+        groups = self.score_groups
+        ones = (Array("sOnes", Uint8, ONES_BYTES),) if self.sums_probs else ()
+        between_groups = (
+            Array("sReference", Float32, groups * REFERENCE_WORDS),
+            Array("sShares", Float32, groups * GROUP),
+        )  # fmt: skip
+        return SmemLayout((
+            Array("sKv", Uint8, self.kv_bytes, SWIZZLE_PERIOD),
+            *ones,
+            Array("sExchange", Float32, groups * EXCHANGE_WORDS),
+            Array("sRowValue", Float32, groups * GROUP),
+            Array("sAlpha", Float32, self.parities * TILE_ROWS),
+            Array("sInverse", Float32, TILE_ROWS),
+            *(between_groups if groups > 1 else ()),
+            Barriers("kv_ready", self.kv_stages),
+            Barriers("kv_free", self.kv_stages),
+            Barriers("query_ready", 1),
+            Barriers("scores_ready", groups),
+            Barriers("scores_free", groups),
+            Barriers("alpha_ready", self.parities),
+            Barriers("probs_ready", self.parities),
+            Barriers("output_ready", self.parities),
+            Barriers("stats_ready", 1),
+            Barriers("stats_free", 1),
+            *((Barriers("reference_ready", groups),) if groups > 1 else ()),
+            Array("tmem_cell", Int32, 1),
+            *added,
+        ))  # fmt: skip
 
 
-SIXTEEN_BIT = Geometry(element_bytes=2, kv_slots=5, score_groups=1)
-EIGHT_BIT = Geometry(element_bytes=1, kv_slots=7, score_groups=2)
+SIXTEEN_BIT = Geometry(element_bytes=2, kv_stages=5, score_groups=1)
+EIGHT_BIT = Geometry(element_bytes=1, kv_stages=7, score_groups=2)
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,7 @@ class Tiles:
     """Shared memory."""
 
     geometry: Geometry
-    sKv: cute.Pointer  # bytes of slots of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
+    sKv: cute.Pointer  # bytes of stages of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
     sOnes: cute.Pointer | None  # e4m3 (16 rows, 128): ones, where P is summed up
     sExchange: cute.Pointer  # fp32 (groups, 2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
     sRowValue: cute.Pointer  # fp32 (groups, 2 halves, 64 rows): row maxima and sums for the other half of the threads
@@ -215,22 +211,32 @@ class Tiles:
     sShares: cute.Pointer | None  # fp32 (groups, 2 halves, 64 rows): shares of the row sum
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
-    def slot(self, index: Int32) -> cute.Pointer:
-        """First byte of a slot."""
-        return self.sKv + index * self.geometry.slot_bytes
+    @classmethod
+    def create(cls, geometry: Geometry, memory: dict) -> Tiles:
+        """Return the tiles of the shared memory that Geometry.smem allocates."""
+        return cls(**fields_of(cls, {**memory, "geometry": geometry}))
+
+    def stage(self, index: Int32) -> cute.Pointer:
+        """Return the first byte of a stage."""
+        return self.sKv + index * self.geometry.stage_bytes
 
 
 @dataclass(frozen=True)
 class Pipes:
-    """The barriers of the table above."""
+    """The barriers of Geometry.smem. dense_decode/sm100.py says who arrives where."""
 
-    kv_ready: Ring
-    kv_free: Ring
-    query_ready: Ring
-    scores_ready: Ring
-    scores_free: Ring
-    alpha_ready: Ring
-    probs_ready: Ring
-    output_ready: Ring
-    stats_ready: Ring
-    stats_free: Ring
+    kv_ready: StageBarriers
+    kv_free: StageBarriers
+    query_ready: StageBarriers
+    scores_ready: StageBarriers
+    scores_free: StageBarriers
+    alpha_ready: StageBarriers
+    probs_ready: StageBarriers
+    output_ready: StageBarriers
+    stats_ready: StageBarriers
+    stats_free: StageBarriers
+
+    @classmethod
+    def create(cls, memory: dict) -> Self:
+        """Return the barriers of the shared memory that Geometry.smem allocates."""
+        return cls(**fields_of(cls, memory))

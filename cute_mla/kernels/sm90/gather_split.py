@@ -1,7 +1,7 @@
-"""How the keys of a gathered tile are shared out on SM90: to the four warps that gather, and to the two CTAs of a pair.
+"""Split of a gathered tile's keys on SM90: among the four warps that gather, and between the two CTAs of a pair.
 
 A tile has two halves. Of each a warp has eight neighbouring keys, which are neighbours in a box of shared memory, too. Of a
-pair of CTAs each brings the slots' columns of one half, and copies them to the peer. The RoPE columns both
+pair of CTAs each brings the stages' columns of one half, and copies them to the peer. The RoPE columns both
 bring: P soon overwrites them, while the peer's copy may not have been read yet.
 """
 
@@ -12,9 +12,11 @@ from typing import Any
 from cutlass import Int32, Uint8, cute
 from cutlass.experimental import primitives
 
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from .config import BOX_BYTES, WARPS_PER_GROUP
+from ..attention.tiles import BOX_COLUMNS
+from .config import BOX_BYTES
+from .warpgroups import WARPS_PER_GROUP
 
 CHUNK = 16  # bytes that a thread loads or stores at a time
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a key in a box
@@ -27,7 +29,7 @@ Half = Any  # of a tile: 0 or 1, an int or an Int32
 
 
 def halves_of_cta(cluster: int) -> tuple[Half, Half]:
-    """The halves of a tile, the one first whose slots' columns this CTA brings if another CTA brings the other's."""
+    """Return the halves of a tile; the first is the one whose columns this CTA brings if another CTA brings the other's."""
     if cluster == 1:
         return 0, 1
     rank = cute.arch.block_idx_in_cluster()
@@ -35,7 +37,7 @@ def halves_of_cta(cluster: int) -> tuple[Half, Half]:
 
 
 def peer_shift(anchor: cute.Pointer) -> Int32:
-    """What to add to a shared memory address of this CTA for the same place in the peer's."""
+    """Return the distance from a shared memory address of this CTA to the same one in the peer's."""
     peer = 1 - cute.arch.block_idx_in_cluster()
     here = anchor.toint()
     there = cute.arch.inline_ptx(
@@ -45,11 +47,11 @@ def peer_shift(anchor: cute.Pointer) -> Int32:
 
 
 def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
-    """Signals that half a slot, which begins at a shared memory address, is stored and fenced by all who store to it, and copies it
-    to the peer. One warp.
+    """Commit half a stage, which all who store to it have fenced, and copy it to the peer.
 
-    A barrier expects one arrival, and the bytes of the peer's half. They may come first: that slot has been free there too,
-    since kv_free counts the consumers of both."""
+    target: shared memory address of the half. One warp. A barrier expects one arrival, and the bytes of the peer's half. They may come
+    first: that stage has been free there too, since kv_free counts the consumers of both.
+    """
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)
         there = _shared(Int32(ready.toint()) + shift)

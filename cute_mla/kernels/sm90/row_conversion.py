@@ -1,4 +1,4 @@
-"""Rows of e4m3 columns on their way to the slots through registers on SM90, where they become 16-bit columns.
+"""Rows of e4m3 columns on their way to the stages through registers on SM90, where they become 16-bit columns.
 
 A warpgroup has a tile. A thread has two keys of it, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth
 16 bytes: a warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64, cute
 
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.registers import kept
-from .config import BOX_BYTES, SLOTS_PER_TILE
+from ..primitives.registers import pin_register
+from .config import BOX_BYTES, STAGES_PER_TILE
 from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES
 
 CHUNK_WORDS = CHUNK // 4
 LANES_PER_KEY = 4
-ROPE_SLOT = SLOTS_PER_TILE  # the "slot" of a tile that is in the RoPE ring
+ROPE_STAGE = STAGES_PER_TILE  # the "stage" of a tile that is in the RoPE ring
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
 
 
@@ -27,7 +27,7 @@ IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spil
 class Run:
     """64 columns of a key.
 
-    box: of the slot they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
+    box: of the stage they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
     128 bytes. scale: which scale applies, counted from the step's first one.
     """
 
@@ -38,37 +38,39 @@ class Run:
 
     @property
     def words(self) -> int:
-        """32-bit words that a thread loads."""
+        """Return 32-bit words that a thread loads."""
         return (BOX_COLUMNS if self.quantised else ROW_BYTES) // LANES_PER_KEY // 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is loaded together: some columns of one of a thread's keys.
+    """Bytes that are loaded together: some columns of one of a thread's keys.
 
-    slot: of the tile, ROPE_SLOT for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
+    stage: of the tile, ROPE_STAGE for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
     among the scales.
     """
 
-    slot: int
+    stage: int
     key: int
     runs: tuple[Run, ...]
     scale_source: int = 0
 
     @property
     def words(self) -> int:
-        """32-bit words that a thread loads."""
+        """Return 32-bit words that a thread loads."""
         return sum(run.words for run in self.runs)
 
     @property
     def quantised(self) -> bool:
-        """Whether it needs scales."""
+        """Return whether the step needs scales."""
         return any(run.quantised for run in self.runs)
 
 
 def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Steps in flight: as many as the role's registers hold, and a divisor of all steps, so that every step of every tile
-    has the same registers."""
+    """Return the steps in flight: as many as the role's registers hold.
+
+    The number divides that of all steps, so that every step of every tile has the same registers.
+    """
 
     def words(ahead: int) -> int:
         return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
@@ -78,11 +80,11 @@ def steps_ahead(steps: tuple[Step, ...]) -> int:
 
 @dataclass(frozen=True)
 class Lane:
-    """Where this thread reads and writes, in bytes. All constant.
+    """Offsets at which this thread reads and writes, in bytes. All constant.
 
-    narrow, wide: within a box of the shared memory ring, the first of the two chunks that it makes of 16 e4m3 values, and
-    that it copies of 128 bytes; the other one is at ^ 16, ^ 64. source: of its e4m3 values within 64 bytes, and of its first
-    chunk of 128 within each 64. swapped: 64 if it copies the second half of the 128 bytes first.
+    narrow, wide: within a box of shared memory, the first of the two chunks that the thread makes of 16 e4m3 values, and that it
+    copies of 128 bytes; the other one is at ^ 16, ^ 64. source: of its e4m3 values within 64 bytes, and of its first chunk of 128
+    within each 64. swapped: 64 if it copies the second half of the 128 bytes first.
 
     In every quarter of a warp lie two keys, whose rows differ in the lowest bit of the swizzle: the eight chunks that are
     stored at a time are in eight different banks.
@@ -95,7 +97,7 @@ class Lane:
 
     @staticmethod
     def of(thread: Int32) -> Lane:
-        """Of a thread of the warpgroup."""
+        """Return the offsets of a thread of the warpgroup."""
         row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
         swizzle = row % KEYS_PER_WARP
         swapped = row % 2
@@ -107,24 +109,24 @@ class Lane:
         )
 
 
-def kept_lane(thread: Int32) -> Lane:
-    """Lane.of, in registers."""
+def pinned_lane(thread: Int32) -> Lane:
+    """Return Lane.of, pinned in registers."""
     lane = Lane.of(thread)
-    return Lane(kept(lane.narrow), kept(lane.wide), kept(lane.source), lane.swapped)
+    return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
 def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
-    """Words of gmem."""
+    """Return the words of gmem."""
     return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(count))
 
 
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Some registers of a buffer."""
+    """Return the some registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))
 
 
 def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
-    """Asks for the bytes of a step, of a key's row that is there."""
+    """Start the loads of a step, of a present key's row."""
     first = 0
     for run in step.runs:
         address = row + (lane.source + run.source)
@@ -140,7 +142,7 @@ def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
 
 
 def store_chunk(words: cute.Tensor, target: Int32) -> None:
-    """16 bytes to a shared memory address."""
+    """Store 16 bytes to a shared memory address."""
     pointer = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK)
     cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS)))
 
@@ -148,8 +150,10 @@ def store_chunk(words: cute.Tensor, target: Int32) -> None:
 def store_runs(
     step: Step, words: cute.Tensor, convert: Callable[[cute.Tensor, Run], cute.Tensor], target: Int32, lane: Lane, offset: int = 0
 ) -> None:
-    """Stores the bytes of a step in the half of a slot that begins `offset` bytes behind a shared memory address. convert: 16 e4m3
-    values of a run in 4 words to 8 words of 16-bit columns."""
+    """Store the bytes of a step in the half of a stage that begins `offset` bytes behind a shared memory address.
+
+    convert: 16 e4m3 values of a run in 4 words to 8 words of 16-bit columns.
+    """
     first = 0
     for run in step.runs:
         if run.quantised:
@@ -158,7 +162,7 @@ def store_runs(
         else:
             chunks = part_of(words, first, run.words)
             place, to_other = target + lane.wide, LANES_PER_KEY * CHUNK
-        places = place, place ^ to_other  # slots begin at multiples of a row
+        places = place, place ^ to_other  # stages begin at multiples of a row
         for i in range(2):
             store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + (offset + run.box * BOX_BYTES))
         first += run.words

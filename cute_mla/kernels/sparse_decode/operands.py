@@ -1,4 +1,4 @@
-"""The operands of the sparse decode kernels: where a query row lies in each of them, and where the bytes of a slot lie."""
+"""The arguments of the sparse decode kernels by meaning: where a query row lies, and where the bytes of a cache slot lie."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ..attention.split_kv_scheduler import Piece, Schedule
+from ...spec.sparse_decode import SparseDecodeArguments
+from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
 
 NO_SLOT = -1
 
@@ -26,57 +27,72 @@ class SlotCache:
     slots: Int32
 
     def index_pointer(self, req: Int32) -> cute.Pointer:
-        """The first index of this CTA's query token."""
+        """Return the first index of this CTA's query token."""
         return self.indices + (Int64(req) * self.index_strides[0] + Int64(query_token()) * self.index_strides[1])
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The kernel's parameters, by meaning. Strides in elements."""
+    """The arguments by meaning."""
 
-    q: cute.Pointer
-    out: cute.Pointer
-    lse: cute.Pointer
-    out_accum: cute.Pointer
-    lse_accum: cute.Pointer
-    attn_sink: cute.Pointer  # fp32 [h_q], or null
+    args: SparseDecodeArguments
     cache: SlotCache
     extra: SlotCache
-    q_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    out_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    lse_strides: tuple[Int64, Int64, Int64]  # batch, token, head
-    scale_log2: Float32
-    empty_lse: Float32
-    s_q: Int32
-    h_q: Int32
-    schedule: Schedule
+    schedule: SplitKvSchedule
+
+    @property
+    def scale_log2(self) -> Float32:
+        """Return the factor of the scores, log2 units."""
+        return self.args.scale_log2
+
+    @property
+    def empty_lse(self) -> Float32:
+        """Return the lse of a row that attends to nothing."""
+        return self.args.empty_lse
+
+    @property
+    def attn_sink(self) -> cute.Pointer:
+        """Return fp32 [h_q], natural log, or null."""
+        return self.args.attn_sink
 
     def rows(self) -> Int32:
-        """Query rows that share this CTA's keys: the heads of one query token."""
-        return self.h_q
+        """Return the number of query rows that share this CTA's keys: the heads of one query token."""
+        return self.args.h_q
 
     def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of a query row."""
-        return self.q + self._offset(self.q_strides, req, row)
+        """Return element 0 of a query row."""
+        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row)
 
     def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of an output row."""
-        return self.out + self._offset(self.out_strides, req, row)
+        """Return element 0 of an output row."""
+        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
+        return self.args.out + self._offset(strides, req, row)
 
     def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
-        """The lse of a query row."""
-        return self.lse + self._offset(self.lse_strides, req, row)
+        """Return the lse of a query row."""
+        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
+        return self.args.lse + self._offset(strides, req, row)
 
     def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
         return Int64(req) * strides[0] + Int64(query_token()) * strides[1] + Int64(row) * strides[2]
 
-    def accum_row(self, piece: Piece, row: Int32) -> Int64:
-        """Row number of a query row in the contiguous split accumulators."""
-        return (Int64(piece.accum_row) * self.s_q + query_token()) * self.h_q + row
+    @property
+    def out_accum(self) -> cute.Pointer:
+        """Return the fp32 rows of the split accumulators."""
+        return self.args.out_accum
+
+    @property
+    def lse_accum(self) -> cute.Pointer:
+        """Return the lse of every row of the split accumulators."""
+        return self.args.lse_accum
+
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
+        """Return the number of a query row in the split accumulators."""
+        return (Int64(work_tile.accum_row) * self.args.s_q + query_token()) * self.args.h_q + row
 
 
 def query_token() -> Int32:
-    """The query token of this CTA."""
+    """Return the query token of this CTA."""
     return cute.arch.block_idx()[1]
 
 
@@ -90,19 +106,19 @@ class IndexList:
     extra_indices: cute.Pointer
 
     @staticmethod
-    def of(operands: Operands, req: Int32) -> IndexList:
-        """Those that count of a request."""
-        main, extra = operands.schedule.lengths.parts(req)
+    def create(operands: Operands, req: Int32) -> IndexList:
+        """Return the indices that count of a request."""
+        main, extra = operands.schedule.lengths.keys_by_cache(req)
         return IndexList(main, extra, operands.cache.index_pointer(req), operands.extra.index_pointer(req))
 
     def in_extra(self, position: Int32) -> Boolean:
-        """Whether a key lies in the second cache."""
+        """Return whether a key lies in the second cache."""
         return position >= self.main
 
 
 @cute.jit
 def look_up(indices: IndexList, position: Int32) -> Int32:
-    """The index at a position of the list; NO_SLOT past its end, where nothing is read."""
+    """Return the index at a position of the list; NO_SLOT past its end, where nothing is read."""
     index = Int32(NO_SLOT)
     if Uint32(position) < Uint32(indices.main + indices.extra):
         if position < indices.main:
@@ -113,7 +129,7 @@ def look_up(indices: IndexList, position: Int32) -> Int32:
 
 
 def slot_address(operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean) -> tuple[Int64, Int64]:
-    """(address of a slot's row, address of its scales) as numbers; (0, 0) for a slot that is not there."""
+    """Return (address of a slot's row, address of its scales) as numbers; (0, 0) for a slot outside the cache."""
 
     def pick(name: str) -> Int64 | Int32:
         return cutlass.select_(in_extra, getattr(operands.extra, name), getattr(operands.cache, name))

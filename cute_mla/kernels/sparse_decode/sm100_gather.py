@@ -1,4 +1,4 @@
-"""How rows of a quantised cache become a CTA's half of a key tile in shared memory: what is converted, on SM100.
+"""Quantised columns of rows of a cache on their way to a CTA's half of a key tile in shared memory, on SM100.
 
 The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py).
 Where e4m3 is converted, both go through registers, which are loaded one tile ahead; where nothing is, both are copied.
@@ -12,13 +12,13 @@ import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT, D_ROPE
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..primitives.fragments import pack_pair
+from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.elements import pack_pair
 from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (
-    PIECE,
+    CHUNK,
     WARP_KEYS,
     CopiedColumns,
     CopiedTile,
@@ -39,7 +39,7 @@ FP32_EXPONENT = 23  # its lowest bit
 
 @dataclass(frozen=True)
 class ScaledKeys(LaneKeys):
-    """Where the keys of a warp and their scales lie. scales: address in gmem, 0 for a key that does not count."""
+    """The keys of a warp and their scales. scales: address in gmem, 0 for a key that does not count."""
 
     scales: Int64
 
@@ -59,7 +59,7 @@ class ScaledColumns(E4m3Columns):
 
     @staticmethod
     def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledColumns:
-        """Columns of which nothing has been fetched."""
+        """Return columns of which nothing has been fetched."""
         columns = latent_e4m3_columns(rank)
         boxes = cache_format.quantised // BOX_COLUMNS
         wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + columns.box < boxes
@@ -68,7 +68,7 @@ class ScaledColumns(E4m3Columns):
         return ScaledColumns(**{**vars(columns), "wanted": wanted}, cache_format=cache_format, dtype=dtype, rank=rank, rScales=rScales)
 
     def fetch_scales(self, keys: ScaledKeys) -> None:
-        """Takes up the scales that were on their way, and starts the load of those of other keys."""
+        """Take up the scales that were on their way, and start the load of those of other keys."""
         self.rScales[0] = self.rScales[1]
         offset = self.rank * SCALE_WORD
         if self.cache_format.scales_inside:
@@ -76,8 +76,8 @@ class ScaledColumns(E4m3Columns):
         load_word(self.rScales, 1, keys.scales + offset, keys.scales != 0)
 
     def store(self, step: int, rows: cute.Pointer) -> None:
-        """Converts one pass and writes it to the warp's rows of a slot."""
-        values = cute.recast_tensor(self.rPieces[step], Float8E4M3FN).load().to(Float32)
+        """Convert one pass and write it to the warp's rows of a slot."""
+        values = cute.recast_tensor(self.rChunks[step], Float8E4M3FN).load().to(Float32)
         scale = self._scale(step)
         for half in range(ELEMENT_BYTES):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
@@ -101,36 +101,36 @@ class ScaledColumns(E4m3Columns):
 
 @dataclass(frozen=True)
 class ScaledTile(ConvertedTile):
-    """The same with scales, of the first run."""
+    """A converted tile whose first run has scales."""
 
     runs: tuple[ScaledColumns, CopiedColumns]
 
     def prepare(self, keys: ScaledKeys) -> None:
-        """Starts all loads of the first tile."""
+        """Start all loads of the first tile."""
         self.runs[0].fetch_scales(keys)
         super().prepare(keys)
 
     def put(self, rows: cute.Pointer, keys: ScaledKeys, following: ScaledKeys) -> None:
-        """Writes the tile to the warp's rows of a slot, and loads the following one."""
+        """Write the tile to the warp's rows of a slot, and loads the following one."""
         self.runs[0].fetch_scales(following)
         super().put(rows, keys, following)
 
 
 def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledTile | CopiedTile:
-    """The columns that the CTA of this rank holds."""
+    """Return the mover of the columns that the CTA of this rank holds."""
     wide = cache_format.wide_offset
     if cache_format.quantised == 0:
         return CopiedTile((latent_columns(rank), rope_columns(wide + D_LATENT * ELEMENT_BYTES, rank)))
     if cache_format.d_qk > D_LATENT:
         rope = rope_columns(wide, rank)
     else:  # they are the last values, which the odd CTA holds
-        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // PIECE, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
+        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
     return ScaledTile((ScaledColumns.create(cache_format, dtype, rank), rope))
 
 
 @cute.jit
 def load_word(target: cute.Tensor, index: cutlass.Constexpr[int], address: Int64, wanted: Boolean):
-    """4 bytes of gmem, or zeros."""
+    """Load 4 bytes of gmem; zeros, and no access, unless wanted."""
     target[index] = Int32(0)
     if wanted:
         target[index] = gmem(Int32, address, 4).load()

@@ -17,10 +17,11 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT
-from ..attention.lengths import smaller
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
-from ..sm90.config import SLOT_COLUMNS
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ..attention.tiles import BOX_COLUMNS
+from ..primitives.integers import smaller
+from ..primitives.registers import as_float
+from ..sm90.config import STAGE_COLUMNS
 from ..sm90.gather_split import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
 from ..sm90.row_conversion import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
 from ..sm90.row_copy import copy_chunk
@@ -32,15 +33,15 @@ E8M0_ONE = 1 << 23
 
 
 def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
-    """All steps of a tile, in order: slot by slot. The RoPE columns go another way."""
+    """Return all steps of a tile, in order: stage by stage. The RoPE columns go another way."""
     steps: list[Step] = []
-    for first in range(0, D_LATENT, SLOT_COLUMNS):
-        runs = [_run(cache_format, first, column) for column in range(first, first + SLOT_COLUMNS, BOX_COLUMNS)]
+    for first in range(0, D_LATENT, STAGE_COLUMNS):
+        runs = [_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS)]
         scale_bytes = cache_format.scale_bytes // (cache_format.groups or 1)
         scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
-        slot = first // SLOT_COLUMNS
+        slot = first // STAGE_COLUMNS
         steps += [Step(slot, key, part, scale_source) for part in together for key in range(HALVES // cluster)]
     return tuple(steps)
 
@@ -54,8 +55,11 @@ def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
 
 @dataclass(frozen=True)
 class Indices:
-    """The indices of a piece. main: those before it are of the first cache. end: the list's or the piece's, whichever comes first.
-    first, second: where the indices of either cache would begin if they stood in one list."""
+    """The indices of a work tile.
+
+    main: those before it are of the first cache. end: the list's or the work tile's, whichever comes first. first, second: where the
+    indices of either cache would begin if they stood in one list.
+    """
 
     main: Int32
     end: Int32
@@ -63,19 +67,19 @@ class Indices:
     second: cute.Pointer
 
     @staticmethod
-    def of(operands: Operands, req: Int32, end: Int32) -> Indices:
-        """Those of a request before a position."""
-        indices = IndexList.of(operands, req)
+    def create(operands: Operands, req: Int32, end: Int32) -> Indices:
+        """Return the those of a request before a position."""
+        indices = IndexList.create(operands, req)
         end = smaller(indices.main + indices.extra, end)
         return Indices(indices.main, end, indices.main_indices, indices.extra_indices - Int64(indices.main))
 
     def in_extra(self, position: Int32) -> Boolean:
-        """Whether a key lies in the second cache."""
+        """Return whether a key lies in the second cache."""
         return position >= self.main
 
     @cute.jit
     def look_up(self, position: Int32) -> Int32:
-        """The index at a position; NO_SLOT at the end, where nothing is read."""
+        """Return the index at a position; NO_SLOT at the end, where nothing is read."""
         index = Int32(NO_SLOT)
         if Uint32(position) < Uint32(self.end):
             if position < self.main:
@@ -99,21 +103,24 @@ class Keys:
 
 
 def position_in_tile(thread: Int32) -> Int32:
-    """The key of a tile that this thread looks up: lane l of a warp has the warp's key l % 16."""
+    """Return the key of a tile that this thread looks up: lane l of a warp has the warp's key l % 16."""
     own = thread % LOOKED_UP
     return own // KEYS_PER_WARP * HALF_KEYS + thread // 32 * KEYS_PER_WARP + own % KEYS_PER_WARP
 
 
 def source_lane(thread: Int32, half: int | Int32) -> Int32:
-    """The lane that looked up the thread's key of one half of the tile."""
+    """Return the lane that looked up the thread's key of one half of the tile."""
     return thread % 32 // LANES_PER_KEY + half * KEYS_PER_WARP
 
 
 def find_keys(
     operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], thread: Int32
 ) -> Keys:
-    """Each lane works out one address, of the key that it has looked up, and gets those of its two keys, which lie in these
-    halves of the tile, from the others."""
+    """Return this thread's keys.
+
+    Each lane computes one address, of the key that it has looked up, and gets those of its two keys, which lie in these halves of the
+    tile, from the others.
+    """
     row, scales = slot_address(operands, cache_format, index, in_extra)
     first, second = (shuffle_address(row, source_lane(thread, half)) for half in halves)
     own = (Int32(0), Int32(0)) if cache_format.scales_inside else load_scales(scales)
@@ -121,7 +128,7 @@ def find_keys(
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
-    """The address that another lane has. All lanes."""
+    """Return the address that another lane has. All lanes."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, {$r0}; "
         "shfl.sync.idx.b32 lo, lo, {$r1}, 31, -1; shfl.sync.idx.b32 hi, hi, {$r1}, 31, -1; mov.b64 {$w0}, {lo, hi}; }",
@@ -132,7 +139,7 @@ def shuffle_address(own: Int64, lane: Int32) -> Int64:
 
 @cute.jit
 def load_scales(address: Int64) -> tuple[Int32, Int32]:
-    """The eight bytes with a key's e8m0 scales; 0 if it is not there."""
+    """Load the eight bytes with a key's e8m0 scales; 0, and no access, for an absent key."""
     words = cute.make_rmem_tensor(cute.make_layout(2), Int32)
     words.fill(0)
     if address != 0:
@@ -149,7 +156,7 @@ class Buffer:
 
     @staticmethod
     def create(words: int) -> Buffer:
-        """Registers for a step of up to so many words."""
+        """Return the registers for a step of up to so many words."""
         return Buffer(cute.make_rmem_tensor(cute.make_layout(words), Int32), cute.make_rmem_tensor(cute.make_layout(1), Int32))
 
 
@@ -157,7 +164,7 @@ class Buffer:
 def load_step(
     cache_format: cutlass.Constexpr[CacheFormat], step: cutlass.Constexpr[Step], buffer: Buffer, row: Int64, near: Int64, lane: Lane
 ):
-    """Asks for the bytes of a step; zeros, and no access, for a key that is not there."""
+    """Start the loads of a step; zeros, and no access, for an absent key."""
     scaled = step.quantised and cache_format.scales_inside
     if row != 0:
         load_runs(step, buffer.words, near, lane)
@@ -170,15 +177,17 @@ def load_step(
 
 
 def clear(words: cute.Tensor, count: int) -> None:
-    """Zeroes the first registers of a buffer. As PTX, which stays in its branch: nothing is zeroed ahead of a load."""
+    """Zero the first registers of a buffer. As PTX, which stays in its branch: nothing is zeroed ahead of a load."""
     zeros = cute.arch.inline_ptx(" ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count)), write_only_types=[Int32] * count)
     for i, zero in enumerate(zeros if count > 1 else (zeros,)):
         words[i] = zero
 
 
 def copy_rope(cache_format: CacheFormat, rows: tuple[Int64, Int64], targets: tuple[Int32, Int32], lane: Lane) -> None:
-    """Starts the copies of the RoPE columns of the thread's two keys to these halves of a RoPE slot, shared memory addresses; of
-    zeros for a key that is not there, of which nothing is read."""
+    """Start the copies of the RoPE columns of the thread's two keys.
+
+    targets: shared memory addresses of the two halves of a RoPE stage. Zeros are copied for an absent key, of which nothing is read.
+    """
     other, first = LANES_PER_KEY * CHUNK, _run(cache_format, D_LATENT, D_LATENT).source
     for row, target in zip(rows, targets, strict=True):
         there = row != 0
@@ -188,7 +197,7 @@ def copy_rope(cache_format: CacheFormat, rows: tuple[Int64, Int64], targets: tup
 
 
 def step_scales(cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, half: Half, thread: Int32) -> list[Float32]:
-    """The scales of a step's runs, whose key lies in this half of the tile. All lanes."""
+    """Return the scales of a step's runs, whose key lies in this half of the tile. All lanes."""
     if not step.quantised:
         return []
     if cache_format.scales_inside:
@@ -199,22 +208,15 @@ def step_scales(cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Key
 
 
 def power_of_two(word: Int32, byte: int) -> Float32:
-    """2^(e8m0 - 127) of a byte of a word, NaN for 255."""
+    """Return 2^(e8m0 - 127) of a byte of a word, NaN for 255."""
     bits = (word << (23 - 8 * byte) if byte < 3 else word >> 1) & E8M0_BITS
     # 2^-127 is subnormal: it and NaN, which differ from their neighbours by more than the exponent, have this bit too
     special = ((bits + E8M0_ONE) & (E8M0_BITS - E8M0_ONE)) == 0
     return as_float(bits | cutlass.select_(special, Int32(E8M0_ONE >> 1), Int32(0)))
 
 
-def as_float(bits: Int32) -> Float32:
-    """The fp32 number of these bits."""
-    word = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-    word[0] = bits
-    return cute.recast_tensor(word, Float32)[0]
-
-
 def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """16 e4m3 values in 4 words times a scale, formed in fp32 and rounded once, in 8 words."""
+    """Return 16 e4m3 values in 4 words times a scale, formed in fp32 and rounded once, in 8 words."""
     values = cute.recast_tensor(words, cutlass.Float8E4M3FN).load().to(Float32)
     rounded = cute.make_rmem_tensor(cute.make_layout(CHUNK), dtype)
     rounded.store((values * scale).to(dtype))
@@ -224,7 +226,7 @@ def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric])
 def store_step(
     step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, offset: int, dtype: type[cutlass.Numeric]
 ) -> None:
-    """Converts a step and stores it in the half of a slot that begins `offset` bytes behind a shared memory address."""
+    """Convert a step and store it in the half of a stage that begins `offset` bytes behind a shared memory address."""
 
     def convert(words: cute.Tensor, run: Run) -> cute.Tensor:
         if run.box:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..attention.lengths import clip, entry_or, larger
+from ...spec.sparse_prefill import SparsePrefillArguments
 from ..attention.token_scheduler import TokenSchedule
+from ..primitives.integers import clip, larger
+from ..primitives.nullable import load_or
 
 NO_ROW = -1
 
@@ -24,9 +26,9 @@ class Latent:
     s_kv: Int32
 
     def rows_of(self, req: Int32) -> tuple[Int32, Int32]:
-        """(first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
-        first = clip(entry_or(self.offsets, req, Int32(0)), self.s_kv)
-        end = clip(entry_or(self.offsets, req + 1, self.s_kv), self.s_kv)
+        """Return (first row, number of rows) of a request, within 0 .. s_kv whatever the offsets are."""
+        first = clip(load_or(self.offsets, req, Int32(0)), self.s_kv)
+        end = clip(load_or(self.offsets, req + 1, self.s_kv), self.s_kv)
         return first, larger(end - first, Int32(0))
 
 
@@ -44,25 +46,25 @@ class IndexList:
     row_stride: Int64
 
     def look_up(self, position: Int32) -> Int32:
-        """The index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
+        """Return the index at a position of the list, NO_ROW past its end, where nothing is read, and for one that names no row."""
         return self.checked(self.entry(position))
 
     def entry(self, position: Int32) -> Int32:
-        """What stands at a position of the list, NO_ROW past its end, where nothing is read."""
+        """Return the entry at a position of the list, NO_ROW past its end, where nothing is read."""
         return entry_before(self.indices, position, self.count)
 
     def checked(self, index: Int32) -> Int32:
-        """An index, NO_ROW for one that names no row."""
+        """Return an index, NO_ROW for one that names no row."""
         return cutlass.select_(Uint32(index) < Uint32(self.rows), index, Int32(NO_ROW))
 
     def row_address(self, index: Int32) -> Int64:
-        """The address of a row as a number, 0 for NO_ROW."""
+        """Return the address of a row as a number, 0 for NO_ROW."""
         return cutlass.select_(index >= 0, self.base + Int64(index) * self.row_stride, Int64(0))
 
 
 @cute.jit
 def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
-    """An entry of a list of so many, NO_ROW outside of it."""
+    """Return an entry of a list of so many, NO_ROW outside of it."""
     index = Int32(NO_ROW)
     if Uint32(position) < Uint32(count):
         index = (entries + position).load()
@@ -71,58 +73,62 @@ def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class Operands:
-    """The kernel's parameters, by meaning. Strides in elements, of (batch, token, head)."""
+    """The arguments by meaning. A query token counts over the batch: request * s_q + place."""
 
-    q: cute.Pointer
-    out: cute.Pointer
-    max_logits: cute.Pointer
-    lse: cute.Pointer
-    attn_sink: cute.Pointer  # fp32 [h_q], or null
+    args: SparsePrefillArguments
     latent: Latent
-    indices: cute.Pointer  # int32 [batch, s_q, topk]
-    q_strides: tuple[Int64, Int64, Int64]
-    out_strides: tuple[Int64, Int64, Int64]
-    max_logits_strides: tuple[Int64, Int64, Int64]
-    lse_strides: tuple[Int64, Int64, Int64]
-    index_strides: tuple[Int64, Int64]  # batch, token
-    scale_log2: Float32
-    empty_lse: Float32
-    s_q: Int32
-    h_q: Int32
     schedule: TokenSchedule
 
+    @property
+    def scale_log2(self) -> Float32:
+        """Return the factor of the scores, log2 units."""
+        return self.args.scale_log2
+
+    @property
+    def empty_lse(self) -> Float32:
+        """Return the lse of a row that attends to nothing."""
+        return self.args.empty_lse
+
+    @property
+    def attn_sink(self) -> cute.Pointer:
+        """Return fp32 [h_q], natural log, or null."""
+        return self.args.attn_sink
+
     def rows(self) -> Int32:
-        """Query rows that share this CTA's keys: the heads of one query token."""
-        return self.h_q
+        """Return the number of query rows that share this CTA's keys: the heads of one query token."""
+        return self.args.h_q
 
     def q_row(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of a query row."""
-        return self.q + self._offset(self.q_strides, token, row)
+        """Return element 0 of a query row."""
+        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), token, row)
 
     def out_row(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Element 0 of an output row."""
-        return self.out + self._offset(self.out_strides, token, row)
+        """Return element 0 of an output row."""
+        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
+        return self.args.out + self._offset(strides, token, row)
 
     def max_logit_of(self, token: Int32, row: Int32) -> cute.Pointer:
-        """The greatest logit of a query row."""
-        return self.max_logits + self._offset(self.max_logits_strides, token, row)
+        """Return the greatest logit of a query row."""
+        strides = (self.args.max_logits_stride_batch, self.args.max_logits_stride_token, self.args.max_logits_stride_head)
+        return self.args.max_logits + self._offset(strides, token, row)
 
     def lse_of(self, token: Int32, row: Int32) -> cute.Pointer:
-        """The lse of a query row."""
-        return self.lse + self._offset(self.lse_strides, token, row)
+        """Return the lse of a query row."""
+        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
+        return self.args.lse + self._offset(strides, token, row)
 
     def index_list(self, token: Int32) -> IndexList:
-        """The indices of a query token."""
+        """Return the indices of a query token."""
         req, place = self._request(token)
         first, rows = self.latent.rows_of(req)
-        indices = self.indices + (Int64(req) * self.index_strides[0] + Int64(place) * self.index_strides[1])
+        indices = self.args.indices + (Int64(req) * self.args.indices_stride_batch + Int64(place) * self.args.indices_stride_token)
         base = Int64(self.latent.base.toint()) + Int64(req) * self.latent.batch_stride + Int64(first) * self.latent.row_stride
         return IndexList(indices, self.schedule.keys(token), base, rows, self.latent.row_stride)
 
     def _request(self, token: Int32) -> tuple[Int32, Int32]:
-        """(request, place among its tokens)."""
-        req = Int32(Uint32(token) // Uint32(self.s_q))
-        return req, token - req * self.s_q
+        """Return (request, place among its tokens)."""
+        req = Int32(Uint32(token) // Uint32(self.args.s_q))
+        return req, token - req * self.args.s_q
 
     def _offset(self, strides: tuple[Int64, Int64, Int64], token: Int32, row: Int32) -> Int64:
         req, place = self._request(token)

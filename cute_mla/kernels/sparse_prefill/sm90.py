@@ -8,8 +8,8 @@ A group of CTAs along x holds the heads of a query token, 64 each, and takes the
 tile) at a time.
 
 Roles (512 threads):
-  copy     warps 0, 1: cp.async of rows to the slots
-  courier  warp 2: hands over slots that have landed, of a pair to the peer as well
+  copy     warps 0, 1: cp.async of rows to the stages
+  courier  warp 2: hands over stages that have landed, of a pair to the peer as well
   scout    warp 3: indices, checks, which keys are there; Q of the next token to L2
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse, the greatest logit; the sink
   output   warpgroups 2, 3
@@ -17,7 +17,7 @@ Roles (512 threads):
 Score and output are the decode kernels': dense_decode/sm90.py describes tiles, their pipelines and the trick. In front of them
 are (producer -> consumer; arrivals per phase):
   valid_ready[3]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
-  kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 slots where d_qk is 512)
+  kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 stages where d_qk is 512)
   rope_landed[3]   copy -> courier                 64
   kv_ready[10]     courier -> score, output        1; of a pair, and the bytes of the peer's half
   rope_ready[3]    courier -> score                1
@@ -29,180 +29,243 @@ next on their own, and the scout looks ahead over the end of a token.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.mla import D_LATENT, D_QK
+from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS, ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
+from ..attention.softmax import OnlineSoftmax, SinkScale
+from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.pipeline import arrive, barrier_table
+from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import (
     BOX_BYTES,
-    SLOT_BYTES,
-    SLOT_COLUMNS,
-    SLOTS_PER_TILE,
+    OUTPUT_REGISTERS,
+    STAGE_BYTES,
+    STAGE_COLUMNS,
+    STAGES_PER_TILE,
     Geometry,
-    TilePlace,
     Tiles,
+    TileState,
 )
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
-from ..sm90.roles import named_barriers, role_table
+from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
-from ..sm90.sparse import SparseRolesSm90
-from .entry import SparsePrefill
+from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.valid_keys import AbsentKeyMask, has_keys
+from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
+from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
 from .sm90_walk import first_tile, for_each_tile, next_tile
 
-ROPE_SLOTS = 3
-VALID_SLOTS = ROPE_SLOTS  # a tile's bits take the place of those of the tile whose RoPE slot it gets
+ROPE_STAGES = 3
+VALID_STAGES = ROPE_STAGES  # a tile's bits take the place of those of the tile whose RoPE stage it gets
 
 
 def geometry_of(d_qk: int) -> Geometry:
-    """Copies need no registers for bytes, so that Q gets them; what it leaves of shared memory are slots."""
+    """Return the geometry: copies need no registers for bytes, so that Q gets them; what Q leaves of shared memory are stages."""
     return Geometry(
         d_qk=d_qk,
         q_tiles_in_registers=5,
-        kv_slots={D_QK: 10, D_LATENT: 11}[d_qk],
-        rope_slots=ROPE_SLOTS,
-        first_registers=40,
+        kv_stages={D_QK: 10, D_LATENT: 11}[d_qk],
+        rope_stages=ROPE_STAGES,
+        producer_registers=40,
         score_registers=152,
         ready_arrivals=1,
-        valid_slots=VALID_SLOTS,
+        valid_stages=VALID_STAGES,
         alternating=True,
     )
 
 
-class SparsePrefillSm90(SparseRolesSm90, SparsePrefill):
+class SparsePrefillSm90(AttentionKernel):
     """One variant of the kernel."""
 
-    keeps_maximum = True
-    skips_tiles = True
+    threads = THREADS
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(SparsePrefillAbi(config), arch)
+        self.cluster = config.cluster
+        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.d_qk)
-
-    def carve_smem(self, smem: Any) -> tuple[Tiles, CopyPipes]:
-        """Places tiles and barriers."""
-        tiles, shared = super().carve_smem(smem)
-        return tiles, CopyPipes.carve(smem, self.geometry, shared)
-
-    def initialise(self, pipes: Any) -> None:
-        """Sets the arrivals of every barrier."""
-        pipes.initialise_rings()
-        super().initialise(pipes)
-
-    def await_validity(self, pipes: CopyPipes, place: TilePlace) -> None:
-        """Blocks until the scout has told of a tile."""
-        pipes.valid_ready.wait_ready_at(place.rope)
+        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry))
 
     @cute.jit
-    def gather(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
-        """Shares the warpgroup out."""
+    def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
+        memory, geometry = self.smem.allocate(), self.geometry
+        tiles, pipes = Tiles.create(memory), CopyPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp < COPY_WARPS:
-            lane = CopyLane.of(thread, halves_of_cta(self.config.cluster))
-            for_each_tile(operands.schedule, partial(self.copy_tile, operands, tiles, pipes, lane))
-            cute.arch.griddepcontrol_launch_dependents()
-        elif warp == COURIER_WARP:
-            tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
-            if cutlass.const_expr(self.config.cluster > 1):
-                self.await_peer(pipes, tiles_done)
+        if warp == 0:
+            with cute.arch.elect_one():
+                pipes.initialise_copies()
+                initialise(pipes, geometry, self.cluster)
+        sync_start(self.cluster)
+        # the lengths, the indices, Q and the latent may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        group = group_of(warp)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        if group == 0:
+            set_registers(geometry.producer_registers)
+            producer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+            if producer < COPY_WARPS:
+                CopyRole(geometry, self.cluster).run(operands, tiles, pipes, thread)
+            elif producer == COURIER_WARP:
+                CourierRole(geometry, self.cluster).run(operands, tiles, pipes)
+            else:
+                ScoutRole(geometry.d_qk).run(operands, tiles, pipes)
+        elif group == 1:
+            set_registers(geometry.score_registers)
+            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            softmax = partial(OnlineSoftmax.create, keeps_maximum=True)
+            score = ScoreRole(scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True)
+            score.run(operands, tiles, pipes, thread)
         else:
-            self.scout(operands, tiles, pipes)
+            set_registers(OUTPUT_REGISTERS)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, validity=ScoutedTiles())
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+
+
+class ScoutedTiles:
+    """Tiles of which the scout has told whether they have keys."""
+
+    def wait(self, pipes: CopyPipes, state: TileState) -> None:
+        """Block until the scout has told of a tile."""
+        pipes.valid_ready.consumer_wait(state.rope)
+
+    def has_keys(self, tiles: Tiles, stage: Int32) -> Boolean:
+        """Return whether a tile has any key."""
+        return has_keys(tiles, stage)
+
+
+class ScoutRole:
+    """One warp: indices, checks, which keys are present; Q of the next token to L2. d_qk: columns of Q."""
+
+    def __init__(self, d_qk: int) -> None:
+        self.d_qk = d_qk
 
     @cute.jit
-    def scout(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
-        """Waits rope_free. Signals valid_ready. Indices are asked for a tile ahead."""
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
+        """Wait rope_free. Signal valid_ready. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
         tile = Int32(0)
         while cursor.token <= operands.schedule.last_request():
-            # The tile VALID_SLOTS before has been worked off. To wait for an older one would be to be overtaken: this slot's next
+            # The tile VALID_STAGES before has been worked off. To wait for an older one would be to be overtaken: this stage's next
             # phase must not end before the scout has announced the tile.
-            pipes.rope_free.wait_free(tile)
+            pipes.rope_free.producer_acquire(tile)
             self.announce(tiles, pipes, cursor.indices, entries, tile)
-            cursor = next_tile(operands, cursor, self.config.d_qk)
+            cursor = next_tile(operands, cursor, self.d_qk)
             entries = cursor.entries()
             tile = tile + 1
 
     @cute.jit
     def announce(self, tiles: Tiles, pipes: CopyPipes, indices: IndexList, entries: tuple[Int32, Int32], tile: Int32):
-        """Tells which rows a tile has, from the indices of this lane's keys."""
+        """Publish which rows a tile has, from the indices of this lane's keys."""
         low, high = (indices.checked(entry) for entry in entries)
-        slot, lane = pipes.valid_ready.slot(tile), cute.arch.lane_idx()
-        rows = pipes.sRows + (slot * TILE_KEYS + lane)
+        stage, lane = pipes.valid_ready.stage(tile), cute.arch.lane_idx()
+        rows = pipes.sRows + (stage * TILE_KEYS + lane)
         rows.store(low)
         (rows + HALF_KEYS).store(high)
         bits = [cute.arch.vote_ballot_sync(row >= 0) for row in (low, high)]
         if lane == 0:
-            (pipes.sBases + slot).store(indices.base)
-            words = cute.recast_ptr(tiles.sValid, dtype=Int32) + slot * HALVES
+            (pipes.sBases + stage).store(indices.base)
+            words = cute.recast_ptr(tiles.sValid, dtype=Int32) + stage * HALVES
             words.store(bits[0])
             (words + 1).store(bits[1])
-        arrive(pipes.valid_ready.barrier(tile))
+        pipes.valid_ready.producer_commit(tile)
+
+
+class CopyRole:
+    """Two warps: cp.async of rows to the stages. cluster: CTAs that share the tiles."""
+
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
+        self.cluster = cluster
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, thread: Int32):
+        """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
+        lane = CopyLane.create(thread, halves_of_cta(self.cluster))
+        for_each_tile(operands.schedule, partial(self.copy_tile, operands, tiles, pipes, lane))
+        cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def copy_tile(self, operands: Operands, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, tile: Int32):
-        """Waits valid_ready, kv_free, rope_free. Signals kv_landed, rope_landed."""
-        present = self.told_of_keys(tiles, pipes, tile)
-        rows = TileRows.of(pipes, tile, operands.latent.row_stride)
-        for step in cutlass.range_constexpr(SLOTS_PER_TILE):
-            use = tile * SLOTS_PER_TILE + step
-            pipes.kv_free.wait_free(use)
+        """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
+        present = told_of_keys(tiles, pipes, tile)
+        rows = TileRows.create(pipes, tile, operands.latent.row_stride)
+        for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            use = tile * STAGES_PER_TILE + step
+            pipes.kv_free.producer_acquire(use)
             if present:
                 # of a pair, the other half comes from the peer
-                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.config.cluster
-                rows.copy(lane, self.kv_slot(tiles, pipes, use), source, SLOT_COLUMNS // BOX_COLUMNS, halves)
+                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.cluster
+                rows.copy(lane, kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
-        pipes.rope_free.wait_free(tile)
+        pipes.rope_free.producer_acquire(tile)
         if cutlass.const_expr(self.geometry.has_rope) and present:
-            target = tiles.sRope.iterator.toint() + pipes.rope_ready.slot(tile) * BOX_BYTES
+            target = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES
             rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
         arrive_landed(pipes.rope_landed.barrier(tile))
 
-    def told_of_keys(self, tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
-        """Whether a tile has any key. Waits valid_ready."""
-        pipes.valid_ready.wait_ready(tile)
-        return self.has_keys(tiles, pipes.valid_ready.slot(tile))
+
+class CourierRole:
+    """One warp: hands over stages that have landed, of a pair to the peer as well. cluster: CTAs that share the tiles."""
+
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
+        self.cluster = cluster
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
+        """Wait kv_landed, rope_landed; of a pair valid_ready too. Signal kv_ready, rope_ready."""
+        tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
+        if cutlass.const_expr(self.cluster > 1):
+            await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
-        """Waits kv_landed, rope_landed. Signals kv_ready, rope_ready."""
-        present = self.told_of_keys(tiles, pipes, tile) if self.config.cluster > 1 else True
-        for step in cutlass.range_constexpr(SLOTS_PER_TILE):
-            use = tile * SLOTS_PER_TILE + step
-            pipes.kv_landed.wait_ready(use)
+        """Wait kv_landed, rope_landed. Signal kv_ready, rope_ready."""
+        present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
+        for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            use = tile * STAGES_PER_TILE + step
+            pipes.kv_landed.consumer_wait(use)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(self.config.cluster == 1):
-                arrive(pipes.kv_ready.barrier(use))
+            if cutlass.const_expr(self.cluster == 1):
+                pipes.kv_ready.producer_commit(use)
             elif present:
-                own = self.kv_slot(tiles, pipes, use) + halves_of_cta(self.config.cluster)[0] * HALF_BYTES
-                hand_over(pipes.kv_ready.barrier(use), own, SLOT_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
+                own = kv_stage(tiles, pipes, use) + halves_of_cta(self.cluster)[0] * HALF_BYTES
+                hand_over(pipes.kv_ready.barrier(use), own, STAGE_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
-                arrive(pipes.kv_ready.barrier(use))
-        pipes.rope_landed.wait_ready(tile)
+                pipes.kv_ready.producer_commit(use)
+        pipes.rope_landed.consumer_wait(tile)
         cute.arch.fence_proxy("async.shared", space="cta")
-        arrive(pipes.rope_ready.barrier(tile))
+        pipes.rope_ready.producer_commit(tile)
 
-    def kv_slot(self, tiles: Tiles, pipes: CopyPipes, use: Int32) -> Int32:
-        """The shared memory address of the slot of a use."""
-        return tiles.sKv.iterator.toint() + pipes.kv_ready.slot(use) * SLOT_BYTES
+
+def told_of_keys(tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
+    """Wait valid_ready of a tile. Return whether it has any key."""
+    pipes.valid_ready.consumer_wait(tile)
+    return has_keys(tiles, pipes.valid_ready.stage(tile))
+
+
+def kv_stage(tiles: Tiles, pipes: CopyPipes, use: Int32) -> Int32:
+    """Return the shared memory address of the stage of a use."""
+    return tiles.sKv.iterator.toint() + pipes.kv_ready.stage(use) * STAGE_BYTES
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
-    """The variant, ready to compile."""
+    """Return the variant, ready to compile."""
     kernel = SparsePrefillSm90(config, arch)
-    geometry = kernel.geometry
-    return kernel.source(
-        smem_bytes=geometry.smem_bytes + CopyPipes.smem_bytes(geometry),
-        barriers=barrier_table(geometry.barrier_offset, geometry.barriers + CopyPipes.rings(geometry)),
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
         named_barriers=named_barriers(),
         roles=GATHER_ROLES + role_table("gather")[1:],
-        expected={"HGMMA": geometry.wgmma_per_tile},
+        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )

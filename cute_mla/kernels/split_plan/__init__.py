@@ -1,1 +1,1 @@
-"""Divides the key tiles of a batch into parts of equal cost."""
+"""Plan that divides the key tiles of a batch into parts of equal cost."""

@@ -45,6 +45,7 @@ from ...spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     PLAN_COLUMNS,
     TILE_KEYS,
+    SplitPlanArguments,
     SplitPlanConfig,
 )
 from ..attention.lengths import Lengths
@@ -60,9 +61,11 @@ assert THREADS == MOST_WHOLE_REQUESTS, "one thread per request that may stay who
 
 @cute.struct
 class Smem:
-    """cost: exclusive prefix sum over the runs of requests, total at the end. next, next_doubled: how far boundaries get from a
-    request. whole: whether requests stay whole. req, tile: the boundaries. rows: exclusive prefix sum of the accumulator rows over
-    the boundaries. warp_cost, warp_rows: totals of the warps, during a scan."""
+    """cost: exclusive prefix sum over the runs of requests, total at the end.
+
+    next, next_doubled: how far boundaries get from a request. whole: whether requests stay whole. req, tile: the boundaries. rows:
+    exclusive prefix sum of the accumulator rows over the boundaries. warp_cost, warp_rows: totals of the warps, during a scan.
+    """
 
     cost: cute.struct.MemRange[Int64, THREADS + 1]
     next: cute.struct.MemRange[Int32, THREADS + 1]
@@ -77,13 +80,13 @@ class Smem:
 
 @cute.jit
 def planned_tiles(length: Int32) -> Int32:
-    """max(ceil(length / 64), 1); written so that neither a negative nor a huge length overflows."""
+    """Return max(ceil(length / 64), 1), computed so that neither a negative nor a huge length overflows."""
     return (cutlass.max(length, Int32(1)) - 1) // TILE_KEYS + 1
 
 
 @cute.jit
 def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Constexpr):
-    """Exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
+    """Return the exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, thread // 32  # not warp_idx(): it shuffles, which inside the branch below would hang or lie
     inclusive = value
@@ -105,7 +108,7 @@ def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Conste
 
 @cute.jit
 def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
-    """Cost of the requests [begin, end)."""
+    """Return the cost of the requests [begin, end)."""
     cost = Int64(0)
     for request in cutlass.range(begin, end, unroll=1):
         cost += Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
@@ -114,7 +117,7 @@ def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
 
 @cute.jit
 def count_not_above(values: cute.Pointer, count: Int32, bound):
-    """How many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
+    """Return how many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
     found = Int32(0)
     for level in cutlass.range_constexpr(11):
         probe = found + (1024 >> level)
@@ -125,8 +128,11 @@ def count_not_above(values: cute.Pointer, count: Int32, bound):
 
 @cute.jit
 def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> Int32:
-    """The boundary of this thread, if every part takes as many whole requests as fit: the request it lies at. Each of the batch <= 1,024
-    requests is a run. tables: two for next, which end up in any state. It contains a barrier for each level."""
+    """Return the boundary of this thread, if every part takes as many whole requests as fit: the request it lies at.
+
+    Each of the batch <= 1,024 requests is a run. tables: two for next, which end up in any state. It contains a barrier for each
+    level.
+    """
     thread, _, _ = cute.arch.thread_idx()
     table, other = tables
     table[thread] = cutlass.min(count_not_above(costs, Int32(THREADS + 1), costs[thread] + cap) - 1, batch)
@@ -148,7 +154,7 @@ def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> 
 
 @cute.jit
 def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
-    """The request in which a cost < T lies, and the offset in it."""
+    """Return the request in which a cost < T lies, and the offset in it."""
     index = count_not_above(costs, Int32(THREADS), cost) - 1
     offset = cost - costs[index]
     request = index * run
@@ -165,8 +171,10 @@ def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch
 
 @cute.jit
 def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, split: Int32, batch: Int32):
-    """One row of the plan, for the part between the boundaries begin and end, each (request, tile); split: index among the
-    pieces of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32."""
+    """Write one row of the plan, for the part between the boundaries begin and end, each (request, tile).
+
+    split: index among the splits of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32.
+    """
     begin_req, begin_tile = begin
     end_req, end_tile = end
     first, last, end_open = Int32(0), Int32(0), Int32(0)
@@ -192,18 +200,10 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
 
 
 @cute.kernel
-def split_plan(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    batch: Int32,
-    num_parts: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-):
+def split_plan(args: SplitPlanArguments):
+    """Write the plan and num_splits, in five phases of one CTA."""
     thread, _, _ = cute.arch.thread_idx()
-    keys = Lengths(lengths, extra_lengths, max_keys, extra_max_keys)
+    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
     whole = smem.whole.data_ptr()
@@ -213,39 +213,39 @@ def split_plan(
     cute.arch.griddepcontrol_wait()
 
     # Phase 1: cost of the runs.
-    run = (batch + (THREADS - 1)) // THREADS
-    run_begin = cutlass.min(thread * run, batch)
-    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
+    run = (args.batch + (THREADS - 1)) // THREADS
+    run_begin = cutlass.min(thread * run, args.batch)
+    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, args.batch))
     cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
     costs[thread] = cost_before
 
     # Phase 2: boundaries between whole requests.
-    step = (total + Int64(num_parts - 1)) // Int64(num_parts)
+    step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
     cap = step + PIECE_OVERHEAD_TILES
-    req, tile = batch, Int32(0)
+    req, tile = args.batch, Int32(0)
     if thread == 0:
         costs[THREADS] = total
         whole[0] = Int32(0)
     cute.arch.sync_threads()
     if run <= 1:
-        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
-        if thread == num_parts - 1 and total - costs[req] <= cap:
+        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), args.batch, cap)
+        if thread == args.num_parts - 1 and total - costs[req] <= cap:
             whole[0] = Int32(1)
         cute.arch.sync_threads()
 
     # Phase 3: cuts. Threads past num_parts only take part in the barriers.
-    if thread < num_parts:
+    if thread < args.num_parts:
         cost = Int64(thread) * step
         if whole[0] == 0:
-            req = batch
+            req = args.batch
         if whole[0] == 0 and cost < total:
-            req, offset = locate(keys, costs, cost, run, batch)
+            req, offset = locate(keys, costs, cost, run, args.batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
         reqs[thread] = req
         tiles[thread] = tile
     if thread == 0:
-        reqs[num_parts] = batch
-        tiles[num_parts] = Int32(0)
+        reqs[args.num_parts] = args.batch
+        tiles[args.num_parts] = Int32(0)
     cute.arch.sync_threads()
 
     # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
@@ -255,49 +255,38 @@ def split_plan(
         if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
             added = Int32(1)
     rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
-    if thread < num_parts:
+    if thread < args.num_parts:
         rows[thread] = rows_before
     if thread == 0:
-        rows[num_parts] = total_rows
+        rows[args.num_parts] = total_rows
     cute.arch.sync_threads()
 
     # Phase 5: the plan and num_splits.
-    if thread < num_parts:
+    if thread < args.num_parts:
         split = Int32(0)
         if tile > 0:
-            split = rows_before + added - 1 - rows[count_not_above(reqs, num_parts + 1, req - 1)]
+            split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
         end = (reqs[thread + 1], tiles[thread + 1])
-        write_part(plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, batch)
-    for request in cutlass.range(thread, batch + 1, THREADS, unroll=1):
-        num_splits[request] = rows[count_not_above(reqs, num_parts + 1, request - 1)]
+        write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
+    for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
+        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, request - 1)]
 
 
 @cute.jit
-def launch(
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    batch: Int32,
-    num_parts: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    name: cutlass.Constexpr,
-):
+def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
+    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
     split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(lengths, extra_lengths, plan, num_splits, batch, num_parts, max_keys, extra_max_keys).launch(
-        grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True
-    )
+    split_plan(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
-    """The kernel's source, ready to compile."""
+    """Return the kernel's source, ready to compile."""
     name = kernel_name("split_plan", arch.name, config.name)
     return KernelDefinition(
         op="split_plan",
         config=config,
         host=launch,
-        args=(*example_arguments(PARAMS, {}), name),
+        args=(example_arguments(SplitPlanArguments, {}), name),
         params=PARAMS,
         block=(THREADS, 1, 1),
         cluster=(1, 1, 1),

@@ -14,8 +14,8 @@ from ..state.origin import Origin
 
 def check_exit(engine: Engine, cta: Cta, lanes: np.ndarray, warp: int) -> None:
     """Report asynchronous work that exiting lanes (warp: the first of theirs) have not waited for."""
-    for lane in lanes:
-        groups = cta.bulk.get(int(lane))
+    for lane in lanes.tolist() if cta.bulk else ():
+        groups = cta.bulk.get(lane)
         if groups is None:
             continue
         unfinished = groups.unfinished()

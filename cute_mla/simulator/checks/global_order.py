@@ -11,20 +11,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..state.access import GlobalAccess
 from ..state.cta import Cta
 from ..state.engine_protocol import Engine
-from ..state.global_trace import GlobalTrace
-from ..state.registers import WARP
+from ..state.global_trace import GlobalTrace, SparseEntries
 from ..state.window import Window
 
 
-def check_grid(w: Window, warps: Sequence[int]) -> None:
+def check_grid(w: Window, warps: tuple[int, ...]) -> None:
     """Report when warps access global memory that the grid ahead of this one may still write or read."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    if w.engine.dependent and not clocks.least(cta.rank, warps, clocks.before):
-        message = "global memory is accessed before griddepcontrol.wait: the grid ahead of this launch may still be running"
-        w.report("missing_wait", message)
+    if not w.engine.dependent or (cta.rank, warps) in clocks.behind_grid:
+        return
+    if clocks.least(cta.rank, warps, clocks.before):
+        clocks.behind_grid.add((cta.rank, warps))
+        return
+    message = "global memory is accessed before griddepcontrol.wait: the grid ahead of this launch may still be running"
+    w.report("missing_wait", message)
 
 
 def wait_for_grid(cta: Cta, warps: Sequence[int]) -> None:
@@ -33,68 +37,81 @@ def wait_for_grid(cta: Cta, warps: Sequence[int]) -> None:
     clocks.note(cta.rank, warps, clocks.before, 1)
 
 
-def trace_of(engine: Engine, addresses: np.ndarray, nbytes: int, make: bool) -> GlobalTrace | None:
-    """Return the trace of the buffer that holds all addresses; None where they lie in several, or it has none and make is false."""
+def trace_of(engine: Engine, access: GlobalAccess, make: bool) -> GlobalTrace | None:
+    """Return the trace of the buffer that holds all accesses; None where they lie in several, or it has none and make is false."""
     traces = engine.events.traces
     if not (traces or make):
         return None
-    buffer = engine.memory.find(int(addresses.min()), int(addresses.max()) + nbytes)
+    buffer = engine.memory.find(access.low, access.high)
     if buffer is None:
         return None
     trace = traces.get(buffer.address)
     if trace is None and make:
-        trace = traces[buffer.address] = GlobalTrace(buffer, min(nbytes & -nbytes, 4))
+        trace = traces[buffer.address] = GlobalTrace(buffer, min(access.nbytes & -access.nbytes, 4))
+    if trace is not None and access.nbytes < trace.unit:
+        trace.refine(access.nbytes)
     return trace
 
 
 def agents(w: Window) -> np.ndarray:
     """Return the agents of the lanes of a window, numbered over all clusters of the launch from 1, shape (lanes, 1)."""
     clocks = w.cta.cluster.clocks
-    return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lanes // WARP)[:, None]
+    return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lane_warps)[:, None]
 
 
-def unordered(w: Window, mine: np.ndarray, other: np.ndarray, time: np.ndarray, event: np.ndarray) -> np.ndarray:
-    """Find earlier accesses of other agents (time, event: when) that the agents that access now (mine) do not know to be done."""
+def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, entries: np.ndarray | SparseEntries) -> np.ndarray | None:
+    """Find earlier accesses of other agents that the agents that access now do not know to be done; None for none.
+
+    entries: the trace's stores or loads. Return a mask of the units that are accessed, shape (accesses, units).
+    """
+    earlier = trace.take(access, entries)
+    if not np.count_nonzero(earlier):
+        return None
+    log, mine = w.engine.events, agents(w)
+    other = log.agent.take(earlier)
     late = (other != mine) & (other > 0)
     if not np.count_nonzero(late):
-        return late
-    cluster, clocks, log = w.cta.cluster, w.cta.cluster.clocks, w.engine.events
+        return None
+    time, event = log.time.take(earlier), log.event.take(trace.take(access, trace.stores))
+    cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
     number, row = np.divmod(other - 1, clocks.rows)
     near = number == cluster.number
     known = clocks.now[np.broadcast_to((mine - 1) % clocks.rows, other.shape), row] >= time
     strong = np.array([log.strong.get(index, 0) for index in range(int(number.max()) + 1)])
     handed = (strong[number] > event) & (log.strong.get(cluster.number, 0) > event)
-    return np.asarray(late & ~np.where(near, known, handed))
+    late &= ~np.where(near, known, handed)
+    return late if np.count_nonzero(late) else None
 
 
-def read(w: Window, addresses: np.ndarray, nbytes: int) -> None:
-    """Check and record loads of nbytes by each lane."""
+def enter(w: Window, line: int) -> np.ndarray:
+    """Enter an access by the warps of a window in the log. Return the entry of each lane, shape (lanes, 1), or (1, 1) for a single warp."""
+    cluster, clocks = w.cta.cluster, w.cta.cluster.clocks
+    first = w.cta.rank * clocks.warps
+    base = 1 + cluster.number * clocks.rows + first
+    times = [int(clocks.diagonal[first + warp]) + 1 for warp in w.warps]
+    return np.asarray(w.engine.events.add([base + warp for warp in w.warps], times, line) + w.warp_positions)
+
+
+def read(w: Window, access: GlobalAccess) -> None:
+    """Check and record loads."""
     check_grid(w, w.warps)
-    trace = trace_of(w.engine, addresses, nbytes, False)
+    trace = trace_of(w.engine, access, False)
     if trace is None:
         return
-    units, mine = trace.units(addresses, nbytes), agents(w)
-    late = unordered(w, mine, trace.writer[units], trace.written[units], trace.event[units])
-    if np.count_nonzero(late):
-        report(w, "a load reads", trace, int(units[late][0]))
-    trace.reader[units] = mine
-    trace.read[units] = own_times(w)
-
-
-def own_times(w: Window) -> np.ndarray:
-    """Return the time of each lane's warp, shape (lanes, 1)."""
-    clocks = w.cta.cluster.clocks
-    rows = w.cta.rank * clocks.warps + w.lanes // WARP
-    return (clocks.now[rows, rows] + 1)[:, None]
+    late = unordered(w, access, trace, trace.stores)
+    if late is not None:
+        report(w, "a load reads", trace, int(trace.units(access)[late][0]))
+    trace.put(access, trace.loads, enter(w, 0))
+    trace.is_read = True
 
 
 class Overwrite:
     """Units that a store overwrites, though nothing orders the store after their writers: a race unless it leaves the same values."""
 
-    def __init__(self, trace: GlobalTrace, units: np.ndarray) -> None:
+    def __init__(self, trace: GlobalTrace, units: np.ndarray, lines: np.ndarray) -> None:
         self.trace = trace
         self.units = units
-        self.lines = trace.line[units]
+        self.lines = lines
         self.before = self.values()
 
     def values(self) -> np.ndarray:
@@ -112,27 +129,29 @@ class Overwrite:
             w.report("race", message)
 
 
-def write(w: Window, addresses: np.ndarray, nbytes: int) -> Overwrite | None:
-    """Check and record stores of nbytes by each lane, before they happen. Return what must be checked afterwards, None for nothing."""
+def write(w: Window, access: GlobalAccess) -> Overwrite | None:
+    """Check and record stores, before they happen. Return what must be checked afterwards, None for nothing."""
     check_grid(w, w.warps)
-    trace = trace_of(w.engine, addresses, nbytes, True)
+    log = w.engine.events
+    trace = trace_of(w.engine, access, True)
     if trace is None:
         return None
-    units, mine = trace.units(addresses, nbytes), agents(w)
     found = None
-    late = unordered(w, mine, trace.writer[units], trace.written[units], trace.event[units])
-    if np.count_nonzero(late):
-        found = Overwrite(trace, units[late])
-    late = unordered(w, mine, trace.reader[units], trace.read[units], trace.event[units])
-    if np.count_nonzero(late):
-        report(w, "a store overwrites what another warp reads:", trace, int(units[late][0]))
-    trace.writer[units], trace.written[units] = mine, own_times(w)
-    trace.event[units], trace.line[units] = w.engine.events.now, w.line()
-    trace.reader[units] = 0
+    late = unordered(w, access, trace, trace.stores)
+    if late is not None:
+        units = trace.units(access)[late]
+        found = Overwrite(trace, units, log.line[trace.stores[units]])
+    if trace.is_read:
+        late = unordered(w, access, trace, trace.loads)
+        if late is not None:
+            report(w, "a store overwrites what another warp reads:", trace, int(trace.units(access)[late][0]))
+        trace.put(access, trace.loads, 0)
+    trace.put(access, trace.stores, enter(w, w.line()))
     return found
 
 
 def report(w: Window, what: str, trace: GlobalTrace, unit: int) -> None:
     """Report a race on a unit."""
     where = w.engine.memory.describe(trace.buffer.address + unit * trace.unit)
-    w.report("race", f"{what} {where}, that another warp writes (PTX line {trace.line[unit]}): nothing orders the two")
+    line = int(w.engine.events.line[trace.stores[unit]])
+    w.report("race", f"{what} {where}, that another warp writes (PTX line {line}): nothing orders the two")

@@ -20,8 +20,7 @@ from ..state.window import Window
 
 def hand_over(cta: Cta, warps: Sequence[int]) -> None:
     """Let the next arrival of these warps cover what they have done so far."""
-    for warp in warps:
-        cta.cluster.clocks.tick(cta.rank, warp)
+    cta.cluster.clocks.tick_all(cta.rank, warps)
 
 
 def arrive(cta: Cta, warps: Sequence[int], barrier: Carrier, release: bool = True) -> None:
@@ -43,8 +42,7 @@ def through_memory(w: Window) -> None:
     """Exchange knowledge through memory: warps execute an atomic operation, or a strong load or store."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    for warp in w.warps:
-        clocks.tick(cta.rank, warp)
+    clocks.tick_all(cta.rank, w.warps)
     clocks.memory.add(clocks.of(cta.rank, w.warps))
     clocks.learn(cta.rank, w.warps, clocks.memory.gathered)
     w.engine.events.through_memory(cta.cluster.number)

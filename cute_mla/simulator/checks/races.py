@@ -14,10 +14,10 @@ import numpy as np
 
 from ..findings import Fault
 from ..numerics.wgmma import Operand
+from ..state.access import WORD, SharedPattern
 from ..state.clocks import Clocks
 from ..state.cta import Cta
-from ..state.registers import WARP
-from ..state.shared_trace import WHOLE, WORD
+from ..state.shared_trace import WHOLE
 from ..state.window import Window
 
 
@@ -47,25 +47,18 @@ class Overwrite:
         w.report("race", f"a store of {who} overwrites {where} that {what}: nothing orders the two")
 
 
-def words_of(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    """Return the words that accesses of nbytes at offsets touch, shape (accesses, words)."""
-    first = offsets // WORD
-    return first[:, None] + np.arange(max(nbytes // WORD, 1))
-
-
-def access(w: Window, target: Cta, index: np.ndarray | None, offsets: np.ndarray, nbytes: int, write: bool) -> Overwrite | None:
+def access(w: Window, target: Cta, index: np.ndarray | None, pattern: SharedPattern, nbytes: int, write: bool) -> Overwrite | None:
     """Check and record accesses by lanes (index: positions in the window, None for all): as accesses()."""
-    lanes = w.lanes if index is None else w.lanes[index]
-    return accesses(w, target, lanes // WARP, offsets, nbytes, write)
+    return accesses(w, target, w.lane_warps if index is None else w.lane_warps[index], pattern, nbytes, write)
 
 
-def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nbytes: int, write: bool) -> Overwrite | None:
-    """Check and record accesses of nbytes each at offsets of target's shared memory. warps: the warp of each access.
+def accesses(w: Window, target: Cta, warps: np.ndarray, pattern: SharedPattern, nbytes: int, write: bool) -> Overwrite | None:
+    """Check and record accesses of nbytes each to target's shared memory. warps: the warp of each access.
 
     Call it before the stores happen. Report races. Return what must be checked when the stores have happened, None for nothing.
     """
     clocks = target.cluster.clocks
-    words = words_of(offsets, nbytes)
+    words = pattern.words(nbytes)
     row: np.ndarray | int
     if len(w.warps) == 1:
         row = w.cta.rank * clocks.warps + w.warps[0]
@@ -73,7 +66,7 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nby
     else:
         row = (w.cta.rank * clocks.warps + warps)[:, None]
         time = clocks.now[row, row] + 1
-    masks = part_masks(offsets, nbytes) if nbytes < WORD else None
+    masks = pattern.part_masks(nbytes) if nbytes < WORD else None
     late = unknown_writers(target, clocks, words, row, masks)
     if write:
         found = None if late is None else overwritten(w, target, words, row, late)
@@ -82,14 +75,12 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, offsets: np.ndarray, nby
         return found
     if late is not None:
         report(w, "a load reads", target, clocks, int(words[late][0]))
-    note_reads(w, target, warps, words, row, time)
+    if target is w.cta and not isinstance(row, int):
+        target.trace.note_reads(warps, words, time, pattern.distinct(nbytes))
+    else:
+        note_reads(w, target, words, row, time)
     target.trace.narrow_reads |= masks is not None
     return None
-
-
-def part_masks(offsets: np.ndarray, nbytes: int) -> np.ndarray:
-    """Return the bytes of a word (bit masks) that accesses of less than a word touch, shape (accesses, 1)."""
-    return (((1 << nbytes) - 1) << (offsets & 3))[:, None].astype(np.uint8)
 
 
 def record(target: Cta, words: np.ndarray, row: np.ndarray | int, time: np.ndarray | int, line: int, masks: np.ndarray | None) -> None:
@@ -128,20 +119,16 @@ def overwritten(w: Window, target: Cta, words: np.ndarray, row: np.ndarray | int
     return Overwrite(target, where, np.broadcast_to(row, words.shape)[late], writers)
 
 
-def note_reads(w: Window, target: Cta, warps: np.ndarray, words: np.ndarray, row: np.ndarray | int, time: np.ndarray | int) -> None:
-    """Record that warps have read words."""
+def note_reads(w: Window, target: Cta, words: np.ndarray, row: np.ndarray | int, time: int) -> None:
+    """Record that one warp has read words of its CTA, or warps have read words of another CTA."""
     trace = target.trace
     if target is not w.cta:
         for reader in np.unique(row):
             times = trace.far.setdefault(int(reader), np.zeros(len(trace.writer), np.int32))
             part = words if isinstance(row, int) else words[row[:, 0] == reader]
             times[part] = target.cluster.clocks.now[reader, reader] + 1
-    elif isinstance(row, int):
-        trace.note_read(w.warps[0], words, int(time))
     else:
-        trace.read[warps[:, None], words] = time
-        for warp in w.warps:
-            trace.readers[words[warps == warp]] |= 1 << warp
+        trace.note_read(w.warps[0], words, int(time))
 
 
 def check_readers(w: Window, target: Cta, clocks: Clocks, words: np.ndarray, row: np.ndarray | int, narrow: bool) -> None:
@@ -236,13 +223,12 @@ def check_overwrite(w: Window, warp: int, target: Cta, low: int, high: int) -> N
             report(w, "an asynchronous copy overwrites", target, clocks, part.start + int(np.flatnonzero(late)[0]))
 
 
-def copy_async(w: Window, offsets: np.ndarray, nbytes: int) -> None:
+def copy_async(w: Window, pattern: SharedPattern, nbytes: int) -> None:
     """Check and record cp.async copies to the CTA's shared memory: stores that are done when their warp has waited for them."""
     cta = w.cta
     clocks = cta.cluster.clocks
-    warps = w.lanes // WARP
-    words = words_of(offsets, nbytes)
-    row = (cta.rank * clocks.warps + warps)[:, None]
+    words = pattern.words(nbytes)
+    row = (cta.rank * clocks.warps + w.lane_warps)[:, None]
     late = unknown_writers(cta, clocks, words, row)
     if late is not None:
         late &= cta.trace.writer.take(words) != clocks.own_copier(0) + row

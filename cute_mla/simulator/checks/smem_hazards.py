@@ -8,6 +8,7 @@ from itertools import chain as chain_both
 import numpy as np
 
 from ..numerics import wgmma
+from ..state.access import SharedPattern
 from ..state.cta import Cta
 from ..state.origin import Origin
 from ..state.registers import WARP
@@ -23,10 +24,10 @@ def operands(chain: WgmmaChain) -> Iterator[wgmma.Operand]:
         yield wgmma.operand(tuple(chain.a), wgmma.M, chain.a_major)
 
 
-def operand_ranges(chain: WgmmaChain) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of shared memory that a chain of wgmmas reads."""
+def operand_ranges(chain: WgmmaChain, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of shared memory that a chain of wgmmas reads and that meet [low, high)."""
     for where in operands(chain):
-        yield from where.ranges
+        yield from wgmma.overlapping(where.ranges, low, high)
 
 
 def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -> Iterator[tuple[str, Origin, int, int]]:
@@ -38,9 +39,8 @@ def readers(w: Window, target: Cta, low: int, high: int, warps: Sequence[int]) -
     for first, queue in target.wgmma.items():
         done = clocks.least(w.cta.rank, warps, clocks.matrix_core(target.rank, first // WARP))
         for chain in chain_both(queue.unwaited(), queue.later_than(done)):
-            for start, stop in operand_ranges(chain):
-                if start < high and low < stop:
-                    yield "a wgmma", chain.origin, start, stop
+            for start, stop in operand_ranges(chain, low, high):
+                yield "a wgmma", chain.origin, start, stop
     for (start, stop), (column, serial, origin) in target.outgoing.items():
         if start < high and low < stop and clocks.least(w.cta.rank, warps, column) < serial:
             yield "a bulk copy", origin, start, stop
@@ -62,23 +62,23 @@ def check_copy(w: Window, warp: int, targets: list[Cta], low: int, high: int) ->
                 return
 
 
-def check_store(w: Window, warps: np.ndarray, target: Cta, offsets: np.ndarray, nbytes: int, who: str = "a store") -> None:
-    """Report when stores of nbytes at offsets touch bytes that unfinished work reads. warps: the warp of each store."""
+def check_store(w: Window, warps: np.ndarray, target: Cta, pattern: SharedPattern, nbytes: int, who: str = "a store") -> None:
+    """Report when stores of nbytes touch bytes that unfinished work reads. warps: the warp of each store."""
     if not target.has_readers:
         return
-    found = first_reader(w, target, offsets, nbytes, w.warps)
+    found = first_reader(w, target, pattern, nbytes, w.warps)
     if found is not None and len(w.warps) > 1:
         # Warps of a convoy may be tiles apart and know of different work: look at each alone.
-        shares = ((warp, own) for warp in w.warps if len(own := offsets[warps == warp]))
+        shares = ((warp, pattern.part(warps == warp)) for warp in w.warps if np.count_nonzero(warps == warp))
         found = next((hit for warp, own in shares if (hit := first_reader(w, target, own, nbytes, (warp,))) is not None), None)
     if found is not None:
         report(w, f"{who} overwrites", *found)
 
 
-def first_reader(w: Window, target: Cta, offsets: np.ndarray, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:
+def first_reader(w: Window, target: Cta, pattern: SharedPattern, nbytes: int, warps: Sequence[int]) -> tuple[str, Origin] | None:
     """Return some work (what, origin) that one of these warps does not know to have read the stored bytes; None for none."""
-    low, high = int(offsets.min()), int(offsets.max()) + nbytes
-    for what, origin, start, stop in readers(w, target, low, high, warps):
+    offsets = pattern.offsets
+    for what, origin, start, stop in readers(w, target, pattern.low, pattern.high + nbytes, warps):
         if np.count_nonzero((offsets < stop) & (offsets + nbytes > start)):
             return what, origin
     return None
@@ -89,7 +89,7 @@ def check_operands(w: Window, chain: WgmmaChain) -> None:
     cta = w.cta
     for copy in w.engine.pending:
         for smem, low, high in copy.writes:
-            if smem is cta.smem and any(start < high and low < stop for start, stop in operand_ranges(chain)):
+            if smem is cta.smem and next(operand_ranges(chain, low, high), None) is not None:
                 message = f"a wgmma reads shared memory that an asynchronous copy{copy.origin.place} still writes"
                 w.report("missing_wait", message)
                 return

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..numerics.wgmma import overlapping
 from ..state.cta import Cta
 from ..state.origin import Origin
 from ..state.tensor_queue import Cells, TensorMove, TensorQueue, Work
@@ -20,7 +21,7 @@ from ..state.window import Window
 
 @dataclass(frozen=True)
 class RegisterUses:
-    """How a block uses registers: registers touched by more than a move (bit mask per bank), and the moves.
+    """Register uses of a block: registers touched by more than a move (bit mask per bank), and the moves.
 
     Each move has the (bank, bit) of its sources and of its targets.
     """
@@ -73,9 +74,8 @@ def smem_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int
     for work in unknown_work(target, cta, warps):
         for rank, ranges in work.sources():
             if rank == target.rank:
-                for start, stop in ranges:
-                    if start < high and low < stop:
-                        yield work.what, work.origin, start, stop
+                for start, stop in overlapping(ranges, low, high):
+                    yield work.what, work.origin, start, stop
 
 
 # ---------------------------------------------------------------- checks

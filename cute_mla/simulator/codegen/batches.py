@@ -26,7 +26,7 @@ Step = Decoded | list[Decoded]
 
 @dataclass(frozen=True)
 class BatchReg(Reg):
-    """The same operand of several instructions."""
+    """One operand of several instructions."""
 
     members: tuple[Reg, ...] = ()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ..findings import UnsupportedInstruction
@@ -45,14 +48,27 @@ def load_module(ptx: str) -> Module:
     """
     module = Module()
     problems: dict[str, list[int]] = {}
-    for name, text in parse_ptx(ptx).items():
-        entry = load_entry(text, problems)
-        if entry is not None:
-            module.entries[name] = entry
+    with collection_paused():
+        for name, text in parse_ptx(ptx).items():
+            entry = load_entry(text, problems)
+            if entry is not None:
+                module.entries[name] = entry
     if problems:
         lines = [f"{what} (PTX line{'s' if len(where) > 1 else ''} {', '.join(map(str, where[:5]))})" for what, where in problems.items()]
         raise UnsupportedInstruction("unsupported instructions:\n  " + "\n  ".join(lines))
     return module
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Pause the garbage collector, which would go over a growing number of live objects again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from .control_flow import Block, Flow
 
 EXIT = -1
 BLOCKED = -2
+MAX_CODES = 2048  # compiled blocks that are cached, some 8 KB each
 
 _NUMPY = (
     "add subtract multiply divide bitwise_and bitwise_or bitwise_xor logical_and logical_or logical_xor logical_not invert negative "
@@ -53,18 +56,31 @@ class Translator:
         self.flow = flow
         self.layout = layout
         self.constants = constants
-        self.serial = 0
+        self.scope: dict[str, Any] = {**_BASE, **NAMESPACE, LINES: {}}
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """Return the function of a block."""
         source, instructions = BlockWriter(self, block, tainted).write()
-        self.serial += 1
-        filename = f"{PREFIX}{self.name}#{id(self):x} block {block.index}{' tainted' if tainted else ''}>"
-        LINES[filename] = instructions
-        scope: dict[str, Any] = {**_BASE, **NAMESPACE, **self.constants.values}
-        exec(compile(source, filename, "exec"), scope)
-        function: Callable[..., Any] = scope["block"]
+        filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
+        self.scope[LINES][filename] = instructions
+        self.scope.update(self.constants.values)
+        exec(code_of(source, filename), self.scope)
+        function: Callable[..., Any] = self.scope.pop("block")
         return function
+
+
+_CODES: dict[tuple[str, bytes], CodeType] = {}
+
+
+def code_of(source: str, filename: str) -> CodeType:
+    """Compile a source text. Code is cached by what it says: a changed or reloaded kernel shares its unchanged blocks with the other."""
+    key = filename, sha256(source.encode()).digest()
+    found = _CODES.get(key)
+    if found is None:
+        if len(_CODES) >= MAX_CODES:
+            _CODES.clear()
+        found = _CODES[key] = compile(source, filename, "exec")
+    return found
 
 
 class BlockWriter:
@@ -159,7 +175,7 @@ class BlockWriter:
         inner = self.emitter(dict(e.known))
         inner.position = position
         emit_plain(inner, item)
-        name = f"guarded{position}"
+        name = f"guarded{self.block.index}_{position}{'t' if self.tainted else ''}"
         self.function(name, inner)
         for written in item.writes:
             e.known.pop(written.name, None)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..codegen.module import Entry
 from ..state.barriers import ClusterBarrier
 from ..state.clocks import Clocks
 from ..state.cta import Cluster, Constants, Cta, Storage
@@ -20,8 +18,7 @@ from .arguments import pack_params
 from .groups import Group
 from .lane_sets import LaneSets
 from .launch import Launch
-
-MAX_HOMES = 8  # homes of an entry that are kept from one launch to the next
+from .pool import Pool
 
 
 class Home:
@@ -46,9 +43,15 @@ class Home:
         self.storage.trace.reset()
         self.groups = []
 
+    def dissolve(self) -> None:
+        """Part what refers to each other, so that the memory is free at once and not when a garbage collection runs."""
+        self.slot.windows.clear()
+        self.slot.compacts.clear()
+        self.lane_sets.clear()
 
-# Homes that launches of an entry have left, by block and dynamic shared memory.
-_HOMES: WeakKeyDictionary[Entry, dict[tuple[object, ...], list[Home]]] = WeakKeyDictionary()
+
+MAX_HOME_BYTES = 64 << 20  # of unused homes: 3 of the largest kernel, 8 of a middling one
+HOMES: Pool[Home] = Pool(MAX_HOME_BYTES)
 
 
 class Clusters:
@@ -63,8 +66,15 @@ class Clusters:
         self.started = 0
         self.params = pack_params(launch)
         self._waiting = self._indices()
-        self._free = _HOMES.setdefault(launch.target, {}).setdefault((launch.block, launch.smem_bytes), [])
+        layout = launch.target.layout
+        self._shape = (launch.block, *layout.sizes.values(), layout.dynamic_base + launch.smem_bytes)
         self._homes: dict[Cta, Home] = {}
+
+    def close(self) -> None:
+        """Let go of the engine, and of the copies of registers that unused homes hold: the launch has ended."""
+        self.engine = None  # type: ignore[assignment]
+        for home in HOMES.items(self._shape):
+            home.slot.compacts.clear()
 
     def _indices(self) -> Iterator[tuple[int, int, int]]:
         extents = [extent // part for extent, part in zip(self.launch.grid, self.launch.cluster, strict=True)]
@@ -90,7 +100,7 @@ class Clusters:
 
     def _start_cta(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> list[Group]:
         launch, undefined = self.launch, self.launch.target.flow.undefined
-        home = self._free.pop() if self._free else Home(launch)
+        home = HOMES.take(self._shape) or Home(launch)
         home.reset(launch)
         constants = Constants(self.params, special_values(launch, cluster, rank, index, home.storage.smem.nbytes), launch.names)
         cta = Cta(home.storage, constants, cluster, rank, index)
@@ -125,9 +135,11 @@ class Clusters:
         for cta in cluster.ctas:
             home = self._homes.pop(cta)
             home.slot.vacate()
-            if len(self._free) < MAX_HOMES:
-                self._free.append(home)
+            home.groups = []
+            for dropped in HOMES.give(self._shape, home, home.storage.nbytes):
+                dropped.dissolve()
         self.running.remove(cluster)
+        cluster.ctas.clear()  # no circle of references: memory is free at once, not when a collection runs
 
 
 def special_values(launch: Launch, cluster: Cluster, rank: int, index: tuple[int, int, int], shared_bytes: int) -> dict[str, int]:

@@ -58,20 +58,26 @@ def class_of(opcode: str) -> str:
 
 
 class Executed:
-    """Counts of executed blocks. instructions: warp instructions so far. times: how often warps have run a block, by (block, warps)."""
+    """Counts of executed blocks. instructions: warp instructions so far."""
 
     def __init__(self, blocks: Sequence[Block] = (), names: Names | None = None) -> None:
         self.blocks = blocks
         self.names = names
         self.instructions = 0
-        self.times: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._times: list[dict[tuple[int, ...], int]] = [{} for _ in blocks]
 
     def add(self, block: Block, warps: tuple[int, ...]) -> int:
         """Count a block that warps have run together. Return the warp instructions that were executed."""
-        work = block.count * len(warps)
+        work = len(block.instructions) * len(warps)
         self.instructions += work
-        self.times[block.index, warps] += 1
+        times = self._times[block.index]
+        times[warps] = times.get(warps, 0) + 1
         return work
+
+    @property
+    def times(self) -> dict[tuple[int, tuple[int, ...]], int]:
+        """Return how often warps have run a block together, by (block, warps)."""
+        return {(index, warps): number for index, times in enumerate(self._times) for warps, number in times.items()}
 
     def by_role(self) -> Counts:
         """Return warp instructions of all CTAs together, by role, then by class."""

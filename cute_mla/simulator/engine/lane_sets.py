@@ -49,6 +49,11 @@ class LaneSets:
         self._parts: dict[tuple[int, bytes], tuple[LaneSet, LaneSet]] = {}
         self._unions: dict[tuple[int, int], LaneSet] = {}
 
+    def clear(self) -> None:
+        """Forget all sets."""
+        for sets in (self._sets, self._parts, self._unions):
+            sets.clear()  # type: ignore[attr-defined]
+
     def get(self, lanes: np.ndarray) -> LaneSet:
         """Return the set of these lanes."""
         key = lanes.tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
@@ -52,6 +53,7 @@ class Machine:
         self.blocks = self.entry.flow.blocks
         self.memory = memory
         self.policy = policy
+        self.splits_convoys = policy.splits_convoys
         self.dependent = launch.dependent
         self.rng = np.random.default_rng(policy.seed)
         self.scheduler = make_scheduler(policy, self.rng)
@@ -87,6 +89,8 @@ class Machine:
                         self.complete(self.pending[int(self.rng.integers(len(self.pending)))])
             except Stop:
                 pass
+        self.running = None  # type: ignore[assignment]  # no circle of references: memory is free at once
+        self.clusters.close()
         return Report(self.recorder.findings, self.executed, time.perf_counter() - began)
 
     def _report_fences(self) -> None:
@@ -149,7 +153,7 @@ class Machine:
                 assert isinstance(result, Split)
                 self.convoys.split(group, result)
             budget -= self.executed.add(block, warps)
-            if self.policy.splits_convoys and len(group.warps) > 1:
+            if self.splits_convoys and len(group.warps) > 1:
                 self.convoys.scatter(group)
             if budget <= 0 or group.rejoins:
                 group.yielded, group.rejoins = True, False
@@ -172,9 +176,9 @@ class Machine:
     def _exit(self, group: Group) -> None:
         """Let the lanes of a group exit."""
         cta = group.cta
-        warps, counts = np.unique(group.lanes // WARP, return_counts=True)
-        for warp, count in zip(warps, counts, strict=True):
-            cta.live[warp] -= int(count)
+        counts = dict.fromkeys(group.warps, WARP) if group.lane_set.whole else Counter((group.lanes // WARP).tolist())
+        for warp, count in counts.items():
+            cta.live[warp] -= count
         cta.live_threads -= len(group.lanes)
         group.state = DEAD
         group.siblings.remove(group)
@@ -240,11 +244,13 @@ class Machine:
 
     def _refresh_taint(self, group: Group, block: Block) -> None:
         """Go back to plain code when no live register is poisoned any more."""
-        shadow = group.cta.registers.taints
+        taints, window = group.cta.registers.taints, group.window
         assert block.live is not None
         for bank, rows in block.live.rows.items():
-            if len(rows) and shadow[bank][rows[:, None], group.lanes].any():
-                return
+            if len(rows):
+                shadow = taints[bank][rows[:, None], group.lanes] if window is None else window.taints[bank][rows]
+                if np.count_nonzero(shadow):
+                    return
         group.tainted = False
 
     def _check_busy(self, group: Group, block: Block) -> None:

@@ -73,7 +73,7 @@ class Random(RoundRobin):
 
 
 class Adversarial(Random):
-    """The same warps first, as far as they get: the order of warps is fixed by the seed (seed 0: ascending)."""
+    """One warp as far as it gets, then the next. The seed fixes the order of warps (seed 0: ascending)."""
 
     def __init__(self, policy: Policy, rng: np.random.Generator) -> None:
         super().__init__(policy, rng)

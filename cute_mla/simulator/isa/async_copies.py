@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import numpy as np
 
 from ..checks import global_order, order, phases, races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction
+from ..state.access import shared_pattern
 from ..state.async_work import CopyGroups, GroupedCopy, PendingCopy
 from ..state.barriers import Mbarrier
 from ..state.cta import Cta
@@ -17,6 +19,7 @@ from ..state.origin import Origin
 from ..state.registers import WARP
 from ..state.window import Window
 from ..units import copies
+from ..units.lane_copies import LaneCopies
 from .emitter import Emitter, Unsupported
 from .memory_ops import lanes_of, vector_items
 from .table import ignored, op, registers_of, runtime
@@ -301,8 +304,7 @@ def bulk_wait_group(w: Window, remaining: int, stage: int) -> None:
 
 def warps_of(w: Window) -> list[tuple[int, np.ndarray]]:
     """Return the warps of a window with the positions of their lanes."""
-    warp = w.lanes // WARP
-    return [(number, np.flatnonzero(warp == number)) for number in w.warps]
+    return [(number, np.flatnonzero(w.lane_warps == number)) for number in w.warps]
 
 
 @runtime
@@ -310,7 +312,8 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
     """Execute cp.async."""
     cta = w.cta
     memory = w.engine.memory
-    offsets = (lanes_of(w, destination) & np.uint32(0xFFFFFF)).astype(np.int64)
+    pattern = shared_pattern(lanes_of(w, destination))
+    offsets = pattern.offsets
     addresses = lanes_of(w, source).copy()
     counts = np.full(w.n, size) if source_size is None else np.broadcast_to(source_size, (w.n,)).astype(np.int64)
     if (counts > size).any():
@@ -319,31 +322,13 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         raise Fault("misaligned", f"cp.async of {size} bytes")
     if (counts > 0).any():
         global_order.check_grid(w, w.warps)
-    races.copy_async(w, offsets, size)
-    smem_hazards.check_store(w, w.lanes // WARP, cta, offsets, size, "a cp.async")
+    races.copy_async(w, pattern, size)
+    smem_hazards.check_store(w, w.lane_warps, cta, pattern, size, "a cp.async")
     for warp, index in warps_of(w):
-        held: list[tuple[int, np.ndarray, np.ndarray | int]] = []
-
-        def read(index: np.ndarray = index, held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
-            for lane in index:
-                data, valid = np.zeros(size, np.uint8), np.ones(size, np.uint8)
-                count = int(counts[lane])
-                if count:
-                    buffer = memory.require(int(addresses[lane]), int(addresses[lane]) + count, False)
-                    start = int(addresses[lane]) - buffer.address
-                    data[:count] = buffer.data[start : start + count]
-                    if buffer.valid is not None:
-                        valid[:count] = buffer.valid[start : start + count]
-                held.append((int(offsets[lane]), data, valid))
-
-        def write(held: list[tuple[int, np.ndarray, np.ndarray | int]] = held) -> None:
-            for offset, data, valid in held:
-                cta.smem.check(offset, offset + size, "cp.async write")
-                cta.smem.data[offset : offset + size] = data
-                cta.smem.valid[offset : offset + size] = valid
-
+        copies = LaneCopies(memory, addresses[index], counts[index], pattern.part(index), size)
         number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
-        add_grouped(w.engine, cta.copies, warp, GroupedCopy(read, write, w.origin(), serial=number))
+        write = partial(copies.write, cta.smem)
+        add_grouped(w.engine, cta.copies, warp, GroupedCopy(copies.read, write, w.origin(), serial=number))
 
 
 def cp_async_agent(cta: Cta, warp: int) -> int:
@@ -409,7 +394,7 @@ def st_async(w: Window, address: np.ndarray, values: list[np.ndarray], barrier: 
         target, item = cta.peer(where >> 24), cta.peer(signal >> 24).mbarrier(signal & 0xFFFFFF)
 
         def effect(lane: int = lane, where: int = where, target: Cta = target, item: Mbarrier = item) -> None:
-            target.smem.store(np.array([where & 0xFFFFFF]), [value[lane : lane + 1] for value in lanes])
+            target.smem.store(shared_pattern(np.array([where], np.uint32)), [value[lane : lane + 1] for value in lanes])
             engine.complete_tx(item, nbytes)
 
         offset = where & 0xFFFFFF

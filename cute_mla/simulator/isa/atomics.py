@@ -8,6 +8,7 @@ import numpy as np
 
 from ..checks import global_order, order, races
 from ..frontend.ptx import Instruction, Operand
+from ..state.access import GlobalAccess, shared_pattern
 from ..state.window import Window
 from .emitter import Emitter
 from .memory_ops import SCOPE, SPACE, in_shared, lanes_of, place_shared, shared_part, store_loaded
@@ -60,12 +61,12 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     size = values[0].dtype.itemsize
     order.through_memory(w)  # orders atomic operations among themselves
     if space != "global":
-        for target, index, offsets in place_shared(w, address, space == "shared::cluster"):
-            overwrite = races.access(w, target, index, offsets, size, True)
+        for target, index, pattern in place_shared(w, address, space == "shared::cluster"):
+            overwrite = races.access(w, target, index, pattern, size, True)
             if overwrite is not None:
                 overwrite.fail(w)
     else:
-        global_order.write(w, address, size)
+        global_order.write(w, GlobalAccess(address, size))
     old = np.zeros((1, w.n), f"u{size}")
     for lane in range(w.n):
         where = address[lane : lane + 1]
@@ -91,18 +92,18 @@ def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarra
     cta = w.cta
     if space != "global":
         target = cta.peer(int(address[0]) >> 24)
-        values, poison = target.smem.load((address & np.uint32(0xFFFFFF)).astype(np.int64), size, 1)
+        values, poison = target.smem.load(shared_pattern(address), size, 1)
     else:
-        values, poison = w.engine.memory.load(address, size, 1)
+        values, poison = w.engine.memory.load(GlobalAccess(address, size), size)
     if poison is not None:
         w.report("poison", "an atomic operation on an undefined value")
-    return np.ascontiguousarray(values[0])
+    return values[0].copy()
 
 
 def store_one(w: Window, address: np.ndarray, value: np.ndarray, space: str) -> None:
     """Write back one element of an atomic."""
     cta = w.cta
     if space != "global":
-        cta.peer(int(address[0]) >> 24).smem.store((address & np.uint32(0xFFFFFF)).astype(np.int64), [value])
+        cta.peer(int(address[0]) >> 24).smem.store(shared_pattern(address), [value])
     else:
-        w.engine.memory.store(address, [value])
+        w.engine.memory.store(GlobalAccess(address, value.dtype.itemsize), [value])

@@ -11,6 +11,7 @@ import numpy as np
 from ..checks import order, phases
 from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand
+from ..state.access import all_true
 from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
 from ..state.cta import Cta
 from ..state.registers import WARP
@@ -107,7 +108,7 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 
 def is_same(value: np.ndarray) -> bool:
     """Return whether all lanes have the same value."""
-    return value.ndim == 0 or bool((value == value[0]).all())
+    return value.size == 1 or all_true(value == value[0])
 
 
 @dataclass
@@ -124,10 +125,10 @@ class Share:
 def each_lane(w: Window, address: np.ndarray, cluster: bool, *values: np.ndarray | None) -> list[Share]:
     """Group the lanes with equal address and values, in order of first lane."""
     shares: dict[tuple[int, ...], Share] = {}
-    for target, index, offsets in place_shared(w, address, cluster):
-        lanes = range(w.n) if index is None else index
-        if index is None and bool((offsets == offsets[0]).all()) and all(v is None or is_same(v) for v in values):
-            return [Share(target, int(offsets[0]), w.n, w.warps, [0 if v is None else int(v.flat[0]) for v in values])]
+    for target, index, pattern in place_shared(w, address, cluster):
+        lanes, offsets = range(w.n) if index is None else index, pattern.offsets
+        if index is None and pattern.is_same and all(v is None or is_same(v) for v in values):
+            return [Share(target, pattern.low, w.n, w.warps, [0 if v is None else v.item(0) for v in values])]
         for position, lane in enumerate(lanes):
             offset = int(offsets[position])
             numbers = [0 if v is None else int(v) if v.ndim == 0 else int(v[lane]) for v in values]
@@ -207,8 +208,8 @@ def note_visit(w: Window, share: Share) -> None:
 def lane_phases(w: Window, address: np.ndarray, cluster: bool) -> np.ndarray:
     """Return the phase of each lane's barrier."""
     phases = np.zeros(w.n, np.uint64)
-    for target, index, offsets in place_shared(w, address, cluster):
-        phases[slice(None) if index is None else index] = [target.mbarrier(int(offset)).phase for offset in offsets]
+    for target, index, pattern in place_shared(w, address, cluster):
+        phases[slice(None) if index is None else index] = [target.mbarrier(offset).phase for offset in pattern.offsets.tolist()]
     return phases
 
 
@@ -231,17 +232,17 @@ def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.
     users: list[Sequence[int]] = []  # warps that wait for each barrier
     places: list[np.ndarray | slice] = []  # lanes that wait for each barrier
     parts = place_shared(w, address, False)
-    if len(parts) == 1 and (w.n == 1 or bool((parts[0][2] == parts[0][2][0]).all())):
-        target, _, offsets = parts[0]
-        barrier = target.mbarrier(int(offsets[0]))
+    if len(parts) == 1 and parts[0][2].is_same:
+        target, _, pattern = parts[0]
+        barrier = target.mbarrier(pattern.low)
         ready[...] = (barrier.phase & 1) != expected if parity else barrier.phase != expected
         blocked.append(barrier)
         users.append(w.warps)
         places.append(slice(None))
     else:
         wanted = np.broadcast_to(expected, (w.n,))
-        for target, index, offsets in parts:
-            lanes = np.arange(w.n) if index is None else index
+        for target, index, pattern in parts:
+            lanes, offsets = np.arange(w.n) if index is None else index, pattern.offsets
             for offset in np.unique(offsets):
                 barrier = target.mbarrier(int(offset))
                 where = lanes[offsets == offset]

@@ -54,9 +54,9 @@ class Constants:
         """Return the name of a 0-d array with the given bit pattern."""
         key = (dtype.str, bits)
         if key not in self.names:
-            name = f"c{len(self.names)}"
-            raw = (bits & ((1 << (dtype.itemsize * 8)) - 1)).to_bytes(dtype.itemsize, "little")
-            value = np.frombuffer(raw, dtype).reshape(()).copy()
+            bits &= (1 << (dtype.itemsize * 8)) - 1
+            name = f"c{dtype.kind}{dtype.itemsize}_{bits:x}"
+            value = np.frombuffer(bits.to_bytes(dtype.itemsize, "little"), dtype).reshape(()).copy()
             value.flags.writeable = False
             self.names[key] = name
             self.values[name] = value
@@ -66,7 +66,7 @@ class Constants:
         """Return the name of any Python object."""
         key = ("object", id(value))
         if key not in self.names:
-            name = f"k{len(self.names)}"
+            name = f"dtype_{value.str[1:]}" if isinstance(value, np.dtype) else f"k{len(self.names)}"
             self.names[key] = name
             self.values[name] = value
         return self.names[key]

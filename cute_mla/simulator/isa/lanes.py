@@ -15,7 +15,7 @@ from .emitter import Emitter, Unsupported, pair_items
 from .table import op, runtime
 
 Match = re.Match[str]
-_LANES = np.arange(WARP)
+MAX_SHUFFLES = 64  # patterns that a window caches
 
 
 def member_mask(ins: Instruction, index: int) -> None:
@@ -34,8 +34,7 @@ def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
     lane, clamp = ins.operands[2], ins.operands[3]
     source, valid = e.temp(), e.temp()
     if isinstance(lane, Imm) and isinstance(clamp, Imm):
-        table = shuffle_table(m["m"], int(lane.value) & 31, int(clamp.value))
-        e.line(f"{source}, {valid} = shuffle_constant(w, {e.constants.thing(table)})")
+        e.line(f"{source}, {valid} = shuffle_constant(w, {int(lane.value) & 31}, {int(clamp.value)}, {m['m']!r})")
     else:
         e.line(f"{source}, {valid} = shuffle_lanes(w, {e.src(lane, 'u32')}, {e.src(clamp, 'u32')}, {m['m']!r})")
     if e.tainted:
@@ -46,11 +45,6 @@ def shuffle(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(d, 'b32')}[...] = shuffle_take({a}, {source}, w)")
     if p is not None:
         e.line(f"{e.dst(p, 'pred')}[...] = {valid}")
-
-
-def shuffle_table(mode: str, lane: int, clamp: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source lane of each lane, and whether it is in range."""
-    return shuffle_source(mode, _LANES, np.full(WARP, lane), np.full(WARP, clamp))
 
 
 def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -66,26 +60,33 @@ def shuffle_source(mode: str, me: np.ndarray, lane: np.ndarray, clamp: np.ndarra
 
 
 @runtime
-def shuffle_constant(w: Window, table: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def shuffle_constant(w: Window, lane: int, clamp: int, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the source lanes in the window, and their validity, for constant operands."""
-    key = ("shuffle", id(table))
-    cached = w.special.get(key)  # type: ignore[call-overload]
-    if cached is None:
-        source, valid = table
-        me = w.lane_in_warp
-        cached = (positions(w, source[me]), valid[me])
-        w.special[key] = cached  # type: ignore[index,assignment]
-    return cached  # type: ignore[return-value]
+    key = (mode, lane, clamp)
+    found = w.shuffles.get(key)
+    if found is None:
+        found = cache_shuffle(w, key, np.full(w.n, lane), np.full(w.n, clamp))
+    return found
+
+
+def cache_shuffle(w: Window, key: tuple[object, ...], lane: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute what shuffle_lanes() returns and cache it in the window. key: begins with the mode."""
+    source, valid = shuffle_source(str(key[0]), w.lane_in_warp, lane, clamp)
+    if len(w.shuffles) >= MAX_SHUFFLES:
+        w.shuffles.clear()
+    found = w.shuffles[key] = positions(w, source), valid
+    return found
 
 
 @runtime
 def shuffle_lanes(w: Window, lane: np.ndarray, clamp: np.ndarray, mode: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of the source lanes in the window, and their validity, for operands in registers."""
-    me = w.lane_in_warp
-    lanes = np.broadcast_to(lane, me.shape).astype(np.int64)
-    clamps = np.broadcast_to(clamp, me.shape).astype(np.int64)
-    source, valid = shuffle_source(mode, me, lanes, clamps)
-    return positions(w, source), valid
+    """Return the positions of the source lanes in the window, and their validity, for operands in registers (nearly always the same)."""
+    key = (mode, lane.tobytes(), clamp.tobytes())
+    found = w.shuffles.get(key)
+    if found is None:
+        lanes = np.broadcast_to(lane, (w.n,)).astype(np.int64)
+        found = cache_shuffle(w, key, lanes, np.broadcast_to(clamp, (w.n,)).astype(np.int64))
+    return found
 
 
 def positions(w: Window, source: np.ndarray) -> np.ndarray:
@@ -147,6 +148,9 @@ def vote_uni(w: Window, value: np.ndarray) -> np.ndarray:
 @runtime
 def vote_ballot(w: Window, value: np.ndarray) -> np.ndarray:
     """Return the votes of the warp as bits."""
+    if w.whole:
+        bits = np.packbits(np.broadcast_to(value, (w.n,)), bitorder="little").view("<u4")
+        return bits if len(bits) == 1 else np.repeat(bits, WARP)
     result = np.zeros(w.n, np.uint32)
     lane = w.lane_in_warp
     for index, votes in per_warp(w, value):

@@ -11,6 +11,7 @@ from ..checks import races, smem_hazards
 from ..findings import Fault
 from ..frontend.ptx import Instruction, Vec
 from ..numerics import matrix_fragments
+from ..state.access import SharedPattern, all_true, shared_pattern
 from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported
@@ -54,45 +55,46 @@ def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {bool(m['t'])}, {poison})")
 
 
-def matrix_offsets(w: Window, address: np.ndarray, count: int) -> np.ndarray:
-    """Return shared offsets per (warp, lane) for matrix moves. Raises Fault for partial warps, bad addresses or other CTAs."""
+def matrix_offsets(w: Window, address: np.ndarray, count: int) -> tuple[SharedPattern, np.ndarray]:
+    """Return the rows that a matrix move accesses, and offsets per (warp, lane).
+
+    Raises Fault for partial warps, bad addresses or other CTAs.
+    """
     if not w.whole:
         raise Fault("divergence", "a matrix load or store needs all 32 lanes of its warps")
-    address = lanes_of(w, address).reshape(-1, WARP)
-    used = address[:, : 8 * count]
-    if bool((used >> np.uint32(24) != w.cta.rank).any()):
+    address = lanes_of(w, address)
+    rows = shared_pattern(address if 8 * count == WARP else address.reshape(-1, WARP)[:, : 8 * count].ravel())
+    if rows.rank != w.cta.rank:
         raise Fault("out_of_bounds", "a matrix load or store outside the CTA's own shared memory")
-    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
-    rows = offsets[:, : 8 * count]
-    if int(np.bitwise_or.reduce(rows, axis=None)) & 15:
+    if rows.bits & 15:
         raise Fault("misaligned", "a matrix row that is not at a multiple of 16 bytes")
-    w.cta.smem.check(int(rows.min()), int(rows.max()) + 16, "matrix access")
-    return offsets
+    w.cta.smem.check(rows.low, rows.high + 16, "matrix access")
+    return rows, shared_pattern(address).offsets.reshape(-1, WARP)
 
 
 @runtime
 def load_matrices(w: Window, address: np.ndarray, count: int, transposed: bool) -> np.ndarray:
     """Execute ldmatrix of 8x8 matrices."""
-    offsets = matrix_offsets(w, address, count)
-    return matrices_read(w, offsets[:, : 8 * count], lambda memory: matrix_fragments.load_matrices(memory, offsets, count, transposed))
+    rows, offsets = matrix_offsets(w, address, count)
+    return matrices_read(w, rows, lambda memory: matrix_fragments.load_matrices(memory, offsets, count, transposed))
 
 
 @runtime
 def load_byte_matrices(w: Window, address: np.ndarray, count: int) -> np.ndarray:
     """Execute ldmatrix of 16x16 matrices of bytes."""
-    offsets = matrix_offsets(w, address, 2 * count)
-    return matrices_read(w, offsets[:, : 16 * count], lambda memory: matrix_fragments.load_byte_matrices(memory, offsets, count))
+    rows, offsets = matrix_offsets(w, address, 2 * count)
+    return matrices_read(w, rows, lambda memory: matrix_fragments.load_byte_matrices(memory, offsets, count))
 
 
-def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
+def matrices_read(w: Window, rows: SharedPattern, read: Callable[[np.ndarray], list[np.ndarray]]) -> np.ndarray:
     """Return the registers (registers, lanes) that a function reads from memory. Leave their poison in the CTA."""
     cta = w.cta
     values, valid = (np.stack(read(memory)).reshape(-1, w.n) for memory in (cta.smem.data, cta.smem.valid))
     known = valid == 0x01010101
-    cta.poison = None if known.all() else ~known
-    races.accesses(w, cta, np.repeat(w.warps, rows.shape[1]), rows.ravel(), 16, False)
+    cta.poison = None if all_true(known) else ~known
+    races.accesses(w, cta, np.repeat(w.warps, len(rows.offsets) // len(w.warps)), rows, 16, False)
     if w.observer is not None:
-        w.observer.shared_access(w, cta, None, rows.ravel(), 16, False)
+        w.observer.shared_access(w, cta, None, rows.offsets, 16, False)
     return values
 
 
@@ -100,19 +102,19 @@ def matrices_read(w: Window, rows: np.ndarray, read: Callable[[np.ndarray], list
 def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], transposed: bool, poison: list[np.ndarray] | None) -> None:
     """Execute stmatrix."""
     cta = w.cta
-    offsets = matrix_offsets(w, address, len(values))
+    rows, offsets = matrix_offsets(w, address, len(values))
     shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
-    rows = offsets[:, : 8 * len(values)].ravel()
     warps = np.repeat(w.warps, 8 * len(values))
     overwrite = races.accesses(w, cta, warps, rows, 16, True)
     matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
     if overwrite is not None:
         overwrite.check(w)
-    good = np.uint32(0x01010101)
-    shadow = [np.full(value.shape, good) for value in shaped]
-    if poison is not None:
+    if poison is None:
+        cta.smem.mark_valid(rows, 16)
+    else:
+        good = np.uint32(0x01010101)
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
-    matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
+        matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
     smem_hazards.check_store(w, warps, cta, rows, 16)
     if w.observer is not None:
-        w.observer.shared_access(w, cta, None, rows, 16, True)
+        w.observer.shared_access(w, cta, None, rows.offsets, 16, True)

@@ -10,9 +10,8 @@ from ..checks import global_order, races, smem_hazards
 from ..findings import Fault
 from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Mem, Operand, Reg, Symbol, Vec
+from ..state.access import GlobalAccess, SharedPattern, shared_pattern
 from ..state.cta import Cta
-from ..state.memory import check_alignment
-from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported
 from .table import op, registers_of, runtime
@@ -162,27 +161,25 @@ def lanes_of(w: Window, address: np.ndarray) -> np.ndarray:
     return address if address.ndim else np.broadcast_to(address, (w.n,))
 
 
-def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, np.ndarray]]:
-    """Return the CTAs whose memory the lanes address: (cta, positions or None for all lanes, offsets).
+def place_shared(w: Window, address: np.ndarray, cluster: bool) -> list[tuple[Cta, np.ndarray | None, SharedPattern]]:
+    """Return the CTAs whose memory the lanes address: (cta, positions or None for all lanes, their addresses).
 
     cluster: the instruction may reach other CTAs (.shared::cluster). Raises Fault where lanes reach a CTA that they may not.
     """
     cta = w.cta
     address = lanes_of(w, address)
-    ranks = address >> np.uint32(24)
-    offsets = (address & np.uint32(0xFFFFFF)).astype(np.int64)
+    pattern = shared_pattern(address)
     if not cluster:
-        if bool((ranks == cta.rank).all()):
-            return [(cta, None, offsets)]
-        other = int(ranks[ranks != cta.rank][0])
+        if pattern.rank == cta.rank:
+            return [(cta, None, pattern)]
+        other = int(pattern.ranks[pattern.ranks != cta.rank][0])
         raise Fault("out_of_bounds", f"an address of CTA {other} of the cluster in an instruction on .shared::cta memory")
-    rank = int(ranks[0])
-    if bool((ranks == rank).all()):
-        return [(cta.peer(rank), None, offsets)]
-    parts: list[tuple[Cta, np.ndarray | None, np.ndarray]] = []
-    for rank in np.unique(ranks):
-        index = np.flatnonzero(ranks == rank)
-        parts.append((cta.peer(int(rank)), index, offsets[index]))
+    if pattern.rank is not None:
+        return [(cta.peer(pattern.rank), None, pattern)]
+    parts: list[tuple[Cta, np.ndarray | None, SharedPattern]] = []
+    for rank in np.unique(pattern.ranks):
+        index = np.flatnonzero(pattern.ranks == rank)
+        parts.append((cta.peer(int(rank)), index, shared_pattern(address[index])))
     return parts
 
 
@@ -192,23 +189,22 @@ def load_shared(w: Window, address: np.ndarray, size: int, count: int, cluster: 
     cta = w.cta
     parts = place_shared(w, address, cluster)
     if len(parts) == 1:
-        target, _, offsets = parts[0]
-        values, poison = target.smem.load(offsets, size, count)
-        cta.poison = poison
+        target, _, pattern = parts[0]
+        values, cta.poison = target.smem.load(pattern, size, count)
     else:
         values = np.zeros((count, w.n), np.dtype(f"u{size}"))
         mask = np.zeros((count, w.n), bool)
-        for target, index, offsets in parts:
-            part, poison = target.smem.load(offsets, size, count)
+        for target, index, pattern in parts:
+            part, poison = target.smem.load(pattern, size, count)
             values[:, index] = part
             if poison is not None:
                 mask[:, index] = poison
         cta.poison = mask if mask.any() else None
-    for target, index, offsets in parts:
-        races.access(w, target, index, offsets, size * count, False)
+    for target, index, pattern in parts:
+        races.access(w, target, index, pattern, size * count, False)
     if w.observer is not None:
-        for target, index, offsets in parts:
-            w.observer.shared_access(w, target, index, offsets, size * count, False)
+        for target, index, pattern in parts:
+            w.observer.shared_access(w, target, index, pattern.offsets, size * count, False)
     return values
 
 
@@ -217,8 +213,9 @@ def load_global(w: Window, address: np.ndarray, size: int, count: int) -> np.nda
     """Execute ld.global."""
     cta = w.cta
     address = lanes_of(w, address)
-    values, cta.poison = w.engine.memory.load(address, size, count)
-    global_order.read(w, address, size * count)
+    access = GlobalAccess(address, size * count)
+    values, cta.poison = w.engine.memory.load(access, size)
+    global_order.read(w, access)
     if w.observer is not None:
         w.observer.global_access(w, address, size * count, False)
     return values
@@ -250,27 +247,21 @@ def shared_part(address: np.ndarray) -> np.ndarray:
 def store_shared(w: Window, address: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None, cluster: bool) -> None:
     """Execute st.shared."""
     nbytes = values[0].dtype.itemsize * len(values)
-    for target, index, offsets in place_shared(w, address, cluster):
-        check_shared(target, offsets, nbytes)
-        overwrite = races.access(w, target, index, offsets, nbytes, True)
+    for target, index, pattern in place_shared(w, address, cluster):
+        target.smem.require(pattern, nbytes, "write")
+        overwrite = races.access(w, target, index, pattern, nbytes, True)
         if index is None:
-            target.smem.store(offsets, values, poison)
+            target.smem.store(pattern, values, poison)
         else:
             part = [np.broadcast_to(value, (w.n,))[index] for value in values]
             bad = None if poison is None else [None if mask is None else mask[index] for mask in poison]
-            target.smem.store(offsets, part, bad)
+            target.smem.store(pattern, part, bad)
         if overwrite is not None:
             overwrite.check(w)
-        warps = (w.lanes if index is None else w.lanes[index]) // WARP
-        smem_hazards.check_store(w, warps, target, offsets, nbytes)
+        warps = w.lane_warps if index is None else w.lane_warps[index]
+        smem_hazards.check_store(w, warps, target, pattern, nbytes)
         if w.observer is not None:
-            w.observer.shared_access(w, target, index, offsets, nbytes, True)
-
-
-def check_shared(target: Cta, offsets: np.ndarray, nbytes: int) -> None:
-    """Raise Fault for a store outside shared memory, or misaligned."""
-    check_alignment(offsets, nbytes, "shared")
-    target.smem.check(int(offsets.min()), int(offsets.max()) + nbytes, "write")
+            w.observer.shared_access(w, target, index, pattern.offsets, nbytes, True)
 
 
 @runtime
@@ -279,12 +270,13 @@ def store_global(w: Window, address: np.ndarray, values: list[np.ndarray], poiso
     address = lanes_of(w, address)
     if poison is not None:
         for mask in poison:
-            if mask is not None and mask.any():
+            if mask is not None and np.count_nonzero(mask):
                 lane = int(np.flatnonzero(mask)[0])
                 w.report("poison", f"an undefined value is stored to {w.engine.memory.describe(int(address[lane]))}")
     nbytes = values[0].dtype.itemsize * len(values)
-    overwrite = global_order.write(w, address, nbytes)
-    w.engine.memory.store(address, values)
+    access = GlobalAccess(address, nbytes)
+    overwrite = global_order.write(w, access)
+    w.engine.memory.store(access, values)
     if overwrite is not None:
         overwrite.check(w)
     w.engine.note_progress()
@@ -305,7 +297,7 @@ def store_generic(w: Window, address: np.ndarray, values: list[np.ndarray], pois
 def check_poison(w: Window, what: str, *masks: np.ndarray | None) -> None:
     """Report when any mask is set. what: the decision that depends on it."""
     for mask in masks:
-        if mask is not None and mask.any():
+        if mask is not None and np.count_nonzero(mask):
             w.report("poison", f"an undefined value decides {what}")
             return
 

@@ -91,14 +91,15 @@ def tensor_alloc(w: Window, destination: np.ndarray, columns: np.ndarray, group:
     if group == 1:
         memory.allocate(start, count)
     order.wait(cta, w.warps, memory)
-    (target, _, offsets), *_ = place_shared(w, destination, False)
-    smem_hazards.check_store(w, np.array(w.warps), target, offsets[:1], 4)
-    overwrite = races.access(w, target, np.array([0]), offsets[:1], 4, True)
-    target.smem.store(offsets[:1], [np.array([start], np.uint32)])
+    (target, _, pattern), *_ = place_shared(w, destination, False)
+    first = pattern.part(slice(0, 1))
+    smem_hazards.check_store(w, np.array(w.warps[:1]), target, first, 4)
+    overwrite = races.access(w, target, np.array([0]), first, 4, True)
+    target.smem.store(first, [np.array([start], np.uint32)])
     if overwrite is not None:
         overwrite.check(w)
     if w.observer is not None:
-        w.observer.shared_access(w, target, np.array([0]), offsets[:1], 4, True)
+        w.observer.shared_access(w, target, np.array([0]), first.offsets, 4, True)
     return True
 
 

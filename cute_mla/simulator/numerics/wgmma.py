@@ -10,9 +10,11 @@ for integers) in NumPy's order, which is not the hardware's. Bad opcodes, descri
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -182,7 +184,12 @@ class Operand:
             raise ValueError(f"wgmma operand: shared bytes {low:#x} to {high:#x} are not within 0 to {smem.size:#x}") from error
 
 
-@lru_cache(maxsize=8192)
+def overlapping(ranges: tuple[tuple[int, int], ...], low: int, high: int) -> tuple[tuple[int, int], ...]:
+    """Return those of an operand's byte ranges that meet [low, high)."""
+    return ranges[bisect_right(ranges, low, key=itemgetter(1)) : bisect_left(ranges, high, key=itemgetter(0))]
+
+
+@lru_cache(maxsize=2048)
 def operand(descriptors: tuple[int, ...], extent: int, mn_major: bool = False) -> Operand:
     """Return the operand of one wgmma, or of several in a row, from their descriptors; extent: 64 for A, n for B.
 

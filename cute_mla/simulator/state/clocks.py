@@ -51,6 +51,7 @@ class Clocks:
 
     after: the last block, and the tensor cores by CTA, when the warp executed tcgen05.fence::after_thread_sync. issued: how many copies a
     column's agent has been given. tensor_fences: the kernel has such fences. memory: knowledge exchanged through memory.
+    diagonal: view of the warps' own times. behind_grid: (CTA rank, warps) that have been found to know the grid before to be complete.
     """
 
     def __init__(self, ctas: int, warps: int, fenced: bool) -> None:
@@ -66,12 +67,22 @@ class Clocks:
         self.now = np.zeros((self.rows, self.handed + self.rows), np.int64)
         self.after = np.zeros((self.rows, self.rows + ctas), np.int64)
         self.issued = np.zeros(self.width, np.int64)
+        step = self.now.shape[1] + 1
+        self.diagonal = self.now.reshape(-1)[: self.rows * step : step]
+        self.behind_grid: set[tuple[int, Sequence[int]]] = set()
         self.tensor_fences = fenced
         self.memory = Knowledge()
 
     def row(self, rank: int, warp: int) -> int:
         """Return the row (and column) of a warp."""
         return rank * self.warps + warp
+
+    def rows_of(self, rank: int, warps: Sequence[int]) -> slice | list[int]:
+        """Return an index of the rows of some warps, which are in ascending order."""
+        first = rank * self.warps
+        if warps and warps[-1] - warps[0] == len(warps) - 1:
+            return slice(first + warps[0], first + warps[-1] + 1)
+        return [first + warp for warp in warps]
 
     def core(self, rank: int) -> int:
         """Return the column of a CTA's tensor core."""
@@ -133,21 +144,23 @@ class Clocks:
 
     def of(self, rank: int, warps: Sequence[int]) -> Clock:
         """Return the knowledge of some warps together."""
-        first = rank * self.warps
         if len(warps) == 1:
-            return np.asarray(self.now[first + warps[0]])
-        return np.asarray(self.now[[first + warp for warp in warps]].max(axis=0))
+            return np.asarray(self.now[rank * self.warps + warps[0]])
+        return np.asarray(np.maximum.reduce(self.now[self.rows_of(rank, warps)]))
 
     def least(self, rank: int, warps: Sequence[int], column: int) -> int:
         """Return the time of an agent that all of some warps know of."""
-        first = rank * self.warps
-        return min(int(self.now[first + warp, column]) for warp in warps)
+        return int(min(self.now[self.rows_of(rank, warps), column].tolist()))
 
     def tick(self, rank: int, warp: int) -> int:
         """Advance the time of a warp, which has finished something; return it."""
         row = self.row(rank, warp)
         self.now[row, row] += 1
         return int(self.now[row, row])
+
+    def tick_all(self, rank: int, warps: Sequence[int]) -> None:
+        """Advance the times of warps, which have finished something."""
+        self.diagonal[self.rows_of(rank, warps)] += 1
 
     def issue(self, column: int) -> int:
         """Give an agent one more copy; return its number."""
@@ -156,10 +169,13 @@ class Clocks:
 
     def learn(self, rank: int, warps: Sequence[int], clock: Clock | None) -> None:
         """Add a clock (None: nothing) to the knowledge of warps."""
-        if clock is not None:
-            first = rank * self.warps
-            for warp in warps:
-                np.maximum(self.now[first + warp], clock, out=self.now[first + warp])
+        if clock is None:
+            return
+        rows = self.rows_of(rank, warps)
+        if isinstance(rows, slice):
+            np.maximum(self.now[rows], clock, out=self.now[rows])
+        else:
+            self.now[rows] = np.maximum(self.now[rows], clock)
 
     def note(self, rank: int, warps: Sequence[int], column: int, time: int) -> None:
         """Record that warps know an agent to have got to a time."""

@@ -56,6 +56,11 @@ class Storage:
     trace: SharedTrace
     tensor: TensorMemory | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its arrays."""
+        return self.registers.nbytes + 2 * self.smem.nbytes + self.trace.nbytes
+
 
 @dataclass(frozen=True)
 class Constants:

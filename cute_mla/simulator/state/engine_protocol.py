@@ -1,4 +1,4 @@
-"""What code that runs may ask of the engine.
+"""The questions that running code may ask of the engine.
 
 State holds no engine: a Window gives the engine that runs it (window.engine), and everything else is handed one. The machine implements
 this protocol.

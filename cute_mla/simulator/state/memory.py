@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..findings import Fault
+from .access import GlobalAccess, SharedPattern, all_true
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
+_UNITS: dict[int, np.dtype[Any]] = {**_UNSIGNED, 16: np.dtype("V16"), 32: np.dtype("V32")}
+_ONES = b"\1" * 32
 
 
 @dataclass
@@ -24,11 +27,27 @@ class Buffer:
     writable: bool
     data: np.ndarray
     valid: np.ndarray | None
-    views: dict[int, np.ndarray] = field(default_factory=dict)
+    _units: dict[int, np.ndarray] = field(default_factory=dict)
+    _valid_units: dict[int, np.ndarray] = field(default_factory=dict)
 
-    def view(self, size: int, of: np.ndarray) -> np.ndarray:
-        """View data or valid as unsigned integers of a size; index 0 is the buffer's first byte."""
-        return of[: self.nbytes // size * size].view(_UNSIGNED[size])
+    def units(self, size: int) -> np.ndarray:
+        """Return data in units of a size; index 0 is the buffer's first byte."""
+        found = self._units.get(size)
+        if found is None:
+            found = self._units[size] = self.data[: self.nbytes // size * size].view(_UNITS[size])
+        return found
+
+    def unit_of(self, total: int, size: int) -> int:
+        """Return the bytes that can be moved at once for an access of total bytes in elements of size; 0 for less than an element."""
+        return next((unit for unit in (total, size) if self.address % unit == 0), 0)
+
+    def valid_units(self, size: int) -> np.ndarray:
+        """Return valid in units of a size."""
+        found = self._valid_units.get(size)
+        if found is None:
+            assert self.valid is not None
+            found = self._valid_units[size] = self.valid[: self.nbytes // size * size].view(_UNITS[size])
+        return found
 
 
 class GlobalMemory:
@@ -38,10 +57,13 @@ class GlobalMemory:
         self.buffers: list[Buffer] = []
         self._starts: list[int] = []
 
-    def add(self, name: str, address: int, nbytes: int, *, writable: bool = True, initialised: bool = True) -> None:
+    def add(
+        self, name: str, address: int, nbytes: int, *, writable: bool = True, initialised: bool = True, written: np.ndarray | None = None
+    ) -> None:
         """Register nbytes at an address. The memory must stay alive for as long as launches use it.
 
-        initialised False: reading a byte before a kernel wrote it gives poison. Raises ValueError for an overlap.
+        initialised False: reading a byte before a kernel wrote it gives poison. written (uint8): 1 for each byte that has been written
+        so far, which launches go on with. Raises ValueError for an overlap.
         """
         if nbytes <= 0:
             return
@@ -51,7 +73,7 @@ class GlobalMemory:
             if address < other.address + other.nbytes and other.address < address + nbytes:
                 raise ValueError(f"buffer {name!r} at {address:#x} ({nbytes} bytes) overlaps {other.name!r}")
         data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
-        valid = None if initialised else np.zeros(nbytes, np.uint8)
+        valid = None if initialised else np.zeros(nbytes, np.uint8) if written is None else written
         self.buffers.insert(index, Buffer(name, address, nbytes, writable, data, valid))
         self._starts.insert(index, address)
 
@@ -80,30 +102,31 @@ class GlobalMemory:
             raise Fault("read_only", f"write to {self.describe(low)}, which is read-only")
         return buffer
 
-    def load(self, address: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Load count elements of size bytes at each address: unsigned (count, lanes), and the mask of poisoned ones (None for none)."""
-        total = size * count
-        check_alignment(address, total, "global")
-        buffer = self._common(address, total, False)
-        if buffer is None:
-            return self._load_each(address, size, count)
-        index = (address - np.uint64(buffer.address)).astype(np.int64)
-        if buffer.address % size:
-            return self._load_each(address, size, count)
-        index = index // size if count == 1 else index // size + np.arange(count)[:, None]
-        values = np.atleast_2d(buffer.view(size, buffer.data).take(index))
+    def load(self, access: GlobalAccess, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Load elements of size bytes: unsigned (elements of an access, lanes), and the mask of poisoned ones (None for none)."""
+        total, count = access.nbytes, access.nbytes // size
+        buffer = self._common(access, False)
+        unit = 0 if buffer is None else buffer.unit_of(total, size)
+        if buffer is None or not unit:
+            return self._load_each(access.addresses, size, count)
+        values = access.take(buffer.units(unit), buffer.address, unit, total // unit).view(_UNSIGNED[size]).reshape(-1, count).T
         poison = None
         if buffer.valid is not None:
-            known = buffer.view(size, buffer.valid).take(index) == all_valid(size)
-            poison = None if known.all() else ~np.atleast_2d(known)
+            valid = access.take(buffer.valid_units(unit), buffer.address, unit, total // unit)
+            known = valid.view(_UNSIGNED[size]) == all_valid(size)
+            poison = None if all_true(known) else ~known.reshape(-1, count).T
         return values, poison
 
-    def _common(self, address: np.ndarray, total: int, write: bool) -> Buffer | None:
-        """Return the single buffer that all lanes touch, or None when they touch several (checked lane by lane later)."""
-        low, high = int(address.min()), int(address.max()) + total
-        buffer = self.find(low, high)
+    def _common(self, access: GlobalAccess, write: bool) -> Buffer | None:
+        """Return the single buffer that all lanes touch, or None when they touch several (checked lane by lane later).
+
+        Raises Fault for misaligned accesses, and where they write to a read-only buffer.
+        """
+        if not access.aligned:
+            check_alignment(access.addresses, access.nbytes, "global")
+        buffer = self.find(access.low, access.high)
         if buffer is not None and write and not buffer.writable:
-            self.require(low, high, write)
+            self.require(access.low, access.high, write)
         return buffer
 
     def _load_each(self, address: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -118,23 +141,19 @@ class GlobalMemory:
                 poison[:, lane] = ~buffer.valid[offset : offset + size * count].reshape(count, size).all(axis=1)
         return values, poison if poison.any() else None
 
-    def store(self, address: np.ndarray, values: list[np.ndarray]) -> None:
-        """Write values (one array over the lanes per element) at each address; later lanes win."""
-        size, count = values[0].dtype.itemsize, len(values)
-        total = size * count
-        check_alignment(address, total, "global")
-        buffer = self._common(address, total, True)
-        if buffer is None or buffer.address % size:
-            self._store_each(address, values)
+    def store(self, access: GlobalAccess, values: list[np.ndarray]) -> None:
+        """Write values (one array over the lanes per element) of each access; later lanes win."""
+        total = access.nbytes
+        buffer = self._common(access, True)
+        unit = 0 if buffer is None else buffer.unit_of(total, values[0].dtype.itemsize)
+        if buffer is None or not unit:
+            self._store_each(access.addresses, values)
             return
-        index = (address - np.uint64(buffer.address)).astype(np.int64) // size
-        view = buffer.view(size, buffer.data)
-        valid = None if buffer.valid is None else buffer.view(size, buffer.valid)
-        for element, value in enumerate(values):
-            where = index + element if element else index
-            view[where] = value
-            if valid is not None:
-                valid[where] = all_valid(size)
+        dtype = _UNITS[unit]
+        access.put(buffer.units(unit), buffer.address, unit, total // unit, packed(values, len(access.addresses)).view(dtype))
+        if buffer.valid is not None:
+            ones = np.frombuffer(_ONES, dtype, 1)[0]
+            access.put(buffer.valid_units(unit), buffer.address, unit, total // unit, ones)
 
     def _store_each(self, address: np.ndarray, values: list[np.ndarray]) -> None:
         size = values[0].dtype.itemsize
@@ -157,8 +176,8 @@ class SharedMemory:
         padded = -(-nbytes // 1024) * 1024
         self.data = np.zeros(padded, np.uint8)
         self.valid = np.zeros(padded, np.uint8)
-        self.views = {size: self.data.view(dtype) for size, dtype in _UNSIGNED.items()}
-        self.valid_views = {size: self.valid.view(dtype) for size, dtype in _UNSIGNED.items()}
+        self.views = {size: self.data.view(dtype) for size, dtype in _UNITS.items()}
+        self.valid_views = {size: self.valid.view(dtype) for size, dtype in _UNITS.items()}
 
     def reset(self) -> None:
         """Forget all contents."""
@@ -170,28 +189,48 @@ class SharedMemory:
         if low < 0 or high > self.nbytes:
             raise Fault("out_of_bounds", f"{what} of shared bytes {low:#x} to {high:#x}; the CTA has {self.nbytes:#x}")
 
-    def load(self, offset: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Load count elements of size bytes at each offset (int64): unsigned (count, lanes), and the mask of poisoned ones."""
-        check_alignment(offset, size * count, "shared")
-        self.check(int(offset.min()), int(offset.max()) + size * count, "read")
-        index = offset // size if count == 1 else offset // size + np.arange(count)[:, None]
-        values = np.atleast_2d(self.views[size].take(index))
-        known = self.valid_views[size].take(index) == all_valid(size)
-        return values, None if known.all() else ~np.atleast_2d(known)
+    def require(self, pattern: SharedPattern, nbytes: int, what: str) -> None:
+        """Raise Fault for accesses of nbytes that are misaligned or not in the memory that the launch asked for."""
+        if pattern.bits & (nbytes - 1):
+            check_alignment(pattern.offsets, nbytes, "shared")
+        self.check(pattern.low, pattern.high + nbytes, what)
 
-    def store(self, offset: np.ndarray, values: list[np.ndarray], poison: list[np.ndarray | None] | None = None) -> None:
-        """Write values (one array over the lanes per element); poison marks lanes whose value is not defined."""
-        size, count = values[0].dtype.itemsize, len(values)
-        check_alignment(offset, size * count, "shared")
-        self.check(int(offset.min()), int(offset.max()) + size * count, "write")
-        index = offset // size
-        for element, value in enumerate(values):
-            where = index + element if element else index
-            self.views[size][where] = value
-            bad = poison[element] if poison else None
-            self.valid_views[size][where] = all_valid(size) if bad is None else np.where(bad, 0, all_valid(size))
+    def load(self, pattern: SharedPattern, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Load count elements of size bytes at each offset: unsigned (count, lanes), and the mask of poisoned ones (None for none)."""
+        total = size * count
+        self.require(pattern, total, "read")
+        index = pattern.index(total)
+        values = self.views[total].take(index).view(_UNSIGNED[size]).reshape(-1, count).T
+        known = self.valid_views[total].take(index).view(_UNSIGNED[size]) == all_valid(size)
+        return values, None if all_true(known) else ~known.reshape(-1, count).T
+
+    def store(self, pattern: SharedPattern, values: list[np.ndarray], poison: list[np.ndarray | None] | None = None) -> None:
+        """Write values (one array over the lanes per element). poison marks lanes whose value is not defined. Later lanes win."""
+        size, lanes = values[0].dtype.itemsize, len(pattern.offsets)
+        total = size * len(values)
+        self.require(pattern, total, "write")
+        index, unit = pattern.index(total), _UNITS[total]
+        self.views[total][index] = packed(values, lanes).view(unit)[:, 0]
+        if poison is None:
+            self.mark_valid(pattern, total)
+        else:
+            shadow = [all_valid(size) if bad is None else np.where(bad, _ZERO[size], all_valid(size)) for bad in poison]
+            self.valid_views[total][index] = packed(shadow, lanes).view(unit)[:, 0]
+
+    def mark_valid(self, pattern: SharedPattern, nbytes: int) -> None:
+        """Record that accesses of nbytes have been written."""
+        self.valid_views[nbytes][pattern.index(nbytes)] = np.frombuffer(_ONES, _UNITS[nbytes], 1)[0]
 
 
+def packed(values: list[np.ndarray], lanes: int) -> np.ndarray:
+    """Return the elements of each lane side by side, shape (lanes, elements)."""
+    result = np.empty((lanes, len(values)), values[0].dtype)
+    for element, value in enumerate(values):
+        result[:, element] = value
+    return result
+
+
+_ZERO = {size: np.zeros((), dtype) for size, dtype in _UNSIGNED.items()}
 _VALID = {size: np.array(int.from_bytes(b"\1" * size, "little"), dtype) for size, dtype in _UNSIGNED.items()}
 
 

@@ -1,6 +1,6 @@
 """Origins of operations: the CTA, the warp and the PTX instruction that issued one.
 
-Generated code runs from files named PREFIX + ...; LINES gives the PTX instruction of each of their lines.
+Generated code runs from files named PREFIX + ...; their globals hold the PTX instruction of each line under LINES.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 from ..frontend.ptx import Instruction
 
 PREFIX = "<ptx "
-LINES: dict[str, list[Instruction | None]] = {}  # generated file name -> instruction of every line
+LINES = "$lines"  # global of generated code: file name -> PTX instruction of every line
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def instruction_of_caller() -> Instruction | None:
     while frame is not None:
         code = frame.f_code.co_filename
         if code.startswith(PREFIX):
-            return LINES[code][frame.f_lineno - 1]
+            return frame.f_globals[LINES][code][frame.f_lineno - 1]  # type: ignore[no-any-return]
         frame = frame.f_back
     return None
 
@@ -51,6 +51,6 @@ def instruction_of(trace: TracebackType | None) -> Instruction | None:
     while trace is not None:
         code = trace.tb_frame.f_code.co_filename
         if code.startswith(PREFIX):
-            instruction = LINES[code][trace.tb_lineno - 1]
+            instruction = trace.tb_frame.f_globals[LINES][code][trace.tb_lineno - 1]
         trace = trace.tb_next
     return instruction

@@ -26,6 +26,11 @@ class RegisterFile:
         self.banks = {bank: np.zeros((max(sizes[bank], 1), self.threads), dtype) for bank, dtype in BANK_DTYPES.items()}
         self.taints = {bank: np.zeros(array.shape, bool) for bank, array in self.banks.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all registers and their poison."""
+        return sum(array.nbytes for arrays in (self.banks, self.taints) for array in arrays.values())
+
     def undefine(self, rows: dict[str, list[int]]) -> None:
         """Fill registers that may be read before they are written with NaN patterns."""
         for bank, numbers in rows.items():
@@ -34,5 +39,17 @@ class RegisterFile:
 
     def clear_taint(self, lanes: np.ndarray) -> None:
         """Reset the poison rows of lanes."""
+        step = progression(lanes)
+        where = lanes if step is None else slice(int(lanes[0]), int(lanes[-1]) + 1, step)  # a slice is many times as fast
         for shadow in self.taints.values():
-            shadow[:, lanes] = False
+            shadow[:, where] = False
+
+
+def progression(index: np.ndarray) -> int | None:
+    """Return the common difference of an ascending index array, None when there is none."""
+    if len(index) == 1:
+        return 1
+    step = int(index[1] - index[0])
+    if int(index[-1] - index[0]) != step * (len(index) - 1):
+        return None
+    return step if len(index) == 2 or bool((np.diff(index) == step).all()) else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-WORD = 4
+from .access import WORD
+
 WHOLE = 0xF  # all bytes of a word
 
 
@@ -12,7 +13,8 @@ class SharedTrace:
     """Last accesses to each word of one CTA's shared memory. writer: column of a clock, -1 for none; line: PTX line, 0 unknown.
 
     warps: of the CTA. readers: bit mask of those that have read it since it was written; far: times of reads by warps of other CTAs, by
-    row. parts: which bytes the last writer wrote, from the first store of less than a word on. narrow_reads: there were loads of less.
+    row. have_read: warps of the CTA that have read anything. parts: which bytes the last writer wrote, from the first store of less than a
+    word on. narrow_reads: there were loads of less.
     """
 
     def __init__(self, nbytes: int, warps: int) -> None:
@@ -22,15 +24,23 @@ class SharedTrace:
         self.line = np.zeros(words, np.int32)
         self.read = np.zeros((warps, words), np.int32)
         self.readers = np.zeros(words, np.int64)
+        self.have_read: set[int] = set()
         self.far: dict[int, np.ndarray] = {}
         self.parts: np.ndarray | None = None
         self.narrow_reads = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the arrays that are always there."""
+        return self.writer.nbytes + self.written.nbytes + self.line.nbytes + self.read.nbytes + self.readers.nbytes
 
     def reset(self) -> None:
         """Forget everything."""
         self.writer.fill(-1)
         self.written.fill(0)
-        self.read.fill(0)
+        for warp in self.have_read:
+            self.read[warp].fill(0)
+        self.have_read.clear()
         self.readers.fill(0)
         self.far = {}
         self.parts = None
@@ -60,5 +70,17 @@ class SharedTrace:
 
     def note_read(self, warp: int, words: np.ndarray | slice, time: int) -> None:
         """Record that a warp of the CTA has read words."""
+        self.have_read.add(warp)
         self.read[warp][words] = time
         self.readers[words] |= 1 << warp
+
+    def note_reads(self, warps: np.ndarray, words: np.ndarray, times: np.ndarray, distinct: bool) -> None:
+        """Record that each of some warps (one a row) has read words, shape (rows, words). distinct: no word occurs twice."""
+        members = set(warps.tolist())
+        self.have_read |= members
+        self.read[warps[:, None], words] = times
+        if distinct:
+            self.readers[words] |= (1 << warps)[:, None]
+            return
+        for warp in members:
+            self.readers[words[warps == warp]] |= 1 << warp

@@ -7,6 +7,7 @@ written back. The window chooses the lanes, so generated code never needs masks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
 from .cta import Cta
 from .engine_protocol import Engine
 from .origin import Origin, instruction_of_caller
-from .registers import WARP, RegisterFile
+from .registers import WARP, RegisterFile, progression
 
 MAX_COMPACTS = 32  # windows on scattered lanes that a slot caches
 
@@ -56,39 +57,49 @@ class Observer:
         """Note that a TMA load takes effect in target's shared memory."""
 
 
-class _LazyRows:
-    """Rows of a compact copy, viewed one at a time."""
+class _Rows(dict[int, np.ndarray]):
+    """Rows of a bank, each viewed on first use: a window sees few of a kernel's thousands of registers."""
 
     def __init__(self, array: np.ndarray, dtype: np.dtype[Any]) -> None:
+        super().__init__()
         self.array = array.view(dtype)
 
-    def __getitem__(self, slot: int) -> np.ndarray:
-        return self.array[slot]
+    def __missing__(self, slot: int) -> np.ndarray:
+        row = self[slot] = self.array[slot]
+        return row
 
 
 class Window:
     """Some lanes of a register file.
 
     lanes: thread indices within the CTA, ascending. banks: bank -> [registers, lanes] array; taints: the same shape, bool.
-    whole: the lanes are complete warps. special: special registers that differ between threads, made on first use.
+    cta, engine, observer: as in the slot while it is occupied. lane_warps: the warp of each lane. whole: the lanes are complete warps.
+    special: special registers that differ between threads, made on first use. shuffles: cached shuffle patterns (isa/lanes.py).
     parent, index: the window that a compact copy was taken from, and the positions there. dirty: a cached window's poison rows have been
     used. Row lists (P, H, I, E, U, S, F, D, L, G; Tp, Th, Tr, Td) appear on first use.
     """
 
     def __init__(self, slot: CtaSlot, lanes: np.ndarray, banks: dict[str, np.ndarray], taints: dict[str, np.ndarray]) -> None:
         self.slot = slot
+        self.enter()
         self.lanes = lanes
         self.n = len(lanes)
-        warps = np.unique(lanes // WARP)
-        self.warps: tuple[int, ...] = tuple(int(warp) for warp in warps)
+        self.lane_warps = lanes // WARP
+        self.warps: tuple[int, ...] = tuple(dict.fromkeys(self.lane_warps.tolist()))
         self.whole = self.n == len(self.warps) * WARP
         self.banks = banks
         self.taints = taints
         self.special: dict[str, np.ndarray] = _ThreadSpecials(slot.registers.block, lanes)
+        self.shuffles: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
         self.parent: Window | None = None
         self.index: np.ndarray | None = None
-        self.lazy = False
         self.dirty = False
+
+    def enter(self) -> None:
+        """Take over the occupant of the slot. The window is of no use while there is none."""
+        self.cta: Cta = self.slot.cta  # type: ignore[assignment]
+        self.engine: Engine = self.slot.engine  # type: ignore[assignment]
+        self.observer: Observer | None = self.slot.observer
 
     def __getattr__(self, name: str) -> Any:
         if name in ROW_LISTS:
@@ -98,28 +109,9 @@ class Window:
             array, dtype = self.taints[TAINT_LISTS[name]], np.dtype(bool)
         else:
             raise AttributeError(name)
-        rows = _LazyRows(array, dtype) if self.lazy else list(array.view(dtype))
+        rows = _Rows(array, dtype)
         setattr(self, name, rows)
         return rows
-
-    @property
-    def cta(self) -> Cta:
-        """Return the CTA that occupies the slot now."""
-        cta = self.slot.cta
-        assert cta is not None
-        return cta
-
-    @property
-    def engine(self) -> Engine:
-        """Return the engine that runs the CTA."""
-        engine = self.slot.engine
-        assert engine is not None
-        return engine
-
-    @property
-    def observer(self) -> Observer | None:
-        """Return the observer of the run, None for none."""
-        return self.slot.observer
 
     def origin(self) -> Origin:
         """Return the origin of the instruction that runs."""
@@ -143,7 +135,14 @@ class Window:
                     shadow[...] = False
                 window = window.parent
 
-    @property
+    @cached_property
+    def warp_positions(self) -> np.ndarray:
+        """Return the position in `warps` of each lane's warp, shape (lanes, 1), or (1, 1) for a single warp."""
+        if len(self.warps) == 1:
+            return np.zeros((1, 1), np.int64)
+        return np.searchsorted(np.array(self.warps), self.lane_warps)[:, None]
+
+    @cached_property
     def lane_in_warp(self) -> np.ndarray:
         """Return the lane number (0 to 31) of each lane."""
         return self.lanes % WARP
@@ -167,7 +166,6 @@ class Window:
             taints = {bank: array[:, index] for bank, array in self.taints.items()}
             window = Window(self.slot, self.lanes[index], banks, taints)
             window.parent, window.index = self, index
-        window.lazy = True
         return window
 
     def write_back(self) -> None:
@@ -224,10 +222,17 @@ class CtaSlot:
     def occupy(self, cta: Cta, engine: Engine, observer: Observer | None) -> None:
         """Let a CTA in."""
         self.cta, self.engine, self.observer = cta, engine, observer
+        self._refresh_windows()
 
     def vacate(self) -> None:
-        """Forget the occupant."""
+        """Forget the occupant: a cached home must not hold a launch and its memory."""
         self.cta = self.engine = self.observer = None
+        self._refresh_windows()
+
+    def _refresh_windows(self) -> None:
+        for windows in (self.windows, self.compacts):
+            for window in windows.values():
+                window.enter()
 
     def window(self, lanes: np.ndarray) -> Window | None:
         """Return the cached window of lanes that form an arithmetic progression; None for other lanes."""
@@ -252,7 +257,6 @@ class CtaSlot:
                 self.compacts.clear()
             banks = {bank: np.empty((array.shape[0], len(lanes)), array.dtype) for bank, array in self.registers.banks.items()}
             window = Window(self, lanes, banks, {bank: np.zeros(array.shape, bool) for bank, array in banks.items()})
-            window.lazy = True
             self.compacts[key] = window
         if window.dirty and not tainted:
             window.dirty = False
@@ -273,13 +277,3 @@ class CtaSlot:
                 self.registers.banks[bank][rows[:, None], window.lanes] = window.banks[bank][rows]
                 if tainted:
                     self.registers.taints[bank][rows[:, None], window.lanes] = window.taints[bank][rows]
-
-
-def progression(index: np.ndarray) -> int | None:
-    """Return the common difference of an ascending index array, None when there is none."""
-    if len(index) == 1:
-        return 1
-    step = int(index[1] - index[0])
-    if int(index[-1] - index[0]) != step * (len(index) - 1):
-        return None
-    return step if len(index) == 2 or bool((np.diff(index) == step).all()) else None

@@ -71,8 +71,9 @@ def _without_repeats(entries: list[SuiteEntry[C]]) -> list[SuiteEntry[C]]:
     result = []
     for entry in entries:
         if entry.mode == "reduced" and entry.case in running:
-            entry = replace(entry, mode="skipped", reason="large: cut to the budget, it is another case that runs")
-        elif entry.mode == "reduced":
+            result.append(replace(entry, mode="skipped", reason="large: cut to the budget, it is another case that runs"))
+            continue
+        if entry.mode == "reduced":
             running.add(entry.case)
         result.append(entry)
     return result

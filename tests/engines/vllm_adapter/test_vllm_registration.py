@@ -31,7 +31,7 @@ def backend(name: str) -> type[AttentionBackend]:
 
 
 def verdict(name: str, **changes: Any) -> list[str]:
-    """vLLM's reasons against a backend, for DeepSeek-V3 or V3.2 on Hopper with changes."""
+    """VLLM's reasons against a backend, for DeepSeek-V3 or V3.2 on Hopper with changes."""
     usual = {
         "head_size": 576,
         "dtype": torch.bfloat16,

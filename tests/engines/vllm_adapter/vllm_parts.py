@@ -56,7 +56,7 @@ class Setting:
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
-    """vLLM's configuration, of a model whose config.json is written to a folder."""
+    """VLLM's configuration, of a model whose config.json is written to a folder."""
     heads = {"num_attention_heads": setting.heads, "num_key_value_heads": setting.heads}
     sparse = {} if setting.topk is None else {"index_topk": setting.topk}
     (folder / "config.json").write_text(json.dumps({**_MODEL, **heads, **sparse}))
@@ -147,8 +147,10 @@ class Request:
 
 
 def batch_of(requests: Sequence[Request], block_size: int, seed: int = 0, padded_tokens: int | None = None) -> CommonAttentionMetadata:
-    """vLLM's description of a batch, over pages in random order of which page 0 is nobody's. Requests without tokens pad a CUDA graph,
-    padded_tokens is then what the batch counts."""
+    """Describe a batch as vLLM does, over pages in random order. No request owns page 0.
+
+    Requests without tokens pad a CUDA graph; the batch then counts padded_tokens.
+    """
     starts = torch.tensor([0, *[request.tokens for request in requests]]).cumsum(0).to(torch.int32)
     lengths = torch.tensor([request.keys for request in requests], dtype=torch.int32)
     pages = [-(-request.keys // block_size) for request in requests]

@@ -62,8 +62,10 @@ def run(contract: Contract, bench: Bench, case: Any, operands: Any, arrangement:
 
 
 def variants(contracts: dict[str, Contract]) -> list[Any]:
-    """List the kernel variants of these contracts' ops, on every architecture. For each op and kind of operands the first variant
-    runs in `make test`; the others are marked slow."""
+    """List the kernel variants of these contracts' ops, on every architecture.
+
+    For each op and kind of operands the first variant runs in `make test`; the others are marked slow.
+    """
     found, seen = [], set()
     for arch in ARCHS.values():
         for variant in closed_variants(arch, tuple(contracts)):

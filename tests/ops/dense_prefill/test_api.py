@@ -195,8 +195,8 @@ def test_operands_far_apart(arch: Arch) -> None:
     far = 1 << 36
     plan = dense_prefill.plan(far_call(far), arch, 132)
     assert plan.kernel == "bf16_d192"
-    assert plan.int64s == (far, 2 * far, *(3 * far, far) * 2)
-    assert plan.int32s == (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
+    sizes = (1, 3, 1, MAX_TOKENS, MAX_TOKENS, blocks(RecordingDevice(arch), MAX_TOKENS), 1)
+    assert tuple(plan.scalars.values()) == (far, 2 * far, *(3 * far, far) * 2, *sizes)
     assert [layout.strides for layout in plan.layouts if layout is not None] == [(4 * far, 2 * far)] * 3
 
 
@@ -205,7 +205,7 @@ def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
     q = call.q._replace(stride=(1 << 39, 192, 1))
     plan = dense_prefill.plan(call._replace(q=q), arch, 132)
     assert (plan.kernel, plan.layouts[0]) == ("bf16_d192_elements", None)
-    assert plan.int64s[:2] == (1 << 39, 192)
+    assert (plan.scalars["q_stride_token"], plan.scalars["q_stride_head"]) == (1 << 39, 192)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -1,5 +1,6 @@
-"""Chunked prefill over a cached context: attention to the context chunk by chunk, merged with the causal attention among the
-new tokens, is one causal pass over everything.
+"""Chunked prefill over a cached context.
+
+Attention to the context chunk by chunk, merged with the causal attention among the new tokens, equals one causal pass over everything.
 
 An engine does so because the context, decompressed to keys and values per head, does not fit in memory at once. Each request
 has its own length of context and of new tokens; a chunk takes the next few keys of every request's context, of some none.

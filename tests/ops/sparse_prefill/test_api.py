@@ -157,8 +157,8 @@ def test_operands_far_apart(arch: Arch) -> None:
         address_alignment=16,
     )
     plan = sparse_prefill.plan(call, arch, 132)
-    assert plan.int64s == (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
-    assert plan.int32s == (6, 3, 128, 2_000_000_000, 2_000_000_000)
+    strides = (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
+    assert tuple(plan.scalars.values()) == (*strides, 6, 3, 128, 2_000_000_000, 2_000_000_000)
     assert not plan.kernel.endswith("_elements")
 
 

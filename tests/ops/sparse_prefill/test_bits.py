@@ -30,7 +30,7 @@ def test_every_schedule_gives_the_same_bits(bench: Bench, case: SparsePrefillCas
 
 
 def test_tiles_of_invalid_indices_leave_the_bits_alone(bench: Bench) -> None:
-    """They are passed by: wherever they stand, what is left is the same sequence of tiles."""
+    """Tiles without a valid index are skipped: wherever they stand, the remaining tiles form the same sequence."""
     case = SparsePrefillCase(s_q=3, h_q=20, s_kv=200, topk=3 * TILE_KEYS, sinks="drawn", values="rising", sm_count=2)
     tensors = make_sparse_prefill_tensors(case)
     expected = bench.run(case, tensors)

@@ -155,7 +155,7 @@ def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytes
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("planned", ["tensors", "schedule"])
-def test_kept_calls_keep_no_tensor_alive(fake: FakeDriver, make: Make, planned: str) -> None:
+def test_cached_calls_keep_no_tensor_alive(fake: FakeDriver, make: Make, planned: str) -> None:
     device = CudaDevice(0)
     arguments = made(make)
     if planned == "schedule":

@@ -1,0 +1,60 @@
+"""The arguments of the dense decode kernels: tensor map, element types, operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, Uint8
+from cutlass.experimental import cuda as tensor_maps
+
+from ...spec.dense_decode import FP8, LATENT, DenseDecodeArguments, DenseDecodeConfig
+from ...spec.mla import D_QK
+from ...spec.split_plan import TILE_KEYS
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.lengths import Lengths
+from ..attention.split_kv_scheduler import SplitKvSchedule
+from .operands import BOX_BYTES_PER_KEY, Operands
+
+
+@dataclass(frozen=True)
+class DenseDecodeAbi:
+    """The arguments of one variant."""
+
+    config: DenseDecodeConfig
+
+    op = "dense_decode"
+    arguments = DenseDecodeArguments
+    min_blocks_per_sm = 0
+
+    @property
+    def cache_dtype(self) -> type[cutlass.Numeric]:
+        """Return the element type of the cache."""
+        return ELEMENT_TYPES[self.config.dtype] if self.config.operands == LATENT else cutlass.Float8E4M3FN
+
+    @property
+    def query_dtype(self) -> type[cutlass.Numeric]:
+        """Return the element type of q."""
+        return cutlass.Float8E4M3FN if self.config.operands == FP8 else ELEMENT_TYPES[self.config.dtype]
+
+    def elements(self) -> dict[str, type[cutlass.Numeric]]:
+        """Return the types that depend on the operands."""
+        return {"q": self.query_dtype, "cache": Uint8}
+
+    def typed_maps(self, args: DenseDecodeArguments) -> tuple[tensor_maps.TensorMap, ...]:
+        """Return the map of the cache: a box is 128 bytes of 64 keys."""
+        kv_map = tensor_maps.create_tensor_map_tiled(
+            global_address=args.kv_map.toint(),
+            dtype=self.cache_dtype,
+            global_dims=[D_QK, TILE_KEYS],
+            global_strides=[D_QK // 8],
+            box_dims=[BOX_BYTES_PER_KEY * 8 // self.cache_dtype.width, TILE_KEYS],
+            swizzle=tensor_maps.TensorMapSwizzle.s128b,
+        )
+        return (kv_map,)
+
+    def operands(self, args: DenseDecodeArguments) -> Operands:
+        """Return the arguments by meaning."""
+        lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0))
+        schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows)
+        return Operands(args, schedule, args.scale_log2)

@@ -1,0 +1,121 @@
+"""Tiles, shared memory, barriers and registers of the SM90 kernel with e4m3 operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Float8E4M3FN, Float32, Int32, cute
+
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_LATENT, D_QK
+from ...spec.split_plan import TILE_KEYS
+from ..primitives.pipeline import PipelineState, StageBarriers
+from ..primitives.smem import Barriers, SmemLayout, Table, Tile, fields_of
+from ..sm90.config import ALL_REGISTERS, OUTPUT_COLUMNS, TileState
+from ..sm90.warpgroups import OUTPUT_GROUPS
+
+BOX_COLUMNS = 128
+BOX_BYTES = TILE_KEYS * BOX_COLUMNS
+ONES_ROWS = 8  # behind the 128 columns of a box of V^T: P times them is its row sum
+VALUE_ROWS = BOX_COLUMNS + ONES_ROWS
+VALUE_BYTES = VALUE_ROWS * TILE_KEYS
+LATENT_BOXES = D_LATENT // BOX_COLUMNS  # of a tile
+K_STEP = 32  # contraction depth of one WGMMA
+STEPS_PER_BOX = BOX_COLUMNS // K_STEP
+Q_STEPS = D_QK // K_STEP
+PROBS_STEPS = TILE_KEYS // K_STEP
+PROBS_BYTES = TILE_ROWS * TILE_KEYS
+CHUNKS = OUTPUT_COLUMNS // BOX_COLUMNS  # of V^T of one output warpgroup
+
+STAGES = 3  # key tiles
+VALUE_STAGES = 2  # transposed ones
+PROBS_STAGES = 2
+
+LOAD_REGISTERS = 48
+SCORE_REGISTERS = 144
+OUTPUT_REGISTERS = 160
+assert LOAD_REGISTERS + SCORE_REGISTERS + OUTPUT_GROUPS * OUTPUT_REGISTERS <= ALL_REGISTERS
+
+QGMMA_PER_TILE = Q_STEPS + CHUNKS * PROBS_STEPS  # S in steps of 64 x 64 x 32, O in chunks of 64 x 136 x 32
+
+SMEM = SmemLayout((
+    Tile("sKv", Float8E4M3FN, (TILE_KEYS, BOX_COLUMNS, STAGES * LATENT_BOXES)),
+    Tile("sRope", Float8E4M3FN, (TILE_KEYS, BOX_COLUMNS, STAGES)),
+    Tile("sVt", Float8E4M3FN, (VALUE_ROWS, TILE_KEYS, VALUE_STAGES * LATENT_BOXES), swizzle=64),
+    Tile("sProbs", Float8E4M3FN, (TILE_ROWS, TILE_KEYS, PROBS_STAGES), swizzle=64),
+    Table("sAlpha", Float32, (TILE_ROWS, PROBS_STAGES)),
+    Barriers("kv_ready", STAGES * LATENT_BOXES),
+    Barriers("rope_ready", STAGES),
+    Barriers("keys_free", STAGES),
+    Barriers("values_ready", VALUE_STAGES * LATENT_BOXES),
+    Barriers("values_free", VALUE_STAGES * LATENT_BOXES),
+    Barriers("probs_ready", PROBS_STAGES),
+    Barriers("probs_free", PROBS_STAGES),
+))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory as tensors: rows x columns x stages. Of a box, stage s of number b lies at b * stages + s."""
+
+    sKv: cute.Tensor  # e4m3 (64 keys, 128 columns, 4 boxes of 3 stages)
+    sRope: cute.Tensor  # e4m3 (64 keys, 128 columns, 3): 64 RoPE columns, then zeros that nobody reads
+    sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 boxes of 2 stages), in the orders of byte_transpose
+    sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, 2), the same order of keys
+    sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
+
+
+@dataclass(frozen=True)
+class BoxBarriers:
+    """A StageBarriers for each box of a tile, one behind the other: use n of each is tile n. What they guard lies in the same order."""
+
+    base: cute.Pointer
+    stages: int
+
+    def box(self, box: int | Int32) -> StageBarriers:
+        """Return the barriers of one box."""
+        return StageBarriers(self.base + box * self.stages, self.stages)
+
+    def stage(self, box: int | Int32, tile: Int32) -> Int32:
+        """Return the stage of a box of a tile, among those of all boxes."""
+        return box * self.stages + StageBarriers(self.base, self.stages).stage(tile)
+
+    def initialise(self, boxes: int, arrivals: int) -> None:
+        """Set the arrivals that complete a phase. One thread, before any use."""
+        StageBarriers(self.base, boxes * self.stages).initialise(arrivals)
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of SMEM. sm90_fp8.py says who arrives where."""
+
+    kv_ready: BoxBarriers
+    rope_ready: StageBarriers
+    keys_free: StageBarriers
+    values_ready: BoxBarriers
+    values_free: BoxBarriers
+    probs_ready: StageBarriers
+    probs_free: StageBarriers
+
+    @classmethod
+    def create(cls, memory: dict) -> Pipes:
+        """Return the barriers of the shared memory that SMEM allocates."""
+        boxes = {"kv_ready": STAGES, "values_ready": VALUE_STAGES, "values_free": VALUE_STAGES}
+        by_box = {name: BoxBarriers(memory[name].base, stages) for name, stages in boxes.items()}
+        return cls(**fields_of(cls, {**memory, **by_box}))
+
+    def tile(self, number: Int32) -> TileState:
+        """Return the states of a tile by its number."""
+        return _tile_state(number, self.rope_ready.state(number))
+
+    def first_tile(self, stage: int = 0) -> TileState:
+        """Return the states of the first tile: all of it lies in one stage, the first."""
+        return _tile_state(Int32(0), PipelineState(Int32(0), Int32(0)))
+
+    def next_tile(self, state: TileState) -> TileState:
+        """Return the states of the tile after one."""
+        return _tile_state(state.number + 1, self.rope_ready.advance(state.rope))
+
+
+def _tile_state(number: Int32, stage: PipelineState) -> TileState:
+    return TileState(number, stage, stage)

@@ -1,0 +1,50 @@
+"""The arguments of the dense prefill kernels: tensor maps, element types, operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.experimental import cuda as tensor_maps
+
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, DensePrefillArguments, DensePrefillConfig
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import ELEMENT_TYPES
+from .operands import Operands, WorkItems
+
+
+@dataclass(frozen=True)
+class DensePrefillAbi:
+    """The arguments of one variant. item_rows: query rows of a work item."""
+
+    config: DensePrefillConfig
+    item_rows: int
+
+    op = "dense_prefill"
+    arguments = DensePrefillArguments
+    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
+
+    def elements(self) -> dict[str, type[cutlass.Numeric]]:
+        """Return no types of its own."""
+        return {}
+
+    def typed_maps(self, args: DensePrefillArguments) -> tuple[tensor_maps.TensorMap, ...]:
+        """Return the maps of q, k and v."""
+        columns = (self.config.d_qk, self.config.d_qk, D_V)
+        return tuple(self._box_map(pointer, count) for pointer, count in zip(args[: len(columns)], columns, strict=True))
+
+    def _box_map(self, pointer: cute.Pointer, columns: int) -> tensor_maps.TensorMap:
+        """Return a map of (columns, head, row) whose box is 64 rows of 64 columns of one head."""
+        return tensor_maps.create_tensor_map_tiled(
+            global_address=pointer.toint(),
+            dtype=ELEMENT_TYPES[self.config.dtype],
+            global_dims=[columns, 1, BOX_ROWS],
+            global_strides=[columns * ELEMENT_BYTES // 16, columns * ELEMENT_BYTES // 16],
+            box_dims=[BOX_COLUMNS, 1, BOX_ROWS],
+            swizzle=tensor_maps.TensorMapSwizzle.s128b,
+        )
+
+    def operands(self, args: DensePrefillArguments) -> Operands:
+        """Return the arguments by meaning."""
+        return Operands(args, WorkItems(args, args.causal != 0, self.item_rows))

@@ -1,0 +1,237 @@
+"""The attend role of the SM90 dense prefill kernel: S = Q K^T, softmax, O += P V with P and O in registers, out, lse.
+
+Two warpgroups, each with 64 rows of an item, which issue their products in turn. sm90.py describes pipelines and the trick.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
+from ..primitives.elements import load_pair, store_pair, store_words
+from ..primitives.integers import larger, smaller
+from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
+from .operands import Operands, WorkItem
+from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TILE_KEYS, TURN_BARRIER, WARPGROUP, Pipes, Tiles, key_tiles
+from .sm90_gemm import Products, QueryStage
+
+
+class AttendRole:
+    """One of two warpgroups.
+
+    by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads its rows of Q itself.
+    """
+
+    def __init__(self, dtype: type[cutlass.Numeric], d_qk: int, by_tma: bool) -> None:
+        self.dtype = dtype
+        self.d_qk = d_qk
+        self.by_tma = by_tma
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
+        """Wait key_ready, value_ready, query_ready. Signal key_free, value_free, query_free. Write out and lse.
+
+        P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros.
+        """
+        products = Products.create(self.dtype, tiles, thread, group)
+        products.clear()
+        softmax, ended = (OnlineSoftmax.create(operands.scale_log2) for _ in range(2))
+        factors = [Float32(1), Float32(1)]
+        if group != 0:
+            give_turn(group)
+        use, done, pending = Int32(0), Int32(0), Boolean(False)
+        before = operands.items.take(Int32(0))
+        for turn in cutlass.range(operands.items.rounds(), unroll=1):
+            item = operands.items.take(turn)
+            if item.rows > 0:
+                if item.keys > 0:
+                    self.take_queries(operands, tiles, pipes, item, products, done)
+                    self.settle_output(pipes, products, factors, use - 2, pending)
+                    self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
+                    self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
+                    start_anew(softmax, ended)
+                    factors = self.softmax_step(item, products, softmax, key_tiles(item.keys) - 1)
+                    # in both branches: in front of them, ptxas would move it in front of the softmax
+                    if done > 0:
+                        warpgroup.wait_group(0)
+                        pipes.value_free.consumer_release(use - 1)
+                        self.finish_rows(operands, before, products, ended)
+                    else:
+                        warpgroup.wait_group(0)
+                    products.clear_output()
+                    factors = self.attend_tiles(pipes, item, products, softmax, factors, use, done)
+                    use = use + key_tiles(item.keys)
+                    done = done + 1
+                    pending = key_tiles(item.keys) > 1
+                    before = item
+                else:
+                    self.write_empty_rows(operands, item, products)
+        if done > 0:
+            self.settle_output(pipes, products, factors, use - 2, pending)
+            pipes.value_ready.consumer_wait(use - 1)
+            warpgroup.fence()
+            products.start_output(pipes.value_ready.stage(use - 1))
+            warpgroup.wait_group(0)
+            self.finish_rows(operands, before, products, softmax)
+        if group == 0:
+            take_turn(group)  # the one that the other warpgroup has given last
+
+    @cute.jit
+    def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
+        """Bring the warpgroup's rows of Q to shared memory, or wait for them.
+
+        Rows behind the sequence's repeat its last one, or are whatever lies there; their results go nowhere.
+        """
+        if cutlass.const_expr(self.by_tma):
+            pipes.query_ready.consumer_wait(done * GROUPS + products.group)
+        else:
+            stage = QueryStage.create(self.dtype, tiles, products.thread)
+            rows = []
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                row = smaller(block_row(products, row_half), item.rows - 1)
+                rows.append(operands.q_row(item, row) + 2 * (products.thread % 4))
+            for tile in cutlass.range_constexpr(self.d_qk // BOX_COLUMNS):
+                for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                    for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
+                        source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
+                        stage.words[2 * eight + row_half] = load_pair(source, False)
+                stage.store(tile, products.group)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
+
+    @cute.jit
+    def attend_tiles(
+        self,
+        pipes: Pipes,
+        item: WorkItem,
+        products: Products,
+        softmax: OnlineSoftmax,
+        factors: list[Float32],
+        use: Int32,
+        done: Int32,
+    ):
+        """Attend to the tiles of an item behind the first, all but P V of the last one.
+
+        factors: of O, due before the next P V. Return the factors of the last tile.
+        """
+        count = key_tiles(item.keys)
+        for i in cutlass.range(1, count, unroll=1):
+            self.settle_output(pipes, products, factors, use + i - 2, i > 1)
+            self.start_products(pipes, products, use + i, use + i - 1)
+            self.free_operands(pipes, products.group, use + i, done, i == count - 1)
+            factors = self.softmax_step(item, products, softmax, count - 1 - i)
+        return factors
+
+    def softmax_step(self, item: WorkItem, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
+        """Turn the scores of a tile into probabilities. Return the factors that this asks of O."""
+        self.mask(item, products, tile)
+        return softmax.add_tile(products.scores)
+
+    @cute.jit
+    def start_products(self, pipes: Pipes, products: Products, key_use: Int32, value_use: Int32):
+        """Issue S of one tile, and P V of the one before, in this warpgroup's turn. S is complete on return."""
+        pipes.key_ready.consumer_wait(key_use)
+        take_turn(products.group)
+        warpgroup.fence()
+        products.start_scores(pipes.key_ready.stage(key_use))
+        pipes.value_ready.consumer_wait(value_use)
+        products.start_output(pipes.value_ready.stage(value_use))
+        give_turn(products.group)
+        warpgroup.wait_group(1)
+
+    @cute.jit
+    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, pending: Boolean):
+        """Prepare P V of a tile: O is relative to the maximum over all tiles up to it, and P is rounded.
+
+        A `pending` P V, with the values of `use`, is complete on return.
+
+        Its wait stands here, at the head of the loop, and not behind the softmax that it must not delay: in one block with the
+        softmax, ptxas would move it in front.
+        """
+        warpgroup.wait_group(0)
+        if pending:
+            pipes.value_free.consumer_release(use)
+        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+            products.scale_output(factors)
+        products.round_probs()
+
+    @cute.jit
+    def free_operands(self, pipes: Pipes, group: Int32, use: Int32, done: Int32, last: Boolean):
+        """Release K, and Q after the last tile: S is complete."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
+            if last:
+                cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
+
+    @cute.jit
+    def mask(self, item: WorkItem, products: Products, tile: Int32):
+        """Mask keys past the end, and causally hidden ones."""
+        left = item.keys - tile * TILE_KEYS
+        seen = item.diagonal + 1 - tile * TILE_KEYS  # by row 0 of the block
+        if smaller(left, seen + products.group * GROUP_ROWS) < TILE_KEYS:
+            limits = [smaller(left, seen + block_row(products, row_half)) for row_half in range(ROWS_PER_THREAD)]
+            mask_keys(products.scores, products.thread, limits)
+
+    @cute.jit
+    def finish_rows(self, operands: Operands, item: WorkItem, products: Products, softmax: OnlineSoftmax):
+        """Normalise, and writes the rows that the sequence has."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = softmax.row_sum(row_half)
+            empty = total == 0.0
+            inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
+            lse = (softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)) * LN2
+            words = products.row_words(row_half, inverse)
+            if cutlass.const_expr(self.by_tma):
+                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
+            self.write_row(operands, item, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
+
+    @cute.jit
+    def write_empty_rows(self, operands: Operands, item: WorkItem, products: Products):
+        """Write the rows of a block that sees no key."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            words = [Int32(0)] * (D_V // 8)
+            self.write_row(operands, item, products, row_half, words, operands.empty_lse)
+
+    @cute.jit
+    def write_row(self, operands: Operands, item: WorkItem, products: Products, row_half: int, words: list[Int32], lse: Float32):
+        """Write one of the thread's rows, if the sequence has it."""
+        row, thread = block_row(products, row_half), products.thread
+        if row < item.rows:
+            if thread % 4 == 0:
+                operands.lse_of(item, row).store(lse)
+            self.store_row(operands.out_row(item, row), words, thread)
+
+    def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
+        """Store a quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""
+        if self.by_tma:
+            for i in range(0, len(words), 4):
+                store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
+        else:
+            for eight, word in enumerate(words):
+                store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
+
+
+def start_anew(softmax: OnlineSoftmax, ended: OnlineSoftmax) -> None:
+    """Copy the state to `ended` and forget all keys."""
+    for row_half in range(ROWS_PER_THREAD):
+        ended.row_ref[row_half], ended.rSum[row_half] = softmax.row_ref[row_half], softmax.rSum[row_half]
+    softmax.reset()
+
+
+def block_row(products: Products, row_half: int) -> Int32:
+    """Return the row of the item's block that one of the thread's fragment rows is."""
+    return products.group * GROUP_ROWS + fragment_row(products.thread, row_half)
+
+
+def take_turn(group: Int32) -> None:
+    """Wait until the other warpgroup has issued its products."""
+    cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=GROUPS * WARPGROUP)
+
+
+def give_turn(group: Int32) -> None:
+    """Let the other warpgroup issue."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=GROUPS * WARPGROUP)

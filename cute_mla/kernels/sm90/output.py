@@ -1,0 +1,266 @@
+"""The output role of the SM90 kernels over a latent: O += P V in registers, rescale, epilogue.
+
+Two warpgroups, each with half of the latent columns. A kernel gives the role the products that make O (LatentOutput for 16-bit
+operands). dense_decode/sm90.py describes tiles, pipelines and the trick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...spec.mla import D_LATENT
+from ...spec.split_plan import TILE_KEYS
+from ..attention.operands import LatentOperands, QueryOperands
+from ..attention.split_kv_scheduler import WorkTile
+from ..primitives.elements import aligned, pack_pair, store_pair
+from ..primitives.pipeline import PipelineState
+from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
+from .clear_rows import clear_rows
+from .config import OUTPUT_COLUMNS, STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState
+from .score import TileValidity, query_row
+from .warpgroups import OUTPUT_BARRIER, WARPGROUP
+
+OUTPUT_CHUNKS = OUTPUT_COLUMNS // STAGE_COLUMNS
+
+
+@dataclass(frozen=True)
+class OutputAccumulators:
+    """O (64 rows x 256 latent columns) of one thread, as two chunks of 128 columns, one stage of keys each.
+
+    A subclass says how a tile is added. The accumulators are two 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the
+    128 registers that 512 threads start with, although the role raises them.
+    """
+
+    thread: Int32
+    mma: cute.TiledMma
+    tProbs: cute.Tensor
+    tV: cute.Tensor
+    factors: RowPair
+    accumulators: tuple[cute.Tensor, ...]
+
+    def add_tile(self, tiles: Any, pipes: Any, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+        """Return O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun.
+
+        Return whether O has begun now.
+        """
+        raise NotImplementedError
+
+    def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> list[Float32]:
+        """Return the factor of either of the thread's rows at the end of the work-th work tile; 0 for a row that attends to nothing.
+
+        begun: whether O holds anything.
+        """
+        raise NotImplementedError
+
+    def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
+        """Issue one chunk as its own group of WGMMAs, which adds to O or else overwrites it. steps: over the keys of a tile."""
+        accumulator = self.accumulators[chunk]
+        for step in range(steps):
+            mma.set(warpgroup.Field.ACCUMULATE, adds if step == 0 else True)
+            tP, tV = self.tProbs[None, None, step, probs_stage], self.tV[None, None, step, kv_stage]
+            cute.gemm(mma, accumulator, tP, tV, accumulator)
+        warpgroup.commit_group()
+
+    def scale(self, factors: list[Float32]) -> None:
+        """Multiply the thread's two rows of O."""
+        for accumulator in self.accumulators:
+            rO = flat(accumulator)
+            for i in range(cute.size(rO)):
+                rO[i] = rO[i] * factors[half(i)]
+
+    @cute.jit
+    def clear_weightless(self, weights: list[Float32]):
+        """Make rows of weight 0 finite: they attend to nothing, and are 0 whatever was accumulated, if anything was."""
+        if cute.arch.vote_any_sync((weights[0] == 0.0) | (weights[1] == 0.0)):
+            for accumulator in self.accumulators:
+                rO = flat(accumulator)
+                for i in cutlass.range_constexpr(cute.size(rO)):
+                    rO[i] = cutlass.select_(weights[half(i)] == 0.0, Float32(0), rO[i])
+
+    def lane_column(self) -> Int32:
+        """Return the first column of the thread's first pair."""
+        return 2 * (self.thread % 4)
+
+    def pair_column(self, pair: int) -> int:
+        """Return the distance from there to the first column of another pair."""
+        return 8 * pair
+
+    def pair_registers(self, pair: int, row_half: int) -> tuple[int, int]:
+        """Return the accumulators of a pair of neighbouring columns of one of the thread's rows."""
+        first = 4 * pair + 2 * row_half
+        return first, first + 1
+
+    def pair(self, pair: int, row_half: int, weight: Float32) -> tuple[Float32, Float32]:
+        """Return a pair of neighbouring columns of one of the thread's rows, normalised."""
+        values = []
+        for register in self.pair_registers(pair, row_half):
+            chunk, i = divmod(register, STAGE_COLUMNS // 2)
+            values.append(flat(self.accumulators[chunk])[i] * weight)
+        return values[0], values[1]
+
+
+@dataclass(frozen=True)
+class LatentOutput(OutputAccumulators):
+    """O += P V of 16-bit operands, with V the transposed key tile.
+
+    cluster: CTAs that share the stages. clears_unused: whether keys come with whatever lies behind the last one. validity: None
+    where every tile has keys.
+    """
+
+    geometry: Geometry
+    cluster: int
+    clears_unused: bool
+    validity: TileValidity | None
+
+    @staticmethod
+    def create(
+        geometry: Geometry, dtype: type[cutlass.Numeric], cluster: int, tiles: Tiles, thread: Int32,
+        *, clears_unused: bool = False, validity: TileValidity | None = None,
+    ) -> LatentOutput:  # fmt: skip
+        """Partition the tiles for one thread of an output warpgroup."""
+        mma = tiled_mma(dtype, STAGE_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
+        slice_ = mma.get_slice(thread)
+        shape = (STAGE_COLUMNS, TILE_KEYS, geometry.kv_stages)
+        transposed = cute.make_layout(shape, stride=(TILE_KEYS, 1, TILE_KEYS * STAGE_COLUMNS))
+        sV = cute.composition(tiles.sKv, transposed)
+        shape = slice_.partition_shape_C((64, STAGE_COLUMNS))
+        return LatentOutput(
+            thread=thread,
+            mma=mma,
+            tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sRope)),
+            tV=slice_.make_fragment_B(slice_.partition_B(sV)),
+            factors=RowPair.of(tiles.sAlpha, thread),
+            accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(OUTPUT_CHUNKS)),
+            geometry=geometry,
+            cluster=cluster,
+            clears_unused=clears_unused,
+            validity=validity,
+        )
+
+    @cute.jit
+    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+        """Return O += P V of one tile. Wait probs_ready. Signal kv_free, rope_free."""
+        # the score role has waited for the keys before it made P
+        pipes.probs_ready.consumer_wait(state.rope)
+        if cutlass.const_expr(self.validity is not None):
+            if self.validity.has_keys(tiles, state.rope.stage):
+                self.add_values(tiles, pipes, state, begun, left, side)
+                begun = Boolean(True)
+            else:
+                for stage in self.stages(pipes, state):
+                    pipes.kv_free.consumer_release_in_cluster(stage, self.cluster)
+        else:
+            self.add_values(tiles, pipes, state, begun, left, side)
+            begun = Boolean(True)
+        if cutlass.const_expr(self.geometry.frees_rope):
+            pipes.rope_free.consumer_release_in_cluster(state.rope, self.cluster)
+        return begun
+
+    def stages(self, pipes: Pipes, state: TileState) -> list[PipelineState]:
+        """Return the stages of a side's chunks of a tile."""
+        _, to_next = self.geometry.stage_strides
+        barriers = pipes.kv_ready
+        return [state.kv, barriers.advance_in_tile(state.kv, 0) if to_next == 1 else barriers.advance_by(state.kv, to_next)]
+
+    @cute.jit
+    def add_values(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32):
+        """Add P V of a tile whose keys and probabilities have come to O, or O = P V. Signal kv_free."""
+        stages = self.stages(pipes, state)
+        alpha = self.factors.load(state.rope.stage)
+        if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
+            self.scale(alpha)
+        if cutlass.const_expr(self.clears_unused):
+            self.clear_unused(tiles, stages, left, side)
+        warpgroup.fence()
+        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
+            self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, state.rope.stage, stages[chunk].stage, begun)
+        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
+            warpgroup.wait_group(OUTPUT_CHUNKS - 1 - chunk)
+            pipes.kv_free.consumer_release_in_cluster(stages[chunk], self.cluster)
+
+    @cute.jit
+    def clear_unused(self, tiles: Tiles, stages: list[PipelineState], left: Int32, side: Int32):
+        """Zero the rows of V behind the last key: P is 0 there, but 0 times a NaN of an unused row is NaN."""
+        if left < TILE_KEYS:
+            for stage in stages:
+                clear_rows(tiles.sKv, stage.stage, left, self.thread)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
+
+    def row_weights(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
+        """Return the factors that the score role has published. Wait stats_ready. Signal stats_free."""
+        pipes.stats_ready.consumer_wait(work)
+        weights = [tiles.sInverse[fragment_row(self.thread, row_half)] for row_half in (0, 1)]
+        pipes.stats_free.consumer_release(work)
+        return weights
+
+
+@dataclass(frozen=True)
+class OutputRole:
+    """One of two warpgroups.
+
+    side_stride: stages of a key tile from the first one of one side to that of the other. partition: the products of one thread, from
+    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time.
+    """
+
+    side_stride: int
+    partition: Callable[[Any, Int32], OutputAccumulators]
+    dtype: type[cutlass.Numeric]
+    pairs: bool
+
+    @cute.jit
+    def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
+        """Wait probs_ready, stats_ready. Signal kv_free, rope_free, stats_free. Write out or out_accum."""
+        schedule = operands.schedule
+        req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
+        state, done = pipes.first_tile(side * self.side_stride if self.side_stride else 0), Int32(0)
+        gemm = self.partition(tiles, thread)
+        while req <= last:
+            tile_range = schedule.tile_range(req, begin_tile)
+            begun = Boolean(False)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                begun = gemm.add_tile(tiles, pipes, state, begun, tile_range.keys - t * TILE_KEYS, side)
+                state = pipes.next_tile(state)
+            weights = gemm.row_weights(operands, tiles, pipes, done, begun)
+            gemm.clear_weightless(weights)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            if cutlass.const_expr(work_tile.always_direct):
+                self.store_out(operands, gemm, weights, req, side)
+            else:
+                if work_tile.direct:
+                    self.store_out(operands, gemm, weights, req, side)
+                else:
+                    self.store_accum(operands, gemm, weights, work_tile, side)
+            done = done + 1
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    @cute.jit
+    def store_out(self, operands: QueryOperands, gemm: OutputAccumulators, weights: list[Float32], req: Int32, side: Int32):
+        """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(gemm.thread, row_half)
+            if row < operands.rows():
+                target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + gemm.lane_column())
+                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                    low, high = gemm.pair(pair, row_half, weights[row_half])
+                    store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
+
+    @cute.jit
+    def store_accum(self, operands: LatentOperands, gemm: OutputAccumulators, weights: list[Float32], work_tile: WorkTile, side: Int32):
+        """Store fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = query_row(gemm.thread, row_half)
+            if row < operands.rows():
+                target = operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT
+                target = aligned(target + (side * OUTPUT_COLUMNS + gemm.lane_column()), 8)
+                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                    rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                    rPair[0], rPair[1] = gemm.pair(pair, row_half, weights[row_half])
+                    cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))

@@ -1,0 +1,59 @@
+"""The arguments of the sparse decode kernels: element types, operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Uint8
+from cutlass.experimental import cuda as tensor_maps
+
+from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
+from ..attention.lengths import Lengths
+from ..attention.split_kv_scheduler import SplitKvSchedule
+from .operands import Operands, SlotCache
+
+
+@dataclass(frozen=True)
+class SparseDecodeAbi:
+    """The arguments of one variant."""
+
+    config: SparseDecodeConfig
+
+    op = "sparse_decode"
+    arguments = SparseDecodeArguments
+    min_blocks_per_sm = 0
+
+    def elements(self) -> dict[str, type[cutlass.Numeric]]:
+        """Return the types of the caches: bytes."""
+        return {"cache": Uint8, "extra_cache": Uint8}
+
+    def typed_maps(self, args: SparseDecodeArguments) -> tuple[tensor_maps.TensorMap, ...]:
+        """Return no maps: rows are gathered by threads."""
+        return ()
+
+    def operands(self, args: SparseDecodeArguments) -> Operands:
+        """Return the arguments by meaning."""
+        lengths = Lengths(args.topk_length, args.extra_topk_length, args.topk, args.extra_topk)
+        return Operands(
+            args,
+            cache=SlotCache(
+                base=args.cache,
+                indices=args.indices,
+                index_strides=(args.indices_stride_batch, args.indices_stride_token),
+                page_stride=args.page_stride,
+                row_stride=args.row_stride,
+                page_size=args.page_size,
+                slots=args.slots,
+            ),
+            extra=SlotCache(
+                base=args.extra_cache,
+                indices=args.extra_indices,
+                index_strides=(args.extra_indices_stride_batch, args.extra_indices_stride_token),
+                page_stride=args.extra_page_stride,
+                row_stride=args.extra_row_stride,
+                page_size=args.extra_page_size,
+                slots=args.extra_slots,
+            ),
+            schedule=SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows),
+        )

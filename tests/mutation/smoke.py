@@ -1,0 +1,85 @@
+"""Judges broken numbers: a kernel's smoke cases run as `cute-mla verify` runs them, against the reference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.spec.arch import ARCHS
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.runner import Record, Schedule, Target, run_case
+from cute_mla.testing.suites import OPS, suite
+from tests.mutation.bench import UNNOTICED, Outcome, launched_instead, limited_time
+from tests.mutation.places import Places
+from tests.mutation.sites import Mutation
+
+ROUND_ROBIN = Schedule("round_robin", 0)
+LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
+HELPERS = ("split_plan", "combine")  # launched by calls of the decode ops
+
+
+def _run(case: BaseCase, kernel: KernelEntry) -> Record:
+    (record,) = run_case(case, Target(kernel.arch, "sim", (ROUND_ROBIN,)))
+    return record
+
+
+@dataclass(frozen=True)
+class SmokeTrial:
+    """A case of the smoke suite that launches a kernel. lines: PTX lines that it runs. seconds: CPU time of a run."""
+
+    kernel: KernelEntry
+    case: BaseCase
+    lines: frozenset[int]
+    seconds: float
+
+    def __call__(self, ptx: str) -> Outcome:
+        by = f"{ROUND_ROBIN} {self.case.id}"
+        try:
+            with launched_instead(self.kernel, ptx), limited_time(LEAST_SECONDS + SLOWER * self.seconds):
+                record = _run(self.case, self.kernel)
+        except TimeoutError:
+            return Outcome("hang", "", by)
+        if record.passed:
+            return UNNOTICED
+        if "TimeoutError" in record.reason:
+            return Outcome("hang", "", by)
+        return Outcome("finding" if record.findings else "answer", record.reason.splitlines()[0], by)
+
+
+class SmokeSubject:
+    """A kernel with the smoke cases that launch it, cheapest first."""
+
+    def __init__(self, kernel: KernelEntry) -> None:
+        self.kernel = kernel
+        self.ptx = load_artifacts().ptx(kernel)
+        self.places = Places(kernel)
+        self.trials = sorted(self._trials(), key=lambda trial: trial.seconds)
+
+    def _trials(self) -> Iterator[SmokeTrial]:
+        """Run each smoke case that may launch the kernel; ValueError if one fails on the kernel as it ships."""
+        arch = ARCHS[self.kernel.arch]
+        ops = [op for op in OPS if op == self.kernel.op or (self.kernel.op in HELPERS and op.endswith("decode"))]
+        for case in [entry.case for op in ops for entry in suite("smoke", op, simulated=True) if entry.mode != "skipped"]:
+            config = case.problem(arch).config.name
+            if case.op == self.kernel.op and load_artifacts().entry(case.op, arch.name, config).name != self.kernel.name:
+                continue
+            own = Places(self.kernel)
+            before = time.process_time()
+            with own.watch():
+                record = _run(case, self.kernel)
+            if not own.roles:
+                continue  # the call needs no launch of the helper
+            if not record.passed:
+                raise ValueError(f"{self.kernel.name} as it ships fails {case.id}: {record.reason}")
+            for line, roles in own.roles.items():
+                self.places.roles[line] |= roles
+            yield SmokeTrial(self.kernel, case, frozenset(own.roles), time.process_time() - before)
+
+    def judge(self, mutation: Mutation) -> Outcome:
+        """Run the cases that reach the broken line, cheapest first, until one notices. UNNOTICED if none does."""
+        broken = mutation.apply(self.ptx)
+        reaching = (trial for trial in self.trials if mutation.line in trial.lines)
+        return next((outcome for trial in reaching if (outcome := trial(broken)).noticed), UNNOTICED)
