@@ -80,7 +80,7 @@ def test_smoke_has_every_variant(op: str, arch: Arch) -> None:
 
 @pytest.mark.parametrize("op", SUITES)
 def test_smoke_is_small_and_each_case_is_there_once(op: str) -> None:
-    assert 12 <= len(SUITES[op]) <= 20
+    assert sum(case.tiles for case in SUITES[op]) <= 100
     assert all(case.tiles <= SMOKE_TILES for case in SUITES[op])
     assert len({case.id for case in SUITES[op]}) == len(SUITES[op])
     assert [item.case for item in suite("smoke", op, simulated=True)] == list(SUITES[op])
@@ -131,4 +131,7 @@ def test_pages_lie_where_the_layout_says(layout: PagedLayout) -> None:
     cache = allocate_cache(case, torch.device("cpu"))
     assert (cache == 0xFF).all()
     last = cache[-1].data_ptr() - cache.data_ptr()
-    assert {"packed": last == 3 * 8 * 656, "layers": last == 9 * 8 * 656, "far": last >= 1 << 32}[layout]
+    if layout == "far_rows":
+        last = cache[0, -1].data_ptr() - cache.data_ptr()
+    far = last >= 1 << 32
+    assert {"packed": last == 3 * 8 * 656, "layers": last == 9 * 8 * 656, "far": far, "far_rows": far}[layout]

@@ -14,12 +14,12 @@ from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import (
     DESCALE_K,
     DESCALE_Q,
-    FAR_ELEMENTS,
     UNUSED_TABLE_ENTRY,
     DenseDecodeCase,
     DenseDecodeTensors,
     make_dense_decode_tensors,
 )
+from cute_mla.testing.cases.far import FAR_ELEMENTS
 from cute_mla.testing.compare import same_bits
 
 PAGED = DenseDecodeCase(batch=3, s_q=2, lengths=(37, 0, 130), h_q=6, h_kv=2, page_size=32)

@@ -14,11 +14,11 @@ from cute_mla.testing.cases.base import Values
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, Ends, KvLayout, Neighbours, make_dense_prefill_tensors
 from cute_mla.testing.compare import compare, same_bits
 from cute_mla.testing.low_precision import error_limits, low_precision_attention
-from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations import operation
 from tests.support.bench import expect
 
 SMALL = DensePrefillCase(lengths=((20, 30), (7, 5), (0, 9), (4, 0), (3, 40)), h_kv=2, group=3, outputs="given")
-OPERATION = OPERATIONS[SMALL.op]
+OPERATION = operation(SMALL)
 KINDS = pytest.mark.parametrize(("dtype", "d_qk"), list(product(("bf16", "fp16"), (192, 128))))
 
 

@@ -23,8 +23,8 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "d_qk": (192, 128),
     "causal": (False, True),
     "values": get_args(Values),
-    "q_layout": get_args(QLayout),
-    "outputs": get_args(Outputs),
+    "q_layout": tuple(layout for layout in get_args(QLayout) if layout != "far_requests"),
+    "outputs": tuple(outputs for outputs in get_args(Outputs) if outputs != "far_requests"),
     "kv_layout": get_args(KvLayout),
     "ends": get_args(Ends),
     "neighbours": get_args(Neighbours),
@@ -114,8 +114,8 @@ def test_smoke_has_every_variant_walk_several_items(arch: Arch) -> None:
     assert walked == set(closed_variants(arch))
 
 
-def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
-    assert 12 <= len(SMOKE) <= 20
+def test_smoke_is_cheap() -> None:
+    assert sum(case.tiles for case in SMOKE) <= 1200
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

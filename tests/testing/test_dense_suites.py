@@ -102,9 +102,8 @@ def test_smoke_has_every_variant(arch: Arch) -> None:
     assert ran == set(closed_variants(arch))
 
 
-@pytest.mark.parametrize("operands", OPERANDS)
-def test_smoke_has_12_to_20_cases_of_at_most_200_tiles(operands: str) -> None:
-    assert 12 <= sum(case.operands == operands for case in SMOKE) <= 20
+def test_smoke_is_cheap() -> None:
+    assert sum(case.tiles for case in SMOKE) <= 2600
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_mla.testing.cases.sparse_indices import FAR_BYTES, INT_MAX, INT_MIN
+from cute_mla.testing.cases.far import FAR_ELEMENTS
+from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from cute_mla.testing.cases.sparse_prefill import (
     AMPLIFIED,
     Form,
@@ -22,11 +23,11 @@ from cute_mla.testing.cases.sparse_prefill import (
     make_sparse_prefill_tensors,
 )
 from cute_mla.testing.compare import compare, same_bits
-from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations import operation
 
 SMALL = SparsePrefillCase(s_q=5, h_q=3, s_kv=40, topk=20)
 RAGGED = SparsePrefillCase(batch=5, form="ragged", s_q=5, h_q=2, s_kv=300, topk=250, indices="mixed")
-OPERATION = OPERATIONS[SMALL.op]
+OPERATION = operation(SMALL)
 
 
 def tokens_of(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> list[tuple[int, Tensor]]:
@@ -254,8 +255,8 @@ def test_a_layout_of_kv_changes_strides_and_no_value(form: str, layout: str) -> 
     assert packed.kv.is_contiguous()
     assert other.kv.is_contiguous() == (layout == "packed")
     if layout == "far":
-        rows = torch.arange(case.kv_rows) * other.kv.stride(-3) * 2
-        far = rows >= FAR_BYTES
+        rows = torch.arange(case.kv_rows) * other.kv.stride(-3)
+        far = rows >= FAR_ELEMENTS
         assert case.kv_rows // 10 <= far.sum() <= case.kv_rows // 4
         assert (named(case, other) & far).any()
 

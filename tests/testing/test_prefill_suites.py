@@ -128,8 +128,8 @@ def test_smoke_has_every_variant_walk_several_tokens(arch: Arch) -> None:
     assert {config.access_bytes for config in walked} == {config.access_bytes for config in closed_variants(arch)}
 
 
-def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
-    assert 12 <= len(SMOKE) <= 20
+def test_smoke_is_cheap() -> None:
+    assert sum(case.tiles for case in SMOKE) <= 1300
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

@@ -122,8 +122,8 @@ def test_smoke_has_every_format_with_either_kind_of_problem() -> None:
     assert {case.cache for case in SMOKE if case.indices == "mixed"} == {"latent", "fp8_656", "fp8_584"}
 
 
-def test_smoke_has_12_to_20_cases_of_at_most_200_tiles() -> None:
-    assert 12 <= len(SMOKE) <= 20
+def test_smoke_is_cheap() -> None:
+    assert sum(case.tiles for case in SMOKE) <= 1300
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

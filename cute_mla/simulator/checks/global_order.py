@@ -14,7 +14,7 @@ import numpy as np
 from ..state.access import GlobalAccess
 from ..state.cta import Cta
 from ..state.engine_protocol import Engine
-from ..state.global_trace import GlobalTrace
+from ..state.global_trace import GlobalTrace, SparseEntries
 from ..state.window import Window
 
 
@@ -59,7 +59,7 @@ def agents(w: Window) -> np.ndarray:
     return np.asarray(1 + w.cta.cluster.number * clocks.rows + w.cta.rank * clocks.warps + w.lane_warps)[:, None]
 
 
-def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, entries: np.ndarray) -> np.ndarray | None:
+def unordered(w: Window, access: GlobalAccess, trace: GlobalTrace, entries: np.ndarray | SparseEntries) -> np.ndarray | None:
     """Find earlier accesses of other agents that the agents that access now do not know to be done; None for none.
 
     entries: the trace's stores or loads. Return a mask of the units that are accessed, shape (accesses, units).

@@ -7,6 +7,40 @@ import numpy as np
 from .access import GlobalAccess
 from .memory import Buffer
 
+LARGE_BYTES = 1 << 30  # a buffer of this size has sparse entries: arrays would take up to 8 bytes for each of its bytes
+
+
+class SparseEntries:
+    """Entries of a large buffer, of which only the chunks that are accessed take memory. Indexed by units, like an array of int32."""
+
+    def __init__(self) -> None:
+        self._each = 1 << 14  # units of a chunk
+        self._rows: dict[int, int] = {}  # by the number of a chunk, its place among the values
+        self._values = np.zeros(0, np.int32)
+
+    def __getitem__(self, units: np.ndarray | int) -> np.ndarray:
+        places = self._places(units)  # first: this may replace the values
+        return np.asarray(self._values[places])
+
+    def __setitem__(self, units: np.ndarray, values: np.ndarray | int) -> None:
+        places = self._places(units)
+        self._values[places] = values
+
+    def refine(self, factor: int) -> None:
+        """Go on with units smaller by this factor."""
+        self._values = np.repeat(self._values, factor)
+        self._each *= factor
+
+    def _places(self, units: np.ndarray | int) -> np.ndarray:
+        units = np.asarray(units)
+        chunks, which = np.unique(units // self._each, return_inverse=True)
+        new = [chunk for chunk in chunks.tolist() if chunk not in self._rows]
+        if new:
+            self._rows.update(zip(new, range(len(self._rows), len(self._rows) + len(new)), strict=True))
+            self._values = np.concatenate((self._values, np.zeros(len(new) * self._each, np.int32)))
+        first = np.array([self._rows[chunk] for chunk in chunks.tolist()]) * self._each
+        return np.asarray(first[which.reshape(units.shape)] + units % self._each)
+
 
 class GlobalTrace:
     """Last accesses to each unit of a buffer. stores, loads: entries of the launch's EventLog, 0 for none.
@@ -18,12 +52,23 @@ class GlobalTrace:
         self.buffer = buffer
         self.unit = unit
         units = -(-buffer.nbytes // unit)
-        self.stores, self.loads = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        self.stores: np.ndarray | SparseEntries
+        self.loads: np.ndarray | SparseEntries
+        if buffer.nbytes < LARGE_BYTES:
+            self.stores, self.loads = np.zeros(units, np.int32), np.zeros(units, np.int32)
+        else:
+            self.stores, self.loads = SparseEntries(), SparseEntries()
         self.is_read = False
 
     def refine(self, unit: int) -> None:
         """Go on with smaller units."""
-        self.stores, self.loads = (np.repeat(array, self.unit // unit) for array in (self.stores, self.loads))
+        factor = self.unit // unit
+        for name in ("stores", "loads"):
+            entries = getattr(self, name)
+            if isinstance(entries, SparseEntries):
+                entries.refine(factor)
+            else:
+                setattr(self, name, np.repeat(entries, factor))
         self.unit = unit
 
     def units(self, access: GlobalAccess) -> np.ndarray:
@@ -31,12 +76,17 @@ class GlobalTrace:
         first = (access.low - self.buffer.address) // self.unit
         return first + access.pattern.index(self.unit, access.nbytes // self.unit)
 
-    def take(self, access: GlobalAccess, entries: np.ndarray) -> np.ndarray:
+    def take(self, access: GlobalAccess, entries: np.ndarray | SparseEntries) -> np.ndarray:
         """Return the entries (stores or loads) of the units that accesses touch, shape (accesses, units)."""
+        if isinstance(entries, SparseEntries):
+            return entries[self.units(access)]
         return access.take(entries, self.buffer.address, self.unit, access.nbytes // self.unit)
 
-    def put(self, access: GlobalAccess, entries: np.ndarray, new: np.ndarray | int) -> None:
+    def put(self, access: GlobalAccess, entries: np.ndarray | SparseEntries, new: np.ndarray | int) -> None:
         """Set the entries (stores or loads) of the units that accesses touch."""
+        if isinstance(entries, SparseEntries):
+            entries[self.units(access)] = new
+            return
         access.put(entries, self.buffer.address, self.unit, access.nbytes // self.unit, new)
 
 

@@ -15,8 +15,8 @@ from ...spec.mla import D_V
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Values = Literal["normal", "rising", "falling", "peaks"]
-QLayout = Literal["packed", "sliced", "odd", "even", "heads_first"]
-Outputs = Literal["allocated", "given", "strided", "odd"]
+QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
+Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
 Metadata = Literal["tensors", "object"]
 Tags = dict[str, Callable[[Any], str]]
 
@@ -60,10 +60,11 @@ class BaseCase:
 
     q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows one element longer than d_qk, aligned to one
         element only; "even": rows two elements longer, aligned to two elements; "heads_first": a transposed
-        [h_q, b, s_q, d_qk], as the absorption matmul of an engine leaves q.
+        [h_q, b, s_q, d_qk], as the absorption matmul of an engine leaves q; one of FAR_DIMENSIONS: the last request, query token or
+        head lies FAR_ELEMENTS or more from the first.
     outputs: "allocated": the call allocates its results; "given": the caller passes results and workspace; "strided": like "given",
         but out is a 16-byte aligned slice and the other results are slices; "odd": like "strided", but rows of out are d_v + 1
-        elements apart.
+        elements apart; one of FAR_DIMENSIONS: like "given", with every result far in this dimension.
     sm_count: streaming multiprocessors of the simulated device, None for the default board; a GPU has its own.
     cut_by: the field that a suite lowers to make a case cheaper. d_v: columns of out.
     """

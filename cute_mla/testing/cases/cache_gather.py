@@ -17,6 +17,7 @@ from ...spec.cache_format import LATENT
 from ...spec.cache_rows import FP8_576
 from ...spec.mla import ceil_div
 from .base import DTYPES, Tags
+from .far import far_tensor
 from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
 from .tensors import OutputBuffer, generator_for, nan_tensor
 
@@ -28,6 +29,7 @@ class CacheGatherCase(PagedCacheCase):
     """One gather.
 
     lengths: keys to gather per request. starts: position of each request's first key, None: omitted. rest: rows of out behind the last key.
+    far_table: the last row of the block table lies FAR_ELEMENTS or more from the first. outputs: of the far ones, "far_tokens" only.
     broken: every seventh used entry of the block table names no page, and the longest request needs one entry more than the table has.
     """
 
@@ -36,6 +38,7 @@ class CacheGatherCase(PagedCacheCase):
         "starts": lambda starts: "from" + "_".join(map(str, starts)),
         "rest": lambda rest: f"rest{rest}",
         "broken": lambda _: "broken_table",
+        "far_table": lambda _: "table_far",
         **PagedCacheCase.tags,
     }
 
@@ -43,6 +46,7 @@ class CacheGatherCase(PagedCacheCase):
     starts: tuple[int, ...] | None = None
     rest: int = 0
     broken: bool = False
+    far_table: bool = False
 
     @property
     def shape_id(self) -> str:
@@ -87,7 +91,7 @@ def make_cache_gather_tensors(case: CacheGatherCase, device: str | torch.device 
     ends = [0, *accumulate(case.lengths)]
     return CacheGatherTensors(
         k_cache=_filled(case, used, device),
-        block_table=table.to(device),
+        block_table=_far_rows(table, device) if case.far_table else table.to(device),
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device),
         starts=None if case.starts is None else torch.tensor(case.starts, dtype=torch.int32, device=device),
         descale_k=scale_tensor(case, device),
@@ -111,6 +115,11 @@ def _block_table(case: CacheGatherCase) -> tuple[Tensor, Tensor]:
     if case.broken:
         table[:, 1:most:7] = torch.tensor([-1, case.pages])[torch.arange(len(range(1, most, 7))) % 2].int()
     return table[:, :most], used
+
+
+def _far_rows(table: Tensor, device: torch.device) -> Tensor:
+    """Copy a block table to rows of which the last lies far from the first."""
+    return far_tensor(table.shape, 0, torch.int32, device).copy_(table)
 
 
 def _filled(case: CacheGatherCase, used: Tensor, device: torch.device) -> Tensor:
@@ -138,6 +147,9 @@ def _output_buffers(case: CacheGatherCase, device: torch.device) -> dict[str, Ou
         return {}
     if case.outputs == "given":
         out = nan_tensor((rows, columns), dtype, device)
+        return {"out": OutputBuffer(out, out)}
+    if case.outputs == "far_tokens":
+        out = far_tensor((rows, columns), 0, dtype, device)
         return {"out": OutputBuffer(out, out)}
     out = nan_tensor((rows + 1, columns + (3 if case.outputs == "odd" else 64)), dtype, device)
     return {"out": OutputBuffer(out[1:, 1:-2] if case.outputs == "odd" else out[1:, 32:-32], out)}

@@ -13,12 +13,13 @@ from torch import Tensor
 from ...spec.cache_rows import latent_columns
 from ...spec.mla import D_ROPE
 from .base import DTYPES, Tags
+from .far import far_tensor
 from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
 from .tensors import OutputBuffer, generator_for, nan_tensor
 
 KeyValues = Literal["normal", "nasty"]
-KeyLayout = Literal["packed", "projection", "odd"]
-SlotType = Literal["int64", "int32", "strided"]
+KeyLayout = Literal["packed", "projection", "odd", "far"]
+SlotType = Literal["int64", "int32", "strided", "far"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,10 @@ class CacheWriteCase(PagedCacheCase):
 
     tokens: keys to write. Every fifth has a slot outside the cache, the others have distinct slots inside.
     values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, and groups of zeros.
-    key_layout: "projection": latent and rotary columns are slices of wider rows; "odd": slices that begin at odd elements.
-    slot_type: "strided": int64, every second element of a tensor. power_of_two: scales of fp8_656 are powers of two.
+    key_layout: "projection": latent and rotary columns are slices of wider rows; "odd": slices that begin at odd elements;
+        "far": the last key lies FAR_ELEMENTS or more from the first.
+    slot_type: "strided": int64, every second element of a tensor; "far": int64, far in the same way.
+    power_of_two: scales of fp8_656 are powers of two.
     """
 
     op: ClassVar[str] = "cache_write"
@@ -74,6 +77,9 @@ def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = 
     device, latent = torch.device(device), latent_columns(case.format)
     columns = latent + D_ROPE
     values = _key_values(case, columns).to(DTYPES[case.dtype])
+    if case.key_layout == "far":
+        rows = far_tensor((case.tokens, columns), 0, values.dtype, device).copy_(values)
+        return _with_keys(case, rows[:, :latent], rows[:, latent:], device)
     before, around = {"packed": (0, 0), "projection": (64, 128), "odd": (3, 7)}[case.key_layout]
     wide = nan_tensor((case.tokens, columns + around), values.dtype, device)
     rows = wide[:, before : before + columns]
@@ -81,7 +87,14 @@ def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = 
     kv_c, k_pe = rows[:, :latent], rows[:, latent:]
     if case.key_layout == "packed":
         kv_c, k_pe = kv_c.contiguous(), k_pe.contiguous()
-    return CacheWriteTensors(kv_c, k_pe, allocate_cache(case, device), _slots(case).to(device), scale_tensor(case, device))
+    return _with_keys(case, kv_c, k_pe, device)
+
+
+def _with_keys(case: CacheWriteCase, kv_c: Tensor, k_pe: Tensor, device: torch.device) -> CacheWriteTensors:
+    """Add the other operands."""
+    slots = _slots(case)
+    slots = far_tensor(slots.shape, 0, slots.dtype, device).copy_(slots) if case.slot_type == "far" else slots.to(device)
+    return CacheWriteTensors(kv_c, k_pe, allocate_cache(case, device), slots, scale_tensor(case, device))
 
 
 def _key_values(case: CacheWriteCase, columns: int) -> Tensor:
@@ -113,7 +126,8 @@ def _slots(case: CacheWriteCase) -> Tensor:
     chosen = torch.where(torch.arange(case.tokens) % 5 == 2, outside[torch.arange(case.tokens) // 5 % 5], chosen)
     if case.slot_type == "int32":
         return chosen.int()
-    if case.slot_type == "strided":
+    if case.slot_type in ("strided", "far"):
         chosen = torch.where(chosen == (1 << 31) - 1, 1 << 40, chosen)
+    if case.slot_type == "strided":
         return torch.stack((chosen, torch.zeros_like(chosen)), dim=1)[:, 0]
     return chosen

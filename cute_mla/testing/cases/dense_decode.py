@@ -20,6 +20,7 @@ from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodePr
 from ...spec.mla import D_QK, ceil_div
 from ...spec.split_plan import TILE_KEYS
 from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .far import far_tensor
 from .tensors import (
     Fp32Result,
     OutputBuffer,
@@ -35,10 +36,12 @@ from .tensors import (
 UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
-FAR_ELEMENTS = 1 << 31  # an offset that needs 64 bits
 DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # no powers of two; elements of e4m3 operands then reach from about 2^-9 to 300
 
-CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far"]
+# Tags of the fields of a block table, as in TAGS.
+TABLE_TAGS: Tags = {"table_pages": lambda pages: f"table{pages}", "far_table": lambda _: "table_far"}
+
+CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far", "far_rows"]
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,16 @@ class DenseDecodeCase(DecodeCase):
     values: "normal": N(0, 1)/10 clamped to +-1; "rising": scores rise along the keys, so that the running maximum moves in every
         tile; "falling": it never moves after the first tile; "peaks": a few keys per request outweigh all others.
     cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
-        "heads_first": a transposed [pages, h_kv, page, 576]; "far": pages beyond 2^31 elements.
+        "heads_first": a transposed [pages, h_kv, page, 576]; "far": the last page lies FAR_ELEMENTS or more from the first;
+        "far_rows": the last row of every page does.
+    table_pages: columns of the block table, None: two more than any request needs. Lengths beyond the table are cut to its capacity, and
+        negative lengths to 0.
+    far_table: the last row of the block table lies FAR_ELEMENTS or more from the first.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     """
 
     op: ClassVar[str] = "dense_decode"
-    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", "operands": str, **TAGS}
+    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", "operands": str, **TABLE_TAGS, **TAGS}
 
     s_k: int = 128
     h_kv: int = 1
@@ -67,6 +74,8 @@ class DenseDecodeCase(DecodeCase):
     values: Values = "normal"
     cache_layout: CacheLayout = "packed"
     operands: str = LATENT
+    table_pages: int | None = None
+    far_table: bool = False
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS or (self.operands != LATENT and self.h_kv != 1):
@@ -106,7 +115,13 @@ class DenseDecodeCase(DecodeCase):
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
-        """Return the length of each request."""
+        """Return the keys that each request attends to."""
+        most = min((1 << 31) - 1 if self.table_pages is None else self.table_pages * self.page_size, (1 << 31) - 1)
+        return tuple(min(max(length, 0), most) for length in self.given_lengths)
+
+    @cached_property
+    def given_lengths(self) -> tuple[int, ...]:
+        """Return the length of each request as the call gets it."""
         if self.lengths is not None:
             return self.lengths
         draw = random.Random(f"{self.seed} {self.batch} {self.s_q} {self.s_k}")
@@ -125,7 +140,7 @@ class DenseDecodeCase(DecodeCase):
     @property
     def pages_per_request(self) -> int:
         """Return the columns of the block table."""
-        return max(self.pages, default=0) + TABLE_SLACK
+        return max(self.pages, default=0) + TABLE_SLACK if self.table_pages is None else self.table_pages
 
     def problem(self, arch: Arch) -> DenseDecodeProblem:
         """Return the shapes of the call."""
@@ -180,7 +195,7 @@ def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device 
     descale_q, descale_k = case.descales
     q.copy_(values if descale_q is None else values / descale_q)
     k_cache, block_table = _paged_cache(case, q.device)
-    cache_seqlens = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+    cache_seqlens = torch.tensor(case.given_lengths, dtype=torch.int32, device=device)
     return DenseDecodeTensors(
         q=q,
         k_cache=k_cache,
@@ -188,7 +203,7 @@ def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device 
         cache_seqlens=cache_seqlens,
         descale_q=descale_tensor(descale_q, q.device),
         descale_k=descale_tensor(descale_k, q.device),
-        output_buffers=allocate_output_buffers(case, q.device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1)}),
+        output_buffers=allocate_output_buffers(case, q.device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1, 1)}),
     )
 
 
@@ -198,7 +213,7 @@ def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
 
 
 def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> Tensor:
-    """Allocate k_cache [pages, page, h_kv, 576] in its layout, with NaN in and around it; "far": uninitialised memory."""
+    """Allocate k_cache [pages, page, h_kv, 576] in its layout, with NaN in it and, in all layouts but the far ones, around it."""
     page, h_kv, dtype = case.page_size, case.h_kv, case.cache_dtype
     match case.cache_layout:
         case "packed":
@@ -210,9 +225,9 @@ def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> T
         case "heads_first":
             return nan_tensor((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
         case "far":
-            stride = ceil_div(FAR_ELEMENTS, (pages - 1) * 64) * 64  # the last page begins at or past FAR_ELEMENTS
-            storage = torch.empty((pages - 1) * stride + page * h_kv * D_QK, dtype=dtype, device=device)
-            return storage.as_strided((pages, page, h_kv, D_QK), (stride, h_kv * D_QK, D_QK, 1))
+            return far_tensor((pages, page, h_kv, D_QK), 0, dtype, device)
+        case "far_rows":
+            return far_tensor((pages, page, h_kv, D_QK), 1, dtype, device)
 
 
 def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -224,14 +239,21 @@ def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, T
     generator.manual_seed(case.seed + 1)
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
     shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # use the last page, which may lie far away, first
-    table = torch.full((case.batch, case.pages_per_request), UNUSED_TABLE_ENTRY, dtype=torch.int32)
+    table = _block_table_storage(case, device)
     first = 0
     for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
         own = torch.tensor(shuffled[first : first + count], dtype=torch.int64)
-        table[request, :count] = own.int()
+        table[request, :count] = own.int().to(device)
         cache[own.to(device)] = _request_pages(case, length, count, generator).to(cache)
         first += count
-    return cache, table.to(device)
+    return cache, table
+
+
+def _block_table_storage(case: DenseDecodeCase, device: torch.device) -> Tensor:
+    """Allocate the block table, int32 [b, columns], full of entries out of range; there are more of these behind each row."""
+    shape = (case.batch, case.pages_per_request + TABLE_SLACK)
+    wide = far_tensor(shape, 0, torch.int32, device) if case.far_table else torch.empty(shape, dtype=torch.int32, device=device)
+    return wide.fill_(UNUSED_TABLE_ENTRY)[:, : case.pages_per_request]
 
 
 def _request_pages(case: DenseDecodeCase, length: int, count: int, generator: torch.Generator) -> Tensor:

@@ -19,6 +19,7 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags, Values
+from .far import far_tensor
 from .tensors import (
     Fp32Result,
     OutputBuffer,
@@ -36,7 +37,7 @@ BLOCK = 64  # query rows and keys of a tile, the unit of a case's cost
 
 Ends = Literal["margins", "clipped"]
 Neighbours = Literal["finite", "nan"]
-KvLayout = Literal["packed", "padded", "kvpacked", "heads_first"]
+KvLayout = Literal["packed", "padded", "kvpacked", "heads_first", "far_tokens", "far_heads"]
 SeqLengths = tuple[tuple[int, int], ...]  # query tokens and keys of each sequence
 
 
@@ -55,7 +56,7 @@ class DensePrefillCase(BaseCase):
         negative and the last offsets lie far beyond the tensors.
     neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
     kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
-        transposed [h_kv, total_k, ..].
+        transposed [h_kv, total_k, ..]; "far_tokens", "far_heads": far in this dimension.
     """
 
     op: ClassVar[str] = "dense_prefill"
@@ -190,7 +191,7 @@ def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.devic
         v=v,
         cu_seqlens_q=_offsets(case, case.q_starts, device),
         cu_seqlens_k=_offsets(case, case.k_starts, device),
-        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1)}, drop_batch=True),
+        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1, 2)}, drop_batch=True),
     )
 
 
@@ -233,3 +234,7 @@ def _kv_storage(case: DensePrefillCase, device: torch.device) -> tuple[Tensor, T
         case "heads_first":
             k, v = (nan_tensor((heads, rows, columns), dtype, device) for columns in (d_qk, D_V))
             return k.transpose(0, 1), v.transpose(0, 1)
+        case far:
+            dim = ("far_tokens", "far_heads").index(far)
+            k, v = (far_tensor((rows, heads, columns), dim, dtype, device) for columns in (d_qk, D_V))
+            return k, v

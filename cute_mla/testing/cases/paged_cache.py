@@ -18,9 +18,9 @@ from ...spec.cache_format import LATENT, CacheFormat
 from ...spec.cache_rows import CACHED, CacheRowsConfig, config_of
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags
-from .sparse_indices import FAR_BYTES
+from .far import FAR_ELEMENTS, far_tensor, reserve
 
-PagedLayout = Literal["packed", "layers", "far"]
+PagedLayout = Literal["packed", "layers", "far", "far_rows"]
 
 _UNUSED = 0xFF  # in codes, scales and 16-bit columns of every format: part of a NaN
 _ALIGNMENT = 16  # bytes, of pages
@@ -37,7 +37,8 @@ class PagedCacheCase(BaseCase):
     """One call over a paged cache.
 
     cache: the name of the cache's format; dtype: of the keys outside the cache. scale_of_cache: descale_k of fp8_576, None: omitted.
-    cache_layout: "layers": one layer of three, whose pages lie side by side; "far": the last page lies beyond 2^32 bytes.
+    cache_layout: "layers": one layer of three, whose pages lie side by side; "far": the last page lies beyond 2^32 elements; "far_rows":
+        the last row of every page does, not for fp8_584, whose scales lie behind all rows of a page.
     """
 
     cut_by: ClassVar[str] = "pages"
@@ -70,28 +71,30 @@ class PagedCacheCase(BaseCase):
 
 
 def allocate_cache(case: PagedCacheCase, device: torch.device) -> Tensor:
-    """Allocate a cache [pages, page size, 1, columns] in its layout, full of NaN; "far": only its pages are initialised."""
+    """Allocate a cache [pages, page size, 1, columns] in its layout, full of NaN; "far", "far_rows": only its elements."""
     layout, dtype = case.format, DTYPES[case.dtype] if case.format is LATENT else dtypes_of(case.format)[0]
     token = columns_of(layout)
+    shape = (case.pages, case.page_size, 1, token)
+    if case.cache_layout == "far_rows":
+        return far_tensor(shape, 1, dtype, device)
     own = ceil_div(case.page_size * token * dtype.itemsize, _ALIGNMENT) * _ALIGNMENT
     stride = 3 * own if case.cache_layout == "layers" else own
     if case.cache_layout == "far":
-        stride = ceil_div(FAR_BYTES, (case.pages - 1) * _ALIGNMENT) * _ALIGNMENT
+        stride = ceil_div(FAR_ELEMENTS * dtype.itemsize, (case.pages - 1) * _ALIGNMENT) * _ALIGNMENT
     nbytes = (case.pages - 1) * stride + (3 * own if case.cache_layout == "layers" else own)
-    storage = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    storage = reserve(nbytes, device) if case.cache_layout == "far" else torch.empty(nbytes, dtype=torch.uint8, device=device)
     first = own if case.cache_layout == "layers" else 0
     whole = storage.as_strided((case.pages, own), (stride, 1), first) if case.cache_layout == "far" else storage
     whole.fill_(_UNUSED)
-    elements = (case.pages, case.page_size, 1, token)
     strides = (stride // dtype.itemsize, token, token, 1)
-    return storage.view(dtype).as_strided(elements, strides, first // dtype.itemsize)
+    return storage.view(dtype).as_strided(shape, strides, first // dtype.itemsize)
 
 
 def cache_bytes(case: PagedCacheCase, k_cache: Tensor) -> Tensor:
-    """Copy the bytes of a cache to int16, a result to compare; the memory around pages is included unless the layout is "far"."""
-    if case.cache_layout != "far":
+    """Copy the bytes of a cache to int16, a result to compare; the memory around pages is included unless the layout is a far one."""
+    if case.cache_layout not in ("far", "far_rows"):
         return torch.empty(0, dtype=torch.uint8, device=k_cache.device).set_(k_cache.untyped_storage()).clone().view(torch.int16)
-    return k_cache.view(torch.uint8).flatten(1).contiguous().view(torch.int16)
+    return k_cache.view(torch.uint8).contiguous().flatten(1).view(torch.int16)
 
 
 def copy_cache(case: PagedCacheCase, k_cache: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from ...spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
 from .base import DTYPES, TAGS, DecodeCase, Tags
+from .far import reserve
 from .sparse_indices import FAR_BYTES, INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
 from .tensors import (
     RAMPED,
@@ -43,7 +44,7 @@ V4_PAGE_MULTIPLE = 576  # FlashMLA pads pages of fp8_584 to a multiple of this
 _NAN_BYTE = 0xFF
 
 SparseValues = Literal["normal", "rising", "falling", "peaks", "spread", "coherent"]
-SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far"]
+SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far", "far_rows"]
 
 
 class Pool(NamedTuple):
@@ -79,7 +80,8 @@ class SparseDecodeCase(DecodeCase):
     power_of_two: scales of fp8_656 are powers of two. Scales of fp8_584 always are.
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, other pages have no padding; "tight": pages of fp8_584
         without padding; "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows further apart than
-        their length, not for fp8_584; "far": the last page begins beyond 2^32 bytes.
+        their length, not for fp8_584; "far": the last page begins beyond 2^32 bytes; "far_rows": the last row of every page does,
+        not for fp8_584.
     indices: as in draw_key_positions, with invalid values of every kind. index_layout: as in lay_out_indices.
     sinks: as in draw_sinks.
     """
@@ -110,7 +112,7 @@ class SparseDecodeCase(DecodeCase):
             if isinstance(pool.lengths, tuple) and len(pool.lengths) != self.batch:
                 raise ValueError(f"lengths: got {len(pool.lengths)} for a batch of {self.batch}")
         pages = self.cache == "fp8_584"
-        if (self.cache_layout == "tight" and not pages) or (self.cache_layout == "padded_rows" and pages):
+        if (self.cache_layout == "tight" and not pages) or (self.cache_layout in ("padded_rows", "far_rows") and pages):
             raise ValueError(f"cache_layout {self.cache_layout!r} is not one of {self.cache}")
 
     @property
@@ -204,7 +206,7 @@ def make_sparse_decode_tensors(case: SparseDecodeCase, device: str | torch.devic
         indices=indices,
         topk_length=topk_length,
         attn_sink=sparse_indices.draw_sinks(case.sinks, case.h_q, case.seed, device),
-        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1)}),
+        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1, 1)}),
     )
     if case.extra is not None:
         k_cache, indices, topk_length = _pool(case, 1, case.extra, device)
@@ -243,7 +245,7 @@ def _pool(case: SparseDecodeCase, number: int, pool: Pool, device: torch.device)
     cache = storage if case.format.quantised else storage.view(DTYPES[case.dtype])
     lengths = case.topk_lengths[number]
     topk_length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-    return cache, sparse_indices.lay_out_indices(indices, case.index_layout).to(device), topk_length
+    return cache, sparse_indices.lay_out_indices(indices, case.index_layout, device), topk_length
 
 
 def _positions(case: SparseDecodeCase, row: int, pool: Pool, draw: torch.Generator) -> Tensor:
@@ -297,10 +299,10 @@ def _encoded(case: SparseDecodeCase, keys: Tensor) -> Tensor:
 
 
 def _cache_storage(case: SparseDecodeCase, pool: Pool, pages: int, device: torch.device) -> Tensor:
-    """Allocate uint8 [pages, page, 1, bytes per token] in its layout, with 0xFF in and around it; "far": uninitialised memory."""
+    """Allocate uint8 [pages, page, 1, bytes per token] in its layout, with 0xFF in it and, in all layouts but the far ones, around it."""
     token, page = case.format.page_bytes(1), case.format.page_bytes(pool.page_size)
     padded = case.cache == "fp8_584" and case.cache_layout != "tight"
-    row, offset = token, 0
+    row, offset, span = token, 0, 0
     stride = ceil_div(page, V4_PAGE_MULTIPLE) * V4_PAGE_MULTIPLE if padded else page
     match case.cache_layout:
         case "layers":
@@ -310,9 +312,13 @@ def _cache_storage(case: SparseDecodeCase, pool: Pool, pages: int, device: torch
             stride = pool.page_size * row
         case "far":
             stride = ceil_div(FAR_BYTES, (pages - 1) * V4_PAGE_MULTIPLE) * V4_PAGE_MULTIPLE
+        case "far_rows":
+            row = ceil_div(FAR_BYTES, max(pool.page_size - 1, 1) * V4_PAGE_MULTIPLE) * V4_PAGE_MULTIPLE
+            stride, span = token, (pool.page_size - 1) * row + pages * token
         case _:
             pass
-    storage = torch.empty(pages * stride, dtype=torch.uint8, device=device)
-    if case.cache_layout != "far":
-        storage.fill_(_NAN_BYTE)
+    if case.cache_layout in ("far", "far_rows"):
+        storage = reserve(span or pages * stride, device)
+        return storage.as_strided((pages, pool.page_size, 1, token), (stride, row, row, 1)).fill_(_NAN_BYTE)
+    storage = torch.full((pages * stride,), _NAN_BYTE, dtype=torch.uint8, device=device)
     return storage.as_strided((pages, pool.page_size, 1, token), (stride, row, row, 1), offset)

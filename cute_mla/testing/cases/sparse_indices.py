@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...spec.split_plan import TILE_KEYS
+from .far import FAR_DIMENSIONS, far_tensor
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
@@ -16,7 +17,7 @@ FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elem
 _EDGES = (1, 64, 65, 63, 0, 1 << 20, -7)  # lengths around a tile; kernels clip the last two
 
 Indices = Literal["valid", "mixed", "none"]
-IndexLayout = Literal["packed", "odd"]
+IndexLayout = Literal["packed", "odd", "far_requests", "far_tokens"]
 Sinks = Literal["none", "drawn", "infinite"]
 Lengths = Literal["drawn", "zeros", "edges"] | tuple[int, ...]
 
@@ -93,11 +94,16 @@ def encode_indices(positions: Tensor, slots: Tensor, invalid: tuple[int, ...]) -
     return torch.where(valid, values, torch.tensor(invalid)[torch.where(valid, 0, -1 - positions)]).int()
 
 
-def lay_out_indices(indices: Tensor, layout: IndexLayout) -> Tensor:
-    """Return indices int32 [b, s_q, topk] in their layout; "odd": rows aligned to one element, between indices of valid keys."""
+def lay_out_indices(indices: Tensor, layout: IndexLayout, device: torch.device) -> Tensor:
+    """Return indices int32 [b, s_q, topk] in their layout on a device.
+
+    layout: "odd": rows aligned to one element, between indices of valid keys; a FarDimension: far in that dimension.
+    """
     if layout == "packed":
-        return indices
-    storage = torch.zeros(*indices.shape[:2], indices.shape[2] + 3, dtype=torch.int32)
+        return indices.to(device)
+    if layout != "odd":
+        return far_tensor(indices.shape, FAR_DIMENSIONS.index(layout), torch.int32, device).copy_(indices)
+    storage = torch.zeros(*indices.shape[:2], indices.shape[2] + 3, dtype=torch.int32, device=device)
     storage[..., 1:-2] = indices
     return storage[..., 1:-2]
 

@@ -23,7 +23,8 @@ from ...spec.sparse_prefill import HEAD_DIMS, SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
 from .base import DTYPES, TAGS, BatchedCase, Tags
-from .sparse_indices import FAR_BYTES, INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
+from .far import far_tensor
+from .sparse_indices import INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
 from .tensors import (
     Fp32Result,
     OutputBuffer,
@@ -58,7 +59,7 @@ class SparsePrefillCase(BatchedCase):
         fifty is as large as with "normal" and AMPLIFIED times larger than all others. With a scale such as 64 the scores of the
         small rows are almost 0, and the running maximum jumps at each large row.
     kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
-        "far": the last eighth of the rows lies beyond 2^32 bytes.
+        "far": the last eighth of the rows lies FAR_ELEMENTS or more from the first.
     indices: as in draw_key_positions, with the values of invalid_indices. index_layout: as in lay_out_indices. sinks: as in draw_sinks.
     """
 
@@ -198,7 +199,7 @@ def make_sparse_prefill_tensors(case: SparsePrefillCase, device: str | torch.dev
     return SparsePrefillTensors(
         q=_as_called(case, _q(case, device)),
         kv=_as_called(case, kv.unflatten(0, (case.batch, case.s_kv)) if case.offsets is None else kv),
-        indices=_as_called(case, sparse_indices.lay_out_indices(indices, case.index_layout).to(device)).unsqueeze(-2),
+        indices=_as_called(case, sparse_indices.lay_out_indices(indices, case.index_layout, device)).unsqueeze(-2),
         topk_length=None if lengths is None else _as_called(case, lengths),
         attn_sink=sparse_indices.draw_sinks(case.sinks, case.h_q, case.seed, device),
         kv_offsets=None if case.offsets is None else _int32(case.offsets, device),
@@ -217,7 +218,7 @@ def _int32(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _output_buffers(case: SparsePrefillCase, device: torch.device) -> dict[str, OutputBuffer]:
     shape = (case.batch, case.s_q, case.h_q)
-    fp32 = {"max_logits": Fp32Result(shape, 1), "lse": Fp32Result(shape, 2)}
+    fp32 = {"max_logits": Fp32Result(shape, 1, 2), "lse": Fp32Result(shape, 2, 2)}
     return allocate_output_buffers(case, device, fp32, drop_batch=case.form == "single")
 
 
@@ -260,7 +261,7 @@ def _kv(case: SparsePrefillCase, named: Tensor) -> Tensor:
 
 
 def _kv_storage(case: SparsePrefillCase, device: torch.device) -> Tensor:
-    """Allocate kv [kv_rows, 1, d_qk] in its layout, with NaN around it; "far": uninitialised memory."""
+    """Allocate kv [kv_rows, 1, d_qk] in its layout, with NaN in it and, in all layouts but "far", around it."""
     rows, d_qk, dtype = case.kv_rows, case.d_qk, DTYPES[case.dtype]
     match case.kv_layout:
         case "packed":
@@ -270,6 +271,4 @@ def _kv_storage(case: SparsePrefillCase, device: torch.device) -> Tensor:
         case "layers":
             return nan_tensor((rows, 3, 1, d_qk), dtype, device)[:, 1]
         case "far":
-            stride = ceil_div(FAR_BYTES, rows * 7 // 8 * dtype.itemsize * 64) * 64
-            storage = torch.empty((rows - 1) * stride + d_qk, dtype=dtype, device=device)
-            return storage.as_strided((rows, 1, d_qk), (stride, d_qk, 1))
+            return far_tensor((rows, 1, d_qk), 0, dtype, device, rows * 7 // 8)

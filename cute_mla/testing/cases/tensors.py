@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...spec.mla import D_ROPE
 from .base import DTYPES, BaseCase
+from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
 STEEP = 4.0  # of ramped values: rotary columns of q, and the bound of those of k; scores span +-43 at the default scale
@@ -35,10 +36,14 @@ class Operands(Protocol):
 
 
 class Fp32Result(NamedTuple):
-    """A result beside out. shape: [b, x, y]; dense: the dimension, 1 or 2, along which elements are neighbours in memory."""
+    """A result beside out. shape: [b, x, y]; dense: the dimension, 1 or 2, along which elements are neighbours in memory.
+
+    heads: the dimension of the heads, 1 or 2; the other is that of the query tokens.
+    """
 
     shape: tuple[int, int, int]
     dense: int
+    heads: int
 
 
 def generator_for(case: BaseCase, elements: int, device: torch.device, offset: int = 0) -> torch.Generator:
@@ -101,6 +106,8 @@ def allocate_q(case: BaseCase, device: torch.device) -> Tensor:
             return nan_tensor((batch, s_q, h_q, d_qk + 2), dtype, device)[..., 2:]
         case "heads_first":
             return nan_tensor((h_q, batch, s_q, d_qk), dtype, device).permute(1, 2, 0, 3)
+        case far:
+            return far_tensor(case.q_shape, FAR_DIMENSIONS.index(far), dtype, device)
 
 
 def allocate_output_buffers(
@@ -121,15 +128,21 @@ def _out_buffer(case: BaseCase, device: torch.device) -> OutputBuffer:
     if case.outputs == "given":
         out = nan_tensor((batch, s_q, h_q, case.d_v), dtype, device)
         return OutputBuffer(out, out)
+    if case.outputs in FAR_DIMENSIONS:
+        out = far_tensor((batch, s_q, h_q, case.d_v), FAR_DIMENSIONS.index(case.outputs), dtype, device)
+        return OutputBuffer(out, out)
     out = nan_tensor((batch, s_q, h_q + 1, case.d_v + (1 if case.outputs == "odd" else 64)), dtype, device)
     return OutputBuffer(out[:, :, 1:, :-1] if case.outputs == "odd" else out[:, :, 1:, 32:-32], out)
 
 
 def _fp32_buffer(case: BaseCase, result: Fp32Result, device: torch.device) -> OutputBuffer:
-    shape, dense = result
+    shape, dense, heads = result
     if case.outputs == "given":
         packed = nan_tensor(shape, torch.float32, device)
         return OutputBuffer(packed, packed)
+    if case.outputs in FAR_DIMENSIONS:
+        far = far_tensor(shape, {"far_requests": 0, "far_tokens": 3 - heads, "far_heads": heads}[case.outputs], torch.float32, device)
+        return OutputBuffer(far, far)
     storage = nan_tensor((shape[0], shape[3 - dense], shape[dense] + 3), torch.float32, device)
     view = storage[..., 1:-2]
     return OutputBuffer(view if dense == 2 else view.transpose(1, 2), storage)

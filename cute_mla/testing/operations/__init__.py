@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ...spec.dense_decode import FP8
+from dataclasses import replace
+
+from ..bounds import bounds
 from ..cases.base import BaseCase
-from ..cases.dense_decode import DenseDecodeCase
-from ..cases.merge_states import MergeStatesCase
 from .cache_gather import CACHE_GATHER
 from .cache_write import CACHE_WRITE
-from .dense_decode import DENSE_DECODE, FP8_DENSE_DECODE
+from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
-from .merge_states import FP16_MERGE_STATES, MERGE_STATES
+from .merge_states import MERGE_STATES
 from .operation import Operation, Result
 from .sparse_decode import SPARSE_DECODE
 from .sparse_prefill import SPARSE_PREFILL
@@ -29,9 +29,5 @@ OPERATIONS = {
 
 
 def operation(case: BaseCase) -> Operation:
-    """Return the operation of a case."""
-    if isinstance(case, DenseDecodeCase) and case.operands == FP8:
-        return FP8_DENSE_DECODE
-    if isinstance(case, MergeStatesCase) and case.dtype == "fp16":
-        return FP16_MERGE_STATES
-    return OPERATIONS[case.op]
+    """Return the operation of a case, with the bounds of the case."""
+    return replace(OPERATIONS[case.op], results=bounds(case))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ..cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
-from ..compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE
 from .decode import decode_arguments
 from .operation import Operation, Result, empty_lse
 
@@ -45,7 +44,7 @@ def _reference(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> Result:
         tensors.q,
         tensors.k_cache,
         tensors.block_table,
-        tensors.cache_seqlens,
+        torch.tensor(case.key_lengths, dtype=torch.int32, device=tensors.q.device),
         softmax_scale=case.scale,
         causal=case.causal,
         empty_lse=empty_lse(case),
@@ -58,7 +57,5 @@ DENSE_DECODE = Operation(
     flash_mla_with_kvcache,
     _arguments,
     _reference,
-    {"out": DENSE_DECODE_OUT, "lse": LSE},
     workspace_bytes=_workspace_bytes,
 )
-FP8_DENSE_DECODE = replace(DENSE_DECODE, results={"out": FP8_DENSE_OUT, "lse": LSE})

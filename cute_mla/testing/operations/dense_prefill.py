@@ -9,7 +9,6 @@ from torch import Tensor
 from ... import reference
 from ...api import flash_attn_varlen_func, workspace_size
 from ..cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors
-from ..compare import DENSE_PREFILL_OUT, PREFILL_LSE
 from ..low_precision import error_limits
 from .operation import Operation, Result, empty_lse, output_argument
 
@@ -53,7 +52,6 @@ DENSE_PREFILL = Operation(
     flash_attn_varlen_func,
     _arguments,
     _reference,
-    {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE},
     workspace_bytes=_workspace_bytes,
     limits=error_limits,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from ... import reference
 from ...api import merge_states
 from ..cases.merge_states import MergeStatesCase, MergeStatesTensors, make_merge_states_tensors
-from ..compare import MERGED_BF16, MERGED_FP16, MERGED_LSE
 from .operation import Operation, Result, empty_lse, output_argument
 
 
@@ -38,7 +36,4 @@ def _reference(case: MergeStatesCase, tensors: MergeStatesTensors) -> Result:
     return reference.merge_states(tensors.outs, tensors.lses, empty_lse(case))
 
 
-MERGE_STATES = Operation(
-    make_merge_states_tensors, merge_states, _arguments, _reference, {"out": MERGED_BF16, "lse": MERGED_LSE}, results_of=_results_of
-)
-FP16_MERGE_STATES = replace(MERGE_STATES, results={"out": MERGED_FP16, "lse": MERGED_LSE})
+MERGE_STATES = Operation(make_merge_states_tensors, merge_states, _arguments, _reference, results_of=_results_of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Operation:
     arguments(case, tensors, workspace or None): all arguments of that function by name. Makes a plan of tensors on the device, if the
         case asks for one.
     reference(case, tensors): computes the results in fp32.
-    results: by name, in the order of call and reference, the tolerance of each result.
+    results: by name, in the order of call and reference, the tolerance of each result; `operation` sets it for a case.
     workspace_bytes(case, tensors): exactly what the call needs. results_of(case, arguments, returned): the results after the function
         has returned.
     limits(case, tensors, results of the reference): by name of a result, the largest allowed error of an element, for ops that have
@@ -48,7 +48,7 @@ class Operation:
     function: Callable[..., Any]
     arguments: Callable[[Any, Any, Tensor | None], dict[str, Any]]
     reference: Callable[[Any, Any], Result]
-    results: Mapping[str, Tolerance]
+    results: Mapping[str, Tolerance] = field(default_factory=dict)
     workspace_bytes: Callable[[Any, Any], int] = _no_workspace
     results_of: Callable[[Any, Mapping[str, Any], Any], Result] = _as_tuple
     limits: Callable[[Any, Any, Result], Mapping[str, float]] = _no_limits

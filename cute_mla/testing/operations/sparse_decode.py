@@ -12,7 +12,6 @@ from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache
 from ...reference import IndexedCache
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
-from ..compare import LSE, SPARSE_DECODE_OUT
 from .decode import Plan, decode_arguments
 from .operation import Operation, Result, empty_lse
 
@@ -70,6 +69,5 @@ SPARSE_DECODE = Operation(
     flash_mla_with_kvcache,
     _arguments,
     _reference,
-    {"out": SPARSE_DECODE_OUT, "lse": LSE},
     workspace_bytes=_workspace_bytes,
 )

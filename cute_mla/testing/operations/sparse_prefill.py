@@ -10,7 +10,6 @@ from ... import reference
 from ...api import flash_mla_sparse_fwd, workspace_size
 from ...spec.mla import D_V
 from ..cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors, make_sparse_prefill_tensors
-from ..compare import PREFILL_LSE, SPARSE_PREFILL_OUT
 from .operation import Operation, Result, empty_lse, output_argument
 
 
@@ -53,6 +52,5 @@ SPARSE_PREFILL = Operation(
     flash_mla_sparse_fwd,
     _arguments,
     _reference,
-    {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE},
     workspace_bytes=_workspace_bytes,
 )

@@ -4,37 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.base import DTYPES
 from ..cases.cache_gather import CacheGatherCase
+from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 from .paged_cache import PAGE_SIZES, TOKENS, pages_for
 
-SMOKE: tuple[CacheGatherCase, ...] = (
-    # Every format and dtype; chunks that begin anywhere, requests without keys, rows behind the last key.
-    CacheGatherCase(lengths=(65, 0, 63), starts=(3, 70, 64)),
-    CacheGatherCase("fp16", lengths=(1, 64), page_size=61, outputs="given", rest=5),
-    CacheGatherCase(cache="fp8_576", lengths=(65, 3), starts=(60, 0), scale_of_cache=0.37, outputs="odd"),
-    CacheGatherCase("fp16", cache="fp8_576", lengths=(40, 0, 0, 9), page_size=7, pages=20),
-    CacheGatherCase(cache="fp8_656", lengths=(65, 64), starts=(1, 2), outputs="strided"),
-    CacheGatherCase("fp16", cache="fp8_656", lengths=(63, 2), page_size=16, pages=9, outputs="odd", rest=3),
-    CacheGatherCase(cache="fp8_584", lengths=(30, 0, 35), starts=(5, 0, 17), page_size=16, pages=9),
-    CacheGatherCase("fp16", cache="fp8_584", lengths=(64, 1), page_size=61, outputs="given"),
+# Features of a case, by factor.
+_FACTORS: Factors = {
+    "lengths": (  # keys of each request, positions of the first ones
+        ((65, 0, 63), None),
+        ((20, 40, 1), (3, 70, 64)),  # chunks that begin anywhere; requests without keys
+        ((0, 30, 5), (5, 0, 17)),
+        ((50, 90), (0, 64)),
+    ),
+    "page_size": (7, 8, 16, 61, 64),
+    "cache_layout": ("packed", "layers", "far", "far_rows"),
+    "outputs": ("allocated", "given", "strided", "odd", "far_tokens"),
+    "rest": (0, 3),
+    "far_table": (False, True),
+    "broken": (False, True),  # keys whose block-table entry names no page
+    "scale_of_cache": (None, 0.37),
+}
+
+
+def _small(dtype: str, cache: str, choice: Choice) -> CacheGatherCase | None:
+    """Return the case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name != "lengths"}
+    (lengths, starts), page_size = choice["lengths"], choice["page_size"]
+    if choice["broken"] and choice["far_table"]:
+        return None
+    if choice["cache_layout"] == "packed" and cache == "fp8_584" and page_size % 2:
+        return None  # pages begin at multiples of 16 bytes
+    pages = max(512 // page_size, 5)
+    return CacheGatherCase(dtype, cache=cache, lengths=lengths, starts=starts, pages=pages, **rest)
+
+
+def _covers() -> Iterator[CacheGatherCase]:
+    """Yield cases with every feature of every format and dtype."""
+    seen: set[object] = set()
+    for dtype, cache in product(DTYPES, CACHED):
+        factors = dict(_FACTORS)
+        if cache == "fp8_584":
+            factors["cache_layout"] = ("packed", "layers", "far")
+        if cache != "fp8_576":
+            factors["scale_of_cache"] = (None,)
+        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+
+
+_MORE: tuple[CacheGatherCase, ...] = (
     # More requests than lanes in a warp, most of them without keys.
     CacheGatherCase(lengths=(*(0,) * 40, 3, *(0,) * 30, 2, *(1,) * 9, 0), page_size=16),
-    # Keys whose block-table entry names no page.
-    CacheGatherCase(lengths=(50, 90), page_size=16, pages=12, broken=True),
     CacheGatherCase(cache="fp8_656", lengths=(50, 90), starts=(11, 2), page_size=16, pages=12, broken=True, outputs="given"),
-    # Pages of one layer out of several, and pages far apart.
-    CacheGatherCase(cache="fp8_584", lengths=(20,), page_size=5, pages=9, cache_layout="layers"),
-    CacheGatherCase("fp16", cache="fp8_576", lengths=(20, 7), page_size=8, pages=5, cache_layout="far", scale_of_cache=2.5),
-    CacheGatherCase(cache="fp8_656", lengths=(9, 20), page_size=8, pages=5, cache_layout="far"),
-    # Rows without requests, requests without rows, and neither.
+    # Rows without requests, requests without rows.
     CacheGatherCase(cache="fp8_656", lengths=(), rest=3, outputs="given"),
     CacheGatherCase(lengths=(0, 0)),
 )
+SMOKE: tuple[CacheGatherCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
 
 
 def full_cases() -> list[CacheGatherCase]:

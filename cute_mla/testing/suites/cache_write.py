@@ -3,35 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.base import DTYPES
 from ..cases.cache_write import CacheWriteCase
+from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 from .paged_cache import PAGE_SIZES, TOKENS, pages_for
 
-SMOKE: tuple[CacheWriteCase, ...] = (
-    # Every format and dtype, with values of every kind.
-    CacheWriteCase(values="nasty", key_layout="projection"),
-    CacheWriteCase("fp16", values="nasty", page_size=61, slot_type="int32"),
-    CacheWriteCase(cache="fp8_576", values="nasty", scale_of_cache=0.037, key_layout="projection"),
-    CacheWriteCase("fp16", cache="fp8_576", values="nasty", page_size=7, pages=20, slot_type="strided"),
-    CacheWriteCase(cache="fp8_656", values="nasty"),
-    CacheWriteCase("fp16", cache="fp8_656", tokens=64, values="nasty", key_layout="odd", slot_type="int32"),
-    CacheWriteCase(cache="fp8_656", tokens=63, values="nasty", power_of_two=True, key_layout="projection", slot_type="int32"),
-    CacheWriteCase(cache="fp8_584", values="nasty", page_size=16, pages=9, key_layout="projection"),
-    CacheWriteCase("fp16", cache="fp8_584", values="nasty", page_size=61, power_of_two=True),
-    # Keys that begin at odd elements, pages of one layer out of several, pages far apart.
-    CacheWriteCase(tokens=9, key_layout="odd", cache_layout="layers"),
-    CacheWriteCase(cache="fp8_576", tokens=9, key_layout="odd", cache_layout="layers", scale_of_cache=3.0),
-    CacheWriteCase(cache="fp8_584", tokens=9, key_layout="odd", page_size=5, pages=9, cache_layout="layers"),
-    CacheWriteCase(cache="fp8_656", tokens=30, page_size=8, pages=5, cache_layout="far"),
-    CacheWriteCase("fp16", tokens=30, page_size=8, pages=5, cache_layout="far"),
-    # One token, and no token.
+# Features of a case, by factor.
+_FACTORS: Factors = {
+    "tokens": (30, 63, 65),
+    "values": ("normal", "nasty"),
+    "page_size": (7, 8, 16, 61, 64),
+    "cache_layout": ("packed", "layers", "far", "far_rows"),
+    "key_layout": ("packed", "projection", "odd", "far"),
+    "slot_type": ("int64", "int32", "strided", "far"),
+    "scale_of_cache": (None, 0.037),
+    "power_of_two": (False, True),
+}
+
+
+def _small(dtype: str, cache: str, choice: Choice) -> CacheWriteCase | None:
+    """Return the case with these features; None if the values are not possible together."""
+    if choice["cache_layout"] == "packed" and cache == "fp8_584" and choice["page_size"] % 2:
+        return None  # pages begin at multiples of 16 bytes
+    rest = {name: choice[name] for name in _FACTORS}
+    return CacheWriteCase(dtype, cache=cache, pages=max(128 // choice["page_size"], 3), **rest)
+
+
+def _covers() -> Iterator[CacheWriteCase]:
+    """Yield cases with every feature of every format and dtype."""
+    seen: set[object] = set()
+    for dtype, cache in product(DTYPES, CACHED):
+        factors = dict(_FACTORS)
+        if cache == "fp8_584":
+            factors["cache_layout"] = ("packed", "layers", "far")
+        if cache != "fp8_576":
+            factors["scale_of_cache"] = (None,)
+        if cache != "fp8_656":
+            factors["power_of_two"] = (False,)
+        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+
+
+_MORE: tuple[CacheWriteCase, ...] = (
+    # One token, a whole tile of tokens, and no token.
     CacheWriteCase(tokens=1, page_size=1, pages=1),
+    CacheWriteCase("fp16", cache="fp8_656", tokens=64, values="nasty", key_layout="odd", slot_type="int32"),
+    CacheWriteCase("fp16", cache="fp8_584", values="nasty", page_size=61, power_of_two=True),
     CacheWriteCase(cache="fp8_656", tokens=0),
 )
+SMOKE: tuple[CacheWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
 
 
 def full_cases() -> list[CacheWriteCase]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
-from ...spec.dense_decode import FP8, FP8_CACHE, LATENT
+from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.dense_decode import DenseDecodeCase
+from ..cases.far import FAR_DIMENSIONS
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (1, 2, 6, 64)
@@ -28,47 +31,104 @@ def with_fp8(case: DenseDecodeCase, operands: str) -> DenseDecodeCase:
     return replace(case, operands=operands, outputs="given" if given else case.outputs)
 
 
-_SMOKE_16_BITS: tuple[DenseDecodeCase, ...] = (
-    # A single request split over all SMs: many splits, and clusters of two CTAs.
-    DenseDecodeCase(s_k=4096, h_q=128),
-    # Many short requests, with a precomputed plan.
-    DenseDecodeCase("fp16", batch=64, s_k=20, h_q=64, varlen=True, metadata="tensors"),
-    # Several KV heads, few and many query heads per KV head, every page size, several query tokens.
-    DenseDecodeCase(batch=6, s_q=2, s_k=140, h_q=63, h_kv=3, page_size=16, varlen=True, causal=True),
-    DenseDecodeCase("fp16", batch=2, s_q=4, s_k=140, h_q=126, h_kv=2, page_size=32, causal=True),
-    DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True),
-    DenseDecodeCase("fp16", batch=2, s_k=140, h_q=3, h_kv=3, cache_layout="heads_first", outputs="odd"),
-    DenseDecodeCase(batch=2, s_q=2, s_k=140, h_q=9, causal=True, q_layout="odd", outputs="strided"),
-    DenseDecodeCase(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors"),
-    DenseDecodeCase("fp16", batch=2, s_q=3, s_k=140, h_q=128, h_kv=8, page_size=16, cache_layout="padded_rows", outputs="given"),
-    # A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
-    DenseDecodeCase(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
-    # Requests and rows without keys, and lengths around a tile; one CTA processes all of them.
-    DenseDecodeCase(
-        "fp16", batch=6, s_q=4, lengths=(1, 0, 3, 63, 64, 65), causal=True, empty_lse=float("-inf"), outputs="given", sm_count=1
-    ),
-    DenseDecodeCase(batch=0, h_q=64),
-    # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
-    DenseDecodeCase("fp16", s_k=1100, values="falling", sm_count=3),
-    DenseDecodeCase(batch=2, s_q=2, s_k=300, h_q=128, values="peaks", softmax_scale=0.1, q_layout="even"),
-    # Pages beyond 2^31 elements.
-    DenseDecodeCase(batch=2, s_k=200, varlen=True, cache_layout="far"),
-    # Decode batches of serving engines: TP8, multi-token prediction without TP, and one long request among short ones.
-    DenseDecodeCase(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given"),
-    DenseDecodeCase(batch=4, s_q=2, s_k=300, h_q=128, varlen=True, causal=True, q_layout="heads_first"),
+_MINUS_INF = float("-inf")
+
+# Features of a small case, by factor. lengths: keys of each request and columns of the block table in units of 64 keys, None: any number.
+_LENGTHS = (
+    ((0, 1, 63, 64, 65), None),  # around a tile; some rows see no key under a causal mask
+    ((200, 0, 130), None),  # several tiles, beside a request without keys
+    ((1000, 70, -5), 3),  # beyond the block table, and negative
+    ((260, 2), None),  # cut into splits where there are SMs enough
+)
+_FACTORS: Factors = {
+    "lengths": _LENGTHS,
+    "page_size": (16, 32, 64, 128),
+    "values": RAMPS,
+    "cache_layout": ("packed", "layers", "padded_rows", "heads_first", "far", "far_rows"),
+    "q_layout": ("packed", "sliced", "heads_first", "far_requests", "far_tokens", "far_heads"),
+    "outputs": ("allocated", "given", "strided", "far_requests", "far_tokens", "far_heads"),
+    "causal": (False, True),
+    "s_q": (2, 3),
+    "far_table": (False, True),
+    "metadata": ("object", "tensors"),
+    "batch_invariant": (False, True),
+    "empty_lse": (None, _MINUS_INF),
+    "sms": (1, 4),  # pairs of SMs
+}
+_TYPES = (*GRID_TYPES, ("fp16", FP8))
+# Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
+_HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
+
+
+def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
+    """Return the small case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "sms", "values")}
+    (lengths, blocks), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
+    if values == "rising" and max(lengths) < 3 * TILE_KEYS:
+        return None
+    if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
+        return None
+    if choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"]):
+        return None
+    table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
+    return DenseDecodeCase(
+        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
+        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
+    )  # fmt: skip
+
+
+def _covers() -> Iterator[DenseDecodeCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for (dtype, operands), rows, elements in product(_TYPES, _HEADS_OF_ROWS, (False, True)):
+        if elements and rows == "two":
+            continue  # one variant serves all numbers of rows
+        heads = tuple(heads for heads in _HEADS_OF_ROWS[rows] if operands == LATENT or heads[1] == 1)
+        factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
+        if operands == FP8 and dtype != "bf16":
+            factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
+        if elements:
+            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
+        if rows == "two":
+            layouts = {
+                "cache_layout": ("packed", "far", "far_rows"),
+                "q_layout": ("packed", "far_heads"),
+                "outputs": ("strided", "far_heads"),
+            }
+            factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
+        yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
+
+
+# Cases whose size is what they test.
+_LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
+    # One split a key tile: up to 64 splits, which combine merges in several rounds.
+    # By its grid, a warp of combine takes a whole row or a quarter of its columns.
+    DenseDecodeCase("fp16", s_k=4096, h_q=3, sm_count=160, outputs="given"),
+    DenseDecodeCase(batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, outputs="strided"),
+    DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
+    # More requests than lanes in a warp, with a precomputed plan.
+    DenseDecodeCase("fp16", batch=64, s_k=20, h_q=3, varlen=True, metadata="tensors", sm_count=8),
+    # Many KV heads.
+    DenseDecodeCase(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors", sm_count=16),
+    # Two full row tiles of a pair of CTAs, and one row.
+    DenseDecodeCase(s_k=300, h_q=128, q_layout="even", values="peaks", softmax_scale=0.1, sm_count=4),
+    DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True, sm_count=4),
+    DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
+    # Decode batches of serving engines: TP8, and one long request among short ones.
+    DenseDecodeCase(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given", sm_count=12),
     DenseDecodeCase("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
 )
-
-
-# Variants and small pages that the cases above with one KV head leave out.
-_MORE_FP8 = (
-    DenseDecodeCase("fp16", batch=2, s_k=300, h_q=128, varlen=True, outputs="given"),
-    DenseDecodeCase("fp16", batch=2, s_q=2, s_k=140, h_q=9, page_size=16, causal=True, q_layout="odd", outputs="odd"),
+# Cases of this kind with all operands.
+_LARGE: tuple[DenseDecodeCase, ...] = (
+    # A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
+    DenseDecodeCase(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
+    DenseDecodeCase(batch=0, h_q=64),
+    # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
+    DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
+    DenseDecodeCase("fp16", s_k=1100, values="falling", sm_count=1),
 )
-_WITH_FP8 = (*(case for case in _SMOKE_16_BITS if case.h_kv == 1), *_MORE_FP8)
 
-SMOKE = (*_SMOKE_16_BITS, *(with_fp8(case, operands) for operands in (FP8_CACHE, FP8) for case in _WITH_FP8))
+SMOKE = tuple(dict.fromkeys([*_LARGE_16_BITS, *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE), *_covers()]))
 
 
 def _heads() -> Iterator[tuple[int, int]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import partial
 from itertools import product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.base import DTYPES
-from ..cases.dense_prefill import DensePrefillCase
+from ..cases.dense_prefill import BLOCK, DensePrefillCase
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_LENGTHS = (1, 17, 64, 127, 128, 129, 257, 1000)
@@ -19,45 +21,73 @@ SHORT_TILES = 100  # the simulated device runs cases of the grid with at most th
 
 _MINUS_INF = float("-inf")
 
-# With a small sm_count each CTA processes many tiles.
-SMOKE: tuple[DensePrefillCase, ...] = (
-    # Calls of serving engines: prompts, and chunks of prompts behind a cached context, causal.
-    DensePrefillCase(lengths=((129, 129), (64, 200)), h_kv=2, causal=True, outputs="given"),
-    DensePrefillCase("fp16", d_qk=128, lengths=((65, 65), (17, 257)), group=4, causal=True, kv_layout="kvpacked", outputs="given"),
-    # Chunks of a context that all queries attend to.
-    DensePrefillCase("fp16", lengths=((127, 257), (64, 63)), h_kv=2, kv_layout="kvpacked", outputs="strided", empty_lse=_MINUS_INF),
-    DensePrefillCase(d_qk=128, lengths=((128, 128), (128, 128)), h_kv=3, kv_layout="heads_first", sm_count=2),
-    # Sequences without query tokens, without keys, without either, and with rows that attend to nothing; many tiles on one CTA.
-    DensePrefillCase(
-        lengths=((0, 0), (130, 20), (0, 70), (1, 1), (64, 0), (17, 63), (0, 0), (129, 128), (1, 257), (0, 65)), group=2, causal=True,
-        outputs="given", sm_count=1,
+# Features of a small case, by factor. With a small sm_count each CTA processes many tiles.
+_FACTORS: Factors = {
+    "lengths": (
+        ((65, 65), (17, 129)),  # prompts, and chunks of prompts behind a cached context
+        ((0, 0), (130, 20), (0, 70), (1, 1), (64, 0)),  # no query tokens, no keys, neither, and rows that attend to nothing
+        ((3, 300), (1, 64)),  # several tiles
+        ((127, 63), (17, 17)),
     ),
-    DensePrefillCase(
-        "fp16", d_qk=128, lengths=((64, 0), (200, 65), (0, 127), (3, 257), (0, 0), (127, 1)), group=3, causal=True,
-        empty_lse=_MINUS_INF, outputs="strided", sm_count=2,
-    ),
-    DensePrefillCase("fp16", lengths=((1, 0), (0, 300), (65, 0), (0, 0)), group=5, outputs="given", empty_lse=_MINUS_INF, sm_count=3),
+    "heads": ((1, 1), (2, 2)),  # KV heads, and query heads per KV head
+    "causal": (False, True),
+    "values": RAMPS,
+    "ends": ("margins", "clipped"),
+    "neighbours": ("finite", "nan"),
+    "kv_layout": ("packed", "padded", "kvpacked", "heads_first", "far_tokens", "far_heads"),
+    "q_layout": ("packed", "sliced", "heads_first", "far_tokens", "far_heads"),
+    "outputs": ("allocated", "given", "strided", "far_tokens", "far_heads"),
+    "empty_lse": (None, _MINUS_INF),
+    "sm_count": (1, 3),
+}
+
+
+def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
+    """Return the small case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    values, scale = choice["values"]
+    h_kv, group = choice["heads"]
+    masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in choice["lengths"][1::2])
+    if (choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"])) or (choice["neighbours"] == "nan" and masked):
+        return None
+    if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
+        return None
+    if choice["kv_layout"] == "far_heads" and h_kv == 1:
+        return None
+    if values == "rising" and choice["lengths"][0][1] < 4 * BLOCK:
+        return None
+    return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+
+
+def _covers() -> Iterator[DensePrefillCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for dtype, d_qk, elements in product(DTYPES, HEAD_DIMS, (False, True)):
+        factors: Factors = {**_FACTORS, "elements": (elements,)}
+        if elements:
+            layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
+            factors = {**factors, **layouts}
+        yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen)
+
+
+# Cases whose size is what they test.
+_LARGE: tuple[DensePrefillCase, ...] = (
+    DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), h_kv=2, causal=True, kv_layout="heads_first", sm_count=2),
     DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
-    # Every width of access to Q and out, with every dtype and both numbers of columns.
-    DensePrefillCase(lengths=((65, 129), (1, 64), (63, 17)), h_kv=2, q_layout="odd", outputs="odd", causal=True, sm_count=2),
-    DensePrefillCase("fp16", lengths=((129, 127), (0, 9), (17, 130), (1, 17)), group=2, q_layout="even", outputs="strided", sm_count=1),
-    DensePrefillCase(d_qk=128, lengths=((257, 128), (17, 64)), q_layout="heads_first", outputs="odd", kv_layout="padded", sm_count=1),
+    DensePrefillCase("fp16", lengths=((257, 257), (64, 127)), causal=True, outputs="given", sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 129), (1, 128), (1, 127)), sm_count=2),
+    # Neighbours full of NaN, behind the keys of a sequence and before them.
     DensePrefillCase(
-        "fp16", d_qk=128, lengths=((40, 65), (130, 140)), h_kv=2, group=2, causal=True, q_layout="odd", kv_layout="padded", sm_count=3,
+        lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), neighbours="nan", outputs="strided", causal=True, sm_count=1
     ),
-    DensePrefillCase("fp16", lengths=((130, 65), (17, 20)), h_kv=3, q_layout="sliced", outputs="given", kv_layout="heads_first"),
-    # Neighbours full of NaN, behind the keys of a sequence and before them; offsets that the kernel clips.
-    DensePrefillCase(
-        lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), group=2, neighbours="nan", outputs="strided", causal=True, sm_count=1,
-    ),
-    DensePrefillCase("fp16", d_qk=128, lengths=((130, 1), (17, 129), (64, 63)), neighbours="nan", outputs="given", sm_count=2),
-    DensePrefillCase(d_qk=128, lengths=((65, 100), (0, 64), (20, 30)), h_kv=2, ends="clipped", causal=True, outputs="strided"),
-    # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
+    # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
     DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", group=2, sm_count=1),
-    DensePrefillCase("fp16", d_qk=128, lengths=((257, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
-    DensePrefillCase(d_qk=128, lengths=((129, 700), (65, 300)), h_kv=2, values="peaks", sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((129, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
+    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, q_layout="even", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),
-)  # fmt: skip
+)
+
+SMOKE: tuple[DensePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
 def grid() -> Iterator[DensePrefillCase]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import Pool, SparseDecodeCase
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -24,41 +27,81 @@ TOPKS = (1, 63, 65, 2048)
 
 _SPLIT_KEYS = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant call splits a request
 
-# Cases whose tokens may have a single key use scales that are powers of two: see _exact_scales.
-SMOKE: tuple[SparseDecodeCase, ...] = (
-    # A single token split over all SMs: many splits.
-    SparseDecodeCase(h_q=128, main=Pool(4096, 2048), sinks="drawn"),
+_MINUS_INF = float("-inf")
+
+# Features of a small case, by factor. pools: requests, the first and the second cache.
+_FACTORS: Factors = {
+    "pools": (  # requests, query tokens of each, the first and the second cache
+        (2, 2, Pool(100, 65, 62), None),
+        (2, 1, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
+        (7, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
+        (2, 2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
+    ),
+    "indices": ("valid", "mixed"),
+    "sinks": ("none", "drawn", "infinite"),
+    "values": RAMPS,
+    "cache_layout": ("packed", "layers", "padded_rows", "far", "far_rows"),
+    "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
+    "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
+    "outputs": ("allocated", "given", "strided", *FAR_DIMENSIONS),
+    "metadata": ("object", "tensors"),
+    "batch_invariant": (False, True),
+    "empty_lse": (None, _MINUS_INF),
+    "sms": (1, 2),  # pairs of SMs for each query token
+}
+_PAGES_OF_584 = ("packed", "layers", "tight", "far")
+
+
+def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
+    """Return the small case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "sms", "values")}
+    values, scale = choice["values"]
+    batch, s_q, main, extra = choice["pools"]
+    layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
+    if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
+        return None
+    if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
+        return None
+    if values == "rising" and main.topk < 3 * TILE_KEYS:
+        return None
+    many = choice["indices"] == "valid" and main.lengths is None  # no token has few keys: see _exact_scales
+    return SparseDecodeCase(
+        dtype, cache=cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values, softmax_scale=scale,
+        power_of_two=cache == "fp8_656" and not many, sm_count=2 * choice["sms"] * s_q, **rest,
+    )  # fmt: skip
+
+
+def _covers() -> Iterator[SparseDecodeCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for (dtype, cache), two, elements in product(QUERY_AND_CACHE, (False, True), (False, True)):
+        if elements and two:
+            continue  # one variant serves all numbers of heads
+        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
+        if cache == "fp8_584":
+            factors = {**factors, "cache_layout": _PAGES_OF_584}
+        if elements:
+            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
+        if two:
+            factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "strided", "far_heads")}
+        yield from cover(f"{dtype} {cache} {two} {elements}", factors, partial(_small, dtype, cache), seen)
+        yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
+            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2), indices="none", sinks="infinite",
+            q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
+        )  # fmt: skip
+
+
+# Cases whose size or values are what they test. Cases whose tokens may have a single key use scales that are powers of two: _exact_scales.
+_LARGE: tuple[SparseDecodeCase, ...] = (
+    # One split a key tile: more than 32 splits, which combine merges in several rounds, with a sink.
+    SparseDecodeCase(main=Pool(2600, 40 * TILE_KEYS - 3), sinks="drawn"),
     # DeepSeek-V4's two caches, one of all tokens and one of compressed tokens, with a precomputed plan.
     SparseDecodeCase(
-        cache="fp8_584", batch=2, s_q=3, h_q=64, main=Pool(512, 64, 64, "drawn"), extra=Pool(1024, 576, 61, "drawn"),
-        indices="mixed", sinks="drawn", metadata="tensors",
+        cache="fp8_584", s_q=3, h_q=64, main=Pool(512, 64, 64, "drawn"), extra=Pool(1024, 576, 61, "drawn"), indices="mixed", sinks="drawn",
+        metadata="tensors", sm_count=12,
     ),
-    SparseDecodeCase(
-        cache="fp8_584", batch=6, s_q=2, h_q=16, main=Pool(256, 128, 576, "zeros"), extra=Pool(512, 200, 2, "zeros"),
-        cache_layout="layers", outputs="given",
-    ),
-    # Every format with every width of access, lengths around a tile, and invalid indices of every kind.
-    SparseDecodeCase(
-        cache="latent", batch=7, s_q=2, h_q=48, main=Pool(200, 65, 69, "edges"), indices="mixed", sinks="infinite",
-        outputs="strided",
-    ),
-    SparseDecodeCase("fp16", cache="latent", batch=5, h_q=96, main=Pool(128, 63, 61), indices="mixed", q_layout="odd", outputs="given"),
-    # Pairs of CTAs that convert a tile together.
-    SparseDecodeCase("fp16", cache="latent", batch=3, h_q=128, main=Pool(128, 100, 61)),
-    SparseDecodeCase(
-        cache="latent", batch=2, s_q=2, h_q=80, main=Pool(300, 200), extra=Pool(100, 70, 1), indices="mixed", sinks="drawn"
-    ),
-    SparseDecodeCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="odd"),
-    SparseDecodeCase(
-        cache="fp8_584", batch=5, s_q=2, h_q=3, main=Pool(200, 130, 2), indices="mixed", cache_layout="tight", index_layout="odd",
-        outputs="odd",
-    ),
-    SparseDecodeCase(batch=4, s_q=3, h_q=96, main=Pool(300, 65, 64), cache_layout="padded_rows", index_layout="odd", sinks="infinite"),
-    # Tokens without a single key.
-    SparseDecodeCase(
-        cache="latent", batch=2, s_q=2, h_q=8, main=Pool(100, 65), extra=Pool(64, 70, 1), indices="none", sinks="drawn",
-        q_layout="odd", empty_lse=float("-inf"),
-    ),
+    SparseDecodeCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="odd", sm_count=8),
+    SparseDecodeCase(cache="latent", batch=4, h_q=48, main=Pool(100, 63, 69), index_layout="odd", q_layout="even", sm_count=8),
     SparseDecodeCase(cache="fp8_584", batch=0, h_q=64),
     # A request that a batch-invariant call splits inside its second cache, beside one that it does not split.
     SparseDecodeCase(
@@ -66,24 +109,20 @@ SMOKE: tuple[SparseDecodeCase, ...] = (
         extra=Pool(5000, _SPLIT_KEYS // 2 + 77, 69, (_SPLIT_KEYS // 2 + 77, 63)),
         batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=78,
     ),
-    # Lengths of both caches at their edges; one CTA processes all requests.
-    SparseDecodeCase(
-        batch=7, h_q=48, main=Pool(200, 130, 64, "edges"), extra=Pool(100, 70, 61, "edges"), power_of_two=True, indices="mixed",
-        sinks="drawn", outputs="given", empty_lse=float("-inf"), sm_count=1,
-    ),
-    # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    SparseDecodeCase(batch=2, h_q=64, main=Pool(1100, 1100), values="rising", sm_count=2),
-    SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=3),
-    SparseDecodeCase(cache="fp8_584", batch=2, s_q=2, h_q=128, main=Pool(700, 300), values="peaks", softmax_scale=0.1, q_layout="even"),
-    # Scales that need fp32, scales of all magnitudes, and pages beyond 2^32 bytes.
-    SparseDecodeCase(main=Pool(600, 576, 576), values="coherent"),
-    SparseDecodeCase(batch=2, h_q=8, main=Pool(512, 200, 61), values="spread", cache_layout="far", q_layout="sliced"),
+    # The running maximum moves in every tile of a long loop, or never after the first tile.
+    SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
+    SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=1),
+    # Scales that need fp32, and scales of all magnitudes.
+    SparseDecodeCase(main=Pool(600, 576, 576), values="coherent", sm_count=8),
+    SparseDecodeCase(h_q=8, main=Pool(512, 200, 61), values="spread", sm_count=4),
     # A decode batch of a serving engine: TP8 with multi-token prediction, scales as FlashMLA's quantiser makes them.
     SparseDecodeCase(
-        batch=6, s_q=2, main=Pool(700, 448, 64, "zeros"), power_of_two=True, cache_layout="layers", q_layout="heads_first",
-        outputs="given", metadata="tensors",
+        batch=4, s_q=2, main=Pool(700, 448, 64, "zeros"), power_of_two=True, cache_layout="layers", q_layout="heads_first",
+        outputs="given", metadata="tensors", sm_count=12,
     ),
 )  # fmt: skip
+
+SMOKE: tuple[SparseDecodeCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
 def grid() -> Iterator[SparseDecodeCase]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from ...spec.sparse_prefill import HEAD_DIMS
+from ...spec.split_plan import TILE_KEYS
 from ..cases.base import DTYPES
+from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
+from .cover import RAMPS, Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -21,40 +25,84 @@ SHORT_TILES = 128  # the simulated device runs cases of the grid with at most th
 
 _MINUS_INF = float("-inf")
 
-# With a small sm_count each group of CTAs processes many tokens.
-SMOKE: tuple[SparsePrefillCase, ...] = (
-    # FlashMLA's cases: the heads of DeepSeek-V3.2, rows of both widths, without options and with all options.
-    SparsePrefillCase(s_q=3, h_q=128, s_kv=1521, topk=512),
-    SparsePrefillCase("fp16", s_q=6, h_q=64, d_qk=512, s_kv=592, topk=128, lengths="drawn", indices="mixed", sinks="infinite"),
-    SparsePrefillCase(
-        "fp16", s_q=4, h_q=128, s_kv=1840, topk=256, lengths="drawn", values="peaks", indices="mixed", sinks="infinite"
+# Features of a small case, by factor. With a small sm_count each group of CTAs processes many tokens.
+_FACTORS: Factors = {
+    "tokens": (  # form, requests, query tokens of each, numbers of indices that count
+        ("single", 1, 7, "edges"),  # around a tile, beyond topk, negative; tokens with and without keys in sequence
+        ("batched", 2, 2, None),
+        ("ragged", 3, 2, "drawn"),  # rows of the request's own: some requests have none, and some indices are valid only for a neighbour
+        ("clipped", 3, 2, "zeros"),
     ),
-    SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided"),
-    # Tokens of no, one and many tiles in sequence on one group of CTAs, with and without valid indices.
+    "rows": ((100, 65), (200, 130)),  # s_kv and topk
+    "indices": ("valid", "mixed"),
+    "sinks": ("none", "drawn", "infinite"),
+    "values": RAMPS,
+    "kv_layout": ("packed", "padded_rows", "layers", "far"),
+    "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
+    "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
+    "outputs": ("allocated", "given", "strided", *FAR_DIMENSIONS),
+    "empty_lse": (None, _MINUS_INF),
+    "sms": (1, 3),  # pairs of SMs
+}
+
+
+def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
+    """Return the small case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "sms", "values")}
+    values, scale = choice["values"]
+    (form, batch, s_q, lengths), (s_kv, topk) = choice["tokens"], choice["rows"]
+    layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
+    if (choice["elements"] and "odd" not in layouts[:2]) or (batch == 1 and "far_requests" in layouts):
+        return None
+    if values == "rising" and (topk < 2 * TILE_KEYS or lengths not in ("edges", None)):
+        return None
+    return SparsePrefillCase(
+        dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
+        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
+    )  # fmt: skip
+
+
+def _covers() -> Iterator[SparsePrefillCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
+        if elements and two:
+            continue  # one variant serves all numbers of heads
+        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
+        if elements:
+            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
+        if two:
+            factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "far_heads")}
+        yield from cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
+            dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=130, indices="none", sinks="infinite",
+            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2,
+        )  # fmt: skip
+
+
+# Cases whose size or values are what they test.
+_LARGE: tuple[SparsePrefillCase, ...] = (
+    # The heads of DeepSeek-V3.2.
+    SparsePrefillCase(s_q=2, h_q=128, s_kv=1521, topk=512, sm_count=4),
+    # Tokens of no, one and many tiles in sequence on one group of CTAs.
     SparsePrefillCase(
-        s_q=12, h_q=128, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
+        s_q=12, h_q=48, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
         sm_count=2,
     ),
-    SparsePrefillCase(s_q=15, h_q=16, d_qk=512, s_kv=700, topk=321, lengths="edges", indices="mixed", q_layout="odd", sm_count=1),
-    SparsePrefillCase("fp16", batch=2, form="batched", s_q=7, h_q=48, s_kv=200, topk=130, lengths="edges", sinks="infinite", sm_count=3),
-    # Requests with rows of their own: some requests have none, and some indices are valid only for a neighbour.
-    SparsePrefillCase(batch=4, form="ragged", s_q=3, h_q=64, s_kv=150, topk=200, indices="mixed", outputs="given", sm_count=6),
-    SparsePrefillCase("fp16", batch=5, form="clipped", s_q=2, h_q=96, d_qk=512, s_kv=100, topk=65, indices="mixed", sinks="drawn"),
-    # Every width of access to Q and out, with every dtype and both widths of rows.
-    SparsePrefillCase(s_q=4, h_q=3, s_kv=300, topk=65, indices="mixed", index_layout="odd", q_layout="odd", outputs="odd", sm_count=2),
-    SparsePrefillCase("fp16", s_q=3, h_q=128, s_kv=64, topk=63, q_layout="heads_first", outputs="odd", kv_layout="padded_rows"),
-    SparsePrefillCase("fp16", s_q=2, h_q=70, d_qk=512, s_kv=128, topk=100, q_layout="odd", indices="mixed", outputs="strided"),
-    SparsePrefillCase(batch=2, form="batched", s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even", kv_layout="layers"),
-    SparsePrefillCase("fp16", batch=2, form="batched", s_q=2, h_q=16, d_qk=512, s_kv=100, topk=64, q_layout="sliced", kv_layout="far"),
-    # Only invalid indices, no tokens, and tokens with mostly invalid indices.
-    SparsePrefillCase(s_q=3, h_q=8, s_kv=64, topk=130, indices="none", sinks="infinite", empty_lse=_MINUS_INF, outputs="strided"),
+    SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
+    SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
+    SparsePrefillCase(s_q=2, h_q=8, s_kv=70, topk=63, sm_count=4),
+    SparsePrefillCase("fp16", s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
-    SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=1),
+    # Mostly invalid indices.
+    SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=2),
     # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    SparsePrefillCase(s_q=2, h_q=128, s_kv=1300, topk=1100, values="rising", sm_count=2),
-    SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1100, values="falling", softmax_scale=0.1, sm_count=1),
-    SparsePrefillCase(s_q=3, h_q=128, s_kv=2000, topk=1024, values="amplified", softmax_scale=64.0),
+    SparsePrefillCase(h_q=128, s_kv=1300, topk=1100, values="rising", sm_count=2),
+    SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1100, values="falling", softmax_scale=0.1, sm_count=2),
+    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=1024, values="amplified", softmax_scale=64.0, sm_count=4),
 )  # fmt: skip
+
+SMOKE: tuple[SparsePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
 def grid() -> Iterator[SparsePrefillCase]:

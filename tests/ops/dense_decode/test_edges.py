@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_mla.testing.cases.dense_decode import FAR_ELEMENTS, UNUSED_TABLE_ENTRY, DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.cases.far import FAR_ELEMENTS
 from cute_mla.testing.cases.tensors import OutputBuffer
 from tests.support.bench import Bench, expect, identical
 

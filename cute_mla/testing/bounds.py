@@ -1,0 +1,80 @@
+"""Bounds of the suites' cases: FlashMLA's elementwise bounds, and as tight a bound on rows, cosine and lse as the kernels allow.
+
+Each figure is a small multiple of the largest error over the smoke suites of both architectures, which its comment gives. The errors are
+those of rounding, so that they hardly depend on a case's shape:
+
+- Elements of out and of P are rounded once, by at most 2^-9 (bf16), 2^-12 (fp16) or 2^-4 (e4m3) of their value. A row's error is at most
+  about the sum of both, and typically 0.6 of it.
+- Sums and exponentials are fp32. lse errs by a few units in the last place, unless the keys themselves are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..spec.dense_decode import FP8
+from .cases.base import BaseCase
+from .cases.dense_decode import DenseDecodeCase
+from .cases.sparse_decode import SparseDecodeCase
+from .compare import (
+    DENSE_DECODE_OUT,
+    DENSE_PREFILL_OUT,
+    EQUAL,
+    FP8_DENSE_OUT,
+    MERGED_BF16,
+    MERGED_FP16,
+    MERGED_LSE,
+    SPARSE_DECODE_OUT,
+    SPARSE_PREFILL_OUT,
+    Tolerance,
+)
+
+# lse and max_logits of exact keys: 5e-7 * (1 + |lse|), 4 units in the last place at most.
+_LSE = Tolerance(1e-6, 2e-6, 1e-9)
+# Keys of fp8_656 are scale times value, rounded to bf16: 1.4e-6 of lse with normal values, 3.7e-5 where all terms of a score have one sign.
+_LSE_ROUNDED = Tolerance(1e-6, 1e-5, 1e-8)
+_LSE_COHERENT = Tolerance(1e-6, 6e-5, 1e-8)
+
+_OUT_OF_OP = {
+    "dense_decode": DENSE_DECODE_OUT,
+    "sparse_decode": SPARSE_DECODE_OUT,
+    "sparse_prefill": SPARSE_PREFILL_OUT,
+    "dense_prefill": DENSE_PREFILL_OUT,
+}
+_MERGED = {"bf16": MERGED_BF16, "fp16": MERGED_FP16}
+# By op and element type: (relative error of a row, cosine difference of out).
+_ROWS = {
+    ("dense_decode", "bf16"): (6e-3, 4e-6),  # 3.0e-3, 2.8e-6
+    ("dense_decode", "fp16"): (7e-4, 8e-8),  # 3.2e-4, 3.9e-8
+    ("sparse_decode", "bf16"): (6e-3, 5e-6),  # 3.3e-3, 4.2e-6: keys of fp8_656 are rounded, too
+    ("sparse_decode", "fp16"): (7e-4, 8e-8),  # 3.2e-4, 3.9e-8
+    ("sparse_prefill", "bf16"): (7e-3, 4e-6),  # 4.0e-3 with a scale of 64, 2.6e-6
+    ("sparse_prefill", "fp16"): (8e-4, 8e-8),  # 3.9e-4, 3.3e-8
+    ("dense_prefill", "bf16"): (7e-3, 4e-6),  # 3.5e-3, 2.5e-6: rows have 128 columns only, so their errors vary more
+    ("dense_prefill", "fp16"): (8e-4, 8e-8),  # 4.0e-4, 3.7e-8
+    ("merge_states", "bf16"): (4e-3, 3e-6),  # one rounding: at most 2^-9 = 2.0e-3
+    ("merge_states", "fp16"): (5e-4, 4e-8),  # at most 2^-12 = 2.4e-4
+}
+_FP8_ROWS = (5.5e-2, 7e-4)  # 3.8e-2, 4.6e-4: P is rounded to e4m3
+
+
+def bounds(case: BaseCase) -> Mapping[str, Tolerance]:
+    """Return the tolerance of each result of a case by name, in the order of the call's results."""
+    if case.op == "merge_states":
+        row_tol, cos_tol = _ROWS[case.op, case.dtype]
+        return {"out": replace(_MERGED[case.dtype], row_tol=row_tol, cos_tol=cos_tol), "lse": MERGED_LSE}
+    if case.op not in _OUT_OF_OP:
+        return {"out": EQUAL}
+    fp8 = isinstance(case, DenseDecodeCase) and case.operands == FP8
+    row_tol, cos_tol = _FP8_ROWS if fp8 else _ROWS[case.op, case.dtype]
+    out = replace(FP8_DENSE_OUT if fp8 else _OUT_OF_OP[case.op], row_tol=row_tol, cos_tol=cos_tol)
+    if case.op == "sparse_prefill":
+        return {"out": out, "max_logits": _LSE, "lse": _LSE}
+    return {"out": out, "lse": _lse(case)}
+
+
+def _lse(case: BaseCase) -> Tolerance:
+    if not isinstance(case, SparseDecodeCase) or case.cache != "fp8_656" or case.power_of_two:
+        return _LSE
+    return _LSE_COHERENT if case.values == "coherent" else _LSE_ROUNDED

@@ -1,0 +1,67 @@
+"""Covers of variants and features: for each variant of an op a few small cases that together have every feature of the op.
+
+A feature is a value of a factor, such as a layout, a page size, or a set of lengths. Each case has one value of every factor. The values
+are drawn so that a variant meets each of them, and all variants together as many pairs of values as possible.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+
+from ..cases.base import BaseCase
+
+C = TypeVar("C", bound=BaseCase)
+Choice = Mapping[str, Any]
+Factors = Mapping[str, Sequence[Hashable]]
+
+# Kinds of values with the scale of the softmax. From the first key to the last, scores rise by 2048 times the scale: at the default by more
+# than 120 powers of two, at 0.015 by 44. Over the 3 to 5 tiles of a small case the latter is more than a rescale threshold of 2^8 a tile,
+# but so little that fp16 overflows if the threshold is not kept.
+RAMPS = (("normal", None), ("rising", None), ("rising", 0.015), ("falling", None), ("peaks", 0.1))
+
+_CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case
+_ATTEMPTS = 50  # rounds of candidates, none of them possible, after which values are taken to exclude each other
+_LACKING = 0.8  # probability that a draw takes a missing value where there is one: not 1, since values may exclude each other
+
+
+def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen: set[object]) -> list[C]:
+    """Return cases of one variant that together have every value of every factor.
+
+    name: of the variant; it determines the draws. make(choice): the case with these values by name, or None if they exclude each other.
+    seen: pairs of values that earlier variants have; this variant's pairs are added. Raise ValueError if a value occurs in no case.
+    """
+    draw = random.Random(name)
+    missing = {(factor, value) for factor, values in factors.items() for value in values}
+    cases: list[C] = []
+    vain = 0
+    while missing:
+        made = ((choice, make(choice)) for choice in (_draw(factors, missing, draw) for _ in range(_CANDIDATES)))
+        possible = [(choice, case) for choice, case in made if case is not None and missing & set(choice.items())]
+        vain = 0 if possible else vain + 1
+        if vain == _ATTEMPTS:
+            raise ValueError(f"no case of {name} has {sorted(map(str, missing))}")
+        if not possible:
+            continue
+        most = max(len(missing & set(choice.items())) for choice, _ in possible)
+        best = [item for item in possible if len(missing & set(item[0].items())) == most]
+        choice, case = max(best, key=lambda item: len(_pairs(item[0]) - seen))
+        missing -= set(choice.items())
+        seen |= _pairs(choice)
+        cases.append(case)
+    return cases
+
+
+def _draw(factors: Factors, missing: set[tuple[str, Hashable]], draw: random.Random) -> dict[str, Hashable]:
+    """Draw a value of each factor, mostly one that is missing."""
+    result = {}
+    for factor, values in factors.items():
+        lacking = [value for value in values if (factor, value) in missing]
+        result[factor] = draw.choice(lacking if lacking and draw.random() < _LACKING else values)
+    return result
+
+
+def _pairs(choice: Choice) -> set[object]:
+    return set(combinations(sorted(choice.items(), key=lambda item: item[0]), 2))
