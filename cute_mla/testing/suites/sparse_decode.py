@@ -33,7 +33,7 @@ _MINUS_INF = float("-inf")
 _FACTORS: Factors = {
     "pools": (  # requests, query tokens of each, the first and the second cache
         (2, 2, Pool(100, 65, 62), None),
-        (2, 1, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
+        (2, 1, Pool(400, 330, 16, (330, 3)), None),  # several tiles; cut into splits where there are SMs enough
         (7, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
         (2, 2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
     ),
@@ -47,7 +47,7 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 2),  # pairs of SMs for each query token
+    "sms": (1, 4),  # pairs of SMs for each query token
 }
 _PAGES_OF_584 = ("packed", "layers", "tight", "far")
 
@@ -77,7 +77,7 @@ def _covers() -> Iterator[SparseDecodeCase]:
     for (dtype, cache), two, elements in product(QUERY_AND_CACHE, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
-        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
         if cache == "fp8_584":
             factors = {**factors, "cache_layout": _PAGES_OF_584}
         if elements:
