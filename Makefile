@@ -18,7 +18,7 @@ VLLM_TESTS := tests/engines/vllm_adapter
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check lint clean
+.PHONY: setup build quick verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -31,6 +31,11 @@ $(SETUP_STAMP):
 
 build: setup
 	$(BIN)/cute-mla build --arch $(ARCH)
+
+# The kernels of the quick suite and nothing else, then the suite: the first verdict of a clone.
+quick: setup
+	$(BIN)/cute-mla build --arch $(ARCH) --suite quick
+	$(BIN)/cute-mla verify --arch $(ARCH) --suite quick
 
 verify: build
 	$(BIN)/cute-mla verify --arch $(ARCH)

@@ -11,6 +11,7 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.spec.arch import ARCHS
 
+from .build_times import seconds_of
 from .compile import Compiled, compile_source
 from .cubin import CubinError, read_cubin
 from .fingerprint import fingerprint
@@ -72,10 +74,21 @@ class BuildReport:
         return tuple(kernel.error for kernel in self.kernels if kernel.status == FAILED)
 
 
-Progress = Callable[[KernelReport, int, int], None]  # takes a finished kernel, the number of finished kernels, and the total
+@dataclass(frozen=True)
+class Progress:
+    """Functions that a build calls. begin: takes the kernels that it will compile, in order, and the number of processes at a time.
+
+    end: takes the report of each of these kernels as it ends.
+    """
+
+    begin: Callable[[Sequence[Variant], int], None] = lambda variants, jobs: None
+    end: Callable[[KernelReport], None] = lambda report: None
 
 
-def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress | None = None) -> BuildReport:
+NO_PROGRESS = Progress()
+
+
+def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress = NO_PROGRESS) -> BuildReport:
     """Build the closed list of these architectures and ops. ValueError for an unknown name, ToolError without the DSL.
 
     jobs: processes at a time; default: one per CPU. A failed kernel is in the report and does not stop the others.
@@ -89,7 +102,7 @@ def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: P
 
 
 def build_variants(
-    variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress | None = None, prune_archs: Sequence[str] = ()
+    variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress = NO_PROGRESS, prune_archs: Sequence[str] = ()
 ) -> BuildReport:
     """Build these variants into a folder. ToolError if the DSL is not installed.
 
@@ -100,12 +113,6 @@ def build_variants(
         raise ToolError("the CuTe DSL is not installed; install the build extra: pip install 'cute-mla[build]'")
     out.mkdir(parents=True, exist_ok=True)
     reports: dict[str, KernelReport] = {}
-
-    def finish(report: KernelReport) -> None:
-        reports[report.name] = report
-        if progress is not None:
-            progress(report, len(reports), len(variants))
-
     with _locked(out), _staging(out) as staging:
         intact = {name: entry for name, entry in (_manifest_entries(out) or {}).items() if _is_intact(out, entry)}
         fingerprints = {variant.name: fingerprint(variant) for variant in variants}
@@ -113,11 +120,16 @@ def build_variants(
         for variant in variants:
             entry = intact.get(variant.name)
             if entry is not None and entry.fingerprint == fingerprints[variant.name]:
-                finish(KernelReport(variant.name, UP_TO_DATE, 0.0, entry))
+                reports[variant.name] = KernelReport(variant.name, UP_TO_DATE, 0.0, entry)
             else:
                 stale.append(variant)
-        for report in _build_in_processes(stale, fingerprints, staging, jobs or os.cpu_count() or 1):
-            finish(report)
+        stale.sort(key=seconds_of, reverse=True)
+        processes = min(jobs or os.cpu_count() or 1, max(len(stale), 1))
+        if stale:
+            progress.begin(stale, processes)
+        for report in _build_in_processes(stale, fingerprints, staging, processes):
+            reports[report.name] = report
+            progress.end(report)
         _install(out, staging, intact, variants, reports, prune_archs)
     return BuildReport(out, tuple(reports[variant.name] for variant in variants), time.perf_counter() - begin)
 
@@ -163,8 +175,12 @@ def _build_in_processes(variants: Sequence[Variant], fingerprints: dict[str, str
     """Build the variants, each in a new process; yield the reports as they finish."""
     if not variants:
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(variants)), mp_context=context, max_tasks_per_child=1) as pool:
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1, initializer=signal.signal,
+        initargs=(signal.SIGINT, signal.SIG_IGN),
+    )  # fmt: skip
+    try:
         futures: dict[Future[KernelReport], Variant] = {
             pool.submit(build_one, variant, fingerprints[variant.name], staging): variant for variant in variants
         }
@@ -174,6 +190,12 @@ def _build_in_processes(variants: Sequence[Variant], fingerprints: dict[str, str
                 yield future.result()
             except Exception as error:  # a kernel's source may raise anything; the other kernels continue
                 yield KernelReport(name, FAILED, 0.0, error=f"{name}: {type(error).__name__}: {error}")
+    except BaseException:  # such as Ctrl-C, which the processes ignore
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport:

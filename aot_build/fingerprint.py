@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +18,14 @@ _PACKAGE_FOLDER = Path(__file__).absolute().parent.parent
 _BUILD_FOLDER = Path(__file__).absolute().parent
 
 
-def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER) -> str:
-    """Return the sha256 over the kernel file, its imports from this package, the build's code, the tools and the options."""
+def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER, tools: Mapping[str, str] | None = None) -> str:
+    """Return the sha256 over the kernel file, its imports from this package, the build's code, the tools and the options.
+
+    tools: versions by package, by default those that are installed.
+    """
     digest = hashlib.sha256()
-    for key, value in (*sorted(tool_versions().items()), ("options", compile_options(variant.arch)), ("variant", repr(variant))):
+    versions = tool_versions() if tools is None else tools
+    for key, value in (*sorted(versions.items()), ("options", compile_options(variant.arch)), ("variant", repr(variant))):
         digest.update(f"{key}={value}\n".encode())
     for name, path in sorted({**transitive_sources(variant.module, package_folder), **_build_sources()}.items()):
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())

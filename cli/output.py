@@ -26,6 +26,14 @@ def four_digits(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
+def duration(seconds: float) -> str:
+    """Return a time as text: "45 s", "3 min 20 s", "2 h 5 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table: numbers right-aligned, other cells left-aligned, None as "-"."""
     texts = [["-" if cell is None else str(cell) for cell in row] for row in rows]

@@ -3,73 +3,139 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import ARCHS, Arch
 
+from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
 from .profile_tables import show
 
-OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "combine", "merge_states", "split_plan")
+if TYPE_CHECKING:
+    from cute_mla.profiles.rows import Case
+
+OPS = (
+    *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill"),
+    *("combine", "merge_states", "cache_write", "cache_gather", "split_plan"),
+)
+GPUS = ("H200", "H100", "H800", "B200")
 
 _DEFAULT_BUDGET_S = 300.0
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, by the names of its parameters."""
+
+    arch: str
+    op: str
+    device: str
+    gpu: tuple[str, ...]
+    rows: str
+    budget: float
+    json: Path | None
+    plot: Path | None
+
+    @property
+    def archs(self) -> list[Arch]:
+        """Return the architectures to report."""
+        return list(ARCHS.values()) if self.arch == ALL else [ARCHS[self.arch]]
+
+    @property
+    def ops(self) -> list[str]:
+        """Return the ops to report."""
+        return list(OPS) if self.op == ALL else [self.op]
 
 
 @click.command()
-@click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", help="Architecture of the kernels to report.")
-@click.option("--op", type=click.Choice([*OPS, "all"]), default="all", help="Operation to report.")
+@click.option("--arch", type=ArchName(), default=ALL, help="Architecture of the kernels to report.")
+@click.option("--op", type=Name([*OPS, ALL]), default=ALL, help="Operation to report.")
 @click.option(
     "--device",
-    type=click.Choice(["auto", "cuda", "model"]),
+    type=Name(["auto", "cuda", "model"]),
     default="auto",
     help="cuda: time on the GPU. model: static figures and predictions, nothing is timed. auto: cuda if there is a matching GPU.",
 )
-@click.option("--rows", default="", help="Rows or cases, comma-separated, such as D1,D5.fixed. Default: all.")
+@click.option(
+    "--gpu", type=Name([*GPUS, ALL]), multiple=True, help="GPU to predict for; may be repeated. Default: the first one of the architecture."
+)
+@click.option("--rows", default="", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed.")
 @click.option(
     "--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named."
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the whole document.")
+@click.option("--json", type=_FILE, show_default="none", help="File for the whole document, which has every GPU.")
 @click.option(
     "--plot",
-    "plot_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=_FILE,
+    show_default="none",
     help="SVG file for the roofline. Times against batch and length go to NAME-latency.svg in the same folder.",
 )
-def profile(arch: str, op: str, device: str, rows: str, budget: float, json_file: Path | None, plot_file: Path | None) -> None:
+def profile(**chosen: Any) -> None:
     """Report static figures of the built kernels and the bounds of each problem, and time problems on a GPU.
 
     On a GPU this succeeds if at least one row was timed and no row was wrong or failed.
     """
     from cute_mla.profiles import report
 
-    archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
-    ops = [op] if op != "all" else list(OPS)
-    names = [name.strip() for name in rows.split(",") if name.strip()]
+    options = Options(**chosen)
+    check_writable("--json", options.json, make_folder=True)
+    check_writable("--plot", options.plot, make_folder=True)
+    cases = _cases(options)
+    gpus = _shown_gpus(options)
     try:
-        cases = report.cases_for(ops, names)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    try:
-        if _is_timed(device, archs):
-            document = report.cuda_document(archs, ops, cases, budget, partial(_show_progress, json_file))
+        if _is_timed(options.device, options.archs):
+            progress = partial(_show_progress, options.json)
+            document = report.cuda_document(options.archs, options.ops, cases, options.budget, progress)
         else:
-            document = report.model_document(archs, ops, cases)
+            document = report.model_document(options.archs, options.ops, cases)
     except (ArtifactError, DeviceError) as error:
-        _write(json_file, json.dumps({"format": report.FORMAT, "device": device, "error": str(error), "rows": []}) + "\n")
+        refusal = {"format": report.FORMAT, "device": options.device, "error": str(error), "rows": []}
+        _write(options.json, json.dumps(refusal) + "\n")
         raise
-    _write_document(json_file, document)
-    if plot_file is not None:
-        _write(plot_file, report.plot(document))
+    _write_document(options.json, document)
+    if options.plot is not None:
+        _write(options.plot, report.plot(document))
         latency = report.latency_plot(document)
         if latency is not None:
-            _write(plot_file.with_stem(f"{plot_file.stem}-latency"), latency)
-    show(document)
+            _write(options.plot.with_stem(f"{options.plot.stem}-latency"), latency)
+    show(document, gpus)
     if not succeeded(document):
         raise SystemExit(1)
+
+
+def _cases(options: Options) -> list[Case]:
+    """Return the cases to report. UsageError for an unknown row or case, with the nearest names."""
+    from cute_mla.profiles import report
+
+    names = [name.strip() for name in options.rows.split(",") if name.strip()]
+    try:
+        return report.cases_for(options.ops, names)
+    except ValueError as error:
+        every = report.cases_for(OPS, [])
+        known = [*(case.row for case in every), *(case.name for case in every)]
+        near = "".join(did_you_mean(name, known) for name in names if name not in known)
+        raise click.UsageError(f"{error}{near}") from error
+
+
+def _shown_gpus(options: Options) -> list[str]:
+    """Return the GPUs whose predictions are printed. UsageError for one that does not run the chosen architectures."""
+    from cute_mla.profiles.roofline import gpus_of
+
+    names = [gpu.name for gpu in gpus_of(options.archs)]
+    if not options.gpu:
+        return names[:1]
+    if ALL in options.gpu:
+        return names
+    for name in options.gpu:
+        if name not in names:
+            raise click.UsageError(f"--gpu: {name} does not run kernels of {options.arch}; supported: {', '.join(names)}")
+    return list(dict.fromkeys(options.gpu))
 
 
 def succeeded(document: dict[str, Any]) -> bool:
@@ -109,10 +175,5 @@ def _write_document(json_file: Path | None, document: dict[str, Any]) -> None:
 
 
 def _write(path: Path | None, text: str) -> None:
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error
+    if path is not None:
+        write_file(path, text)

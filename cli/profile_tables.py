@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from .model_table import show_model
+from .model_table import show_goals, show_model
 from .output import four_digits, print_table
 
 
-def show(document: dict[str, Any]) -> None:
-    """Print a document of cute_mla.profiles.report."""
+def show(document: dict[str, Any], gpus: Sequence[str]) -> None:
+    """Print a document of cute_mla.profiles.report. gpus: those whose predictions are printed."""
     if document["kernels"]:
         _show_kernels(document["kernels"])
     else:
@@ -20,7 +21,7 @@ def show(document: dict[str, Any]) -> None:
     if not document["rows"]:
         click.echo("no benchmark rows chosen")
     elif document["device"] == "model":
-        show_model(document)
+        show_model(document, gpus)
     else:
         _show_timings(document)
 
@@ -47,7 +48,7 @@ def _show_kernels(kernels: list[dict[str, Any]]) -> None:
 def _show_timings(document: dict[str, Any]) -> None:
     timed = [row for row in document["rows"] if row["status"] == "timed"]
     baselines = [name for name in _baselines_of(document) if any("ratio" in row["peers"].get(name, {}) for row in timed)]
-    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit", "H200 goal us")
+    columns = ("row", "problem", "us", "p10", "p90", "A/A", "main us", "TFLOP/s", "GB/s", "limit us", "% of limit")
     click.echo(f"{document['environment']['gpu']}: {len(timed)} rows timed, operands not in L2")
     rows = [
         (
@@ -60,7 +61,6 @@ def _show_timings(document: dict[str, Any]) -> None:
             four_digits(row["gbytes_per_s"]),
             four_digits(row["limit_us"]),
             round(100 * row["fraction_of_limit"], 1),
-            four_digits(row["goal_us"]),
             *(four_digits(row["peers"].get(name, {}).get("ratio", {}).get("median")) for name in baselines),
         )
         for row in timed
@@ -72,6 +72,7 @@ def _show_timings(document: dict[str, Any]) -> None:
     )
     if baselines:
         click.echo("/ NAME: our time over that library's, round by round; below 1 ours is faster.")
+    show_goals("measured us", [(row, row["cold_us"]["median"], row["cold_us"]["median"]) for row in timed])
     for baseline, status, reason, where in _left_out(timed):
         click.echo(f"{baseline} {status.replace('_', ' ')} in {where}: {reason}")
     for row in document["rows"]:

@@ -14,6 +14,7 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS
 
 from .environment import environment, table_rows
+from .options import Name, did_you_mean
 from .output import print_json, print_table
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["manifest", "kernel", "env", "support"]), default="manifest")
+@click.argument("what", type=Name(["manifest", "kernel", "env", "support"]), default="manifest")
 @click.argument("name", required=False)
 @click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count its instructions (takes seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -82,7 +83,9 @@ def _summary(entry: KernelEntry) -> tuple[object, ...]:
 def _entry(artifacts: Artifacts, name: str) -> KernelEntry:
     entry = artifacts.manifest.kernels.get(name)
     if entry is None:
-        raise ArtifactError(f"no kernel {name} in {artifacts.folder}; built: {', '.join(sorted(artifacts.manifest.kernels)) or 'none'}")
+        built = artifacts.manifest.kernels
+        listed = f"; `cute-mla show` lists the {len(built)} that are built{did_you_mean(name, sorted(built))}"
+        raise ArtifactError(f"no kernel {name} in {artifacts.folder}{listed}")
     return entry
 
 

@@ -4,45 +4,73 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.artifacts import Artifacts, load_artifacts
+from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS, Arch
 
-from .output import is_terminal
-from .verify_summary import count, result_of, summarise
+from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
+from .output import print_table
+from .verify_progress import progress_of
+from .verify_summary import Run, Verdict, summarise
 
 if TYPE_CHECKING:
     from cute_mla.testing.runner import Kind, Record, Schedule, Target
     from cute_mla.testing.suites.entries import SuiteEntry
 
-OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather")
-SUITES = ("smoke", "full")
+OPS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "merge_states", "cache_write", "cache_gather")
+SUITES = ("quick", "smoke", "full")
 
 _JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
+_MOST_NAMES = 5
 
 Job = tuple["SuiteEntry[Any]", "Target"]
-Show = Callable[[int, list["Record"]], None]  # takes the number of finished cases, and the records of the last one
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command, by the names of its parameters."""
+
+    arch: str
+    op: str
+    device: str
+    suite: str
+    schedules: int
+    replay: str
+    seed: int
+    json: Path | None
+    listed: bool
+    stale_ok: bool
+    verbose: bool
+
+    @property
+    def archs(self) -> list[Arch]:
+        """Return the architectures whose kernels are verified."""
+        return list(ARCHS.values()) if self.arch == ALL else [ARCHS[self.arch]]
+
+    @property
+    def ops(self) -> list[str]:
+        """Return the ops that are verified."""
+        return list(OPS) if self.op == ALL else [self.op]
 
 
 @click.command()
-@click.option("--arch", type=click.Choice([*ARCHS, "all"]), default="all", help="Architecture whose kernels are verified.")
-@click.option("--op", type=click.Choice([*OPS, "all"]), default="all", help="Operation that is verified.")
+@click.option("--arch", type=ArchName(), default=ALL, help="Architecture whose kernels are verified.")
+@click.option("--op", type=Name([*OPS, ALL]), default=ALL, help="Operation that is verified.")
 @click.option(
     "--device",
-    type=click.Choice(["auto", "cuda", "sim"]),
+    type=Name(["auto", "cuda", "sim"]),
     default="auto",
     help="Where kernels run. auto: for each architecture, on a matching GPU if there is one, else on the simulated device.",
 )
-@click.option("--suite", "suite_name", type=click.Choice(SUITES), default="smoke", help="Which cases.")
+@click.option("--suite", type=Name(SUITES), default="smoke", help="Which cases: quick takes half a minute, smoke minutes, full hours.")
 @click.option(
     "--schedules",
     type=click.IntRange(min=1),
@@ -53,51 +81,94 @@ Show = Callable[[int, list["Record"]], None]  # takes the number of finished cas
     "--replay",
     metavar="CASE[/SCHEDULE[@SEED]]",
     default="",
+    show_default="all cases",
     help="Run only the case with this id, under this schedule, such as random@3. A failed run prints the value to use.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the tensors and of the schedules.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for the records.")
-def verify(arch: str, op: str, device: str, suite_name: str, schedules: int, replay: str, seed: int, json_file: Path | None) -> None:
+@click.option("--json", type=click.Path(dir_okay=False, path_type=Path), show_default="none", help="File for the records.")
+@click.option("--list", "listed", is_flag=True, help="List the cases of the suite and run nothing.")
+@click.option("--stale-ok", is_flag=True, help="Go on although the sources of this tree are not those of the built kernels.")
+@click.option("--verbose", "-v", is_flag=True, help="Print every run, the worst errors, and why cases were reduced or not run.")
+def verify(**chosen: Any) -> None:
     """Check every artefact's sha256, then run cases and compare their results with an fp32 reference.
 
-    Succeeds if no artefact is damaged, at least one case ran and every case that ran passed.
+    Succeeds if no artefact is damaged or stale, at least one case ran and every case that ran passed.
     """
+    options = Options(**chosen)
+    check_writable("--json", options.json)
+    jobs = _jobs(options)
+    if options.listed:
+        _list(jobs)
+        return
+    _check_artifacts(options)
+    begin = time.monotonic()
+    run = _run(jobs, options)
+    verdict = Verdict.of(run, time.monotonic() - begin)
+    summarise(run, verdict, options.suite, verbose=options.verbose)
+    if verdict.exit_code:
+        raise SystemExit(verdict.exit_code)
+
+
+def _jobs(options: Options) -> list[Job]:
+    """Return the entries of the suite for each architecture that has a device. UsageError for a --replay without a case."""
     from cute_mla.testing import runner
+    from cute_mla.testing.suites import suite
 
-    if json_file is not None and json_file.exists() and not json_file.is_file():
-        raise click.UsageError(f"--json: {json_file} is no regular file, and would be replaced by a regular one")
-    archs = [ARCHS[arch]] if arch != "all" else list(ARCHS.values())
-    ops = [op] if op != "all" else list(OPS)
-    case_id, _, schedule = replay.partition("/")
-    orders = (_schedule(schedule),) if schedule else runner.schedules(schedules, seed)
+    case_id, _, schedule = options.replay.partition("/")
+    orders = (_schedule(schedule),) if schedule else runner.schedules(options.schedules, options.seed)
     jobs: list[Job] = []
-    for each in archs:
-        kind = _kind(each, device)
+    for arch in options.archs:
+        kind = _kind(arch, options.device)
         if kind is None:
-            click.echo(f"{each.name}: no GPU of compute capability {each.capabilities_text} here, nothing is run", err=True)
+            click.echo(f"{arch.name}: no GPU of compute capability {arch.capabilities_text} here, nothing is run", err=True)
             continue
-        target = runner.Target(each.name, kind, orders)
-        jobs += [(entry, target) for each_op in ops for entry in _suite(suite_name, each_op, kind, seed)]
-    if case_id:
-        jobs = [(entry, target) for entry, target in jobs if entry.case.id == case_id]
-        if not jobs:
-            raise click.UsageError(f"--replay: the suite {suite_name} of {', '.join(ops)} has no case {case_id}")
-    _check_artifacts()
-    records = _run(jobs, json_file)
-    figures = count(records)
-    if records:
-        summarise(records, figures, suite_name)
-    click.echo(f"{figures.passed} passed, {figures.failed} failed")
-    if figures.failed or not figures.passed:
-        raise SystemExit(1)
+        target = runner.Target(arch.name, kind, orders)
+        jobs += [(entry, target) for op in options.ops for entry in suite(options.suite, op, simulated=kind == "sim", seed=options.seed)]
+    if not case_id:
+        return jobs
+    found = [(entry, target) for entry, target in jobs if entry.case.id == case_id]
+    if not found:
+        near = did_you_mean(case_id, (entry.case.id for entry, _ in jobs))
+        raise click.UsageError(f"--replay: the suite {options.suite} of {', '.join(options.ops)} has no case {case_id}{near}")
+    return found
 
 
-def _check_artifacts() -> None:
-    """Check the hashes of all artefacts, and print their origin. ArtifactError if a file differs from the manifest."""
+def _list(jobs: list[Job]) -> None:
+    """Print the cases, one line each, with the devices that they run on."""
+    where: dict[tuple[str, str, int, str], list[str]] = {}
+    for entry, target in jobs:
+        runs = f"{entry.mode}: {entry.reason}" if entry.reason else entry.mode
+        where.setdefault((entry.case.op, entry.case.id, entry.case.tiles, runs), []).append(f"{target.arch} on {target.kind}")
+    print_table(("op", "case", "tiles", "runs", "where"), [(*case, ", ".join(devices)) for case, devices in where.items()])
+    click.echo(f"{len(where)} cases")
+
+
+def _check_artifacts(options: Options) -> None:
+    """Check the hashes of all artefacts, and print their origin.
+
+    ArtifactError if a file differs from the manifest, or without --stale-ok if the sources of this tree are not those of a kernel.
+    """
     artifacts = load_artifacts()
     artifacts.check()
     source = "built in place" if artifacts.provenance is None else f"from {artifacts.provenance.source}"
     click.echo(f"{len(artifacts.manifest.kernels)} kernels in {artifacts.folder}, {source}: the sha256 of every file is the manifest's")
+    stale = _stale_kernels(artifacts, options)
+    if not stale:
+        return
+    names = ", ".join(stale[:_MOST_NAMES]) + (f" and {len(stale) - _MOST_NAMES} more" if len(stale) > _MOST_NAMES else "")
+    said = f"{len(stale)} of the built kernels have other sources than this tree: {names}"
+    if not options.stale_ok:
+        raise ArtifactError(f"{said}; build them again with `cute-mla build`, or go on with --stale-ok")
+    click.echo(f"warning: {said}", err=True)
+
+
+def _stale_kernels(artifacts: Artifacts, options: Options) -> list[str]:
+    """Return the built kernels of these architectures whose sources have changed. Those of a wheel have its commit's sources."""
+    if artifacts.provenance is not None:
+        return []
+    from cute_mla.aot_build.staleness import changed_kernels
+
+    return changed_kernels(artifacts.manifest, [arch.name for arch in options.archs])
 
 
 def _schedule(text: str) -> Schedule:
@@ -106,7 +177,8 @@ def _schedule(text: str) -> Schedule:
 
     name, at, seed = text.partition("@")
     if name not in runner.SCHEDULES or (at and not seed.isdecimal()):
-        raise click.UsageError(f"--replay: the schedule is {text!r}; supported: {', '.join(runner.SCHEDULES)}, each with or without @SEED")
+        supported = f"{', '.join(runner.SCHEDULES)}, each with or without @SEED"
+        raise click.UsageError(f"--replay: the schedule is {text!r}; supported: {supported}{did_you_mean(name, runner.SCHEDULES)}")
     return runner.Schedule(name, int(seed or 0))
 
 
@@ -121,36 +193,37 @@ def _kind(arch: Arch, device: str) -> Kind | None:
     return "sim" if device == "auto" else None
 
 
-def _suite(name: str, op: str, kind: Kind, seed: int) -> list[SuiteEntry[Any]]:
-    from cute_mla.testing.suites import suite
-
-    return suite(name, op, simulated=kind == "sim", seed=seed)
-
-
-def _run(jobs: list[Job], json_file: Path | None) -> list[list[Record]]:
-    """Run the jobs, show each as it finishes, and write the file. Returns one list of records a job."""
+def _run(jobs: list[Job], options: Options) -> Run:
+    """Run the jobs, show the progress, and write the file. An interruption ends the workers and returns what was done so far."""
     from cute_mla.testing import runner
 
     records: list[list[Record]] = [
         [runner.skipped(entry.case, target, entry.reason)] if entry.mode == "skipped" else [] for entry, target in jobs
     ]
-    running = [index for index, (entry, _) in enumerate(jobs) if entry.mode != "skipped"]
-    results = runner.run_all(
-        [(jobs[i][0].case, jobs[i][1], jobs[i][0].reason) for i in running],
-        on_start=lambda case: click.echo(f"running {case.id}", err=True),
-    )
-    written = time.monotonic()
+    to_run = [index for index, (entry, _) in enumerate(jobs) if entry.mode != "skipped"]
+    written, interrupted = time.monotonic(), False
     try:
-        with _progress(len(running), plain=json_file is not None or not is_terminal()) as show:
-            for ended, (position, done) in enumerate(results, start=1):
-                records[running[position]] = done
-                show(ended, done)
+        with (
+            progress_of([jobs[index][0].case for index in to_run]) as progress,
+            closing(runner.run_all([_runner_job(jobs[index]) for index in to_run], on_start=progress.start)) as results,
+        ):
+            for position, done in results:
+                records[to_run[position]] = done
+                progress.end(position, done)
                 if time.monotonic() - written > _JSON_SECONDS:
-                    _write(json_file, records)
+                    _write(options.json, records)
                     written = time.monotonic()
+    except KeyboardInterrupt:
+        interrupted = True
     finally:
-        _write(json_file, records)
-    return records
+        _write(options.json, records)
+    return Run(records, interrupted=interrupted)
+
+
+def _runner_job(job: Job) -> tuple[Any, Target, str]:
+    """Return a job as the runner takes it: the case, its target, and what was reduced."""
+    entry, target = job
+    return entry.case, target, entry.reason
 
 
 def _write(json_file: Path | None, records: list[list[Record]]) -> None:
@@ -158,24 +231,8 @@ def _write(json_file: Path | None, records: list[list[Record]]) -> None:
     if json_file is None:
         return
     entries = [{name: _json_value(value) for name, value in asdict(record).items()} for case in records for record in case]
-    partial = json_file.with_name(f"{json_file.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(entries, indent=1, allow_nan=False) + "\n")
-    partial.replace(json_file)
+    write_file(json_file, json.dumps(entries, indent=1, allow_nan=False) + "\n")
 
 
 def _json_value(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def _progress(total: int, *, plain: bool) -> Iterator[Show]:
-    """Yield the function that shows each finished case: as a line, or on a terminal as a progress bar."""
-    if plain:
-        yield lambda ended, done: click.echo(f"[{ended}/{total}] {done[0].case}: {result_of(done)}")
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("verify"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda ended, done: bar.update(task, completed=ended, description=f"{done[0].case}: {result_of(done)}")

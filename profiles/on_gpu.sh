@@ -2,7 +2,7 @@
 # One command for a machine with a Hopper or Blackwell GPU and no network: verifies the kernels in cute_mla/artifacts, then times
 # the benchmark rows of all ops by priority. Runs from the tree and installs nothing.
 #
-#   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite smoke|full] [--rows D1,D5]
+#   profiles/on_gpu.sh OUTDIR [--python PYTHON] [--verify-seconds N] [--profile-seconds N] [--suite quick|smoke|full] [--rows D1,D5]
 #                      [--wheels FOLDER]
 #
 # Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. --wheels: libraries to time beside ours, such as

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..spec.arch import ARCHS, Arch, arch_for
+from ..spec.arch import ALIASES, ARCHS, Arch, arch_for
 from .device import Device
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def simulate(
 ) -> Iterator[SimulatedDevice]:
     """Run kernels on CPU tensors on a simulated device, in this thread or task only.
 
-    arch: "sm90" or "sm100", or the Arch. sm_count: streaming multiprocessors of the device; default those of the usual
-    board (132 on sm90, 148 on sm100).
+    arch: "sm90", "sm100" or its alias "sm103", or the Arch. sm_count: streaming multiprocessors of the device; default those of
+    the usual board (132 on sm90, 148 on sm100).
     schedule: the order in which warps advance and asynchronous work completes: "round_robin", "lazy", "random" or
     "adversarial". seed: seed of the random schedules; a run is repeatable.
     on_finding: "raise" raises SimulationError at the launch that did something wrong, "collect" fills device.findings.
@@ -73,9 +73,9 @@ def simulate(
     from .simulated_device import SimulatedDevice
 
     if not isinstance(arch, Arch):
-        if not isinstance(arch, str) or arch not in ARCHS:
-            raise ValueError(f"arch is {arch!r}; supported: {', '.join(ARCHS)}")
-        arch = ARCHS[arch]
+        if not isinstance(arch, str) or arch not in (*ARCHS, *ALIASES):
+            raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
+        arch = ARCHS[ALIASES.get(arch, arch)]
     device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding)
     with cpu_tensors_on(device):
         yield device

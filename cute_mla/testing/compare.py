@@ -39,6 +39,11 @@ DENSE_PREFILL_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
 EQUAL = Tolerance(1e-300, 0.0, 0.0)  # no difference at all, for values that are moved or rounded once
 PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # also of max_logits of sparse prefill
+# merge_states sums in fp32 and rounds once: half a unit in the last place is at most 2^-8 (bf16) or 2^-11 (fp16) of the value, and the
+# cosine difference at most half the square of that over 3. Near 0, where terms cancel, the error of the sums decides.
+MERGED_BF16 = Tolerance(1e-5, 1.01 / 256, 3e-6)
+MERGED_FP16 = Tolerance(4e-6, 1.01 / 2048, 4e-8)
+MERGED_LSE = Tolerance(2e-6, 1e-6, 1e-12)  # fp32 throughout
 
 
 @dataclass(frozen=True)

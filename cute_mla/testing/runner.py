@@ -9,16 +9,17 @@ from __future__ import annotations
 import gc
 import math
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, Literal
 
 import torch
@@ -67,6 +68,9 @@ class Target:
     arch: str
     kind: Kind
     schedules: tuple[Schedule, ...] = (Schedule("round_robin", 0),)
+
+
+Job = tuple[BaseCase, Target, str]  # a case, its target, and what was reduced
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,13 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
 
 
 def run_all(
-    jobs: Sequence[tuple[BaseCase, Target, str]], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
-) -> Iterator[tuple[int, list[Record]]]:
+    jobs: Sequence[Job], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
+) -> Generator[tuple[int, list[Record]], None, None]:
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
     Worker processes (default: one per CPU) run the jobs on the simulated device, in the order of JobQueue. This process runs the jobs on a
-    GPU in order. It passes each case to on_start first, so that the log names a kernel that hangs the GPU.
+    GPU in order. on_start: takes each case before it starts, so that the log names a kernel that hangs the GPU. An exception, such as that
+    of Ctrl-C, or closing the iterator ends the processes at once.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
@@ -171,21 +176,25 @@ def run_all(
         yield index, run_case(*jobs[index])
     if simulated:
         workers = min(workers or os.cpu_count() or 1, len(simulated))
-        yield from _run_simulated({index: jobs[index] for index in simulated}, workers)
+        yield from _run_simulated({index: jobs[index] for index in simulated}, workers, on_start)
 
 
-def _run_simulated(jobs: Mapping[int, tuple[BaseCase, Target, str]], workers: int) -> Iterator[tuple[int, list[Record]]]:
+def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
     """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
     order = list(jobs)
     kernels = [(case.op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
     queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
+    others = set(active_children())
     pools = [_worker() for _ in range(workers)]
     running: dict[Future[list[Record]], tuple[int, int]] = {}
 
     def start(worker: int) -> None:
         position = queue.take(worker)
         if position is not None:
-            running[pools[worker].submit(run_case, *jobs[order[position]])] = worker, order[position]
+            job = jobs[order[position]]
+            on_start(job[0])
+            with _workers_ignore_interrupts():
+                running[pools[worker].submit(run_case, *job)] = worker, order[position]
 
     try:
         for worker in range(workers):
@@ -200,9 +209,26 @@ def _run_simulated(jobs: Mapping[int, tuple[BaseCase, Target, str]], workers: in
                     pools[worker] = _worker()
                 start(worker)
                 yield index, records
+    except BaseException:
+        for process in set(active_children()) - others:
+            process.kill()  # in the middle of its case
+        raise
     finally:
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _workers_ignore_interrupts() -> Iterator[None]:
+    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this process ends them."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _worker() -> ProcessPoolExecutor:

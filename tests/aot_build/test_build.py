@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_mla.aot_build import build as build_module
-from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, build_all, build_variants
+from cute_mla.aot_build import build_times
+from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, Progress, build_all, build_variants
 from cute_mla.aot_build.tools import ToolError, find_program
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.manifest import MANIFEST_NAME, Manifest
-from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.arch import ARCHS, SM90, Arch
 from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 ATTENTION = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
@@ -131,11 +133,43 @@ def test_what_a_killed_build_left_is_removed(folder: Path) -> None:
     assert not list(folder.glob(".build-*"))
 
 
-@pytest.mark.usefixtures("compiles_nothing")
-def test_progress_counts_every_kernel(folder: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    build_variants((GOOD,), 1, folder, lambda kernel, done, total: seen.append((kernel.name, done, total)))
-    assert seen == [(GOOD.name, 1, 1)]
+@pytest.mark.usefixtures("compiles_instantly")
+def test_progress_has_what_is_compiled_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    progress = Progress(lambda variants, jobs: seen.append(([variant.name for variant in variants], jobs)), seen.append)
+    build_variants((GOOD,), 1, folder, progress)
+    assert seen == []  # up to date
+    build_variants((GOOD,), 4, tmp_path / "other", progress)
+    assert seen[0] == ([GOOD.name], 1)
+    assert [(kernel.name, kernel.status) for kernel in seen[1:]] == [(GOOD.name, BUILT)]
+
+
+def test_long_jobs_start_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def none_built(variants: Sequence[Variant], *_: object) -> Iterator[KernelReport]:
+        order.extend(variant.op for variant in variants)
+        yield from (KernelReport(variant.name, FAILED, 0.0, error="not here") for variant in variants)
+
+    monkeypatch.setattr(build_module, "_build_in_processes", none_built)
+    build_all(list(ARCHS), OPS, 2, tmp_path)
+    assert len(order) == sum(len(closed_variants(arch)) for arch in ARCHS.values())
+    assert order[0] in ("sparse_decode", "dense_decode", "sparse_prefill", "dense_prefill")
+    assert order[-1] in ("split_plan", "combine", "merge_states", "cache_write", "cache_gather")
+
+
+def test_the_expected_time_is_that_of_the_busiest_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = closed_variants(SM90, ("combine", "dense_decode"))
+    monkeypatch.setattr(build_times, "seconds_of", lambda variant: 8.0 if variant.op == "dense_decode" else 2.0)
+    total = sum(map(build_times.seconds_of, variants))
+    assert build_times.expected_seconds(variants, 1) == total
+    assert total / 2 <= build_times.expected_seconds(variants, 2) <= total / 2 + 8
+    assert build_times.expected_seconds(variants, 1000) == 8.0
+    assert build_times.expected_seconds((), 2) == 0.0
+
+
+def test_every_kernel_has_a_recorded_time() -> None:
+    assert set(build_times.SECONDS) == set(OPS)
 
 
 def test_a_source_that_raises_is_reported_and_the_others_go_on(tmp_path: Path) -> None:

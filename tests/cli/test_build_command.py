@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from cute_mla.aot_build import build_times
 from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, KernelReport, Progress
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.variants import OPS, Variant
+from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.cli import commands
+from cute_mla.cli.output import duration
 from cute_mla.manifest import KernelEntry
+from cute_mla.spec.arch import ARCHS, SM90
+from cute_mla.testing import suites
 
 module = importlib.import_module("cute_mla.cli.build")
 
@@ -46,8 +50,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def build_all(archs: Sequence[str], ops: Sequence[str], jobs: int | None, out: Path, progress: Progress) -> BuildReport:
         seen.update(archs=list(archs), ops=list(ops), jobs=jobs, out=out)
-        for done, kernel in enumerate(seen["kernels"], 1):
-            progress(kernel, done, len(seen["kernels"]))
+        compiled = [kernel for kernel in seen["kernels"] if kernel.status != UP_TO_DATE]
+        variants = {variant.name: variant for arch in ARCHS.values() for variant in closed_variants(arch)}
+        if compiled:
+            progress.begin([variants.get(kernel.name, next(iter(variants.values()))) for kernel in compiled], 2)
+        for kernel in compiled:
+            progress.end(kernel)
         return BuildReport(out, seen["kernels"], 2.5)
 
     monkeypatch.setattr(module, "build_all", build_all)
@@ -103,23 +111,43 @@ def test_wrong_usage(asked: dict[str, Any], arguments: list[str]) -> None:
     assert "archs" not in asked
 
 
-def test_a_pipe_gets_plain_lines_and_a_table(asked: dict[str, Any]) -> None:
-    asked["kernels"] += (KernelReport("dense_decode_sm90_bf16", UP_TO_DATE, 0.0, ENTRY),)
-    lines = run("--out", "/tmp/out").output.splitlines()
-    assert lines[0] == "[1/2] combine_sm90_bf16: built"
-    assert lines[1] == "[2/2] dense_decode_sm90_bf16: up to date"
-    assert lines[2].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "tmem", "MMA", "PTX", "=", "cubin"]
-    assert lines[3].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "0", "equal"]
-    assert lines[-1] == "2 of 2 kernels in /tmp/out, 2.5 s"
+def test_progress_is_on_stderr_and_the_table_has_what_was_built(asked: dict[str, Any]) -> None:
+    asked["kernels"] += (KernelReport("dense_decode_sm90_bf16_cluster1", UP_TO_DATE, 0.0, ENTRY),)
+    result = run("--out", "/tmp/out")
+    about = build_times.expected_seconds(closed_variants(SM90, ["combine"])[:1], 2)
+    assert result.stderr.splitlines() == [
+        f"building 1 kernels, 2 at a time: about {duration(about)}", "[1/1] combine_sm90_bf16: built, 1.2 s"
+    ]  # fmt: skip
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "tmem", "MMA", "PTX", "=", "cubin"]
+    assert lines[1].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "0", "equal"]
+    assert lines[2:] == ["1 of 1 kernels built in /tmp/out, 1 were up to date; 2 s"]
+
+
+def test_nothing_to_do_is_one_line(asked: dict[str, Any]) -> None:
+    asked["kernels"] = (KernelReport("dense_decode_sm90_bf16_cluster1", UP_TO_DATE, 0.0, ENTRY),)
+    assert run("--out", "/tmp/out").output == "1 kernels in /tmp/out are up to date\n"
+
+
+def test_the_kernels_of_a_suite_follow_from_its_cases(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_variants(variants: Sequence[Variant], jobs: int | None, out: Path, progress: Progress) -> BuildReport:
+        asked["variants"] = {variant.name for variant in variants}
+        return BuildReport(out, asked["kernels"], 1.0)
+
+    monkeypatch.setattr(module, "build_variants", build_variants)
+    assert run("--suite", "quick", "--arch", "sm90", "--out", "/tmp/out").exit_code == 0
+    assert asked["variants"] == {name for op in suites.OPS for name in suites.suite_kernels("quick", op, SM90)}
+    assert run("--suite", "smoke", "--op", "combine", "--out", "/tmp/out").exit_code == 0
+    assert asked["variants"] == {variant.name for arch in ARCHS.values() for variant in closed_variants(arch, ["combine"])}
 
 
 def test_a_kernel_that_fails_is_exit_code_1_with_the_reason_on_standard_error(asked: dict[str, Any]) -> None:
     reason = "bad_sm90: gate stack: stack 8 bytes, limit: 0 bytes"
-    asked["kernels"] += (KernelReport("bad_sm90", FAILED, 1.0, error=reason),)
+    asked["kernels"] += (KernelReport("combine_sm90_fp16", FAILED, 1.0, error=reason),)
     result = run("--out", "/tmp/out")
     assert result.exit_code == 1
-    assert result.stderr == reason + "\n"
-    assert "1 of 2 kernels in /tmp/out" in result.stdout
+    assert result.stderr.splitlines()[-1] == reason
+    assert result.stdout.splitlines()[-1] == "1 of 2 kernels built in /tmp/out; 2 s"
 
 
 def test_a_missing_tool_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:

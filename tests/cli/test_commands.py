@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -13,6 +16,7 @@ from click.testing import CliRunner
 
 import cute_mla
 from cute_mla.cli import LazyGroup, commands
+from cute_mla.cli.options import ArchName, write_file
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from tests.support.tree import ROOT
 
@@ -41,6 +45,43 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(commands, arguments).exit_code == 2
 
 
+@pytest.mark.parametrize("command", ["build", "verify", "profile", "show"])
+def test_help_gives_the_default_of_every_option(command: str) -> None:
+    loaded = commands.get_command(click.Context(commands), command)
+    assert loaded is not None
+    context = click.Context(loaded, parent=click.Context(commands, **commands.context_settings))
+    for option in loaded.params:
+        if isinstance(option, click.Option) and not option.is_flag and not option.is_eager:
+            record = option.get_help_record(context)
+            assert record is not None
+            assert "default" in record[1].lower(), f"--{option.name}: {record[1]}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        (["verfy"], "verify"),
+        (["verify", "--op", "dense_decod"], "dense_decode"),
+        (["verify", "--suite", "smok"], "smoke"),
+        (["profile", "--op", "merge_state"], "merge_states"),
+        (["profile", "--rows", "D1.fix"], "D1.fixed"),
+        (["build", "--op", "split_plane"], "split_plan"),
+        (["build", "--kernel", "combine_sm90_bf61"], "combine_sm90_bf16"),
+        (["build", "--kernel", "combine"], "combine_sm90_bf16"),
+    ],
+)
+def test_a_misspelt_name_gets_the_nearest_one(arguments: list[str], near: str) -> None:
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 2
+    assert f"did you mean {near}" in result.stderr
+
+
+def test_a_boards_architecture_is_answered_as_the_familys() -> None:
+    assert ArchName().convert("sm103", None, None) == "sm100"
+    with pytest.raises(click.BadParameter, match="sm10'"):
+        ArchName().convert("sm10", None, None)
+
+
 @pytest.mark.parametrize("error", [ArtifactError("no manifest"), DeviceError("no driver")])
 def test_what_is_wrong_with_artefacts_or_the_device_is_one_line_and_exit_code_1(error: Exception) -> None:
     group = LazyGroup("group")
@@ -55,19 +96,56 @@ def test_what_is_wrong_with_artefacts_or_the_device_is_one_line_and_exit_code_1(
     assert result.output == f"Error: {error}\n"
 
 
-def test_the_module_and_the_console_script_are_one_program() -> None:
-    """From another folder and with nothing installed: the tree on the path is enough."""
+def test_an_interruption_is_exit_code_130() -> None:
+    group = LazyGroup("group")
+
+    @click.command()
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    group.get_command = lambda ctx, cmd_name: wait  # type: ignore[method-assign]
+    result = CliRunner().invoke(group, ["wait"])
+    assert result.exit_code == 130
+    assert result.output == "interrupted\n"
+
+
+def run_module(module: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a module from another folder and with nothing installed: the tree on the path is enough."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd="/", env={"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+@pytest.mark.parametrize("module", ["cute_mla", "cute_mla.cli"])
+def test_the_modules_and_the_console_script_are_one_program(module: str) -> None:
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["cute-mla"]
     assert script == "cute_mla.cli:main"
-    result = subprocess.run(
-        [sys.executable, "-m", "cute_mla.cli", "--version"],
-        cwd="/",
-        env={"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout == f"cute-mla, version {cute_mla.__version__}\n"
+    result = run_module(module, "--version", stdout=subprocess.PIPE)
+    assert (result.stdout, result.returncode) == (f"cute-mla, version {cute_mla.__version__}\n", 0)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        result = run_module("cute_mla", "show", "support", stdout=full)
+    assert (result.returncode, result.stderr) == (1, "Error: No space left on device\n")
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = run_module("cute_mla", "show", "support", stdout=writer)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(click.ClickException, match=r"cannot write .*records\.json: No space left on device"):
+        write_file(tmp_path / "records.json", "[]")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folders_at_the_top_are_imported_from_the_tree() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,10 +12,13 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from cute_mla.aot_build import variants
 from cute_mla.cli import commands
-from cute_mla.cli.profile import succeeded
+from cute_mla.cli.profile import GPUS, OPS, succeeded
 from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.profiles import report, roofline
 from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
+from cute_mla.profiles.rows import DEFINITIONS
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -78,6 +82,56 @@ def test_an_op_without_rows_has_its_static_report_only(artifacts: Path) -> None:
     assert result.exit_code == 0
     assert "no split_plan was built for sm90" in result.output
     assert "no benchmark rows chosen" in result.output
+
+
+def test_every_row_of_the_definitions_is_within_reach(artifacts: Path) -> None:
+    """The list of rows is read off the files."""
+    written = [
+        (document["op"], row["name"])
+        for document in map(tomllib.loads, (path.read_text() for path in sorted(DEFINITIONS.glob("*.toml"))))
+        if "row" in document
+        for row in document["row"]
+    ]
+    assert {"D1", "K1", "M1"} <= {row for _, row in written}
+    assert {op for op, _ in written} <= set(OPS)
+    assert set(OPS) == set(variants.OPS)
+    for op, row in written:
+        assert {case.row for case in report.cases_for([op], [row])} == {row}
+
+
+def test_one_gpu_is_shown_unless_more_are_asked_for(artifacts: Path) -> None:
+    assert set(GPUS) == set(roofline.GPUS)
+    tables = {"H200: microseconds", "H100: microseconds", "H800: microseconds", "B200: microseconds"}
+    two = ["--gpu", "B200", "--gpu", "H100"]
+    asked: tuple[tuple[list[str], set[str]], ...] = (
+        ([], {"H200"}),
+        (["--arch", "sm100"], {"B200"}),
+        (["--gpu", "all"], set(GPUS)),
+        (two, {"B200", "H100"}),
+    )
+    for arguments, shown in asked:
+        output = run("--device", "model", "--rows", "D1.fixed", *arguments).output
+        assert {table.split(":")[0] for table in tables if table in output} == shown
+    result = run("--device", "model", "--arch", "sm90", "--gpu", "B200")
+    assert result.exit_code == 2
+    assert "B200 does not run kernels of sm90; supported: H200, H100, H800" in result.output
+
+
+def test_goals_have_a_table_of_their_own(artifacts: Path) -> None:
+    lines = run("--device", "model", "--rows", "D1.fixed,K1.bf16_1").output.splitlines()
+    header = lines.index("H200: goals in microseconds") + 1
+    assert lines[header].split() == ["row", "problem", "goal", "us", "predicted", "us", "within", "the", "goal"]
+    assert lines[header + 1].startswith("D1.fixed")
+    assert lines[header + 2] == ""
+    assert "goal" not in "".join(lines[: header - 1])
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_wrong_usage(artifacts: Path, tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    result = run("--device", "model", option, tmp_path / "file" / "profile.json")
+    assert result.exit_code == 2
+    assert f"{option}: cannot write" in result.output
 
 
 @no_gpu
@@ -160,7 +214,7 @@ def test_timings_are_shown_and_what_was_not_run_is_named(tmp_path: Path) -> None
 @pytest.mark.usefixtures("gpu")
 def test_peers_are_columns_if_they_were_timed_and_reasons_if_not() -> None:
     result = run()
-    header, row = (line for line in result.output.splitlines() if line.startswith(("row", "D1.fixed")))
+    header, row = [line for line in result.output.splitlines() if line.startswith(("row", "D1.fixed"))][:2]
     assert header.split("  ")[-1] == "/ FlashMLA"
     assert row.split()[-1] == "0.889"
     assert "/ Triton" not in result.output

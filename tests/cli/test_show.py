@@ -130,7 +130,7 @@ def test_counts_of_a_kernel_without_keys(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_unknown_kernel_names_those_that_are_built(folder: Path) -> None:
     result = run("kernel", "combine")
     assert result.exit_code == 1
-    assert result.stderr == f"Error: no kernel combine in {folder}; built: {NAME}\n"
+    assert result.stderr == f"Error: no kernel combine in {folder}; `cute-mla show` lists the 1 that are built\n"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from cute_mla.aot_build import staleness
 from cute_mla.cli import commands, verify
 from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.artifacts import Artifacts
@@ -21,6 +22,7 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.runner import Record, Target
@@ -33,6 +35,7 @@ SUITE = [
     SuiteEntry(REDUCED, "reduced", "batch 64 cut to 2: budget of 400 tiles"),
 ]
 
+SIMULATED = "sm90 and sm100 on the simulated device"
 Job = tuple[DenseDecodeCase, Target, str]
 
 
@@ -97,9 +100,18 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     result = invoke()
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert f"running {stand_in.jobs[0][0].id}" in result.stderr.splitlines()
-    assert lines[-1] == "4 passed, 0 failed"
-    assert lines[-2] == "sm100 on sim, sm90 on sim: 4 cases in 8 runs; of these 2 reduced; 2 not run"
+    assert f"[0/4 done] running dense_decode {stand_in.jobs[0][0].id}" in result.stderr.splitlines()
+    assert lines[-1] == f"PASSED: all 4 cases agree with the fp32 reference; {SIMULATED}; 0 s"
+    header, row = lines[-3:-1]
+    assert header.split() == ["op", "result", "cases", "reduced", "not", "run", "runs", "cos", "diff", "bound", "seconds"]
+    assert row.split() == ["dense_decode", "passed", "4", "2", "2", "8", "2e-07", "5e-06", "4.0"]
+    assert WHOLE.id not in result.stdout
+
+
+def test_verbose_has_every_run_and_the_worst_errors(stand_in: StandIn) -> None:
+    result = invoke("--verbose")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
     assert "2 not run: large: not today" in lines
     assert "2 reduced: budget of 400 tiles" in lines
     for arch in ("sm90", "sm100"):
@@ -112,20 +124,22 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
 
 
 def test_the_worst_max_logits_are_shown_where_there_are_any(stand_in: StandIn) -> None:
-    assert "max_logits" not in invoke("--arch", "sm90").output
+    assert "max_logits" not in invoke("--arch", "sm90", "-v").output
     stand_in.failing[WHOLE.id] = {"max_logits_max_abs": 0.25}
-    assert f"worst max_logits max abs on sm90, dense_decode: 2.50e-01 in {WHOLE.id}" in invoke("--arch", "sm90").output.splitlines()
+    assert f"worst max_logits max abs on sm90, dense_decode: 2.50e-01 in {WHOLE.id}" in invoke("--arch", "sm90", "-v").output.splitlines()
 
 
 def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
     stand_in.failing[WHOLE.id] = {"reason": "out: wrong", "findings": ["deadlock", *"abcdef"]}
     result = invoke("--schedules", "1")
     assert result.exit_code == 1
-    lines = result.output.splitlines()
-    assert lines[-1] == "2 passed, 2 failed"
+    assert f"FAILED sm90 dense_decode {WHOLE.id}: out: wrong" in result.stderr.splitlines()  # at once
+    lines = result.stdout.splitlines()
+    assert lines[-1] == f"FAILED: 2 of 4 cases; {SIMULATED}; 0 s"
+    assert lines[2].split()[:4] == ["dense_decode", "FAILED", "4", "2"]
     assert f"FAILED sm100 sim round_robin {WHOLE.id}: out: wrong" in lines
     where = lines.index(f"FAILED sm90 sim round_robin {WHOLE.id}: out: wrong")
-    assert lines[where + 1 : where + 6] == ["    deadlock", "    a", "    b", "    c", "    d"]
+    assert lines[where + 1 : where + 8] == [f"    {finding}" for finding in ("deadlock", *"abcdef")]  # all of them
 
 
 def test_a_failed_run_says_how_to_run_it_again(stand_in: StandIn) -> None:
@@ -160,14 +174,14 @@ def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
     stand_in.failing[REDUCED.id] = {}
     result = invoke()
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == "2 passed, 2 failed"
+    assert result.output.splitlines()[-1] == f"FAILED: 2 of 4 cases; {SIMULATED}; 0 s"
 
 
 def test_nothing_run_is_failure(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE[:1])
     result = invoke()
     assert result.exit_code == 1
-    assert result.output.splitlines()[-1] == "0 passed, 0 failed"
+    assert result.output.splitlines()[-1] == "FAILED: no case ran; 0 s"
 
 
 def test_a_gpu_that_is_not_there_is_failure(stand_in: StandIn) -> None:
@@ -175,7 +189,7 @@ def test_a_gpu_that_is_not_there_is_failure(stand_in: StandIn) -> None:
     assert result.exit_code == 1
     assert "sm90: no GPU of compute capability 9.0 here, nothing is run" in result.stderr
     assert "sm100: no GPU of compute capability 10.0 or 10.3 here, nothing is run" in result.stderr
-    assert result.stdout.splitlines()[-1] == "0 passed, 0 failed"
+    assert result.stdout.splitlines()[-1] == "FAILED: no case ran; 0 s"
 
 
 @pytest.mark.parametrize(
@@ -195,8 +209,11 @@ def test_auto_takes_a_gpu_for_the_architecture_that_it_matches(
     result = invoke()
     assert result.exit_code == 0
     assert {(target.arch, target.kind) for _, target, _ in stand_in.jobs} == set(kinds.items())
-    where = ", ".join(f"{arch} on {kind}" for arch, kind in sorted(kinds.items()))
-    assert result.output.splitlines()[-2].startswith(f"{where}: 4 cases")
+    devices = {"sim": "the simulated device", "cuda": "a GPU"}
+    where = ", ".join(f"{arch} on {devices[kind]}" for arch, kind in kinds.items())
+    if len(set(kinds.values())) == 1:
+        where = SIMULATED
+    assert result.output.splitlines()[-1] == f"PASSED: all 4 cases agree with the fp32 reference; {where}; 0 s"
 
 
 def test_a_gpu_that_is_asked_for_runs_its_architecture_alone(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,16 +253,18 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "sparse_decode": [SuiteEntry(SparseDecodeCase()), SuiteEntry(SparseDecodeCase(batch=2))],
         "sparse_prefill": [SuiteEntry(SparsePrefillCase())],
         "dense_prefill": [SuiteEntry(DensePrefillCase())],
+        "merge_states": [SuiteEntry(MergeStatesCase())],
         "cache_write": [SuiteEntry(CacheWriteCase())],
         "cache_gather": [SuiteEntry(CacheGatherCase())],
     }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
-    every = ["dense_decode", "sparse_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "cache_write", "cache_gather"]
+    every = [op for op in verify.OPS for _ in of_op[op]]
     for arguments, ops in ([(), every], [("--op", "sparse_decode"), every[1:3]], [("--op", "sparse_prefill"), every[3:4]]):
         result = invoke("--arch", "sm90", *arguments)
         assert result.exit_code == 0, result.output
         assert [case.op for case, _, _ in stand_in.jobs] == ops
-        assert result.output.splitlines()[-1] == f"{len(ops)} passed, 0 failed"
+        passed = "1 case agrees" if len(ops) == 1 else f"all {len(ops)} cases agree"
+        assert result.output.splitlines()[-1] == f"PASSED: {passed} with the fp32 reference; sm90 on the simulated device; 0 s"
 
 
 def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path: Path) -> None:
@@ -278,15 +297,67 @@ def test_json_replaces_no_device_and_no_pipe(stand_in: StandIn, tmp_path: Path) 
     assert stand_in.jobs == []
 
 
-def test_json_survives_an_interruption(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["a folder", "inside a file", "no folder"])
+def test_json_is_checked_before_anything_runs(stand_in: StandIn, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    file = {"a folder": tmp_path, "inside a file": tmp_path / "file" / "x.json", "no folder": tmp_path / "none" / "x.json"}[place]
+    result = invoke("--json", str(file))
+    assert result.exit_code == 2
+    assert str(file) in result.stderr
+    assert stand_in.jobs == []
+
+
+def test_an_interruption_keeps_what_was_done(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    closed = []
+
     def interrupted(jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None]) -> Iterator[tuple[int, list[Record]]]:
-        yield next(stand_in.run_all(jobs, on_start))
-        raise KeyboardInterrupt
+        try:
+            yield next(stand_in.run_all(jobs, on_start))
+            raise KeyboardInterrupt
+        finally:
+            closed.append(True)
 
     monkeypatch.setattr(runner, "run_all", interrupted)
     file = tmp_path / "records.json"
-    assert invoke("--json", str(file)).exit_code != 0
+    result = invoke("--json", str(file))
+    assert result.exit_code == 130
+    assert closed == [True]
     assert {entry["case"] for entry in json.loads(file.read_text())} == {SKIPPED.id, REDUCED.id}
+    assert result.stdout.splitlines()[-1] == "INTERRUPTED: 1 of 6 cases ran, 0 failed; sm100 on the simulated device; 0 s"
+
+
+def test_the_list_runs_nothing_and_needs_no_kernels(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Artifacts:
+        raise ArtifactError("no manifest.json")
+
+    monkeypatch.setattr(verify, "load_artifacts", missing)
+    result = invoke("--list")
+    assert result.exit_code == 0
+    assert stand_in.jobs == []
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["op", "case", "tiles", "runs", "where"]
+    assert lines[2].split() == ["dense_decode", WHOLE.id, str(WHOLE.tiles), "whole", "sm90", "on", "sim,", "sm100", "on", "sim"]
+    assert "skipped: large: not today" in lines[1]
+    assert lines[-1] == "3 cases"
+
+
+def test_a_misspelt_case_gets_the_nearest_ones(stand_in: StandIn) -> None:
+    result = invoke("--replay", f"{WHOLE.id}x")
+    assert result.exit_code == 2
+    assert f"did you mean {WHOLE.id}" in result.stderr
+
+
+def test_kernels_of_other_sources_are_not_verified(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staleness, "changed_kernels", lambda manifest, archs: [f"kernel{number}_{archs[0]}" for number in range(7)])
+    result = invoke("--arch", "sm90")
+    assert result.exit_code == 1
+    names = ", ".join(f"kernel{number}_sm90" for number in range(5))
+    said = f"7 of the built kernels have other sources than this tree: {names} and 2 more"
+    assert result.stderr == f"Error: {said}; build them again with `cute-mla build`, or go on with --stale-ok\n"
+    assert stand_in.jobs == []
+    result = invoke("--arch", "sm90", "--stale-ok")
+    assert result.exit_code == 0
+    assert f"warning: {said}" in result.stderr
 
 
 def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,12 +389,12 @@ def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pyte
     (tmp_path / files["cubin"]).write_bytes(cubin)
     (tmp_path / files["ptx"]).write_bytes(ptx)
     monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(tmp_path, Manifest({name: entry})))
-    assert invoke().exit_code == 0
+    assert invoke("--stale-ok").exit_code == 0
     stand_in.jobs = []
     content = bytearray((tmp_path / files[damaged]).read_bytes())
     content[-1] ^= 1
     (tmp_path / files[damaged]).write_bytes(content)
-    result = invoke()
+    result = invoke("--stale-ok")
     assert result.exit_code == 1
     assert f"Error: {tmp_path / files[damaged]} is damaged: sha256" in result.stderr
     assert stand_in.jobs == []

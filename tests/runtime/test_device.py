@@ -34,6 +34,13 @@ def test_a_device_that_failed_is_tried_again(fake: FakeDriver) -> None:
     assert device_for(torch.device("cuda", 0)).arch is SM90
 
 
+def test_a_boards_name_is_answered_as_its_familys() -> None:
+    with simulate("sm103") as device:
+        assert device.arch is SM100
+    with pytest.raises(ValueError, match="arch is 'sm80'; supported: sm90, sm100, sm103"), simulate("sm80"):
+        pass
+
+
 def test_simulate_has_the_usual_board_by_default(artifacts: Path) -> None:
     with simulate() as device:
         assert device_for(CPU) is device

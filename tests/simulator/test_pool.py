@@ -1,4 +1,4 @@
-"""What launches leave for later ones: homes of CTAs in a bounded pool, and nothing that holds a launch."""
+"""State that launches leave for later ones: homes of CTAs in a bounded pool, and nothing that holds a launch."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
-from cute_mla.testing.suites import cache_gather, cache_write, dense_decode, dense_prefill, sparse_decode, sparse_prefill
+from cute_mla.testing.suites import cache_gather, cache_write, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from tests.support.recording_device import RecordingDevice
 
 SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_prefill.SMOKE, *dense_prefill.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
-    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_write.SMOKE, *cache_gather.SMOKE)}
+    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_write.SMOKE, *cache_gather.SMOKE, *merge_states.SMOKE)}
 
 
 @pytest.mark.parametrize("case", SMOKE[::3], ids=lambda case: f"{case.op}-{case.id}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 from cute_mla.runtime.errors import ArtifactError
+from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.runner import Target, run_all, schedules
+from tests.support.tree import ROOT
 
 SMALL = DenseDecodeCase(s_k=20, h_q=4, sm_count=1)
 LARGE = DenseDecodeCase("fp16", batch=2, s_k=100, h_q=4, outputs="strided", sm_count=2)
@@ -24,6 +28,34 @@ def test_every_job_comes_back_under_its_index() -> None:
         (SMALL.id, "lazy", "passed"),
     ]
     assert [(record.case, record.status, record.passed) for record in results[1]] == [(LARGE.id, "reduced", True)] * 2
+
+
+def test_each_case_is_named_as_it_starts() -> None:
+    started: list[BaseCase] = []
+    list(run_all([(SMALL, Target("sm90", "sim"), ""), (LARGE, Target("sm90", "sim"), "")], workers=1, on_start=started.append))
+    assert started == [LARGE, SMALL]
+
+
+def test_an_interruption_ends_the_workers_at_once() -> None:
+    """A case that would take minutes is cut off; what had ended before is there."""
+    program = (
+        "import os, signal, threading\n"
+        "from cute_mla.testing.cases.dense_decode import DenseDecodeCase\n"
+        "from cute_mla.testing.runner import Target, run_all\n"
+        "def interrupt(case):\n"
+        "    print('started', flush=True)\n"
+        "    threading.Timer(8, os.killpg, (0, signal.SIGINT)).start()  # in the middle of the case\n"
+        "if __name__ == '__main__':\n"
+        "    long = DenseDecodeCase(batch=4, s_k=100_000, h_q=128, sm_count=1)\n"
+        "    try:\n"
+        "        list(run_all([(long, Target('sm90', 'sim'), '')], workers=1, on_start=interrupt))\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('interrupted')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120, start_new_session=True
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "started\ninterrupted\n", "")
 
 
 def test_missing_kernels_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

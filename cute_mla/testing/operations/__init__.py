@@ -10,6 +10,7 @@ from .cache_gather import CACHE_GATHER
 from .cache_write import CACHE_WRITE
 from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
+from .merge_states import MERGE_STATES
 from .operation import Operation, Result
 from .sparse_decode import SPARSE_DECODE
 from .sparse_prefill import SPARSE_PREFILL
@@ -21,6 +22,7 @@ OPERATIONS = {
     "sparse_decode": SPARSE_DECODE,
     "sparse_prefill": SPARSE_PREFILL,
     "dense_prefill": DENSE_PREFILL,
+    "merge_states": MERGE_STATES,
     "cache_write": CACHE_WRITE,
     "cache_gather": CACHE_GATHER,
 }

@@ -1,5 +1,6 @@
 """Suites: which cases of each op run on a GPU and on the simulated device, and why a case is reduced or skipped.
 
+quick   Smoke cases that reach most features and kernels for their cost, drawn by the rule of quick.py: half a minute on two cores.
 smoke   Small cases of which each kernel variant meets every feature of its op (suites/cover.py): layouts, far strides of every operand,
         page sizes, lengths, kinds of scores, sinks, masks. Beside these a few cases whose size is what they test, of at most 200 tiles.
         Every line of the edge contract occurs. All architectures, the simulated device and GPUs run the same cases.
@@ -14,16 +15,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from . import cache_gather, cache_write, dense_decode, dense_prefill, sparse_decode, sparse_prefill
+from ...spec.arch import Arch
+from . import cache_gather, cache_write, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
 from .entries import OpSuites, SuiteEntry
+from .quick import kernels_of, quick_cases
 
-SUITES = ("smoke", "full")
+SUITES = ("quick", "smoke", "full")
 
 _SUITES_OF_OP: dict[str, OpSuites[Any]] = {
     "dense_decode": dense_decode.OP_SUITES,
     "sparse_decode": sparse_decode.OP_SUITES,
     "sparse_prefill": sparse_prefill.OP_SUITES,
     "dense_prefill": dense_prefill.OP_SUITES,
+    "merge_states": merge_states.OP_SUITES,
     "cache_write": cache_write.OP_SUITES,
     "cache_gather": cache_gather.OP_SUITES,
 }
@@ -35,10 +39,17 @@ def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEn
     if name not in SUITES or op not in OPS:
         raise ValueError(f"suite is {name!r} and op {op!r}; supported: {', '.join(SUITES)} and {', '.join(OPS)}")
     suites = _SUITES_OF_OP[op]
-    if name == "smoke":
+    if name == "quick":
+        entries = [SuiteEntry(case) for case in quick_cases(tuple(suites.smoke))]
+    elif name == "smoke":
         entries = [SuiteEntry(case) for case in suites.smoke]
     elif simulated:
         entries = suites.simulated.entries(suites.full())
     else:
         entries = [SuiteEntry(case) for case in suites.full()]
     return [replace(entry, case=replace(entry.case, seed=seed)) for entry in entries]
+
+
+def suite_kernels(name: str, op: str, arch: Arch) -> set[str]:
+    """Return the manifest names of the kernels that a suite of an op launches on the simulated device."""
+    return {kernel for entry in suite(name, op, simulated=True) if entry.mode != "skipped" for kernel in kernels_of(entry.case, arch)}

@@ -1,0 +1,82 @@
+"""Option types that several commands share: names with a suggestion for a misspelt one, architectures, and files to write."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cute_mla.spec.arch import ALIASES, ARCHS
+
+ALL = "all"
+_MOST_SUGGESTIONS = 3
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return "; did you mean A or B?" for the known names nearest to a misspelt one; empty if none is near."""
+    names = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(given, names, n=_MOST_SUGGESTIONS) or [name for name in names if given and given in name]
+    return f"; did you mean {' or '.join(near[:_MOST_SUGGESTIONS])}?" if near else ""
+
+
+class Name(click.Choice[str]):
+    """A choice from names, which suggests the nearest ones for a misspelt name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the chosen name. BadParameter for an unknown one."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            raise click.BadParameter(error.message.rstrip(".") + did_you_mean(str(value), map(str, self.choices)), ctx, param) from error
+
+
+class ArchName(Name):
+    """The name of an architecture, or "all". A board's alias, such as sm103, is answered as the architecture whose cubins it runs."""
+
+    def __init__(self) -> None:
+        super().__init__([*ARCHS, ALL])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the name of the architecture. BadParameter for an unknown one."""
+        return super().convert(ALIASES.get(value, value), param, ctx)
+
+
+def check_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:
+    """Raise UsageError unless a file can be written at `path`, by writing an empty one beside it. None: no file was asked for.
+
+    make_folder: make the folder of the file if it does not exist.
+    """
+    if path is None:
+        return
+    if path.exists() and not path.is_file():
+        raise click.UsageError(f"{option}: {path} is no regular file, and would be replaced by a regular one")
+    probe = partial_path(path)
+    try:
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise click.UsageError(f"{option}: cannot write {path}: {error.strerror}") from error
+
+
+def partial_path(path: Path) -> Path:
+    """Return the file beside `path` that this process writes before it replaces `path`."""
+    return path.with_name(f"{path.name}.{os.getpid()}.partial")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file atomically. ClickException, which is exit code 1, if it cannot be written."""
+    partial = partial_path(path)
+    try:
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot write {path}: {error.strerror}") from error

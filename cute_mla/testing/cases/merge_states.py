@@ -1,0 +1,147 @@
+"""Cases of merge_states."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...spec.arch import Arch
+from ...spec.merge_states import MergeStatesConfig
+from ...spec.mla import D_V, ceil_div
+from .base import DTYPES, TAGS, BaseCase, Tags
+from .tensors import OutputBuffer, generator_for, nan_tensor
+
+StateForm = Literal["listed", "stacked"]
+StateLayout = Literal["packed", "sliced", "odd", "heads_first"]
+EmptyStates = Literal["none", "some", "all"]
+
+_ROWS_OF_A_TILE = 512  # rows of one state that cost about as much on the simulated device as a tile of attention
+_LSE_SPREAD = 3.0
+
+
+class MergeProblem(NamedTuple):
+    """The properties of a call that select the kernel."""
+
+    config: MergeStatesConfig
+
+
+@dataclass(frozen=True)
+class MergeStatesCase(BaseCase):
+    """One merge of `states` results over the same queries.
+
+    batch: requests, None: tensors without a batch dimension. form: "listed": a list of tensors; "stacked": one tensor of all states.
+    layout: of the states: "sliced": rows are 16-byte aligned slices; "odd": rows begin at odd elements; "heads_first": tokens and heads
+        transposed, lse too.
+    empty: which rows have an infinite lse and NaN in out: "some": each row in some of the states, and a few in all of them.
+    in_place: out and lse are the second state.
+    """
+
+    op: ClassVar[str] = "merge_states"
+    cut_by: ClassVar[str] = "tokens"
+    tags: ClassVar[Tags] = {
+        "form": str,
+        "layout": lambda layout: f"states_{layout}",
+        "empty": lambda empty: f"{empty}_empty",
+        "in_place": lambda _: "in_place",
+        **TAGS,
+    }
+
+    states: int = 2
+    batch: int | None = None
+    tokens: int = 5
+    h_q: int = 3
+    head_dim: int = D_V
+    form: StateForm = "listed"
+    layout: StateLayout = "packed"
+    empty: EmptyStates = "none"
+    in_place: bool = False
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        batch = "" if self.batch is None else f"b{self.batch}-"
+        return f"{self.dtype}-d{self.head_dim}-n{self.states}-{batch}t{self.tokens}-h{self.h_q}"
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Return the shape of an lse: requests if there is a batch, tokens, heads."""
+        return (*(() if self.batch is None else (self.batch,)), self.tokens, self.h_q)
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return requests, tokens, heads and columns of the queries whose results are merged."""
+        return (1 if self.batch is None else self.batch), self.tokens, self.h_q, self.head_dim
+
+    @property
+    def tiles(self) -> int:
+        """Return the cost on the simulated device, in tiles of attention."""
+        return max(ceil_div(math.prod(self.rows_shape) * self.states, _ROWS_OF_A_TILE), 1)
+
+    def problem(self, arch: Arch) -> MergeProblem:
+        """Return the properties of the call that select the kernel."""
+        return MergeProblem(MergeStatesConfig(self.dtype, self.head_dim))
+
+
+@dataclass(frozen=True)
+class MergeStatesTensors:
+    """The operands of a case: outs [states, *rows, head_dim] and lses [states, *rows]."""
+
+    outs: Tensor
+    lses: Tensor
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
+
+
+def make_merge_states_tensors(case: MergeStatesCase, device: str | torch.device = "cpu") -> MergeStatesTensors:
+    """Make the operands of a case: equal for equal cases."""
+    device, shape = torch.device(device), (case.states, *case.rows_shape)
+    draw = generator_for(case, math.prod(shape) * case.head_dim, device)
+    outs = torch.randn(*shape, case.head_dim, generator=draw, device=draw.device)
+    lses = _LSE_SPREAD * torch.randn(shape, generator=draw, device=draw.device)
+    empty = _empty_rows(case)
+    signs = torch.where(torch.arange(empty.numel()).view(empty.shape) % 2 == 0, math.inf, -math.inf)
+    lses = torch.where(empty, signs, lses.cpu())
+    outs = outs.cpu().masked_fill(empty.unsqueeze(-1), math.nan)
+    return MergeStatesTensors(
+        _placed(case.layout, outs.to(device, DTYPES[case.dtype])), _placed(case.layout, lses.to(device)), _output_buffers(case, device)
+    )
+
+
+def _empty_rows(case: MergeStatesCase) -> Tensor:
+    """Return which rows of which states are empty, bool [states, *rows]; "some": every third row is so in all states."""
+    shape = (case.states, *case.rows_shape)
+    if case.empty != "some":
+        return torch.full(shape, case.empty == "all")
+    row = torch.arange(math.prod(case.rows_shape)).view(case.rows_shape)
+    state = torch.arange(case.states).view(-1, *[1] * row.dim())
+    return (row % 3 == 0) | ((row + state) % 2 == 0)
+
+
+def _placed(layout: StateLayout, values: Tensor) -> Tensor:
+    """Copy outs [states, .., tokens, heads, columns] or lses [states, .., tokens, heads] to their layout, with NaN around them."""
+    if layout == "packed":
+        return values.contiguous()
+    rows = 3 if values.is_floating_point() and values.dtype != torch.float32 else 2  # dimensions of a request's tokens
+    if layout == "heads_first":
+        return values.transpose(-rows, -rows + 1).contiguous().transpose(-rows, -rows + 1)
+    before, after = (8, 8) if layout == "sliced" else (1, 2)
+    wide = nan_tensor((*values.shape[:-1], values.shape[-1] + before + after), values.dtype, values.device)
+    inner = wide[..., before : before + values.shape[-1]]
+    return inner.copy_(values)
+
+
+def _output_buffers(case: MergeStatesCase, device: torch.device) -> dict[str, OutputBuffer]:
+    """Allocate out and lse if the caller passes them; those of "strided" and "odd" are slices."""
+    if case.outputs == "allocated" or case.in_place:
+        return {}
+    results = {"out": ((*case.rows_shape, case.head_dim), DTYPES[case.dtype]), "lse": (case.rows_shape, torch.float32)}
+    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
+    buffers = {}
+    for name, (shape, dtype) in results.items():
+        storage = nan_tensor((*shape[:-1], shape[-1] + before + after), dtype, device)
+        buffers[name] = OutputBuffer(storage[..., before : before + shape[-1]], storage)
+    return buffers

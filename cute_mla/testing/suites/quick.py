@@ -1,0 +1,93 @@
+"""The quick suite, drawn from the smoke cases by a rule: cases that add most features for their cost, within a budget an op.
+
+A feature is a kernel, or a value of a field that names a layout, a format, a mask or another option. The rule has no list of cases, so that
+it follows the smoke suite. The kernels that a suite launches follow from its cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from ...manifest import kernel_name
+from ...spec.arch import ARCHS, Arch
+from ...spec.combine import CombineConfig
+from ...spec.split_plan import SplitPlanConfig, accumulator_rows
+from ..cases.base import BaseCase
+from ..cases.dense_decode import DenseDecodeCase
+from ..cases.paged_cache import PagedCacheCase
+from ..cases.sparse_decode import SparseDecodeCase
+
+BUDGET_TILES = 52  # an op and an architecture: all ops take some 50 s of a core, under two schedules
+_KERNEL_TILES = 4  # cost of a kernel that no earlier case has launched: its PTX is translated first
+_CASE_TILES = 1  # cost of a case besides its tiles
+
+Feature = tuple[str, object]
+
+
+def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
+    """Return the manifest names of the kernels that a case launches.
+
+    Decode plans its splits, and combines their results if the plan could split a request.
+    """
+    if not _has_rows(case):
+        return set()
+    names = {kernel_name(case.op, arch.name, case.problem(arch).config.name)}
+    if isinstance(case, DenseDecodeCase | SparseDecodeCase):
+        problem = case.problem(arch)
+        names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
+        if accumulator_rows(problem.batch, problem.num_parts(case.sm_count or arch.sm_count), problem.max_splits):
+            names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype).name))
+    return names
+
+
+def _has_rows(case: BaseCase) -> bool:
+    return case.keys > 0 if isinstance(case, PagedCacheCase) else math.prod(case.q_shape[:3]) > 0
+
+
+@cache
+def quick_cases(smoke: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the quick cases of an op out of its smoke cases, in their order."""
+    left = {case: set(_features(case)) for case in smoke}
+    chosen: list[BaseCase] = []
+    known: set[Feature] = set()
+    cost = 0
+    while True:
+        costs = {case: _cost(case, known) for case in left if cost + _cost(case, known) <= BUDGET_TILES}
+        best = max(costs, key=lambda case: len(left[case] - known) / costs[case], default=None)
+        if best is None or not left[best] - known:
+            return tuple(case for case in smoke if case in chosen)
+        chosen.append(best)
+        cost += costs[best]
+        known |= left.pop(best)
+
+
+def _cost(case: BaseCase, known: Iterable[Feature]) -> int:
+    """Return the cost of a case beside others with these features, in tiles."""
+    new = [feature for feature in _kernels(case) if feature not in known]
+    return case.tiles + _CASE_TILES + _KERNEL_TILES * len(new) // len(ARCHS)
+
+
+def _kernels(case: BaseCase) -> Iterator[Feature]:
+    for arch in ARCHS.values():
+        yield from (("kernel", name) for name in kernels_of(case, arch))
+
+
+def _features(case: BaseCase) -> Iterator[Feature]:
+    """Yield the kernels of a case, the values of its fields that name something, and whether other options are at their defaults.
+
+    A call without rows shows only that such a call is taken.
+    """
+    if not _has_rows(case):
+        yield "has rows", False
+        return
+    yield from _kernels(case)
+    for field in fields(case):
+        value = getattr(case, field.name)
+        if isinstance(value, bool | str):
+            yield field.name, value
+        elif field.name in case.tags:
+            yield field.name, value != field.default
