@@ -58,7 +58,7 @@ def instruction_descriptor(m: int, n: int, d: int = 1, a: int = 1, b: int = 1, m
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a product. d: column of D. tail: operands after the predicate."""
+    """Options of a product. d: column of D. tail: operands after the predicate. collector: such as ".collector::a::fill"."""
 
     group: int = 1
     d: int = 0
@@ -67,6 +67,7 @@ class Options:
     mask: str = ""
     tail: str = ""
     ws: bool = False
+    collector: str = ""
 
 
 def mma(a: int | str, b: int, idesc: int, **options: Any) -> str:
@@ -79,7 +80,7 @@ def mma(a: int | str, b: int, idesc: int, **options: Any) -> str:
         operand = "[%r7]"
     else:
         setup += f"mov.u64 %rd10, {a};\n"
-    name = f"tcgen05.mma{'.ws' if more.ws else ''}.cta_group::{more.group}.kind::{more.kind}"
+    name = f"tcgen05.mma{'.ws' if more.ws else ''}.cta_group::{more.group}.kind::{more.kind}{more.collector}"
     return f"{setup}@{leader(more.group)} {name} [%r6], {operand}, %rd11, {idesc}, {more.mask}%p5{more.tail};\n"
 
 

@@ -330,3 +330,43 @@ ld.param.u64 %rd8, [p1]; add.u32 %r9, %r1, 1024; add.u32 %r10, %r1, 32; setp.ne.
     assert any("overwrites shared memory that a tcgen05.mma" in finding.message for finding in report.findings)
     after = program + wait("$done") + copy + "@%p2 bra $no;\n" + wait("$copied", 32) + "$no:\n"
     assert not report_of(after, group=2, output=False).findings
+
+
+# ---------------------------------------------------------------- the collector
+
+
+def products(*usages: str, operands: tuple[int, ...] = (A, A, A)) -> str:
+    """Return products on accumulators of their own, one for each usage of the collector."""
+    items = zip(usages, operands, strict=False)
+    return "".join(mma(a, B, IDESC, d=32 * i, collector=f".collector::a::{usage}") for i, (usage, a) in enumerate(items))
+
+
+@pytest.mark.parametrize("policy", SCHEDULES)
+@pytest.mark.parametrize(
+    "usages", [("fill", "lastuse"), ("fill", "use", "lastuse"), ("fill", "fill", "use"), ("discard", "fill", "use"), ("fill", "discard")]
+)
+def test_an_operand_that_was_filled_may_be_used(usages: tuple[str, ...], policy: Policy) -> None:
+    assert not report_of(products(*usages) + commit() + wait("$done"), policy, columns=128, output=False).findings
+
+
+@pytest.mark.parametrize(
+    ("usages", "text"),
+    [
+        (("use",), "collector::a::use, but the collector holds nothing"),
+        (("lastuse",), "collector::a::lastuse, but the collector holds nothing"),
+        (("use", "use", "use"), "holds nothing"),
+        (("fill", "lastuse", "use"), "holds nothing"),
+        (("fill", "discard", "lastuse"), "holds nothing"),
+    ],
+)
+def test_an_operand_that_was_not_filled(usages: tuple[str, ...], text: str) -> None:
+    report = report_of(products(*usages) + commit() + wait("$done"), columns=128, output=False)
+    assert kinds(report) == {"collector"}
+    assert text in report.findings[0].message
+
+
+def test_another_operand_than_was_filled() -> None:
+    other = smem_descriptor(SIZE // 2)
+    report = report_of(products("fill", "use", operands=(A, other)) + commit() + wait("$done"), columns=128, output=False)
+    assert kinds(report) == {"collector"}
+    assert "holds another operand" in message(report)

@@ -200,7 +200,7 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
         scale = int(rest[1].value)
     in_tensor = isinstance(a, Mem)
     first = e.memory_address(a, 32) if in_tensor else e.src(a, "u64")
-    step = e.constants.thing(Step(form, in_tensor, scale))
+    step = e.constants.thing(Step(form, in_tensor, scale, forms.parse_collector(ins.opcode)))
     operands = f"({e.memory_address(d, 32)}, {first}, {e.src(b, 'u64')}, {e.src(descriptor, 'u32')})"
     e.line(f"tensor_mma(w, {step}, {operands}, {mask}, {enable}, {columns})")
 
@@ -208,7 +208,8 @@ def mma(e: Emitter, ins: Instruction, m: Match) -> None:
 class Step:
     """Fixed properties of one tcgen05.mma instruction. in_tensor: A lies in tensor memory. scale: scale-input-d."""
 
-    def __init__(self, form: forms.MmaForm, in_tensor: bool, scale: int) -> None:
+    def __init__(self, form: forms.MmaForm, in_tensor: bool, scale: int, collector: forms.CollectorUse) -> None:
+        self.collector = collector
         self.form = form
         self.in_tensor = in_tensor
         self.scale = scale
@@ -254,9 +255,25 @@ def tensor_mma(
                 w.origin(), int(w.lanes[lane]), [lane_of(a, lane)], [lane_of(b, lane)],
             )  # fmt: skip
             check_chain(w, chain)
+            check_collector(w, step, chain)
         except ValueError as error:
             raise Fault("descriptor", str(error)) from error
         tensor_core.issue(w.engine, cta, chain)
+
+
+def check_collector(w: Window, step: Step, chain: MmaChain) -> None:
+    """Report a use of the collector that has not been filled with the operand of this product, and record what it holds afterwards."""
+    buffer, usage = step.collector
+    held = w.cta.tensor_core().collector
+    product = chain.product
+    if buffer == "a":
+        operand: object = (chain.form, step.in_tensor, chain.a[0], product.m, product.a, product.a_mn)
+    else:
+        operand = (chain.form, chain.b[0], product.n, product.b, product.b_mn)
+    if usage in ("use", "lastuse") and held.get(buffer) != operand:
+        what = "nothing" if held.get(buffer) is None else "another operand"
+        w.report("collector", f"{chain.what} with collector::{buffer}::{usage}, but the collector holds {what}: no valid fill before")
+    held[buffer] = operand if usage in ("fill", "use") else None
 
 
 def check_chain(w: Window, chain: MmaChain) -> None:

@@ -36,20 +36,38 @@ class MmaForm:
 
 
 _OPCODE = re.compile(
-    r"tcgen05\.mma\.cta_group::(?P<group>[12])\.kind::(?P<kind>f16|tf32|f8f6f4|i8)(\.collector::a::(fill|use|lastuse|discard))?"
-    r"|tcgen05\.mma\.ws\.cta_group::1\.kind::(?P<ws>f16|tf32|f8f6f4|i8)(\.collector::b[0-3]::(fill|use|lastuse|discard))?"
+    r"tcgen05\.mma\.cta_group::(?P<group>[12])\.kind::(?P<kind>f16|tf32|f8f6f4|i8)(\.collector::a::(?P<use_a>fill|use|lastuse|discard))?"
+    r"|tcgen05\.mma\.ws\.cta_group::1\.kind::(?P<ws>f16|tf32|f8f6f4|i8)"
+    r"(\.collector::(?P<buffer>b[0-3])::(?P<use_b>fill|use|lastuse|discard))?"
 )
 
 
 @lru_cache(maxsize=64)
 def parse_opcode(opcode: str) -> MmaForm:
-    """Return the form of an opcode. Collector usage is a hint. Raises ValueError for a form that is not supported."""
+    """Return the form of an opcode, without its use of the collector. Raises ValueError for a form that is not supported."""
     match = _OPCODE.fullmatch(opcode)
     if match is None:
         raise ValueError(f"{opcode} is not supported, only dense tcgen05.mma and tcgen05.mma.ws of kind f16, tf32, f8f6f4 and i8")
     if match["ws"]:
         return MmaForm(1, True, match["ws"])
     return MmaForm(int(match["group"]), False, match["kind"])
+
+
+class CollectorUse(NamedTuple):
+    """A product's use of the buffer that keeps an operand. buffer: "a", or "b0" to "b3". usage: "fill", "use", "lastuse" or "discard"."""
+
+    buffer: str
+    usage: str
+
+
+@lru_cache(maxsize=64)
+def parse_collector(opcode: str) -> CollectorUse:
+    """Return the use of the collector that a supported opcode names, by default discard."""
+    match = _OPCODE.fullmatch(opcode)
+    assert match is not None
+    if match["ws"]:
+        return CollectorUse(match["buffer"] or "b0", match["use_b"] or "discard")
+    return CollectorUse("a", match["use_a"] or "discard")
 
 
 # ---- instruction descriptors --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ class SparseEntries:
     """Entries of a large buffer, of which only the chunks that are accessed take memory. Indexed by units, like an array of int32."""
 
     def __init__(self) -> None:
-        self._each = 1 << 14  # units of a chunk
+        self._each = 1 << 8  # units of a chunk: rows that lie far apart have one each
         self._rows: dict[int, int] = {}  # by the number of a chunk, its place among the values
         self._values = np.zeros(0, np.int32)
 
@@ -37,7 +37,9 @@ class SparseEntries:
         new = [chunk for chunk in chunks.tolist() if chunk not in self._rows]
         if new:
             self._rows.update(zip(new, range(len(self._rows), len(self._rows) + len(new)), strict=True))
-            self._values = np.concatenate((self._values, np.zeros(len(new) * self._each, np.int32)))
+            lacking = len(self._rows) * self._each - len(self._values)
+            if lacking > 0:  # at least double, so that all growth together copies each value about once
+                self._values = np.concatenate((self._values, np.zeros(max(lacking, len(self._values)), np.int32)))
         first = np.array([self._rows[chunk] for chunk in chunks.tolist()]) * self._each
         return np.asarray(first[which.reshape(units.shape)] + units % self._each)
 

@@ -70,6 +70,7 @@ class TensorQueue:
     """The queue of the tensor core of one issuing CTA.
 
     recent: the latest work on each set of operands, oldest first. last: number of each thread's last work.
+    collector: by the name of a collector buffer, the operand that it holds; None where a product has discarded it.
     """
 
     def __init__(self, rank: int) -> None:
@@ -78,6 +79,7 @@ class TensorQueue:
         self.recent: dict[object, Work] = {}
         self.serial = 0
         self.last: dict[int, int] = {}
+        self.collector: dict[str, object] = {}
 
     def issue(self, work: Work) -> None:
         """Queue work; a product joins the one before it where it can."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Sequence
 from math import prod
-from tempfile import TemporaryFile
 from typing import Literal
 
 import torch
@@ -16,6 +16,9 @@ from ...spec.mla import ceil_div
 FAR_ELEMENTS = 1 << 32  # an offset that needs more than 32 bits, in elements and in bytes
 _UNIT = 64  # elements; strides are multiples, so that a far tensor has aligned rows
 
+# Without this flag the system may refuse memory of this size, whether it is used or not. The mmap of Python 3.11 has no name for it.
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
 FarDimension = Literal["far_requests", "far_tokens", "far_heads"]
 FAR_DIMENSIONS: tuple[FarDimension, ...] = ("far_requests", "far_tokens", "far_heads")
 
@@ -24,9 +27,7 @@ def reserve(nbytes: int, device: torch.device) -> Tensor:
     """Allocate uint8 [nbytes], uninitialised on a GPU. On a CPU the bytes are 0, and only pages that are written take memory."""
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    with TemporaryFile() as file:  # sparse: anonymous memory of this size may be refused, whether it is used or not
-        file.truncate(nbytes)
-        return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE), dtype=torch.uint8)
 
 
 def far_strides(shape: Sequence[int], dim: int, first: int | None = None) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Suites: which cases of each op run on a GPU and on the simulated device, and why a case is reduced or skipped.
 
 quick   Smoke cases that reach most features and kernels for their cost, drawn by the rule of quick.py: half a minute on two cores.
-smoke   12 to 20 cases per op and operand type, of at most 200 tiles each. Every factor value, every line of the edge contract and, on every
-        architecture, every variant occurs. All architectures, the simulated device and GPUs run the same cases.
+smoke   Small cases of which each kernel variant meets every feature of its op (suites/cover.py): layouts, far strides of every operand,
+        page sizes, lengths, kinds of scores, sinks, masks. Beside these a few cases whose size is what they test, of at most 200 tiles.
+        Every line of the edge contract occurs. All architectures, the simulated device and GPUs run the same cases.
 full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this project), its corner cases and the smoke cases. A GPU runs
         all of them. The simulated device runs the grid's small cases whole: short sequences and at most 6 requests (dense decode: in
         bf16), or few tiles (prefill). A pairwise cover of the factor values replaces the large cases. Its cases are cut to a budget of

@@ -33,12 +33,13 @@ def with_fp8(case: DenseDecodeCase, operands: str) -> DenseDecodeCase:
 
 _MINUS_INF = float("-inf")
 
-# Features of a small case, by factor. lengths: keys of each request and columns of the block table in units of 64 keys, None: any number.
+# Features of a small case, by factor. lengths: keys of each request and columns of the block table in units of 64 keys, None: any number;
+# pairs of SMs for each KV head.
 _LENGTHS = (
-    ((0, 1, 63, 64, 65), None),  # around a tile; some rows see no key under a causal mask
-    ((200, 0, 130), None),  # several tiles, beside a request without keys
-    ((1000, 70, -5), 3),  # beyond the block table, and negative
-    ((260, 2), None),  # cut into splits where there are SMs enough
+    ((0, 1, 63, 64, 65), None, 2),  # around a tile; some rows see no key under a causal mask
+    ((200, 0, 130), None, 1),  # several tiles, beside a request without keys
+    ((1000, 70, -5), 3, 1),  # beyond the block table, and negative
+    ((260, 2), None, 4),  # cut into splits
 )
 _FACTORS: Factors = {
     "lengths": _LENGTHS,
@@ -53,7 +54,6 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 4),  # pairs of SMs
 }
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
@@ -62,18 +62,20 @@ _HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
 
 def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "sms", "values")}
-    (lengths, blocks), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
+    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values")}
+    (lengths, blocks, sms), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
     if values == "rising" and max(lengths) < 3 * TILE_KEYS:
         return None
     if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
         return None
     if choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"]):
         return None
+    if choice["batch_invariant"] and sms > 2:
+        return None  # nothing would be cut
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
         dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
-        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
+        softmax_scale=scale, sm_count=2 * sms * h_kv, **rest,
     )  # fmt: skip
 
 

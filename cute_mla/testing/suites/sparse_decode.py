@@ -31,11 +31,11 @@ _MINUS_INF = float("-inf")
 
 # Features of a small case, by factor. pools: requests, the first and the second cache.
 _FACTORS: Factors = {
-    "pools": (  # requests, query tokens of each, the first and the second cache
-        (2, 2, Pool(100, 65, 62), None),
-        (2, 1, Pool(300, 230, 16, (230, 3)), None),  # several tiles; cut into splits where there are SMs enough
-        (7, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
-        (2, 2, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
+    "pools": (  # requests, query tokens of each, pairs of SMs for each token, the first and the second cache
+        (2, 2, 2, Pool(100, 65, 62), None),
+        (2, 1, 4, Pool(400, 330, 16, (330, 3)), None),  # several tiles, cut into splits
+        (7, 1, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
+        (2, 2, 1, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
     ),
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
@@ -47,16 +47,15 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 2),  # pairs of SMs for each query token
 }
 _PAGES_OF_584 = ("packed", "layers", "tight", "far")
 
 
 def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "sms", "values")}
+    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "values")}
     values, scale = choice["values"]
-    batch, s_q, main, extra = choice["pools"]
+    batch, s_q, sms, main, extra = choice["pools"]
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
         return None
@@ -64,10 +63,12 @@ def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
         return None
     if values == "rising" and main.topk < 3 * TILE_KEYS:
         return None
+    if choice["batch_invariant"] and sms > 2:
+        return None  # nothing would be cut
     many = choice["indices"] == "valid" and main.lengths is None  # no token has few keys: see _exact_scales
     return SparseDecodeCase(
         dtype, cache=cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values, softmax_scale=scale,
-        power_of_two=cache == "fp8_656" and not many, sm_count=2 * choice["sms"] * s_q, **rest,
+        power_of_two=cache == "fp8_656" and not many, sm_count=2 * sms * s_q, **rest,
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def _covers() -> Iterator[SparseDecodeCase]:
     for (dtype, cache), two, elements in product(QUERY_AND_CACHE, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
-        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
         if cache == "fp8_584":
             factors = {**factors, "cache_layout": _PAGES_OF_584}
         if elements:

@@ -68,7 +68,7 @@ def _covers() -> Iterator[SparsePrefillCase]:
     for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
-        factors: Factors = {**_FACTORS, "h_q": (96, 128) if two else (3, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two:
