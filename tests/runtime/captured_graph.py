@@ -94,7 +94,7 @@ class Graph:
         return [launch.kernel.split("_sm")[0] for launch in self.launches]
 
     def replay(self, device: SimulatedDevice, memory: Sequence[Tensor | None]) -> None:
-        """Run the launches as they were captured. memory: contiguous tensors, all that arguments point to."""
+        """Run the launches as they were captured. memory: tensors of any strides, all that arguments point to."""
         kernels = {kernel.entry: kernel for kernel in load_artifacts().manifest.kernels.values()}
         for launch in self.launches:
             kernel = kernels[launch.kernel]
@@ -112,10 +112,18 @@ class Graph:
         if address == 0:
             return None
         for tensor in memory:
-            if tensor is not None and tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes:
+            if tensor is not None and tensor.data_ptr() <= address < tensor.data_ptr() + extent_bytes(tensor):
                 offset = address - tensor.data_ptr()
-                return Span(tensor, offset, tensor.nbytes - offset)
+                return Span(tensor, offset, extent_bytes(tensor) - offset)
         raise AssertionError(f"{param.name} points to memory that is not the graph's: {address:#x}")
+
+
+def extent_bytes(tensor: Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
 
 
 def tensor_map(recorded: RecordedMap) -> TensorMap:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ... import reference
@@ -39,12 +38,18 @@ def _workspace_bytes(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> int:
     )
 
 
+def _clipped_lengths(tensors: DenseDecodeTensors) -> Tensor:
+    """Return the lengths as the device takes them: at least 0, at most what the block table has room for."""
+    capacity = tensors.block_table.shape[1] * tensors.k_cache.shape[1]
+    return tensors.cache_seqlens.clamp(0, min(capacity, (1 << 31) - 1))
+
+
 def _reference(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> Result:
     return reference.dense_decode(
         tensors.q,
         tensors.k_cache,
         tensors.block_table,
-        torch.tensor(case.key_lengths, dtype=torch.int32, device=tensors.q.device),
+        _clipped_lengths(tensors),
         softmax_scale=case.scale,
         causal=case.causal,
         empty_lse=empty_lse(case),
