@@ -11,6 +11,7 @@ from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache
 from ...reference import IndexedCache
+from ..cases.base import DTYPES
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from .decode import Plan, decode_arguments
 from .operation import Operation, Result, empty_lse
@@ -60,8 +61,8 @@ def _reference(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> Result:
 
 
 def _dequantise(case: SparseDecodeCase, cache: Tensor) -> Tensor:
-    """Return the keys of all slots, fp32 [slots, d_qk]."""
-    return dequantise_cache(cache, case.cache).flatten(0, 2)
+    """Return the keys of all slots, fp32 [slots, d_qk]: scale times value, rounded once, as the kernels' contract has it."""
+    return dequantise_cache(cache, case.cache).to(DTYPES[case.dtype]).float().flatten(0, 2)
 
 
 SPARSE_DECODE = Operation(

@@ -63,7 +63,7 @@ CACHE_LAYOUTS = [
     (*kind, layout)
     for kind in QUERY_AND_CACHE
     for layout in get_args(SparseCacheLayout)
-    if {"tight": kind[1] == "fp8_584", "padded_rows": kind[1] != "fp8_584"}.get(layout, True)
+    if {"tight": kind[1] == "fp8_584", "padded_rows": kind[1] != "fp8_584", "far_rows": kind[1] != "fp8_584"}.get(layout, True)
 ]
 
 
