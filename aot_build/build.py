@@ -24,6 +24,9 @@ from typing import Any
 
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
+from cute_mla.simulator.findings import SassError
+from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.arch import ARCHS
 
 from .build_times import seconds_of
@@ -208,7 +211,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
         check(evidence)
     except GateError as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=str(error))
-    except (ToolError, CubinError) as error:
+    except (ToolError, CubinError, SassError) as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=f"{variant.name}: {error}")
     entry = _entry(variant, source, compiled, evidence)
     (folder / entry.cubin).write_bytes(compiled.cubin)
@@ -235,6 +238,7 @@ def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compi
         sass=read_sass(listing),
         overlapped=source.overlapped,
         overlap=read_overlap(listing),
+        hazards=hazards(read_listing(listing)),
         reassembled=None if again is None else read_cubin(again),
     )
 

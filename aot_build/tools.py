@@ -45,14 +45,14 @@ def find_program(name: str) -> Path | None:
 
 
 def disassemble(cubin: bytes) -> str:
-    """Return the SASS of a cubin. ToolError if nvdisasm is not installed, or fails on the file."""
+    """Return the SASS of a cubin with its encodings. ToolError if nvdisasm is not installed, or fails on the file."""
     program = find_program("nvdisasm")
     if program is None:
         raise ToolError(f"nvdisasm was not found; install {DISASSEMBLER} (the build extra)")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        return _run(program, "-c", str(path))
+        return _run(program, "-c", "-hex", str(path))
 
 
 def assemble(ptx: str, gpu_arch: str) -> bytes | None:

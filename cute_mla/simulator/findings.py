@@ -57,6 +57,10 @@ class PtxError(SimulationError):
     """The PTX text could not be read."""
 
 
+class SassError(SimulationError):
+    """The machine code of a cubin could not be read."""
+
+
 class Fault(Exception):
     """Raised inside the simulator where a kernel cannot go on (bad address, barrier misuse); becomes a Finding."""
 
