@@ -26,12 +26,12 @@ from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.arch import ARCHS
 
 from .build_times import seconds_of
 from .compile import Compiled, compile_source
-from .cubin import CubinError, read_cubin
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
 from .opcode_counts import by_mnemonic

@@ -26,10 +26,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from cute_mla.simulator.sass.cubin import TOOL_NOTE, CubinInfo
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.arch import Arch
 
-from .cubin import TOOL_NOTE, CubinInfo
 from .opcode_counts import count_matching
 from .ptx import KernelParam, PtxInfo
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.aot_build.cubin import TOOL_NOTE, read_cubin
+from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
 from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass

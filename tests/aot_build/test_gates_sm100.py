@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.aot_build.cubin import read_cubin
+from cute_mla.simulator.sass.cubin import read_cubin
 from cute_mla.aot_build.gates import Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
