@@ -20,12 +20,13 @@ WINDOW_MASK = (1 << 56) - 1
 class Layout:
     """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
-    static_shared: bytes of shared variables with a size; the dynamic array follows them.
+    params_begin: offset of the first parameter, in machine code its place in constant bank 0. static_shared: bytes of shared variables with a size; the dynamic array follows them.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=lambda: {"p": 0, "h": 0, "r": 0, "d": 0})
     params: dict[str, int] = field(default_factory=dict)
+    params_begin: int = PARAM_BASE
     param_bytes: int = 0
     shared: dict[str, int] = field(default_factory=dict)
     dynamic_base: int = 0

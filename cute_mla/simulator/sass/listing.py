@@ -15,7 +15,6 @@ from ..frontend.ptx import Reg
 INSTRUCTION_BYTES = 16
 NO_BOARD = 7  # in a field for a scoreboard
 BOARDS = 6
-ALWAYS = "PT"
 
 # Registers that read as zero, and predicates that read as true; writes to them are dropped.
 CONSTANTS = ("RZ", "URZ", "PT", "UPT", "SRZ")

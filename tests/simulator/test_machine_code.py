@@ -1,0 +1,57 @@
+"""The machine code of built kernels: equal to their PTX in every byte of memory, under two schedules, and refused where it is unknown."""
+
+from __future__ import annotations
+
+import pytest
+
+import cute_mla
+from cute_mla.aot_build.tools import disassemble
+from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.simulator.findings import SassError, UnsupportedInstruction
+from cute_mla.simulator.sass.cubin import CubinError
+from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.spec.arch import Arch
+from cute_mla.testing.operations import operation
+from cute_mla.testing.runner import call
+from cute_mla.testing.suites import suite
+from tests.simulator.both_codes import both_codes
+
+CASES = {
+    "merge_states": "bf16-d512-n3-t5-h3-states_sliced-some_empty",
+    "cache_write": "fp8_584-bf16-t65-p16x8-nasty-slots_strided-kv_layers",
+    "cache_gather": "fp8_656-bf16-k50_90-x16-from11_2-broken_table-out_given",
+    "dense_decode": "bf16-b6-q4-k20v-h1x1-p128-causal-zeros-sm4",
+}
+COVERED = ("merge_states", "cache_", "split_plan", "combine")
+
+
+@pytest.mark.parametrize(("op", "schedule"), [*((op, "round_robin") for op in CASES), ("merge_states", "adversarial"), ("cache_write", "random")])
+def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule: str) -> None:
+    case = next(entry.case for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.case.id == CASES[op])
+    tensors = operation(case).make_tensors(case, "cpu")
+    with cute_mla.simulate(arch, case.sm_count, schedule=schedule), both_codes(*COVERED) as launches:
+        call(case, tensors)
+    assert launches.kernels
+    assert not launches.findings
+    assert not launches.differing
+
+
+def kernel(name: str) -> tuple[bytes, str]:
+    cubin = (artifacts_folder() / f"{name}.cubin").read_bytes()
+    return cubin, disassemble(cubin)
+
+
+def test_unknown_opcodes_and_operands_are_listed() -> None:
+    cubin, text = kernel("merge_states_sm90_bf16_d512")
+    with pytest.raises(UnsupportedInstruction) as error:
+        load_machine_code(cubin, text.replace("MUFU.RCP", "MUFU.COS").replace("MUFU.EX2", "MUFU.SIN").replace("c[0x0][0x28]", "c[0x0][0x30]"))
+    for part in ("MUFU.COS (at 0x", "MUFU.SIN (at 0x", "constant bank 0 at 0x30: meaning unknown"):
+        assert part in str(error.value)
+
+
+def test_a_listing_of_another_cubin_is_refused() -> None:
+    cubin, _ = kernel("merge_states_sm90_bf16_d512")
+    with pytest.raises(SassError, match="the disassembly is of merge_states_sm90_bf16_d128_0"):
+        load_machine_code(cubin, kernel("merge_states_sm90_bf16_d128")[1])
+    with pytest.raises(CubinError):
+        load_machine_code(b"\x7fELF", "")
