@@ -115,7 +115,7 @@ def test_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevi
 def test_queries_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevice, d_qk: int) -> None:
     width = 2 * d_qk + 128
     qkv, ends = torch.zeros(70, 3, width, dtype=torch.float16), torch.zeros(5, dtype=torch.int32)
-    results = {"out": torch.empty(70, 3, 128, dtype=torch.float16), "lse": torch.empty(70, 3)}
+    results: dict[str, Any] = {"out": torch.empty(70, 3, 128, dtype=torch.float16), "lse": torch.empty(70, 3)}
     with Allocations() as allocations:
         out, lse = cute_mla.flash_attn_varlen_qkvpacked_func(qkv, ends, 70, d_qk, 0.0, 0.5, True, **results, empty_lse=-math.inf)
     assert allocations.seen == []
