@@ -47,8 +47,8 @@ def test_every_public_name_is_found_where_it_is_promised() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'cute_mla' has no attribute 'flash_mla'"):
-        cute_mla.flash_mla  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="module 'cute_mla' has no attribute 'flash_mha'"):
+        cute_mla.flash_mha  # noqa: B018  # the access is the test
 
 
 def test_one_version() -> None:
