@@ -105,8 +105,8 @@ def finding_kinds() -> Iterator[str]:
     for path in (ROOT / "cute_mla" / "simulator").rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             if getattr(call.func, "id", getattr(call.func, "attr", None)) in ("Fault", "Finding", "report"):
-                strings = [node.value for node in call.args[:2] if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-                yield from strings[:1]
+                strings = [str(node.value) for node in call.args[:2] if isinstance(node, ast.Constant)]
+                yield from (text for text in strings[:1] if re.fullmatch("[a-z_]+", text))
 
 
 def test_every_kind_of_finding_is_explained() -> None:
