@@ -88,7 +88,7 @@ wheel-check: setup
 
 # The pages in site/. Fails on a dead link or anchor, on a page that the navigation lacks, and on anything loaded from the network.
 docs: $(DOCS_STAMP)
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "pages: site/index.html"
 
 $(DOCS_STAMP):
