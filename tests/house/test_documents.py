@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import posixpath
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import cute_mla
+from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS, CacheFormat
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
@@ -98,6 +103,35 @@ def test_the_reference_has_every_public_name(module: str, page: str) -> None:
     text = "".join((ROOT / "docs" / "reference" / f"{each}.md").read_text() for each in (page, "simulate"))
     shown = set(re.findall(r"^::: \S+\.(\w+)$", text, re.MULTILINE))
     assert {name for name in import_module(f"cute_mla{module}").__all__ if not name.startswith("__")} <= shown
+
+
+@pytest.fixture
+def markdown_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return the conversion of docstrings, without griffe, which only `make docs` installs."""
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object, GriffeLoader=object))
+    function: Callable[..., str] = import_module("docs.site.argument_lists").markdown_of
+    return function
+
+
+DESCRIBED_WITH_OTHERS = {"is_fp8_kvcache", "kv_offsets"}  # with the formats of k_cache and the layouts of kv
+FUNCTIONS = [cute_mla.flash_mla_with_kvcache, cute_mla.flash_mla_sparse_fwd, cute_mla.flash_attn_varlen_func, cute_mla.merge_states]
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, write_kv_cache, gather_kv_cache], ids=lambda function: function.__name__)
+def test_the_reference_lists_every_argument(markdown_of: Callable[..., str], function: Callable[..., object]) -> None:
+    arguments = set(inspect.signature(function).parameters)
+    text = markdown_of(inspect.getdoc(function), arguments)
+    listed = {name for names in re.findall(r"^`(.+)`\n:   \S", text, re.MULTILINE) for name in names.split(", ")}
+    assert arguments - listed <= DESCRIBED_WITH_OTHERS
+    assert all(name in text for name in arguments)
+
+
+def test_docstrings_become_lists_of_arguments(markdown_of: Callable[..., str]) -> None:
+    columns = "Summary.\n\nq            rows,\n             packed\nfirst, second, third\n             lengths\n\nMore  text."
+    assert markdown_of(columns) == "Summary.\n\n`q`\n:   rows, packed\n\n`first, second, third`\n:   lengths\n\nMore  text."
+    sentences = "a: one,\nor two. b, c: three. d: none of them."
+    assert markdown_of(sentences, ["a", "b", "c"]) == "`a`\n:   one, or two.\n\n`b, c`\n:   three. d: none of them."
+    assert markdown_of(sentences) == sentences
 
 
 def finding_kinds() -> Iterator[str]:
