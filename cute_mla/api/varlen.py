@@ -9,7 +9,7 @@ import torch
 
 from .. import torch_ops
 from ..ops import dense_prefill
-from ..ops.arguments import check_flag, check_no_grad, is_integer, short_repr
+from ..ops.arguments import check_no_grad, is_integer, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
 from ..spec.dense_prefill import D_V, HEAD_DIMS
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
@@ -69,8 +69,6 @@ def flash_attn_varlen_func(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    check_flag("deterministic", deterministic)
-    check_flag("is_varlen", is_varlen)
     if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
         return torch_ops.flash_attn_varlen_func(
             {"out": out, "lse": lse},
@@ -84,6 +82,8 @@ def flash_attn_varlen_func(
             dropout_p=dropout_p,
             softmax_scale=softmax_scale,
             causal=causal,
+            deterministic=deterministic,
+            is_varlen=is_varlen,
             empty_lse=empty_lse,
         )
     return dense_prefill.run(
@@ -97,6 +97,8 @@ def flash_attn_varlen_func(
         dropout_p,
         softmax_scale,
         causal,
+        deterministic,
+        is_varlen,
         out=out,
         lse=lse,
         empty_lse=empty_lse,

@@ -62,6 +62,8 @@ class Options(NamedTuple):
     dropout_p: float
     softmax_scale: float | None
     causal: bool
+    deterministic: bool
+    is_varlen: bool
     empty_lse: float
 
 
@@ -120,6 +122,8 @@ def run(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -127,7 +131,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend packed sequences, with the arguments of api.varlen.flash_attn_varlen_func."""
     operands = Operands(q, k, v, cu_seqlens_qo, cu_seqlens_kv)
-    call = check(operands, Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, empty_lse), out, lse)
+    options = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
+    call = check(operands, options, out, lse)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("k", k.data_ptr(), TMA_ALIGNMENT)
@@ -166,7 +171,8 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
     check_empty_lse(options.empty_lse)
-    check_flag("causal", options.causal)
+    for name in ("causal", "deterministic", "is_varlen"):
+        check_flag(name, getattr(options, name))
     check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
