@@ -39,8 +39,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 
@@ -170,11 +170,11 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
     check_integer("max_seqlen_k", options.max_seqlen_k, 0)
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
-        q=spec_of("q", operands.q),
-        k=spec_of("k", operands.k),
-        v=spec_of("v", operands.v),
-        cu_seqlens_q=spec_of("cu_seqlens_q", operands.cu_seqlens_q),
-        cu_seqlens_k=spec_of("cu_seqlens_k", operands.cu_seqlens_k),
+        q=operand_spec("q", operands.q),
+        k=operand_spec("k", operands.k),
+        v=operand_spec("v", operands.v),
+        cu_seqlens_q=operand_spec("cu_seqlens_q", operands.cu_seqlens_q),
+        cu_seqlens_k=operand_spec("cu_seqlens_k", operands.cu_seqlens_k),
         causal=bool(options.causal),
         max_seqlen_q=check_integer("max_seqlen_q", options.max_seqlen_q, 0),
         out=optional_spec("out", out),
