@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from numbers import Integral
@@ -21,6 +20,7 @@ from .artifacts import Artifacts, load_artifacts
 from .call_cache import CallCache
 from .device import SingleLaunches
 from .errors import ArtifactError
+from .fork_lock import ForkLock
 from .launch import CallSteps
 from .tensor_map import extent_bytes
 from .tensor_memory import missing_memory, span_bytes
@@ -38,7 +38,7 @@ _FIRST_ADDRESS = 1 << 16  # no system maps memory below it
 MAX_CACHED_MODULES = 8  # parsed kernels, some 10 MB each
 
 _modules: dict[str, Module] = {}  # in the order of use
-_modules_lock = threading.Lock()
+_modules_lock = ForkLock()
 
 
 class SimulatedDevice:
