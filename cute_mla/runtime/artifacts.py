@@ -91,7 +91,10 @@ class Artifacts:
 
     def ptx(self, entry: KernelEntry) -> str:
         """Return the PTX that the cubin was made from. ArtifactError if it is damaged."""
-        return self._read(entry.ptx, entry.ptx_sha256).decode()
+        try:
+            return self._read(entry.ptx, entry.ptx_sha256).decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self.folder / entry.ptx} is not text: {error}; {_REBUILD}") from error
 
     def _read(self, name: str, sha256: str) -> bytes:
         path = self.folder / name
