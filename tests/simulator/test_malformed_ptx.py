@@ -11,7 +11,7 @@ import pytest
 
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import PtxError, UnsupportedInstruction, load_module
-from tests.runtime.test_simulated import PTX
+from tests.support.shifted_copy import PTX
 
 MOST_SECONDS = 20.0  # of one text, on a busy machine; they take a tenth of a second
 CHARACTERS = "%{}[]()<>;:,.|!@_$+-*/\\\"'09azAZ \n\t\0\x7fé"
