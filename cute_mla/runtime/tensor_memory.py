@@ -18,11 +18,12 @@ def missing_memory(tensor: torch.Tensor) -> str | None:
     Freed and shrunk storages (resize_) lack it, and so do tensors without a storage, such as wrapper subclasses and those of torch.func.
     """
     needed = span_bytes(tensor)
+    if needed:
+        needed += int(tensor.storage_offset()) * tensor.itemsize
     with torch._C.DisableTorchFunctionSubclass():
         try:
             storage = tensor.untyped_storage()
             address, held = storage.data_ptr(), storage.nbytes()
-            needed += tensor.storage_offset() * tensor.itemsize if needed else 0
         except RuntimeError:
             return "no storage"
     if held < needed:

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import cute_mla
 from cute_mla.cache import dequantise_cache, gather_kv_cache, quantise_cache, write_kv_cache
+from cute_mla.ops.overlap import check_no_overlap
 from cute_mla.parallel import ContextShard
 from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse_extra
 from tests.support.recording_device import RecordingDevice
@@ -22,7 +23,7 @@ class Wrapper(Tensor):
     """A wrapper subclass: a shape without a storage of its own."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise AssertionError(f"{func} ran on a tensor without memory")
 
 
@@ -216,3 +217,15 @@ def test_an_empty_tensor_needs_no_memory(device: RecordingDevice) -> None:
     for _ in range(2):
         cute_mla.flash_mla_with_kvcache(**dense(block_table=freed(ints(2, 0))))
     assert device.launches != []
+
+
+def test_overlap_that_takes_too_long_to_decide_is_refused() -> None:
+    """Rows of two tensors interleave in a way that numpy's search gives up on."""
+    memory = torch.empty(22_000_000, dtype=torch.bfloat16)
+    out = memory.as_strided((20, 40, 30, 8), (800_003, 18_377, 449, 9), 0)
+    q = memory.as_strided((9, 20, 30, 8), (1_397_280, 438_560, 58_720, 9), 69)
+    with pytest.raises(
+        ValueError, match=r"^out and q interleave in memory, and whether they share bytes takes too long to decide; supported"
+    ):
+        check_no_overlap({"out": out}, {"q": q})
+    check_no_overlap({"out": out}, {"q": torch.empty(3)})

@@ -95,7 +95,7 @@ def test_bad_page_sizes(page_size: object) -> None:
     positions, table = torch.zeros(3, 1, 5, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
     for place in (ContextShard(0, 2).slots, ContextShard(0, 2).local_indices):
         with pytest.raises(ValueError, match=r"^page_size is .*; supported: an integer, 1 to 2147483647"):
-            place(positions if place.__name__ == "local_indices" else positions[:, 0], table, page_size)  # type: ignore[operator]
+            place(positions if place.__name__ == "local_indices" else positions[:, 0], table, page_size)  # type: ignore[arg-type]
 
 
 def test_bad_tensors() -> None:
