@@ -80,8 +80,8 @@ def sparse_prefill(**changes: Any) -> dict[str, Any]:
 
 def dense_prefill(**changes: Any) -> dict[str, Any]:
     arguments = {
-        "q": zeros(3, 2, 192), "k": zeros(9, 1, 192), "v": zeros(9, 1, 128), "cu_seqlens_q": ints(2), "cu_seqlens_k": ints(2),
-        "max_seqlen_q": 3, "max_seqlen_k": 9, "out": zeros(3, 2, 128), "lse": torch.zeros(3, 2),
+        "q": zeros(3, 2, 192), "k": zeros(9, 1, 192), "v": zeros(9, 1, 128), "cu_seqlens_qo": ints(2), "cu_seqlens_kv": ints(2),
+        "max_seqlen_qo": 3, "max_seqlen_kv": 9, "out": zeros(3, 2, 128), "lse": torch.zeros(3, 2),
     }  # fmt: skip
     return {**arguments, **changes}
 
