@@ -68,7 +68,7 @@ def _current_index() -> int:
 
 def default_device() -> torch.device:
     """Return the device of a call that names none: the simulated device inside simulate(), else the current CUDA device."""
-    return torch.device("cuda") if _simulated.get() is None else _CPU
+    return torch.device("cuda") if _simulated_device() is None else _CPU
 
 
 def has_kernels(device: torch.device) -> bool:
