@@ -156,7 +156,7 @@ def flash_mla_with_kvcache(
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
     out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
-    checks that. No tensor may require gradients, unless gradients are switched off.
+    checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
 
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA

@@ -79,11 +79,23 @@ def test_local_indices_of_nothing(shape: tuple[int, int, int]) -> None:
         ((-1, 2), "rank is -1"),
         ((0, 0), "world is 0; supported: an integer, 1 or more"),
         ((0, 2, 0), "interleave is 0; supported: an integer, 1 or more"),
+        ((True, 2), "rank is True; supported: an integer, 0 to 1"),
+        ((0, 2.0), "world is 2.0; supported: an integer"),
+        ((0, 4, 1 << 29), r"interleave is 536870912 with a world of 4; supported: interleave \* world to 2147483647"),
+        ((0, 1 << 70), "supported: interleave"),
     ],
 )
 def test_bad_shards(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContextShard(*arguments)
+
+
+@pytest.mark.parametrize("page_size", [0, -1, True, 64.0, "64", None, 1 << 31, 1 << 70])
+def test_bad_page_sizes(page_size: object) -> None:
+    positions, table = torch.zeros(3, 1, 5, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    for place in (ContextShard(0, 2).slots, ContextShard(0, 2).local_indices):
+        with pytest.raises(ValueError, match=r"^page_size is .*; supported: an integer, 1 to 2147483647"):
+            place(positions if place.__name__ == "local_indices" else positions[:, 0], table, page_size)  # type: ignore[arg-type]
 
 
 def test_bad_tensors() -> None:
