@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops.arguments import check_integer
+from ..ops.paged_cache import MAX_SLOTS
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
 
 
@@ -85,6 +86,7 @@ class ContextShard:
         spec = spec_of("positions", positions)
         check_shape("positions", spec, ("batch", "s_q", "topk"))
         slots = self.slots(positions.flatten(1), block_table, page_size).view(spec.shape)
+        slots = slots.clamp(-1, MAX_SLOTS)  # a page outside the cache stays outside as int32: no cache has so many slots
         others = slots < 0
         order = others.to(torch.uint8).sort(dim=-1, stable=True).indices
         counts = (~others).sum(dim=-1, dtype=torch.int32)

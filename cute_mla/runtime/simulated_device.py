@@ -18,6 +18,7 @@ from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
+from .block_tables import findings_of
 from .call_cache import CallCache
 from .device import SingleLaunches
 from .errors import ArtifactError
@@ -92,18 +93,20 @@ class SimulatedDevice:
         for name, start, stop in regions:
             self._uninitialized.register(memory, name, start, stop)
         launch = self._simulator_launch(kernel, grid, args, pdl)
+        misuse = findings_of(kernel, args)
         report = simulator.run(launch, memory, self._policy)
         for _, start, stop in regions:
             self._uninitialized.update(memory, start, stop)
         self.launches += 1
         self.instructions += report.instructions
         self.seconds += report.seconds
-        self.findings += report.findings
+        findings = [*misuse, *report.findings]
+        self.findings += findings
         if self.counts is not None:
             self._add_counts(kernel.name, report.executed.by_role())
-        if report.findings and self._raise:
-            text = "\n".join(str(finding) for finding in report.findings)
-            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
+        if findings and self._raise:
+            text = "\n".join(str(finding) for finding in findings)
+            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(findings))
 
     def prepare(self, call: CallSteps) -> SingleLaunches:
         """Return the launches of a call. There is nothing to prepare."""
