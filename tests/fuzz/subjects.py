@@ -122,7 +122,7 @@ def _uses_no_page(arguments: Arguments) -> bool:
     else:
         ends, starts = arguments["cu_seqlens"].clamp(max=arguments["rows"]).tolist(), arguments["starts"]
         firsts = [0] * len(table) if starts is None else starts.tolist()
-        spans = [(first, first + end - begin) for first, begin, end in zip(firsts, ends, ends[1:], strict=True)]
+        spans = [(first, first + end - begin) for first, begin, end in zip(firsts, ends[:-1], ends[1:], strict=True)]
     return any(
         not 0 <= row[key // page] < pages
         for row, (first, end) in zip(table, spans, strict=True)
