@@ -123,7 +123,7 @@ def flash_mla_with_kvcache(
                      cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too. A used entry outside
                      [0, pages) is a page of zeros; the simulated device reports it
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
-                     device clips each length to 0 .. pages per request * page size
+                     device clips each length to 0 .. pages per request * page size. Over a cache without pages each length counts as 0
     causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
 
     Sparse (with indices): each query token attends to the slots that its indices name. causal must be False. block_table

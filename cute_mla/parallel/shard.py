@@ -9,7 +9,7 @@ import torch
 
 from ..ops.arguments import check_integer
 from ..ops.paged_cache import MAX_SLOTS
-from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 
 
 class LocalIndices(NamedTuple):
@@ -21,6 +21,9 @@ class LocalIndices(NamedTuple):
 
     indices: torch.Tensor
     topk_length: torch.Tensor
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ def findings_of(kernel: KernelEntry, args: Sequence[Any]) -> list[Finding]:
     if not count:
         return []
     request, entry = outside.nonzero()[0].tolist()
-    supported = f"0 to {pages - 1}" if pages else "no entry, since the cache has no pages"
     message = (
-        f"block_table[{request}, {entry}] is {int(table[request, entry])} and request {request} uses it; supported: {supported}; "
+        f"block_table[{request}, {entry}] is {int(table[request, entry])} and request {request} uses it; supported: 0 to {pages - 1}; "
         f"the page reads as zeros (used entries outside the cache: {count})"
     )
     return [Finding(KIND, message)]

@@ -30,9 +30,9 @@ def ints(*numbers: Any) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def decode(table: torch.Tensor, *lengths: int, max_keys: int = 48, pages: int = 5) -> list[str]:
-    """Return the findings of a decode over pages of 16 keys."""
-    given = {"block_table": table, "cache_seqlens": ints(*lengths), "page_size": 16, "pages": pages, "max_keys": max_keys}
+def decode(table: torch.Tensor, *lengths: int, max_keys: int = 48) -> list[str]:
+    """Return the findings of a decode over 5 pages of 16 keys."""
+    given = {"block_table": table, "cache_seqlens": ints(*lengths), "page_size": 16, "pages": 5, "max_keys": max_keys}
     return messages(kernel("dense_decode", dense_decode.PARAMS), **given)
 
 
@@ -60,11 +60,6 @@ def test_lengths_count_as_the_device_clips_them() -> None:
     assert decode(ints([-1, -1, -1]), NONE) == []
     assert len(decode(table, FAR)) == 1
     assert decode(table, FAR, max_keys=32) == []
-
-
-def test_a_cache_without_pages() -> None:
-    assert decode(ints([0]), 0, pages=0) == []
-    assert "block_table[0, 0] is 0 and request 0 uses it; supported: no entry" in decode(ints([0]), 1, pages=0)[0]
 
 
 def test_tables_of_no_requests_and_of_no_columns() -> None:
