@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,7 +18,33 @@ from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# FlashAttention's names of arguments, and FlashMLA's.
+_RENAMED = {
+    "cu_seqlens_q": "cu_seqlens_qo",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "max_seqlen_qo",
+    "max_seqlen_k": "max_seqlen_kv",
+}
 
+
+def _flash_attention_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function take FlashAttention's argument names, too. TypeError if a call gives an argument by both of its names."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> _R:
+        for other, name in _RENAMED.items():
+            if other in kwargs:
+                if name in kwargs:
+                    raise TypeError(f"{function.__name__}() got {other} and {name}, two names of one argument")
+                kwargs[name] = kwargs.pop(other)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_flash_attention_names
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -66,6 +94,8 @@ def flash_attn_varlen_func(
     offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a CUDA
     graph. CPU tensors run on the simulated device inside cute_mla.simulate().
 
+    Keywords may have FlashAttention's names, too: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
@@ -105,6 +135,7 @@ def flash_attn_varlen_func(
     )
 
 
+@_flash_attention_names
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,

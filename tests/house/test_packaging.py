@@ -65,8 +65,8 @@ def test_the_version_is_read_without_imports() -> None:
 def test_the_constraints_hold_the_pins_of_the_project() -> None:
     constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert constraints["torch"] == "2.13.0"
-    listed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["build"], *PROJECT["optional-dependencies"]["dev"]]
-    for requirement in listed:
+    extras = PROJECT["optional-dependencies"]
+    for requirement in [*PROJECT["dependencies"], *extras["build"], *extras["dev"], *extras["docs"]]:
         name, version = re.match(r"([\w-]+)(?:\[\w+\])?(?:==(\S+))?", requirement).groups()  # type: ignore[union-attr]
         assert name in constraints
         assert version in (None, constraints[name])

@@ -97,6 +97,23 @@ def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevi
     assert of_kind(by_name, ParamKind.INT64) == of_kind(by_place, ParamKind.INT64)
 
 
+def test_keywords_may_have_the_names_of_flash_attention(device: RecordingDevice) -> None:
+    operands = VarlenCall().operands
+    other = {
+        "cu_seqlens_qo": "cu_seqlens_q",
+        "cu_seqlens_kv": "cu_seqlens_k",
+        "max_seqlen_qo": "max_seqlen_q",
+        "max_seqlen_kv": "max_seqlen_k",
+    }
+    cute_mla.flash_attn_varlen_func(**operands)
+    cute_mla.flash_attn_varlen_func(**{other.get(name, name): value for name, value in operands.items()})
+    first, second = ({**launch.args, "out": None, "lse": None} for launch in device.launches)
+    assert first.keys() == second.keys()
+    assert all(first[name] is second[name] or first[name] == second[name] for name in first)
+    with pytest.raises(TypeError, match="cu_seqlens_q and cu_seqlens_qo, two names of one argument"):
+        cute_mla.flash_attn_varlen_func(**operands, cu_seqlens_q=operands["cu_seqlens_qo"])  # type: ignore[call-arg]
+
+
 def test_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevice) -> None:
     call = VarlenCall(h_q=4, h_kv=4)
     kv = torch.zeros(500, 4, 320, dtype=torch.bfloat16)
