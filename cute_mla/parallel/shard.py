@@ -91,6 +91,7 @@ class ContextShard:
         spec = spec_of("positions", positions)
         check_shape("positions", spec, ("batch", "s_q", "topk"))
         slots = self.slots(positions.flatten(1), block_table, page_size).view(spec.shape)
+        slots = slots.clamp(-1, MAX_SLOTS)  # a page outside the cache stays outside as int32: no cache has so many slots
         others = slots < 0
         order = others.to(torch.uint8).sort(dim=-1, stable=True).indices
         counts = (~others).sum(dim=-1, dtype=torch.int32)

@@ -17,6 +17,7 @@ from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
+from .block_tables import findings_of
 from .call_cache import CallCache
 from .device import SingleLaunches
 from .errors import ArtifactError
@@ -103,6 +104,7 @@ class SimulatedDevice:
         for name, start, stop in regions:
             self._uninitialized.register(memory, name, start, stop)
         launch = self._simulator_launch(kernel, grid, args, pdl)
+        misuse = findings_of(kernel, args)
         report = simulator.run(launch, memory, self._policy)
         for _, start, stop in regions:
             self._uninitialized.update(memory, start, stop)
@@ -111,7 +113,7 @@ class SimulatedDevice:
         self.seconds += report.seconds
         if self.counts is not None:
             self._add_counts(kernel.name, report.executed.by_role())
-        self._report(kernel, grid, report.findings)
+        self._report(kernel, grid, [*misuse, *report.findings])
 
     def prepare(self, call: CallSteps) -> SingleLaunches:
         """Return the launches of a call. There is nothing to prepare."""

@@ -64,6 +64,14 @@ def test_local_indices_are_the_own_ones_in_their_order() -> None:
     assert (indices.dtype, topk_length.dtype) == (torch.int32, torch.int32)
 
 
+@pytest.mark.parametrize("page", [1 << 25, 1 << 26, (1 << 31) - 1, -1, -(1 << 31)])
+def test_a_page_outside_the_cache_gives_an_index_outside_the_cache(page: int) -> None:
+    """2^26 pages of 64 keys on, the slot needs more than 32 bits."""
+    table = torch.tensor([[page, 2]], dtype=torch.int32)
+    indices, _ = ContextShard(0, 1).local_indices(torch.tensor([[[0, 63, 64]]], dtype=torch.int32), table, 64)
+    assert [index for index in indices.flatten().tolist() if 0 <= index < (1 << 31) - 64] == [2 * 64]
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_local_indices_of_nothing(shape: tuple[int, int, int]) -> None:
     table = torch.zeros(shape[0], 1, dtype=torch.int32)
