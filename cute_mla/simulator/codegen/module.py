@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..findings import UnsupportedInstruction
+from ..findings import PtxError, UnsupportedInstruction
 from ..frontend.layout import Layout, make_layout
 from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from ..isa.emitter import Constants, Emitter, Unsupported
@@ -15,6 +15,9 @@ from ..isa.table import Decoded, decode
 from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
+
+# Errors of text that is grammatical and nevertheless no program: an operand of the wrong kind, a label without a block.
+_MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(eq=False)
@@ -50,7 +53,10 @@ def load_module(ptx: str) -> Module:
     problems: dict[str, list[int]] = {}
     with collection_paused():
         for name, text in parse_ptx(ptx).items():
-            entry = load_entry(text, problems)
+            try:
+                entry = load_entry(text, problems)
+            except _MALFORMED as error:
+                raise PtxError(f"entry {name} cannot be analysed: {type(error).__name__} {error}") from error
             if entry is not None:
                 module.entries[name] = entry
     if problems:
@@ -107,7 +113,7 @@ def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants,
             item.spec.emit(Emitter(layout, constants, False), item.instruction, item.match)
         except Unsupported as error:
             problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
-        except (IndexError, TypeError, ValueError, AssertionError) as error:
+        except _MALFORMED as error:
             problems.setdefault(f"{item.instruction.opcode}: operands not understood ({error})", []).append(item.instruction.line)
 
 

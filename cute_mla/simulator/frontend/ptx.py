@@ -510,4 +510,8 @@ def split_top(text: str) -> list[str]:
 
 def parse_ptx(text: str) -> dict[str, EntryText]:
     """Return all entries of a PTX module. Raises PtxError with the line of what it cannot read."""
-    return Parser(text).parse()
+    parser = Parser(text)
+    try:
+        return parser.parse()
+    except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:  # of text that is no PTX
+        raise parser.fail(f"cannot be read: {type(error).__name__} {error}") from error
