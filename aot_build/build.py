@@ -27,6 +27,7 @@ from cute_mla.manifest import KernelEntry, Manifest, ManifestError
 from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.arch import ARCHS
 
@@ -37,7 +38,7 @@ from .gates import Evidence, GateError, check
 from .opcode_counts import by_mnemonic
 from .ptx import read_ptx
 from .sass import read_overlap, read_sass
-from .tools import ToolError, assemble, assembler_version, disassemble, tool_versions
+from .tools import ToolError, assemble, assembler_version, tool_versions
 from .variants import OPS, Variant, closed_variants
 
 BUILT = "built"

@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
 from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
-from cute_mla.aot_build.tools import assemble, disassemble, find_program
+from cute_mla.aot_build.tools import assemble
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble, find_program
 from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.abi import Param, int64s
 from cute_mla.spec.arch import SM90

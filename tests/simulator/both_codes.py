@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 
 from cute_mla import simulator
-from cute_mla.aot_build.tools import disassemble
 from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 
 MAX_BYTES = 1 << 28

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from cute_mla.aot_build.tools import disassemble
 from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, SassInstruction, read_listing
 
 

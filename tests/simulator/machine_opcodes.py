@@ -38,7 +38,9 @@ def words(floats: bool) -> np.ndarray:
     """Return the sources of all threads: random words, and every pair of special ones in some thread."""
     rng = np.random.default_rng(7)
     if floats:
-        values = (rng.standard_normal((SOURCES, THREADS)) * 2.0 ** rng.integers(-40, 40, (SOURCES, THREADS))).astype(np.float32).view(np.uint32)
+        values = (
+            (rng.standard_normal((SOURCES, THREADS)) * 2.0 ** rng.integers(-40, 40, (SOURCES, THREADS))).astype(np.float32).view(np.uint32)
+        )
         special = np.array([0, -0.0, 1, -1, np.inf, -np.inf, 1e-40, 3e38, 448, 1e-3], np.float32).view(np.uint32)
     else:
         values = rng.integers(0, 1 << 32, (SOURCES, THREADS), dtype=np.uint64).astype(np.uint32)
@@ -91,7 +93,8 @@ _WIDE = [
 ]  # fmt: skip
 
 _DIVISIONS = [
-    "div.u32 $, %r1, %r2;", "div.s32 $, %r1, %r2;", "or.b32 %r50, %r2, 1; rem.u32 $, %r1, %r50;", "or.b32 %r50, %r2, 1; rem.s32 $, %r1, %r50;", "div.u32 $, %r1, 24;",
+    "div.u32 $, %r1, %r2;", "div.s32 $, %r1, %r2;", "or.b32 %r50, %r2, 1; rem.u32 $, %r1, %r50;",
+    "or.b32 %r50, %r2, 1; rem.s32 $, %r1, %r50;", "div.u32 $, %r1, 24;",
     *wide("div.s64 %rd7, %rd4, %rd5;"), *wide("div.u64 %rd7, %rd4, %rd5;"),
 ]  # fmt: skip
 
@@ -108,7 +111,8 @@ _FLOATS = [
     floating("abs.f32 %f8, %f1; add.rn.f32 %f9, %f8, %f2;"), floating("fma.rn.f32 %f9, %f1, 0f40200000, 0fBF800000;"),
     *(predicate(f"setp.{c}.f32 %p1, %f1, %f2;") for c in
       ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "lt.ftz")),
-    floating("setp.lt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, %f4, %p1;"), floating("setp.gt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, 0f7FFFFFFF, %p1;"),
+    floating("setp.lt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, %f4, %p1;"),
+    floating("setp.gt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, 0f7FFFFFFF, %p1;"),
     floating("div.rn.f32 %f9, %f1, %f2;"), floating("rcp.rn.f32 %f9, %f1;"), floating("rcp.approx.ftz.f32 %f9, %f1;"),
     floating("ex2.approx.ftz.f32 %f9, %f1;"), floating("abs.f32 %f8, %f1; lg2.approx.ftz.f32 %f9, %f8;"),
     floating("abs.f32 %f8, %f1; rsqrt.approx.ftz.f32 %f9, %f8;"),
@@ -125,8 +129,10 @@ _BYTES = [
 _WARPS = [
     *(f"shfl.sync.{m}.b32 $, %r1, {b}, 0x1f, -1;" for m, b in (("bfly", 5), ("idx", 3), ("down", 2))), "shfl.sync.up.b32 $, %r1, 4, 0, -1;",
     "shfl.sync.idx.b32 $, %r1, %r2, 0x1f, -1;", predicate("shfl.sync.down.b32 %r50|%p1, %r1, 7, 0x1f, -1;"),
-    predicate("setp.lt.s32 %p2, %r1, %r2; vote.sync.any.pred %p1, %p2, -1;"), predicate("setp.lt.s32 %p2, %r1, -9; vote.sync.all.pred %p1, %p2, -1;"),
-    "setp.lt.s32 %p2, %r1, %r2; vote.sync.ballot.b32 $, %p2, -1;", predicate("elect.sync _|%p1, -1;"), "mov.u32 $, %laneid;", "mov.u32 $, %tid.x;",
+    predicate("setp.lt.s32 %p2, %r1, %r2; vote.sync.any.pred %p1, %p2, -1;"),
+    predicate("setp.lt.s32 %p2, %r1, -9; vote.sync.all.pred %p1, %p2, -1;"),
+    "setp.lt.s32 %p2, %r1, %r2; vote.sync.ballot.b32 $, %p2, -1;", predicate("elect.sync _|%p1, -1;"), "mov.u32 $, %laneid;",
+    "mov.u32 $, %tid.x;",
 ]  # fmt: skip
 
 _MEMORY = """
@@ -135,7 +141,8 @@ st.shared.v4.u32 [%r60], {%r1, %r2, %r3, %r4}; bar.sync 0;
 xor.b32 %r62, %r61, 496; mov.u32 %r63, smem; add.u32 %r63, %r63, %r62;
 ld.shared.u32 %r100, [%r63]; ld.shared.v2.u32 {%r101, %r102}, [%r63+8]; ld.shared.v4.u32 {%r103, %r104, %r105, %r106}, [%r63];
 ld.shared.u8 %r107, [%r63+1]; ld.shared.u16 %r108, [%r63+2]; ld.shared.s8 %r109, [%r63+3]; ld.shared.s16 %r110, [%r63+6];
-bar.sync 1, 128; cvt.u16.u32 %h3, %r3; st.shared.u16 [%r60+2], %h3; cvt.u16.u32 %h4, %r2; st.shared.u8 [%r60+5], %h4; st.shared.v2.u32 [%r60+8], {%r3, %r1};
+bar.sync 1, 128; cvt.u16.u32 %h3, %r3; st.shared.u16 [%r60+2], %h3; cvt.u16.u32 %h4, %r2; st.shared.u8 [%r60+5], %h4;
+st.shared.v2.u32 [%r60+8], {%r3, %r1};
 bar.sync 0; ld.shared.v2.u32 {%r124, %r125}, [%r60+8]; ld.shared.v4.u32 {%r111, %r112, %r113, %r114}, [%r63];
 mul.wide.u32 %rd9, %r0, 12; add.s64 %rd9, %rd2, %rd9; ld.global.v4.u32 {%r115, %r116, %r117, %r118}, [%rd9];
 ld.global.u8 %r119, [%rd9+5]; ld.global.s16 %r120, [%rd9+6]; ld.global.u16 %r121, [%rd9+10]; ld.global.v2.u32 {%r122, %r123}, [%rd9+8];
@@ -156,7 +163,8 @@ mov.u32 %r70, %ctaid.x; add.u32 %r70, %r70, 5; mov.u32 %r71, %nctaid.x; ld.param
 mad.lo.u32 %r100, %r70, %r72, %r73; add.u32 %r100, %r100, %r0; shl.b32 %r74, %r72, 5; xor.b32 %r74, %r74, %r73; add.u32 %r101, %r74, %r0;
 setp.lt.s32 %p1, %r72, %r73; selp.b32 %r75, %r72, %r73, %p1; add.u32 %r102, %r75, %r0; div.u32 %r76, %r72, %r70; add.u32 %r103, %r76, %r0;
 ld.param.u64 %rd11, [p2]; add.s64 %rd11, %rd11, 77; mul.lo.u64 %rd11, %rd11, 3; mov.b64 {%r104, %r105}, %rd11;
-setp.gt.u64 %p2, %rd11, 12345678; selp.b32 %r106, %r74, %r72, %p2; shr.s32 %r77, %r72, 3; min.s32 %r77, %r77, %r73; sub.u32 %r107, %r77, %r0;
+setp.gt.u64 %p2, %rd11, 12345678; selp.b32 %r106, %r74, %r72, %p2; shr.s32 %r77, %r72, 3; min.s32 %r77, %r77, %r73;
+sub.u32 %r107, %r77, %r0;
 """
 
 
@@ -168,11 +176,13 @@ EVIDENCE = (
     _of("integers", _INTEGERS, "IADD3 IMAD IMAD.HI SHF.R.U32.HI SHF.R.S32.HI LOP3.LUT VIMNMX VIADDMNMX IABS POPC PRMT ISETP.GE SEL"),
     _of("wide", _WIDE, "IADD3.X IMAD.WIDE.U32 IMAD.WIDE IMAD.X SHF.L.U64.HI ISETP.GE.U32.AND.EX ISETP.GE.AND.EX LEA"),
     _of("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
-    _of("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU FSETP.GTU FSEL FCHK "
-        "MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP", floats=True),
+    _of("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU FSETP.GTU "
+        "FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
+        floats=True),
     _of("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
     _of("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
-    Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8", "STS.U16", "BAR.SYNC",
+    Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
+    "STS.U16", "BAR.SYNC",
                                      "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
     Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),
     Evidence("uniform", _UNIFORM, 8, ("UIADD3",)),

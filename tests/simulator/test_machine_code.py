@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 import cute_mla
-from cute_mla.aot_build.tools import disassemble
-from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.runtime.artifacts import Artifacts, artifacts_folder
 from cute_mla.simulator.findings import SassError, UnsupportedInstruction
+from cute_mla.simulator.sass import disassembler
 from cute_mla.simulator.sass.cubin import CubinError
+from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.operations import operation
@@ -25,7 +29,12 @@ CASES = {
 COVERED = ("merge_states", "cache_", "split_plan", "combine")
 
 
-@pytest.mark.parametrize(("op", "schedule"), [*((op, "round_robin") for op in CASES), ("merge_states", "adversarial"), ("cache_write", "random")])
+def in_turn(cases: dict[str, str]) -> list[tuple[str, str]]:
+    """Return the ops, each with the schedule that runs warps in turn."""
+    return [(op, "round_robin") for op in cases]
+
+
+@pytest.mark.parametrize(("op", "schedule"), [*in_turn(CASES), ("merge_states", "adversarial"), ("cache_write", "random")])
 def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule: str) -> None:
     case = next(entry.case for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.case.id == CASES[op])
     tensors = operation(case).make_tensors(case, "cpu")
@@ -36,6 +45,51 @@ def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule
     assert not launches.differing
 
 
+ON_HOPPER = {
+    "dense_prefill": "bf16-d128-63x0_17x0-h1x1-causal",
+    "sparse_prefill": "bf16-d512-b1-q2-k40t1-h1-q_even",
+    "sparse_decode": "bf16-latent-b4-q1-k100t63p69-h48-idx_odd-q_even-sm8",
+    "dense_decode": "bf16-b6-q4-k20v-h1x1-p128-causal-zeros-sm4",
+}
+
+
+@pytest.mark.parametrize(("op", "schedule"), [*in_turn(ON_HOPPER), ("dense_prefill", "adversarial"), ("dense_decode", "lazy")])
+def test_an_attention_kernel_gives_the_bytes_of_its_ptx(op: str, schedule: str) -> None:
+    case = next(entry.case for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.case.id == ON_HOPPER[op])
+    tensors = operation(case).make_tensors(case, "cpu")
+    with cute_mla.simulate("sm90", case.sm_count, schedule=schedule), both_codes(op) as launches:
+        call(case, tensors)
+    assert launches.kernels
+    assert not launches.findings
+    assert not launches.differing
+
+
+def merged(**options: Any) -> torch.Tensor:
+    """Merge two states of attention on the simulated device."""
+    generator = torch.Generator().manual_seed(3)
+    outs = [torch.randn(5, 4, 128, generator=generator).to(torch.bfloat16) for _ in range(2)]
+    lses = [torch.randn(5, 4, generator=generator) for _ in range(2)]
+    with cute_mla.simulate("sm90", **options):
+        return cute_mla.merge_states(torch.stack(outs), torch.stack(lses))[0]
+
+
+def test_simulate_runs_machine_code_without_the_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = merged()
+    monkeypatch.setattr(Artifacts, "ptx", lambda self, entry: pytest.fail("the PTX was read"))
+    assert torch.equal(merged(code="sass"), expected)
+
+
+def test_codes_that_simulate_does_not_know_are_refused() -> None:
+    with pytest.raises(ValueError, match="code is 'cuda'; supported: ptx, sass"):
+        merged(code="cuda")
+
+
+def test_without_nvdisasm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disassembler, "find_program", lambda name: None)
+    with pytest.raises(SassError, match=r"not found; install nvidia-cuda-nvdisasm \(the build extra\)"):
+        disassembler.disassemble(b"")
+
+
 def kernel(name: str) -> tuple[bytes, str]:
     cubin = (artifacts_folder() / f"{name}.cubin").read_bytes()
     return cubin, disassemble(cubin)
@@ -44,7 +98,9 @@ def kernel(name: str) -> tuple[bytes, str]:
 def test_unknown_opcodes_and_operands_are_listed() -> None:
     cubin, text = kernel("merge_states_sm90_bf16_d512")
     with pytest.raises(UnsupportedInstruction) as error:
-        load_machine_code(cubin, text.replace("MUFU.RCP", "MUFU.COS").replace("MUFU.EX2", "MUFU.SIN").replace("c[0x0][0x28]", "c[0x0][0x30]"))
+        load_machine_code(
+            cubin, text.replace("MUFU.RCP", "MUFU.COS").replace("MUFU.EX2", "MUFU.SIN").replace("c[0x0][0x28]", "c[0x0][0x30]")
+        )
     for part in ("MUFU.COS (at 0x", "MUFU.SIN (at 0x", "constant bank 0 at 0x30: meaning unknown"):
         assert part in str(error.value)
 

@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cute_mla.aot_build.tools import assemble, disassemble
+from cute_mla.aot_build.tools import assemble
 from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, load_module, run
+from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
@@ -49,7 +50,7 @@ def results(module: Module, evidence: Evidence, schedule: str) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.name)
 def test_machine_code_gives_the_bits_of_the_ptx(arch: Arch, evidence: Evidence) -> None:
-    module, listing = assembled(evidence, arch)
+    module, _ = assembled(evidence, arch)
     expected, first = results(load_module(source(evidence, arch)), evidence, "round_robin")
     assert not first.findings
     for schedule in ("round_robin", "adversarial"):

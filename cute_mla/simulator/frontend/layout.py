@@ -20,7 +20,8 @@ WINDOW_MASK = (1 << 56) - 1
 class Layout:
     """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
-    params_begin: offset of the first parameter, in machine code its place in constant bank 0. static_shared: bytes of shared variables with a size; the dynamic array follows them.
+    params_begin: offset of the first parameter, in machine code its place in constant bank 0. static_shared: bytes of shared variables with
+    a size; the dynamic array follows them.
     """
 
     rows: dict[str, int] = field(default_factory=dict)

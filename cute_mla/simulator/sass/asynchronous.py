@@ -26,7 +26,9 @@ def own(e: Emitter, ins: SassInstruction, index: int) -> str:
 
 def checked(e: Emitter, ins: SassInstruction) -> None:
     """Emit checks that no source is poisoned."""
-    registers = [register for operand in ins.operands[destinations(ins) :] if isinstance(operand, Register) for register in operand.registers()]
+    registers = [
+        register for operand in ins.operands[destinations(ins) :] if isinstance(operand, Register) for register in operand.registers()
+    ]
     e.check_taint(registers, "a barrier operand")
 
 
@@ -43,7 +45,9 @@ def initialise(e: Emitter, ins: SassInstruction) -> None:
     if not isinstance(result, Register) or result.number is not None:
         raise Unsupported("SYNCS.EXCH with a result")
     checked(e, ins)
-    count = f"{constant(e, 'u32', MAX_COUNT)} - ({source(e, state, 'u32')} >> {constant(e, 'u32', 1)} & {constant(e, 'u32', MAX_COUNT - 1)})"
+    count = (
+        f"{constant(e, 'u32', MAX_COUNT)} - ({source(e, state, 'u32')} >> {constant(e, 'u32', 1)} & {constant(e, 'u32', MAX_COUNT - 1)})"
+    )
     e.line(f"mbarrier_init(w, {own(e, ins, 1)}, array({count}))")
     e.line("order_barriers(w)")
 

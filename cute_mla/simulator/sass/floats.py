@@ -11,7 +11,7 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.floats import APPROXIMATIONS
 from ..isa.table import runtime
 from ..numerics import elementwise
-from .integers import assign_compared, folded
+from .integers import assign_compared
 from .listing import Operand, Register, SassInstruction
 from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
 from .table import op

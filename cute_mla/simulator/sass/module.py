@@ -12,18 +12,13 @@ from ..frontend.layout import SHARED_BASE, Layout
 from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
-from . import asynchronous as asynchronous
-from . import floats as floats
-from . import integers as integers
-from . import memory as memory
-from . import moves as moves
-from . import products as products
-from . import warps as warps
+from . import asynchronous, floats, integers, memory, moves, products, warps
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
 from .table import MachineInstruction
 
+FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
@@ -46,7 +41,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         check_operands(lift.decoded, layout, constants, problems)
         if problems:
             lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
-            raise UnsupportedInstruction("unsupported machine code:\n  " + "\n  ".join(lines))
+            raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
         translator = Translator(name, flow, layout, constants)
     return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
