@@ -147,6 +147,7 @@ _INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.DO
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
+_PUNCTUATION = re.compile(r"[][{}(),]")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -160,6 +161,7 @@ class _Scope:
         self.pairs: dict[str, Vec] = {}
         self.labels: dict[str, str] = {}
         self.pending: list[tuple[Instruction, int]] = []  # (instruction, operand index) of label references
+        self.operands: dict[str, Operand | None] = {}  # parsed texts; a declaration may change what they mean
 
 
 def parse_integer(text: str) -> int:
@@ -347,6 +349,7 @@ class _Body:
         if match is None or bank is None:
             raise self.parser.fail(f"unsupported register declaration {text.strip()!r}")
         scope = self.scopes[-1]
+        scope.operands.clear()
         for part in match.group(2).split(","):
             ranged = re.fullmatch(r"\s*([%\w$]+)<(\d+)>\s*", part)
             if ranged:
@@ -425,8 +428,15 @@ class _Body:
         self.entry.instructions.append(instruction)
 
     def operand(self, text: str) -> Operand | None:
-        """Parse one operand."""
+        """Return one operand, the same object for the same text in a scope."""
         text = text.strip()
+        known = self.scopes[-1].operands
+        if text not in known:
+            known[text] = self.parse_operand(text)
+        return known[text]
+
+    def parse_operand(self, text: str) -> Operand | None:
+        """Parse one operand."""
         if text == "_":
             return None
         head = text[0]
@@ -496,14 +506,15 @@ def split_top(text: str) -> list[str]:
     if "{" not in text and "[" not in text:
         return text.split(",")
     parts, depth, start = [], 0, 0
-    for index, character in enumerate(text):
+    for match in _PUNCTUATION.finditer(text):
+        character = match.group()
         if character in "{[(":
             depth += 1
         elif character in "}])":
             depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
     parts.append(text[start:])
     return parts
 
