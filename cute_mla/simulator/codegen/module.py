@@ -95,10 +95,15 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
 def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:
     """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[tuple[object, ...]] = set()
+    forms: dict[int, object] = {}  # by id of the operand, of which the parser makes one for each text
     for item in decoded:
         if item.spec.emit is None:
             continue
-        shape = (item.instruction.opcode, *(describe(operand) for operand in item.instruction.operands))
+        operands = item.instruction.operands
+        for operand in operands:
+            if id(operand) not in forms:
+                forms[id(operand)] = describe(operand)
+        shape = (item.instruction.opcode, *[forms[id(operand)] for operand in operands])
         if shape in seen:
             continue
         seen.add(shape)

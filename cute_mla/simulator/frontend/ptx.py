@@ -143,7 +143,7 @@ _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
 _NEWLINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".loc")
 _PARAM = re.compile(r"\.param\s+(?P<attrs>[^,()]*?)(?P<name>[\w$]+)\s*(?:\[(?P<count>\d+)\])?\s*$")
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?")
-_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*([^;]*);")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
@@ -408,10 +408,10 @@ class _Body:
             parser.position = match.end()
             return
         line = parser.current_line()
-        text = parser.take_until(";").strip()
-        match = _INSTRUCTION.fullmatch(text)
+        match = _INSTRUCTION.match(parser.text, parser.position)
         if match is None:
-            raise parser.fail(f"cannot read statement {text!r}")
+            raise parser.fail(f"cannot read statement {parser.take_until(';').strip()!r}")
+        parser.position = match.end()
         negated, guard_name, opcode, rest = match.groups()
         guard = None
         if guard_name:
@@ -424,15 +424,15 @@ class _Body:
             instruction.operands = [LabelRef(rest.strip())]
             self.scopes[-1].pending.append((instruction, 0))
         else:
-            instruction.operands = [self.operand(part) for part in split_top(rest)]
+            known = self.scopes[-1].operands
+            instruction.operands = [known[part] if part in known else self.operand(part) for part in split_top(rest)]
         self.entry.instructions.append(instruction)
 
     def operand(self, text: str) -> Operand | None:
         """Return one operand, the same object for the same text in a scope."""
-        text = text.strip()
         known = self.scopes[-1].operands
         if text not in known:
-            known[text] = self.parse_operand(text)
+            known[text] = self.parse_operand(text.strip())
         return known[text]
 
     def parse_operand(self, text: str) -> Operand | None:
