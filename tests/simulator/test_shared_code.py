@@ -68,4 +68,5 @@ def test_findings_of_shared_code_name_their_own_lines() -> None:
     second = Kernel(body(far, "mov.u32 %r20, 1;\n\n\nNEXT:\n")).run(aligned(64, np.uint32))
     (one,), (other,) = first.findings, second.findings
     assert (one.kind, other.kind) == ("out_of_bounds", "out_of_bounds")
+    assert one.ptx_line is not None
     assert other.ptx_line == one.ptx_line + 4

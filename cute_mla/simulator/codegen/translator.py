@@ -100,7 +100,7 @@ class BlockWriter:
         return Emitter(self.translator.layout, Constants(), self.tainted, known)
 
     def write(self) -> None:
-        """Write the functions of the block: lines, the instruction of each line, and the parameters of each function. The last is the block."""
+        """Write the functions of the block, itself last: lines, the instruction of each line, and the parameters of each function."""
         e = self.emitter()
         positions = {id(item): position for position, item in enumerate(self.block.instructions)}
         steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)

@@ -46,9 +46,9 @@ class Layout:
             self.sizes[register.bank] += 1
 
     def number(self, registers: Iterable[Reg]) -> None:
-        """Number the registers, all of which have a row."""
+        """Give numbers to the registers, all of which have a row."""
         start = 0
-        for bank in "rdhp":
+        for bank in ("r", "d", "h", "p"):
             self.starts[bank] = start
             start += self.sizes[bank]
         self.numbers = {register.name: self.starts[register.bank] + self.rows[register.name] for register in registers}

@@ -48,8 +48,8 @@ class Unsupported(Exception):
 class Constants:
     """Values that a generated function takes as parameters, in the order of first use.
 
-    The text of a function then says nothing of registers, literals and places: blocks of equal structure have equal texts, of one kernel and
-    of several, and are compiled once.
+    The text of a function says nothing of registers, literals and places. So blocks of equal structure, of one kernel or of several, have
+    equal texts and are compiled once.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Constants:
         return name
 
     def number(self, value: Any) -> str:
-        """Return a new name of a value."""
+        """Return a new name of a value; equal values have several, so that the text does not depend on what happens to be equal."""
         self.values.append(value)
         return f"k{len(self.values) - 1}"
 
