@@ -17,9 +17,10 @@ from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble, find_program
 from cute_mla.simulator.sass.listing import read_listing
-from cute_mla.spec.abi import Param, int64s
+from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90
 from tests.aot_build.tma_copy import GOOD, PARAMS
+from tests.support.params import int64s
 
 
 @pytest.fixture(scope="module")

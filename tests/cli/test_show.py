@@ -19,8 +19,8 @@ from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, Dynami
 from cute_mla.runtime import driver
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.spec.abi import int32s, tensor_maps
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.params import int32s, tensor_maps
 
 NAME = "dense_decode_sm90_bf16"
 ENTRY = KernelEntry(

@@ -23,7 +23,7 @@ from cute_mla.manifest import (
     Role,
     manifest_sha256,
 )
-from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
+from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
 
 NAME = "dense_decode_sm90_bf16_cluster2"
 ENTRY = KernelEntry(

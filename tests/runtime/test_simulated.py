@@ -18,8 +18,9 @@ from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.current import simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.simulator import Module, SimulationError, load_module
-from cute_mla.spec.abi import Param, float32s, int32s, int64s, pointers
+from cute_mla.spec.abi import Param
 from tests.runtime.fake_artifacts import entry, fake_cubin, write_artifacts
+from tests.support.params import float32s, int32s, int64s, pointers
 from tests.support.shifted_copy import PTX
 
 PARAMS: tuple[Param, ...] = (*pointers("source", "target"), *int64s("shift"), *float32s("addend"), *int32s("count"))

@@ -88,29 +88,33 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
         else:
             decoded.append(item)
     layout = make_layout(text, accumulator_groups(instructions))
-    constants = Constants()
-    check_operands(decoded, layout, constants, problems)
+    check_operands(decoded, layout, problems)
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
-    translator = Translator(text.name, flow, layout, constants)
+    translator = Translator(text.name, flow, layout)
     names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
 
 
-def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
+def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:
     """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[tuple[object, ...]] = set()
+    forms: dict[int, object] = {}  # by id of the operand, of which the parser makes one for each text
     for item in decoded:
         if item.spec.emit is None:
             continue
-        shape = (item.instruction.opcode, *(describe(operand) for operand in item.instruction.operands))
+        operands = item.instruction.operands
+        for operand in operands:
+            if id(operand) not in forms:
+                forms[id(operand)] = describe(operand)
+        shape = (item.instruction.opcode, *[forms[id(operand)] for operand in operands])
         if shape in seen:
             continue
         seen.add(shape)
         try:
-            item.spec.emit(Emitter(layout, constants, False), item.instruction, item.match)
+            item.spec.emit(Emitter(layout, Constants(), False), item.instruction, item.match)
         except Unsupported as error:
             problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
         except _MALFORMED as error:

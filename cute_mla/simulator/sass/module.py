@@ -36,14 +36,13 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
         lift = Lift(listing).run()
         layout = make_layout(info, lift.decoded)
-        constants = Constants()
         problems = lift.problems
-        check_operands(lift.decoded, layout, constants, problems)
+        check_operands(lift.decoded, layout, problems)
         if problems:
             lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
             raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
-        translator = Translator(name, flow, layout, constants)
+        translator = Translator(name, flow, layout)
     return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
 
 
@@ -58,6 +57,7 @@ def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
     registers = {register for item in decoded for register in (*item.reads, *item.writes, *item.accumulators)}
     for register in sorted(registers, key=place_of):
         layout.place(register)
+    layout.number(registers)
     ends = [info.param_base]
     for declared, (offset, size) in zip(parameters(info), info.params, strict=True):
         layout.params[declared.name] = info.param_base + offset
@@ -72,7 +72,7 @@ def place_of(register: Reg) -> tuple[int, int]:
     return _KINDS.index(kind), int(register.name[len(kind) :])
 
 
-def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
+def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:
     """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[str] = set()
     for item in decoded:
@@ -84,7 +84,7 @@ def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants,
             continue
         seen.add(form)
         try:
-            item.spec.emit(Emitter(layout, constants, False), instruction, item.match)
+            item.spec.emit(Emitter(layout, Constants(), False), instruction, item.match)
         except Unsupported as error:
             problems.setdefault(f"{instruction.sass.text}: {error}", []).append(instruction.sass.address)
         except (IndexError, TypeError, ValueError, AssertionError) as error:
