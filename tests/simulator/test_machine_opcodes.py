@@ -14,6 +14,7 @@ from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.machine_opcodes import EVIDENCE, THREADS, Evidence, words
 from tests.simulator.small_kernels import Kernel
 
@@ -42,7 +43,7 @@ def results(module: Module, evidence: Evidence, schedule: str) -> tuple[np.ndarr
     memory = GlobalMemory()
     memory.add("sources", sources.ctypes.data, sources.nbytes)
     memory.add("results", stored.ctypes.data, stored.nbytes, initialised=False)
-    args = [struct.pack("<Q", value) for value in (sources.ctypes.data, stored.ctypes.data, EXTRA)]
+    args: list[bytes | TensorMap] = [struct.pack("<Q", value) for value in (sources.ctypes.data, stored.ctypes.data, EXTRA)]
     launch = Launch(module, "k", (1, 1, 1), (THREADS, 1, 1), (1, 1, 1), SMEM, args, Names())
     report = run(launch, memory, Policy.named(schedule))
     return stored, report
