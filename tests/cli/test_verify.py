@@ -293,7 +293,7 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     entries = both[:3]
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds", "code"),
     ]
     assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
     assert [entry["passed"] for entry in entries] == [None, False, True]

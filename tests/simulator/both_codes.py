@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,11 +18,19 @@ from cute_mla.simulator.sass.module import load_machine_code
 MAX_BYTES = 1 << 28
 
 
+Edit = Callable[[str], str]
+
+
+def unchanged(text: str) -> str:
+    """Return the text."""
+    return text
+
+
 @cache
-def machine_code_of(kernel: str) -> simulator.Module:
-    """Return the loaded machine code of a built kernel."""
+def machine_code_of(kernel: str, edit: Edit) -> simulator.Module:
+    """Return the loaded machine code of a built kernel, whose text is edited first."""
     cubin = (artifacts_folder() / f"{kernel}.cubin").read_bytes()
-    return load_machine_code(cubin, disassemble(cubin))
+    return load_machine_code(cubin, edit(disassemble(cubin)))
 
 
 @dataclass
@@ -42,10 +50,10 @@ class Launches:
 
 
 @contextmanager
-def both_codes(*ops: str) -> Iterator[Launches]:
+def both_codes(*ops: str, edit: Edit = unchanged) -> Iterator[Launches]:
     """Run launches of the simulated device as PTX, then, from the same memory, as machine code, whose results stay.
 
-    ops: beginnings of the names of the kernels that run twice; the others run as PTX.
+    ops: beginnings of the names of the kernels that run twice; the others run as PTX. edit: changes the text of the machine code.
     """
     launches = Launches()
     run_once = simulator.run
@@ -64,7 +72,7 @@ def both_codes(*ops: str) -> Iterator[Launches]:
                 buffer.data[...] = data
             if buffer.valid is not None and valid is not None:
                 buffer.valid[...] = valid
-        second = run_once(replace(launch, module=machine_code_of(kernel)), memory, given)
+        second = run_once(replace(launch, module=machine_code_of(kernel, edit)), memory, given)
         launches.kernels.append(kernel)
         launches.findings += [f"{kernel}: {finding}" for finding in second.findings]
         launches.instructions.append((first.instructions, second.instructions))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -64,6 +65,44 @@ def test_an_attention_kernel_gives_the_bytes_of_its_ptx(op: str, schedule: str) 
     assert not launches.findings
     assert not launches.differing
     assert not launches.unchecked
+
+
+MUTATED = "fp16-d192-127x63_17x17-h1x1-causal-clipped-nan_neighbours-kv_heads_first-falling-q_sliced-out_given-sm3"
+MUTATIONS = {  # each at every place of its pattern
+    "a wait for products left out": (r"WARPGROUP\.DEPBAR\.LE gsb0, 0x0", "NOP"),
+    "the fence before wgmma left out": (r"FENCE\.VIEW\.ASYNC\.S(?= )", "NOP"),
+    "a phase test that always succeeds": (
+        r"SYNCS\.PHASECHK\.TRANS64\.TRYWAIT (P\d), [^;]*?(?= ;)",
+        r"PLOP3.LUT \1, PT, PT, PT, PT, 0x80, 0x0",
+    ),
+    "an arrival left out": (r"SYNCS\.ARRIVE\.TRANS64\.A1T0 RZ, [^;]*?(?= ;)", "NOP"),
+    "expected bytes left out": (r"SYNCS\.ARRIVE\.TRANS64 RZ, (\S+), R\d+", r"SYNCS.ARRIVE.TRANS64.A1T0 RZ, \1, RZ"),
+    "a named barrier left out": (r"BAR\.SYNC\.DEFER_BLOCKING 0x0", "NOP"),
+    "a maximum for a minimum": (r"VIMNMX (R\d+), (R\d+), (\S+), PT", r"VIMNMX \1, \2, \3, !PT"),
+    "another lane read": (r"(SHFL\.BFLY PT, R\d+, R\d+), 0x1,", r"\1, 0x4,"),
+    "another register multiplied": (r"FMUL (R\d+), R\d+, (R\d+)", r"FMUL \1, \2, \2"),
+    "a selection reversed": (r"FSEL (.*), P0(?= )", r"FSEL \1, !P0"),
+    "A and B exchanged": (r"(HGMMA\S+ R\d+), gdesc\[UR(\d+)\]", r"\1, gdesc[UR\2].tnspA"),
+    "an accumulator cleared": (r"(HGMMA.*), R24, gsb0", r"\1, RZ, !UPT, gsb0"),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_broken_machine_code_is_noticed(mutation: str) -> None:
+    pattern, replacement = MUTATIONS[mutation]
+    changed: list[int] = []
+
+    def broken(text: str) -> str:
+        found, count = re.subn(pattern, replacement, text)
+        changed.append(count)
+        return found
+
+    case = next(entry.case for entry in suite("quick", "dense_prefill", simulated=True) if entry.case.id == MUTATED)
+    tensors = operation(case).make_tensors(case, "cpu")
+    with cute_mla.simulate("sm90", case.sm_count, schedule="lazy"), both_codes("dense_prefill", edit=broken) as launches:
+        call(case, tensors)
+    assert changed[0] > 0
+    assert launches.findings or launches.differing
 
 
 def merged(**options: Any) -> torch.Tensor:
