@@ -297,8 +297,8 @@ def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterat
         yield []
         torch.cuda.synchronize()
         return
-    order = {"schedule": schedule.name, "seed": schedule.seed, "code": schedule.code}
-    with simulate(target.arch, case.sm_count, on_finding="collect", **order) as device:
+    order, seed, code = schedule.name, schedule.seed, schedule.code
+    with simulate(target.arch, case.sm_count, schedule=order, seed=seed, on_finding="collect", code=code) as device:
         yield device.findings
 
 

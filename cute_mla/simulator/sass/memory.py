@@ -152,4 +152,4 @@ def lost(e: Emitter, ins: SassInstruction) -> None:
 @runtime
 def returned_nowhere() -> None:
     """Raise the Fault of a return to a place that is behind no call."""
-    raise Fault("control_flow", "a return to an address that is behind no call")
+    raise Fault("trap", "a return to an address that is behind no call")

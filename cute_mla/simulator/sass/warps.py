@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..frontend.ptx import Reg
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.lanes import per_warp
 from ..isa.table import runtime
@@ -36,7 +37,7 @@ def shuffle(e: Emitter, ins: SassInstruction) -> None:
     assign(e, valid, "pred", in_range)
 
 
-def registers_of(operand: object) -> list:  # type: ignore[type-arg]
+def registers_of(operand: object) -> list[Reg]:
     """Return the register of an operand; none for RZ and PT."""
     return list(operand.registers()) if isinstance(operand, Register) else []
 
