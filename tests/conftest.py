@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 
 from cute_mla.spec.arch import ARCHS, Arch
+from tests.cover import tiers
 from tests.support.bench import Bench
 
 # The same examples in every run: a test that fails on one machine fails on the others.
@@ -27,3 +30,35 @@ def arch(request: pytest.FixtureRequest) -> Arch:
 def bench(arch: Arch) -> Bench:
     """Return the simulated device of every architecture in turn."""
     return Bench(arch)
+
+
+COLLECTED = pytest.StashKey[frozenset[str]]()  # names of all tests that were collected, before any is left out
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of tests/cover."""
+    group = parser.getgroup("cover", "cover of the kernels (tests/cover)")
+    group.addoption("--record-cover", metavar="FOLDER", type=Path, help="Record CPU seconds and what each test reaches in the kernels.")
+    group.addoption("--broken-kernel", metavar="KERNEL:KIND:NUMBER", help="Break a site of a kernel (tests/mutation) for all tests.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugins of the options. Imports wait for them: the simulator and the suites take a second."""
+    folder, mutant = config.getoption("--record-cover"), config.getoption("--broken-kernel")
+    if folder is not None:
+        from tests.cover.recording import CoverRecorder
+
+        config.pluginmanager.register(CoverRecorder(folder))
+    if mutant is not None:
+        from tests.cover.breaking import BrokenKernel, Mutant
+
+        config.pluginmanager.register(BrokenKernel(Mutant.parse(mutant)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that only `make test-full` runs."""
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
+    for item in items:
+        if item.nodeid in tiers.moved():
+            item.add_marker(pytest.mark.slow(cover=True))
