@@ -32,33 +32,24 @@ def bench(arch: Arch) -> Bench:
     return Bench(arch)
 
 
-COLLECTED = pytest.StashKey[frozenset[str]]()  # names of all tests that were collected, before any is left out
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of tests/cover."""
     group = parser.getgroup("cover", "cover of the kernels (tests/cover)")
     group.addoption("--record-cover", metavar="FOLDER", type=Path, help="Record CPU seconds and what each test reaches in the kernels.")
-    group.addoption("--broken-kernel", metavar="KERNEL:KIND:NUMBER", help="Break a site of a kernel (tests/mutation) for all tests.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the plugins of the options. Imports wait for them: the simulator and the suites take a second."""
-    folder, mutant = config.getoption("--record-cover"), config.getoption("--broken-kernel")
+    """Register the recorder if it is asked for."""
+    folder = config.getoption("--record-cover")
     if folder is not None:
-        from tests.cover.recording import CoverRecorder
+        from tests.cover.recording import CoverRecorder  # the simulator and the suites take a second to import
 
         config.pluginmanager.register(CoverRecorder(folder))
-    if mutant is not None:
-        from tests.cover.breaking import BrokenKernel, Mutant
-
-        config.pluginmanager.register(BrokenKernel(Mutant.parse(mutant)))
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that only `make test-full` runs."""
-    config.stash[COLLECTED] = frozenset(item.nodeid for item in items)
     for item in items:
         if item.nodeid in tiers.moved():
             item.add_marker(pytest.mark.slow(cover=True))

@@ -54,10 +54,11 @@ def float_class(number: float) -> str:
 
 
 def value_classes(name: str, value: Any) -> Iterator[str]:
-    """Yield the classes of a value by name: of the fields of a dataclass, of the items of a tuple, of one value of another type."""
-    if is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from value_classes(f"{name}.{field.name}" if name else field.name, getattr(value, field.name))
+    """Yield the classes of a value by name: of the fields of a record, of the items of a tuple, of one value of another type."""
+    names = _field_names(value)
+    if names:
+        for field in names:
+            yield from value_classes(f"{name}.{field}" if name else field, getattr(value, field))
     elif isinstance(value, tuple | list):
         yield f"{name} items={number_class(len(value))}"
         for item in value:
@@ -66,6 +67,13 @@ def value_classes(name: str, value: Any) -> Iterator[str]:
         yield f"{name}={value}"
     else:
         yield f"{name}={number_class(value) if isinstance(value, int) else float_class(value)}"
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a dataclass or a named tuple; none for other values."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in fields(value))
+    return getattr(value, "_fields", ())
 
 
 def case_elements(case: BaseCase) -> Iterator[str]:

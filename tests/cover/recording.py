@@ -42,7 +42,7 @@ class CoverRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / f"{os.getpid()}.jsonl"
-        self.reached: Reached = {}
+        self.reached: Reached = defaultdict(set)
         self.translation = 0.0
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -50,7 +50,7 @@ class CoverRecorder:
         """Record a test with its set-up and tear-down."""
         self.reached, self.translation = defaultdict(set), 0.0
         began = _cpu_seconds()
-        with self._listening() if may_move(item.nodeid) else ExitStack():
+        with self.listening() if may_move(item.nodeid) else ExitStack():
             result = yield
         seconds = _cpu_seconds() - began
         own = _of_parameters(item, {name.split()[1] for name in self.reached})
@@ -59,7 +59,7 @@ class CoverRecorder:
         return result
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
+    def listening(self) -> Iterator[None]:
         """Note launches of kernels inside, and the time that their translation takes."""
         reports: list[simulator.Report] = []
         with (

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 FILE = Path(__file__).with_name("full_only.toml")
 ROOMS = ("tests/ops/", "tests/api/", "tests/layer/")  # whose parametrised tests launch kernels through the API; others have no twin
@@ -26,7 +27,12 @@ def may_move(test: str) -> bool:
 
 @cache
 def moved() -> frozenset[str]:
-    """Return the tests that only `make test-full` runs."""
+    """Return the tests that only `make test-full` runs, as the file had them first."""
+    return read_moved()
+
+
+def read_moved() -> frozenset[str]:
+    """Return the tests that the file lists."""
     tables = _tables()
     files = ((file, table) for file, table in tables.items() if file != NOTICES)
     return frozenset(f"{file}::{function}[{ids}]" for file, table in files for function, sets in table.items() for ids in sets)
@@ -37,7 +43,7 @@ def notices() -> dict[str, str]:
     return dict(_tables().get(NOTICES, {}))
 
 
-def _tables() -> dict[str, dict[str, list[str]]]:
+def _tables() -> dict[str, dict[str, Any]]:
     return tomllib.loads(FILE.read_text()) if FILE.exists() else {}
 
 
@@ -54,7 +60,6 @@ def write(tests: Iterable[str], alone: Mapping[str, str]) -> None:
         for function, sets in functions.items():
             lines += [f"{function} = [", *_wrapped(f"{json.dumps(ids)}," for ids in sets), "]"]
     FILE.write_text("\n".join(lines) + "\n")
-    moved.cache_clear()
 
 
 def _wrapped(words: Iterable[str]) -> Iterator[str]:
