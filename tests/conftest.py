@@ -35,7 +35,7 @@ def bench(arch: Arch) -> Bench:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of tests/cover."""
     group = parser.getgroup("cover", "cover of the kernels (tests/cover)")
-    group.addoption("--record-cover", metavar="FOLDER", type=Path, help="Record CPU seconds and what each test reaches in the kernels.")
+    group.addoption("--record-cover", metavar="FOLDER", help="Record CPU seconds and what each test reaches in the kernels.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None:
         from tests.cover.recording import CoverRecorder  # the simulator and the suites take a second to import
 
-        config.pluginmanager.register(CoverRecorder(folder))
+        config.pluginmanager.register(CoverRecorder(Path(folder)))
 
 
 @pytest.hookimpl(tryfirst=True)

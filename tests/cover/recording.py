@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections import defaultdict
@@ -53,7 +54,7 @@ class CoverRecorder:
         with self.listening() if may_move(item.nodeid) else ExitStack():
             result = yield
         seconds = _cpu_seconds() - began
-        own = _of_parameters(item, {name.split()[1] for name in self.reached})
+        own = of_parameters(item, self.reached)
         slow = any("cover" not in mark.kwargs for mark in item.iter_markers("slow"))
         append(self.file, CoverRecord(item.nodeid, seconds, self.translation, {**self.reached, **own}, slow))
         return result
@@ -118,11 +119,23 @@ def _with_case(call: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _of_parameters(item: pytest.Item, archs: set[str]) -> Reached:
-    """Return the elements of a test beside those of its launches: its function and its parameters, for every architecture it ran on."""
+def of_parameters(item: pytest.Item, reached: Reached) -> Reached:
+    """Return the elements of a test beside those of its launches: its function and its parameters, for every architecture it ran on.
+
+    Parameters that are fields of its cases are left out, since the elements of the cases have them.
+    """
+    of_cases = (element for elements in reached.values() for element in elements if element[0] not in "#@")
+    shown = {"arch", *map(_name, of_cases)}
     callspec = getattr(item, "callspec", None)
-    values = {} if callspec is None else {name: value for name, value in callspec.params.items() if name != "arch"}
     elements = {"itself"}
-    for name, value in values.items():
-        elements.update(value_classes(name, value) if isinstance(value, int | float | str | tuple | BaseCase) else (f"{name}={value}",))
+    for name, value in () if callspec is None else callspec.params.items():
+        plain = isinstance(value, int | float | str | tuple | BaseCase)
+        classes = value_classes(name, value) if plain else iter((f"{name}={value}",))
+        elements |= {found for found in classes if _name(found) not in shown}
+    archs = {name.split()[1] for name in reached}
     return {f"{item.nodeid.split('[')[0]} {arch}": elements for arch in sorted(archs)}
+
+
+def _name(element: str) -> str:
+    """Return the name of the field that an element is about."""
+    return re.split("[= ]", element)[0].rpartition(".")[2]

@@ -1,9 +1,11 @@
-"""What a launch reaches, and how it is recorded."""
+"""Elements of launches and parameters, and how they are recorded."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from tests.cover.elements import case_elements, float_class, number_class, structure_of, value_classes
-from tests.cover.recording import CoverRecorder
+from tests.cover.recording import CoverRecorder, of_parameters
 from tests.cover.records import Reached
 from tests.support.bench import Bench
 
@@ -95,3 +97,12 @@ def test_calls_without_a_case_are_recorded_by_their_arguments(arch: Arch, tmp_pa
     assert name.startswith(f"merge_states {arch.name} ")
     assert {"schedule lazy", "pdl=True"} <= elements
     assert recorder.translation > 0
+
+
+def test_parameters_that_no_case_shows_are_elements() -> None:
+    item = SimpleNamespace(
+        nodeid="tests/x.py::test_x[sm90-5-7-nan]", callspec=SimpleNamespace(params={"h_q": 5, "index": 7, "pages": math.nan})
+    )
+    reached = {"dense_decode sm90 ab": {"#ab.0", "h_q=<64:odd", "@pages=1"}, "combine sm90 cd": {"h_q=<64:odd"}}
+    assert of_parameters(item, reached) == {"tests/x.py::test_x sm90": {"itself", "index=<64:odd", "pages=nan"}}  # type: ignore[arg-type]
+    assert of_parameters(item, {}) == {}  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_listed_tests_exist_and_every_function_keeps_one() -> None:
 
 
 def test_moved_tests_are_marked_slow() -> None:
-    """By the hook of tests/conftest.py."""
+    """The hook of tests/conftest.py does it."""
     test = min(tiers.moved())
     marked = collected(test.partition("::")[0], "-m", "not slow")
     assert test not in marked
