@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from tests.cover.records import CoverRecord, Element
 
 LEAST_SECONDS = 0.02  # of a test: collection, set-up and report
+CHEAP_SECONDS = 0.15  # tests below stay: they cost little together, and their combinations of values notice more than their elements tell
 
 
 def cost(record: CoverRecord) -> float:
@@ -17,8 +18,9 @@ def cost(record: CoverRecord) -> float:
 
 
 def cover(candidates: Mapping[str, CoverRecord], always: Collection[str] = ()) -> set[str]:
-    """Return tests that together reach every element of all candidates, with these tests always among them."""
-    chosen = {test for test in always if test in candidates}
+    """Return tests that together reach every element of all candidates, with these tests and all cheap ones always among them."""
+    always = {test for test, record in candidates.items() if test in always or cost(record) < CHEAP_SECONDS}
+    chosen = set(always)
     known: set[Element] = set()
     for test in chosen:
         known |= candidates[test].elements

@@ -10,6 +10,8 @@ argument   A class of an argument of the launch: null pointers, alignments, far 
 case       A class of a field of the case that ran: dtype, layouts, values, lengths. Values decide what flows through a block.
 schedule   The order of the warps: missing waits show under some orders only.
 
+All but blocks count once for every dtype of the cases, since a wrong number in the kernel of one type is right in the other.
+
 A test adds, for every architecture, its function and the classes of those parameters that are no fields of its cases. Each function thus
 keeps a test per architecture, and so does each value, such as an invalid index, that only the test knows. What moves are combinations of
 values, and values that other tests have in the same structure.

@@ -23,8 +23,13 @@ class CoverRecord:
 
     @property
     def elements(self) -> set[Element]:
-        """Return everything that the test reaches."""
-        return {(group, item) for group, items in self.reached.items() for item in items}
+        """Return everything that the test reaches; all but blocks, once for every dtype of its cases."""
+        found = set()
+        for group, items in self.reached.items():
+            types = [item for item in items if item.startswith("dtype=")] or [""]
+            found |= {(group, item) for item in items if item.startswith("#")}
+            found |= {(f"{group} {dtype}".rstrip(), item) for item in items if not item.startswith("#") for dtype in types}
+        return found
 
 
 def append(file: Path, record: CoverRecord) -> None:

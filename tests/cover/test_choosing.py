@@ -36,6 +36,16 @@ def test_the_cheapest_cover_is_chosen(records: list[tuple[str, float, str]], cho
     assert cover(by_name(*(record(*item) for item in records))) == chosen
 
 
+def test_cheap_tests_stay_and_nothing_dear_repeats_them() -> None:
+    assert cover(by_name(record("cheap", 0.1, "a"), record("twin", 0.12, "ab"), record("dear", 1, "ab"))) == {"cheap", "twin"}
+
+
+def test_an_element_counts_for_every_type_but_a_block_once() -> None:
+    first, second = (CoverRecord("a", 1, 0, {"kernel": {"#1", "pdl=True", f"dtype={dtype}"}}, False) for dtype in ("bf16", "fp16"))
+    assert first.elements & second.elements == {("kernel", "#1")}
+    assert ("kernel dtype=bf16", "pdl=True") in first.elements
+
+
 def test_tests_that_notice_something_stay() -> None:
     found = by_name(record("a", 1, "xy"), record("b", 5, "x"))
     assert cover(found) == {"a"}
