@@ -5,7 +5,7 @@ A repeated call costs a few microseconds on the host (profiles/NOTES.md, "Time o
     run_cached            packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors
     CallCache.find        takes the last call of this key if it fits, else another call of this key that fits
     PreparedCall.fits     compares the tensors with those that were checked: class, dtype, device, shape, strides and need of gradients by
-                          one call of torch's guard; then the alignment of addresses
+                          one call of torch's guard; then addresses: freed memory and alignment
     PreparedCall.start    allocates what the caller did not give: results and workspace; makes the plan of a new schedule object
     CudaLaunches.start    writes the addresses of the tensors to where the launches take them from, and launches; on the simulated device
                           SingleLaunches.start does, one launch after the other
@@ -17,7 +17,7 @@ launch: a call that was just prepared runs like a repeated one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,18 +27,18 @@ import torch
 from ..runtime.call_cache import ADDRESS_ALIGNMENT, Allocation, CallCache, PreparedCall, Tensors, guard
 from ..runtime.current import device_for
 from ..runtime.device import Device
-from ..runtime.launch import BufferRef, CallSteps, MappedTensor, step_of
+from ..runtime.launch import BufferRef, CallSteps, Launches, MappedTensor, step_of
 from ..spec.combine import CombineArguments
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.mla import LOG2E
 from . import dense_decode, sparse_decode
-from .arguments import short_repr
+from .arguments import is_flag, short_repr
 from .decode_plan import DecodePlan, Options, Results, check_common
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
 from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
 from .strides import TMA_ALIGNMENT
-from .tensor_spec import address_of, check_address, check_contiguous, spec_of
+from .tensor_spec import address_of, check_address, check_contiguous, operand_spec
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
@@ -54,7 +54,7 @@ class CallKey(NamedTuple):
 
     op: dense_decode or sparse_decode. descale_q to extra_topk_length: whether the argument is None, or, for an argument that the op must be
     without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
-    was planned for. num_splits to workspace: whether the tensor is None.
+    was planned for. num_splits to workspace: whether the tensor is None. types: classes of head_dim_v to empty_lse, because 1 equals True.
     """
 
     op: ModuleType
@@ -76,6 +76,7 @@ class CallKey(NamedTuple):
     out: bool
     lse: bool
     workspace: bool
+    types: tuple[type, ...]
 
 
 def run_cached(
@@ -110,13 +111,17 @@ def run_cached(
         schedule = tile_scheduler_metadata
         planned_for = schedule.key or True
         tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
+    types = (
+        head_dim_v.__class__, softmax_scale.__class__, causal.__class__, is_fp8_kvcache.__class__, batch_invariant.__class__,
+        empty_lse.__class__,
+    )  # fmt: skip
     # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
     if indices is None:
         key: tuple[Any, ...] = (
             dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q is None, descale_k is None,
             attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
         )  # fmt: skip
         tensors: tuple[Any, ...] = (
             q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
@@ -127,7 +132,7 @@ def run_cached(
             sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q, descale_k,
             attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
         )  # fmt: skip
         tensors = (
             q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
@@ -161,12 +166,18 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     names = (*key.op.Operands._fields, *_PLAN, *_RESULTS)
     named = dict(zip(names, tensors, strict=True))
     device, plan = _checked(key, named, schedule)
-    made = {"out", "lse"} if plan.is_empty else {*_PLAN, "out", "lse"} | ({"workspace"} if plan.workspace_bytes else set())
+    launching = plan.has_keys and not plan.is_empty
+    made = {"out", "lse"} | ({*_PLAN} if launching else set()) | ({"workspace"} if launching and plan.workspace_bytes else set())
     given = [name for name in names if named[name] is not None]
     complete = [name for name in names if named[name] is not None or name in made]
     pick = itemgetter(*map(names.index, given))
     rows = address_of("q", named["q"]) | (0 if named["out"] is None else address_of("out", named["out"]))
-    steps = None if plan.is_empty else _steps(key, device, plan, {name: i for i, name in enumerate(complete)})
+    numbers = {name: i for i, name in enumerate(complete)}
+    launches: Launches | None = None
+    if launching:
+        launches = device.prepare(_steps(key, device, plan, numbers))
+    elif not plan.is_empty:
+        launches = NoKeys(numbers["out"], numbers["lse"], key.empty_lse)
     return PreparedCall(
         pick=pick,
         like=guard(pick(tensors)),
@@ -185,8 +196,21 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
         ),
         make=_planner(device, plan, names) if set(_PLAN) <= made.difference(given) else None,
         pick_all=None if made <= set(given) else itemgetter(*map(names.index, complete)),
-        launches=None if steps is None else device.prepare(steps),
+        launches=launches,
     )
+
+
+class NoKeys(NamedTuple):
+    """The results of requests that cannot have keys, written by torch. out, lse: numbers of the tensors among those of a call."""
+
+    out: int
+    lse: int
+    empty_lse: float
+
+    def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Fill out with 0 and lse with empty_lse, on the current stream."""
+        tensors[self.out].zero_()
+        tensors[self.lse].fill_(self.empty_lse)
 
 
 def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callable[[Tensors, MlaSchedule], Tensors]:
@@ -204,6 +228,7 @@ def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callab
 
 def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
     """Check a call; return its device and its plan there. named: all tensors, by argument."""
+    _check_order(named.get("descale_q", key.descale_q))
     options = Options(*(getattr(key, name) for name in Options._fields))
     operands = key.op.Operands(*(named[name] for name in key.op.Operands._fields))
     results = Results(*(named[name] for name in _RESULTS))
@@ -225,9 +250,18 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
     return device, plan
 
 
+def _check_order(descale_q: Any) -> None:
+    """Raise ValueError if a flag is where descale_q is, as in a call with FlashMLA's arguments by position."""
+    if is_flag(descale_q):
+        raise ValueError(
+            f"descale_q is {descale_q}; supported: a torch tensor, or None. By position, descale_q and descale_k come between causal and "
+            "is_fp8_kvcache: pass is_fp8_kvcache and later arguments by name, or import cute_mla.flash_mla, which has FlashMLA's order"
+        )
+
+
 def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
     """Raise ValueError unless the caller's workspace is contiguous, on `device`, and has at least nbytes bytes."""
-    spec = spec_of("workspace", workspace)
+    spec = operand_spec("workspace", workspace)
     if spec.device != device:
         raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
     check_contiguous("workspace", spec)

@@ -27,8 +27,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 Arguments = DenseDecodeArguments  # the kernel's
@@ -62,14 +62,14 @@ class CallSpec(NamedTuple):
 def check(operands: Operands, common: CommonSpec) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_no_grad(**operands._asdict())
-    k_cache = spec_of("k_cache", operands.k_cache)
+    k_cache = operand_spec("k_cache", operands.k_cache)
     if common.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"is_fp8_kvcache is True with a k_cache of {k_cache.dtype}; supported {WHERE}: {torch.float8_e4m3fn}")
     return CallSpec(
-        q=spec_of("q", operands.q),
+        q=operand_spec("q", operands.q),
         k_cache=k_cache,
-        block_table=spec_of("block_table", operands.block_table),
-        cache_seqlens=spec_of("cache_seqlens", operands.cache_seqlens),
+        block_table=operand_spec("block_table", operands.block_table),
+        cache_seqlens=operand_spec("cache_seqlens", operands.cache_seqlens),
         descale_q=optional_spec("descale_q", operands.descale_q),
         descale_k=optional_spec("descale_k", operands.descale_k),
         common=common,
@@ -103,7 +103,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
             "accum_rows": results.accum_rows,
         },
         op="dense_decode",
-        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))},
+        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))} if cache.pages else {},
         pointers={
             "cache": "k_cache" if problem.operands == FP8_CACHE else None,
             **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens")},
@@ -114,6 +114,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         results=results,
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count),
         default_scale=D_QK**-0.5,
+        has_keys=cache.pages > 0,
     )
 
 
@@ -148,7 +149,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         h_q=h_q,
         h_kv=cache.h_kv,
         page_size=cache.page_size,
-        pages_per_request=call.block_table.shape[1],
+        pages_per_request=call.block_table.shape[1] if cache.pages else 0,  # without pages every request has length 0
         batch_invariant=call.common.batch_invariant,
         row_alignment=row_alignment(call.common.address_alignment, q, call.common.out),
         operands=operands,

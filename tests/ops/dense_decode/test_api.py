@@ -15,10 +15,11 @@ import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_decode.dense_call import Call
 from tests.support.dispatch_modes import Allocations, NoReads
-from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+from tests.support.recording_device import RecordingDevice, row_ctas
 from tests.support.tree import ROOT
 
 SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
@@ -74,7 +75,7 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["table_stride"] == 7
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
-    assert {param.name: args[param.name] for param in PARAMS["dense_decode"] if param.kind is ParamKind.INT32} == {
+    assert {param.name: args[param.name] for param in PARAMS_OF["dense_decode"] if param.kind is ParamKind.INT32} == {
         "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "causal": 1, "batch": 2,
         "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip
@@ -259,6 +260,36 @@ def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevic
     assert device.launches[-2].grid == (ctas, 1, 132 // ctas)
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=rows, h_q=1, device="cpu")
     assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
+
+
+@pytest.mark.parametrize("columns", [0, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("given", "invariant", "empty_lse"), [(False, False, math.inf), (True, True, -math.inf)])
+def test_a_cache_without_pages_holds_no_keys(
+    device: RecordingDevice, columns: int, dtype: torch.dtype, given: bool, invariant: bool, empty_lse: float
+) -> None:
+    """Nothing is launched or planned. Lengths count as 0, whatever they are."""
+    call = Call(pages=0, pages_per_request=columns, s_q=2, plan=cute_mla.get_mla_metadata())
+    call.k_cache = call.k_cache.to(dtype)
+    call.cache_seqlens.fill_(5)
+    results = {}
+    if given:
+        results = {
+            "out": torch.full((2, 2, 70, 512), math.nan, dtype=torch.bfloat16)[:, :, :64],
+            "lse": torch.full((2, 2, 64), math.nan).mT,
+        }
+    for _ in range(2):  # checked, then found among the checked calls
+        out, lse = call.run(**results, empty_lse=empty_lse, batch_invariant=invariant)
+        assert (out.shape, lse.shape) == ((2, 2, 64, 512), (2, 64, 2))
+        assert all(result is results.get(name, result) for name, result in (("out", out), ("lse", lse)))
+        assert (out == 0).all()
+        assert (lse == empty_lse).all()
+        out.fill_(1)
+        lse.fill_(1)
+    assert device.launches == []
+    call.k_cache = torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)
+    call.run()
+    assert device.launches
 
 
 def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
