@@ -9,6 +9,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
@@ -74,14 +75,21 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
     return lines
 
 
+@lru_cache(1)
+def _smoke_subject(kernel: str) -> SmokeSubject:
+    """Return a kernel with the cases that have run on it as it ships, for all batches of a process."""
+    return SmokeSubject(load_artifacts().manifest.kernels[kernel])
+
+
 def judge_numbers(kernel: str, mutations: Sequence[Mutation]) -> list[Line]:
     """Break numbers of a kernel, one at a time, and run its smoke cases."""
     prepare()
-    entry = load_artifacts().manifest.kernels[kernel]
-    subject = SmokeSubject(entry)
+    subject = _smoke_subject(kernel)
+    entry = subject.kernel
     lines = []
     for mutation in mutations:
-        outcome = subject.judge(mutation) if subject.trials else Outcome("no case", "", "")
+        outcome = subject.judge(mutation)
+        outcome = outcome if subject.known else Outcome("no case", "", "")
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
         lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
