@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.simulator.frontend.ptx import EntryText
-from cute_mla.spec import cache_gather, cache_write, combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
+from cute_mla.spec import (
+    cache_gather,
+    cache_write,
+    combine,
+    dense_decode,
+    dense_prefill,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+    split_plan,
+)
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.cache_rows import KEYS_PER_BLOCK
 from tests.mutation.ranges import Range
@@ -15,7 +25,11 @@ _PARAMS = {
 }
 _MOST = (1 << 31) - 1
 _COUNT = (0, _MOST)  # sizes of tensors, and what is computed of them; no tensor has a negative one
-_KINDS = {ParamKind.INT32: _COUNT, ParamKind.INT64: (0, 1 << 62), ParamKind.POINTER: (0, 1 << 57)}  # strides are no more negative than sizes
+_KINDS = {
+    ParamKind.INT32: _COUNT,
+    ParamKind.INT64: (0, 1 << 62),
+    ParamKind.POINTER: (0, 1 << 57),
+}  # strides are no more negative than sizes
 _FLAGS = ("causal", "wide_slots", "power_of_two")
 _POSITIVE = ("s_q", "h_q", "heads_per_kv", "page_size", "states", "heads")  # a call without rows or keys is not launched
 _HEADS_OF_LATENT = 128  # query heads of the ops over the latent (README, "Support")
@@ -30,9 +44,19 @@ def bounds(kernel: KernelEntry, entry: EntryText) -> dict[str, Range]:
     threads = entry.reqntid or (1024, 1024, 64)
     blocks = _MOST // KEYS_PER_BLOCK + 1 if kernel.op in ("cache_gather", "cache_write") else _MOST
     for axis, count, most in zip("xyz", threads, (blocks, 65535, 65535), strict=True):
-        found |= {f"%tid.{axis}": (0, count - 1), f"%ntid.{axis}": (1, count), f"%ctaid.{axis}": (0, most - 1), f"%nctaid.{axis}": (1, most)}
+        found |= {
+            f"%tid.{axis}": (0, count - 1),
+            f"%ntid.{axis}": (1, count),
+            f"%ctaid.{axis}": (0, most - 1),
+            f"%nctaid.{axis}": (1, most),
+        }
     cluster = kernel.cluster if isinstance(kernel.cluster, int) else max(kernel.cluster or (1,))
-    found |= {"%laneid": (0, 31), "%cluster_ctarank": (0, cluster - 1), "%cluster_nctarank": (1, cluster), "%cluster_ctaid.x": (0, cluster - 1)}
+    found |= {
+        "%laneid": (0, 31),
+        "%cluster_ctarank": (0, cluster - 1),
+        "%cluster_nctarank": (1, cluster),
+        "%cluster_ctaid.x": (0, cluster - 1),
+    }
     return found
 
 

@@ -203,15 +203,13 @@ def _apart(analysis: Analysis, item: Instruction, state: State) -> Narrow:
             yield second
 
 
-
-
 def _masked(analysis: Analysis, item: Instruction, state: State) -> Narrow:
     """Yield the state unless all values lie below the bits in which a mask and its half differ."""
     value, mask = analysis.lookup(item.operands[1], state), analysis.lookup(item.operands[2], state)
     if value is None or mask is None:
         return
     exchanged = mask[0] ^ (mask[0] >> 1)
-    if not (mask[0] == mask[1] > 0 and 0 <= value[0] and value[1] < exchanged & -exchanged):
+    if not (mask[0] == mask[1] > 0 and value[0] >= 0 and value[1] < exchanged & -exchanged):
         yield state
 
 

@@ -6,13 +6,14 @@ static single assignment form: a definition precedes every use, so the value is 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cute_mla.simulator.frontend.ptx import EntryText, Imm, Instruction, LabelRef, Mem, Negated, Operand, Pair, Reg, Special, Symbol, Vec
-from tests.mutation.ranges import BITS, EITHER, INVERSE, SWAPPED, Range, arithmetic, comparable, every, hull, meet, narrowed, wrapped
+from tests.mutation.ranges import BITS, INVERSE, SWAPPED, Range, arithmetic, comparable, every, hull, meet, narrowed, wrapped
 
 State = dict[str, Range]  # ranges of registers at a place; a register that is left out has any value that it has anywhere
 
@@ -46,8 +47,11 @@ def registers(operand: Operand | None) -> Iterator[Reg]:
 
 _NO_RESULT = ("st", "red", "bra", "bar", "barrier", "fence", "membar", "cp", "griddepcontrol", "setmaxnreg", "nanosleep", "prefetch", *ENDS)
 _PURE = frozenset(
-    "mov add sub mul mad fma shl shr and or xor not neg abs min max div rem selp setp cvt cvta popc clz brev bfe bfi bfind prmt lop3 shf "
-    "ex2 lg2 rcp sqrt rsqrt tanh copysign".split()
+    re.findall(
+        r"\w+",
+        "mov add sub mul mad fma shl shr and or xor not neg abs min max div rem selp setp cvt cvta popc clz brev bfe bfi bfind prmt lop3 shf "
+        "ex2 lg2 rcp sqrt rsqrt tanh copysign",
+    )
 )
 
 
@@ -291,8 +295,10 @@ class Analysis:
         targets = written(item)
         later = self.entry.instructions[self.indices[id(item)] + 1 : place]
         sources = [source for operand in item.operands[1:] for source in registers(operand)]
-        kept = [register for register in (*targets, *sources) if self.once(register) is None]
-        return len(targets) == 1 and bool(kept) and targets[0] not in sources and not any(register in written(other) for other in later for register in kept)
+        twice = {register for register in (*targets, *sources) if self.once(register) is None}
+        if len(targets) != 1 or not twice or targets[0] in sources:
+            return False
+        return not any(twice.intersection(written(other)) for other in later)
 
     def _solve(self) -> None:
         """Find ranges that hold in front of all blocks, given those of registers everywhere; then the latter from the former."""

@@ -12,7 +12,7 @@ from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import HEAD_DIMS, LISTED_STATES, closed_variants
 from cute_mla.testing.cases.far import FAR_DIMENSIONS, FAR_ELEMENTS
-from cute_mla.testing.cases.merge_states import EmptyStates, MergeStatesCase, StateForm, StateLayout, make_merge_states_tensors
+from cute_mla.testing.cases.merge_states import EmptyStates, LseValues, MergeStatesCase, StateForm, StateLayout, make_merge_states_tensors
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import Target, run_case, schedules
 from cute_mla.testing.suites import suite
@@ -28,7 +28,8 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "empty": get_args(EmptyStates),
     "outputs": ("allocated", "given", "strided", "odd", *FAR_DIMENSIONS),
     "in_place": (False, True),
-    "states": (1, 2, 3, LISTED_STATES, 40),
+    "states": (1, 2, 3, LISTED_STATES, 33, 40, 65),
+    "values": get_args(LseValues),
     "empty_lse": (None, -math.inf),
     "tokens": (0, 2, 3),
 }

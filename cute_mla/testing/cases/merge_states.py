@@ -20,9 +20,11 @@ from .tensors import OutputBuffer, generator_for, nan_tensor
 StateForm = Literal["listed", "stacked"]
 StateLayout = Literal["packed", "sliced", "odd", "heads_first", "far_states", "far_requests", "far_tokens", "far_heads"]
 EmptyStates = Literal["none", "some", "all"]
+LseValues = Literal["normal", "rising"]
 
 _ROWS_OF_A_TILE = 512  # rows of one state that cost about as much on the simulated device as a tile of attention
 _LSE_SPREAD = 3.0
+_RISE = 250.0  # of lse from the first state to the last: exp overflows if the maximum of the first half counts
 _FAR_STATES = ("far_states", *FAR_DIMENSIONS)  # layouts by the dimension of [states, requests, tokens, heads] that lies far
 
 
@@ -41,6 +43,7 @@ class MergeStatesCase(BaseCase):
         transposed, lse too; "far_states": the last of stacked states lies FAR_ELEMENTS or more from the first; one of FAR_DIMENSIONS: the
         last request, token or head does, in out and in lse.
     empty: which rows have an infinite lse and NaN in out: "some": each row in some of the states, and a few in all of them.
+    values: of lse; "rising": by 250 from the first state to the last.
     in_place: out and lse are the second state.
     """
 
@@ -50,6 +53,7 @@ class MergeStatesCase(BaseCase):
         "form": str,
         "layout": lambda layout: f"states_{layout}",
         "empty": lambda empty: f"{empty}_empty",
+        "values": str,
         "in_place": lambda _: "in_place",
         **TAGS,
     }
@@ -62,6 +66,7 @@ class MergeStatesCase(BaseCase):
     form: StateForm = "listed"
     layout: StateLayout = "packed"
     empty: EmptyStates = "none"
+    values: LseValues = "normal"
     in_place: bool = False
 
     @property
@@ -105,6 +110,8 @@ def make_merge_states_tensors(case: MergeStatesCase, device: str | torch.device 
     draw = generator_for(case, math.prod(shape) * case.head_dim, device)
     outs = torch.randn(*shape, case.head_dim, generator=draw, device=draw.device)
     lses = _LSE_SPREAD * torch.randn(shape, generator=draw, device=draw.device)
+    if case.values == "rising":
+        lses += torch.linspace(-_RISE / 2, _RISE / 2, case.states, device=draw.device).view(-1, *[1] * (lses.dim() - 1))
     empty = _empty_rows(case)
     signs = torch.where(torch.arange(empty.numel()).view(empty.shape) % 2 == 0, math.inf, -math.inf)
     lses = torch.where(empty, signs, lses.cpu())

@@ -9,7 +9,7 @@ from typing import get_args
 
 from ...spec.merge_states import HEAD_DIMS, LISTED_STATES, ROWS_PER_BLOCK
 from ..cases.base import DTYPES
-from ..cases.merge_states import MergeStatesCase, StateForm, StateLayout
+from ..cases.merge_states import LseValues, MergeStatesCase, StateForm, StateLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
@@ -21,7 +21,8 @@ _LAYOUTS: tuple[StateLayout, ...] = ("packed", "sliced", "odd", "heads_first")
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
-    "states": (2, 3, LISTED_STATES),
+    "states": (2, 3, LISTED_STATES, 33, 65),  # a warp reads 32 at a time
+    "values": get_args(LseValues),
     "batch": (None, 2, 3),
     "tokens": (2, 3),
     "h_q": (3, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1, 17),
@@ -35,7 +36,7 @@ _FACTORS: Factors = {
 
 def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    if choice["layout"] == "far_states" and choice["form"] == "listed":
+    if choice["form"] == "listed" and (choice["layout"] == "far_states" or choice["states"] > LISTED_STATES):
         return None  # each state has a pointer
     if choice["batch"] is None and "far_requests" in (choice["layout"], choice["outputs"]):
         return None
