@@ -7,7 +7,7 @@ import random
 import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from tests.mutation import numeric
 from tests.mutation.bench import Outcome, Subject, orders, prepare
-from tests.mutation.places import NOT_RUN, structure
+from tests.mutation.places import structure
 from tests.mutation.sites import Mutation, find
 from tests.mutation.smoke import SmokeSubject
 
@@ -109,14 +109,6 @@ def wanted_numbers(kernels: Iterable[KernelEntry], number: int, seed: int) -> It
     """Yield so many numeric mutations of each kernel."""
     for entry in kernels:
         yield entry.name, numeric.drawn(entry.name, numeric.find(load_artifacts().ptx(entry)), number, seed)
-
-
-def score(lines: Iterable[Line], row: Callable[[Line], str]) -> dict[str, tuple[int, int, int]]:
-    """Return (noticed, not noticed, never run by a smoke case) for each row of a table of numeric mutations."""
-    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for line in lines:
-        rows[row(line)][0 if line.noticed else 2 if line.place == NOT_RUN else 1] += 1
-    return {name: (counts[0], counts[1], counts[2]) for name, counts in sorted(rows.items())}
 
 
 def read(path: Path) -> list[Line]:

@@ -14,7 +14,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator.frontend.ptx import Imm, Instruction, Operand, parse_ptx
 from tests.mutation.bounds import bounds
-from tests.mutation.intervals import ANY, Analysis, Noticed, State, is_pure, join, registers, root, still
+from tests.mutation.intervals import ANY, Analysis, Noticed, State, is_pure, join, registers, root, widened
 from tests.mutation.ranges import FALSE, TRUE, Range, every, fits, product, unsigned
 from tests.mutation.sites import Mutation
 
@@ -35,11 +35,11 @@ def is_equal(kernel: KernelEntry, mutation: Mutation) -> bool:
     sites = [item for item in analysis.entry.instructions if item.line == mutation.line]
     if len(sites) != 1 and not (len(sites) == 2 and root(sites[1]) == "bra"):
         return False
-    return _Proof(analysis, sites[0]).holds(mutation.kind)
+    return Proof(analysis, sites[0]).holds(mutation.kind)
 
 
 @dataclass
-class _Proof:
+class Proof:
     """The search for an effect of a changed instruction."""
 
     analysis: Analysis
@@ -78,7 +78,7 @@ class _Proof:
                 new = join(old, found)
                 if new != old:
                     changes[target] = changes.get(target, 0) + 1
-                    before[target] = new if old is None or changes[target] < PATIENCE else still(old, new)
+                    before[target] = new if old is None or changes[target] < PATIENCE else widened(old, new)
                     if any(value == ANY for value in before[target].values()) and target not in work:
                         work.append(target)
             if not work:

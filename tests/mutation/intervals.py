@@ -18,7 +18,8 @@ from tests.mutation.ranges import BITS, INVERSE, SWAPPED, Range, arithmetic, com
 State = dict[str, Range]  # ranges of registers at a place; a register that is left out has any value that it has anywhere
 
 DEPTH = 5  # definitions that a lookup goes back
-PATIENCE = 4  # changes of the state in front of a block before what still grows is given up
+PATIENCE = 4  # changes of the state in front of a block before ranges that grow are widened
+STEPS = tuple(1 << bits for bits in (0, 5, 10, 15, 20, 25, 30, 31, 32, 40, 50, 58, 63))
 ROUNDS = 2  # solutions, each with the ranges of registers that the one before has found
 ENDS = ("ret", "exit", "trap")
 ANY = (-(1 << 80), 1 << 80)  # of a register that a mutation may have changed
@@ -49,8 +50,8 @@ _NO_RESULT = ("st", "red", "bra", "bar", "barrier", "fence", "membar", "cp", "gr
 _PURE = frozenset(
     re.findall(
         r"\w+",
-        "mov add sub mul mad fma shl shr and or xor not neg abs min max div rem selp setp cvt cvta popc clz brev bfe bfi bfind prmt lop3 shf "
-        "ex2 lg2 rcp sqrt rsqrt tanh copysign",
+        "mov add sub mul mad fma shl shr and or xor not neg abs min max div rem selp setp cvt cvta popc clz brev bfe bfi bfind prmt lop3 "
+        "shf ex2 lg2 rcp sqrt rsqrt tanh copysign",
     )
 )
 
@@ -314,7 +315,7 @@ class Analysis:
                 if new == old:
                     continue
                 changes[target] += 1
-                before[target] = new if old is None or changes[target] < PATIENCE else still(old, new)
+                before[target] = new if old is None or changes[target] < PATIENCE else widened(old, new)
                 if target not in work:
                     work.append(target)
         self._found = {}
@@ -335,6 +336,12 @@ def join(a: State | None, b: State) -> State:
     return {**both, **changed}
 
 
-def still(old: State, new: State) -> State:
-    """Return a state without the ranges that grow."""
-    return {name: value for name, value in new.items() if value == ANY or old.get(name) == value}
+def widened(old: State, new: State) -> State:
+    """Return a state whose ranges that grow end at one of a few numbers, so that loops come to an end."""
+    return {name: value if value in (ANY, old.get(name)) else _stepped(old.get(name, value), value) for name, value in new.items()}
+
+
+def _stepped(old: Range, new: Range) -> Range:
+    low = new[0] if new[0] >= old[0] else next((-step for step in STEPS if -step <= new[0]), new[0])
+    high = new[1] if new[1] <= old[1] else next((step - 1 for step in STEPS if step > new[1]), new[1])
+    return low, high

@@ -24,7 +24,7 @@ LseValues = Literal["normal", "rising"]
 
 _ROWS_OF_A_TILE = 512  # rows of one state that cost about as much on the simulated device as a tile of attention
 _LSE_SPREAD = 3.0
-_RISE = 250.0  # of lse from the first state to the last: exp overflows if the maximum of the first half counts
+_RISE = 250.0  # of lse from the first state to the last, half of it in the last step: exp overflows if the maximum leaves it out
 _FAR_STATES = ("far_states", *FAR_DIMENSIONS)  # layouts by the dimension of [states, requests, tokens, heads] that lies far
 
 
@@ -43,7 +43,7 @@ class MergeStatesCase(BaseCase):
         transposed, lse too; "far_states": the last of stacked states lies FAR_ELEMENTS or more from the first; one of FAR_DIMENSIONS: the
         last request, token or head does, in out and in lse.
     empty: which rows have an infinite lse and NaN in out: "some": each row in some of the states, and a few in all of them.
-    values: of lse; "rising": by 250 from the first state to the last.
+    values: of lse; "rising": from -250 at the first state to -125 before the last, which is at 0.
     in_place: out and lse are the second state.
     """
 
@@ -111,7 +111,9 @@ def make_merge_states_tensors(case: MergeStatesCase, device: str | torch.device 
     outs = torch.randn(*shape, case.head_dim, generator=draw, device=draw.device)
     lses = _LSE_SPREAD * torch.randn(shape, generator=draw, device=draw.device)
     if case.values == "rising":
-        lses += torch.linspace(-_RISE / 2, _RISE / 2, case.states, device=draw.device).view(-1, *[1] * (lses.dim() - 1))
+        levels = torch.linspace(-_RISE, -_RISE / 2, case.states, device=draw.device)
+        levels[-1] = 0.0
+        lses += levels.view(-1, *[1] * (lses.dim() - 1))
     empty = _empty_rows(case)
     signs = torch.where(torch.arange(empty.numel()).view(empty.shape) % 2 == 0, math.inf, -math.inf)
     lses = torch.where(empty, signs, lses.cpu())

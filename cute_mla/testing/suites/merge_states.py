@@ -21,7 +21,7 @@ _LAYOUTS: tuple[StateLayout, ...] = ("packed", "sliced", "odd", "heads_first")
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
-    "states": (2, 3, LISTED_STATES, 33, 65),  # a warp reads 32 at a time
+    "states": (1, 3, LISTED_STATES, 33, 65),  # a warp reads 32 at a time
     "values": get_args(LseValues),
     "batch": (None, 2, 3),
     "tokens": (2, 3),
@@ -38,6 +38,10 @@ def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
     """Return the case with these features; None if the values are not possible together."""
     if choice["form"] == "listed" and (choice["layout"] == "far_states" or choice["states"] > LISTED_STATES):
         return None  # each state has a pointer
+    if choice["states"] > LISTED_STATES and choice["h_q"] > ROWS_PER_BLOCK:
+        return None  # rows of many states cost most
+    if choice["states"] == 1 and choice["layout"] == "far_states":
+        return None
     if choice["batch"] is None and "far_requests" in (choice["layout"], choice["outputs"]):
         return None
     return MergeStatesCase(dtype, head_dim=head_dim, **choice)
