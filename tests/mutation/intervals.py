@@ -132,8 +132,7 @@ class Analysis:
             value = self.lookup(operand.reg, state, depth)
             return None if value is None else (1 - value[1], 1 - value[0])
         if isinstance(operand, Imm):
-            value = int(operand.value)
-            return (value, value)
+            return int(operand.value), int(operand.value)
         if isinstance(operand, Special):
             return self.bounds.get(f"%{operand.name}", every(64))
         if not isinstance(operand, Reg):
@@ -245,19 +244,19 @@ class Analysis:
     def run(self, first: int, state: State, step: Callable[[Instruction, State], bool]) -> Iterator[tuple[int, State]]:
         """Run from an instruction to the end of its block; yield the blocks behind it, each with its state."""
         block = self.block_of(first)
-        current: State | None = dict(state)
+        current = dict(state)
         for item in self.entry.instructions[first : self.starts[block + 1]]:
             if root(item) == "bra":
                 (target,) = (operand for operand in item.operands if isinstance(operand, LabelRef))
                 taken = self._branch(item, current, True)
                 if taken is not None:
                     yield self.starts.index(self.entry.labels[target.name]), taken
-                current = self._branch(item, current, False)
-            elif root(item) in ENDS:
-                current = self._branch(item, current, False)
+            if root(item) in ("bra", *ENDS):
+                left = self._branch(item, current, False)
+                if left is None:
+                    return
+                current = left
             elif not step(item, current):
-                return
-            if current is None:
                 return
         if block + 2 < len(self.starts):
             yield block + 1, current

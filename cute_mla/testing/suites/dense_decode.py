@@ -103,10 +103,10 @@ def _covers() -> Iterator[DenseDecodeCase]:
 
 # Cases whose size is what they test.
 _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
-    # One split a key tile: 65 splits, of which combine reads 32 at a time. Scores that rise overflow if the maximum of the first 32 counts.
+    # One split a key tile: 64 or 65 splits, of which combine reads 32 at a time. Scores that rise overflow if the maximum of the first 32 counts.
     # By its grid, a warp of combine takes a whole row or a quarter of its columns.
     DenseDecodeCase("fp16", s_k=65 * TILE_KEYS, h_q=3, values="rising", softmax_scale=0.15, sm_count=160, outputs="given"),
-    DenseDecodeCase(s_k=65 * TILE_KEYS, h_q=3, sm_count=160, outputs="strided"),
+    DenseDecodeCase(s_k=4096, h_q=3, sm_count=160, outputs="strided"),
     DenseDecodeCase(
         batch=4, s_q=64, lengths=(65 * TILE_KEYS - 3, 3, 3, 3), h_q=1, values="rising", softmax_scale=0.15, sm_count=320, outputs="odd"
     ),

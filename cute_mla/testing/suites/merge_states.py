@@ -19,6 +19,12 @@ _STATES = (1, 2, 3, LISTED_STATES)
 
 _LAYOUTS: tuple[StateLayout, ...] = ("packed", "sliced", "odd", "heads_first")
 
+# Forms with layouts of states.
+_PLACES: tuple[tuple[StateForm, StateLayout], ...] = (
+    ("listed", "packed"), ("listed", "odd"), ("listed", "heads_first"), ("listed", "far_tokens"),
+    ("stacked", "sliced"), ("stacked", "odd"), ("stacked", "far_states"), ("stacked", "far_requests"), ("stacked", "far_heads"),
+)  # fmt: skip
+
 # Features of a case, by factor.
 _FACTORS: Factors = {
     "states": (1, 3, LISTED_STATES, 33, 65),  # a warp reads 32 at a time
@@ -26,8 +32,7 @@ _FACTORS: Factors = {
     "batch": (None, 2, 3),
     "tokens": (2, 3),
     "h_q": (3, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1, 17),
-    "form": get_args(StateForm),
-    "layout": get_args(StateLayout),
+    "place": _PLACES,
     "empty": ("none", "some"),
     "empty_lse": (None, _MINUS_INF),
     "outputs": ("allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"),
@@ -36,15 +41,15 @@ _FACTORS: Factors = {
 
 def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    if choice["form"] == "listed" and (choice["layout"] == "far_states" or choice["states"] > LISTED_STATES):
-        return None  # each state has a pointer
-    if choice["states"] > LISTED_STATES and choice["h_q"] > ROWS_PER_BLOCK:
-        return None  # rows of many states cost most
-    if choice["states"] == 1 and choice["layout"] == "far_states":
+    rest = {name: choice[name] for name in _FACTORS if name != "place"}
+    (form, layout), many = choice["place"], choice["states"] > LISTED_STATES
+    if many and (form == "listed" or choice["h_q"] > ROWS_PER_BLOCK):
+        return None  # a state in a list has a pointer; rows of many states cost most
+    if form == "stacked" and layout in ("odd", "far_states") and not many:
+        return None  # the loop over many states reads them by other instructions
+    if choice["batch"] is None and "far_requests" in (layout, choice["outputs"]):
         return None
-    if choice["batch"] is None and "far_requests" in (choice["layout"], choice["outputs"]):
-        return None
-    return MergeStatesCase(dtype, head_dim=head_dim, **choice)
+    return MergeStatesCase(dtype, head_dim=head_dim, form=form, layout=layout, **rest)
 
 
 def _covers() -> Iterator[MergeStatesCase]:
