@@ -18,7 +18,13 @@ VLLM_TESTS := tests/engines/vllm_adapter
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
-.PHONY: setup build quick verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check lint clean
+# mkdocs has one too: the test suite does not need it.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
+# The requirements of the extra `docs` alone: the pages are built from the sources, without torch.
+DOCS_TOOLS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+
+.PHONY: setup build quick verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check docs lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -80,6 +86,17 @@ wheel: build
 wheel-check: setup
 	$(BIN)/python -m cute_mla.aot_build.rebuild $(WHEEL) $(WHEEL_CHECK_ARGS)
 
+# The pages in site/. Fails on a dead link or anchor, on a page that the navigation lacks, and on anything loaded from the network.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "pages: site/index.html"
+
+$(DOCS_STAMP):
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$($(PYTHON) -c '$(DOCS_TOOLS)')
+	rm -f $(DOCS_VENV)/.setup-*
+	touch $@
+
 # The hooks of .pre-commit-config.yaml run the same commands.
 lint: setup
 	$(BIN)/ruff check .
@@ -87,4 +104,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) cute_mla/artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) cute_mla/artifacts build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

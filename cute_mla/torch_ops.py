@@ -38,8 +38,9 @@ _PREFILL = (
     "Tensor? kv_offsets=None, float? empty_lse=None"
 )
 _VARLEN = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, *, float? empty_lse=None"
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, SymInt max_seqlen_qo, SymInt max_seqlen_kv, "
+    "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
+    "float? empty_lse=None"
 )
 _MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
 _PLAN = (

@@ -122,7 +122,7 @@ def flash_mla_with_kvcache(
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
                      cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
-                     device clips each length to 0 .. pages per request * page size
+                     device clips each length to 0 .. pages per request * page size. Over a cache without pages each length counts as 0
     causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
 
     Sparse (with indices): each query token attends to the slots that its indices name. causal must be False. block_table

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -16,18 +18,46 @@ from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# FlashAttention's names of arguments, and FlashMLA's.
+_RENAMED = {
+    "cu_seqlens_q": "cu_seqlens_qo",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "max_seqlen_qo",
+    "max_seqlen_k": "max_seqlen_kv",
+}
 
+
+def _flash_attention_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let a function take FlashAttention's argument names, too. TypeError if a call gives an argument by both of its names."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> _R:
+        for other, name in _RENAMED.items():
+            if other in kwargs:
+                if name in kwargs:
+                    raise TypeError(f"{function.__name__}() got {other} and {name}, two names of one argument")
+                kwargs[name] = kwargs.pop(other)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_flash_attention_names
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -41,15 +71,17 @@ def flash_attn_varlen_func(
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
     v                same dtype [total_k, h_kv, 128]. Address and strides of k and v are multiples of 16 bytes, and their last
                      dimension is contiguous; both may be slices of one tensor
-    cu_seqlens_q     int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_q[r] to cu_seqlens_q[r + 1] - 1.
+    cu_seqlens_qo    int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_qo[r] to cu_seqlens_qo[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
-    cu_seqlens_k     likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
+    cu_seqlens_kv    likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
                      no sequence may hold anything, NaN too
-    max_seqlen_q     query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out
-    max_seqlen_k     keys of the longest sequence; accepted because other libraries need it
+    max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out
+    max_seqlen_kv    keys of the longest sequence; accepted because FlashMLA needs it
     dropout_p        0
     softmax_scale    positive, default d_qk ** -0.5
     causal           True: query token i of s_q sees key j of s_k iff j <= i + s_k - s_q
+    deterministic, is_varlen
+                     FlashMLA's flags, without effect: results are always deterministic, and sequences may always differ in length
     out              [total_q, h_q, 128] in q's dtype; last dimension contiguous, other strides free
     lse              fp32 [total_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
@@ -62,6 +94,8 @@ def flash_attn_varlen_func(
     offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a CUDA
     graph. CPU tensors run on the simulated device inside cute_mla.simulate().
 
+    Keywords may have FlashAttention's names, too: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
@@ -71,43 +105,50 @@ def flash_attn_varlen_func(
             q=q,
             k=k,
             v=v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
+            cu_seqlens_qo=cu_seqlens_qo,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_qo=max_seqlen_qo,
+            max_seqlen_kv=max_seqlen_kv,
             dropout_p=dropout_p,
             softmax_scale=softmax_scale,
             causal=causal,
+            deterministic=deterministic,
+            is_varlen=is_varlen,
             empty_lse=empty_lse,
         )
     return dense_prefill.run(
         q,
         k,
         v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        cu_seqlens_qo,
+        cu_seqlens_kv,
+        max_seqlen_qo,
+        max_seqlen_kv,
         dropout_p,
         softmax_scale,
         causal,
+        deterministic,
+        is_varlen,
         out=out,
         lse=lse,
         empty_lse=empty_lse,
     )
 
 
+@_flash_attention_names
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
     head_dim_qk: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -125,13 +166,15 @@ def flash_attn_varlen_kvpacked_func(
         q,
         kv[..., :head_dim_qk],
         kv[..., head_dim_qk:],
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
+        cu_seqlens_qo,
+        cu_seqlens_kv,
+        max_seqlen_qo,
+        max_seqlen_kv,
         dropout_p,
         softmax_scale,
         causal,
+        deterministic,
+        is_varlen,
         out=out,
         lse=lse,
         empty_lse=empty_lse,
@@ -146,6 +189,8 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -172,6 +217,8 @@ def flash_attn_varlen_qkvpacked_func(
         dropout_p,
         softmax_scale,
         causal,
+        deterministic,
+        is_varlen,
         out=out,
         lse=lse,
         empty_lse=empty_lse,

@@ -9,7 +9,7 @@ import torch
 from ..ops.arguments import check_flag, check_integer, is_integer, short_repr
 from ..ops.decode_plan import accumulator_bytes
 from ..ops.limits import check_op, heads_error
-from ..runtime.current import device_for
+from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
 from ..spec.split_plan import accumulator_rows, invariant_splits
 
@@ -24,7 +24,7 @@ def workspace_size(
     batch_invariant: bool = False,
     max_cache_seqlen: int | None = None,
     topk: int | None = None,
-    device: torch.device | str | int = "cuda",
+    device: torch.device | str | int | None = None,
 ) -> int:
     """Return the bytes of workspace that a decode call needs. They depend on its shapes and the device, never on lengths.
 
@@ -32,9 +32,10 @@ def workspace_size(
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
     needed with batch_invariant.
-    device: where the call runs; "cpu" inside cute_mla.simulate().
+    device: where the call runs; "cpu" inside cute_mla.simulate(). Default: the simulated device inside cute_mla.simulate(), else the
+    current CUDA device.
 
-    Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used.
+    Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used, DeviceError also without a GPU.
     """
     check_op(op)
     check_flag("batch_invariant", batch_invariant)
@@ -54,6 +55,8 @@ def workspace_size(
 
 def _torch_device(device: Any) -> torch.device:
     """Return the torch device. ValueError unless torch has such a device."""
+    if device is None:
+        return default_device()
     try:
         return torch.device("cuda", device) if is_integer(device) else torch.device(device)
     except (RuntimeError, TypeError, ValueError, OverflowError):

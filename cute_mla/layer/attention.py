@@ -7,7 +7,9 @@ new tokens at once and the cached tokens of the requests in chunks; the states o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.nn.functional import linear, rms_norm
@@ -31,29 +33,49 @@ class _Keys(NamedTuple):
     rotary: torch.Tensor
 
 
-class MlaAttention:
-    """Attention of one layer, of all heads or of the heads of one rank."""
+class MlaAttention(torch.nn.Module):
+    """Attention of one layer, of all heads or of the heads of one rank.
+
+    weights: bf16 or fp16; fp32 only on the reference path. Parameters without gradients hold them, under the names of MlaWeights:
+    state_dict, load_state_dict, to and parameters are those of torch.nn.Module. Raises ValueError if they hold more than 128 heads.
+    """
+
+    q_a: torch.Tensor | None
+    q_a_norm: torch.Tensor | None
+    q_b: torch.Tensor
+    kv_a: torch.Tensor
+    kv_a_norm: torch.Tensor
+    kv_b: torch.Tensor
+    o: torch.Tensor
 
     def __init__(self, config: MlaConfig, weights: MlaWeights) -> None:
-        """Prepare a layer. weights: bf16 or fp16; fp32 only on the reference path. Raises ValueError if they hold more than 128 heads."""
+        super().__init__()
         self.config = config
-        self.weights = weights
         self.heads = weights.heads(config)
         if self.heads > MAX_HEADS:
             raise ValueError(f"the weights hold {self.heads} heads; supported: up to {MAX_HEADS}, shard them over ranks")
-        self._radians = frequencies(config).to(weights.kv_a.device)
-        keys, values = config.qk_nope_head_dim, config.v_head_dim
-        by_head = weights.kv_b.view(self.heads, keys + values, config.kv_lora_rank)
-        self._query_to_latent = by_head[:, :keys]  # [heads, 128, 512]
-        self._latent_to_value = by_head[:, keys:].transpose(1, 2)  # [heads, 512, 128]
+        for field in fields(weights):
+            weight = getattr(weights, field.name)
+            self.register_parameter(field.name, None if weight is None else torch.nn.Parameter(weight, requires_grad=False))
+        self._place_frequencies()
 
     @property
     def path(self) -> str:
         """Return "kernels", or "reference" if there are no kernels for the device of the weights at the moment."""
-        return attention_path(self.weights.kv_a.device).name
+        return attention_path(self.kv_a.device).name
+
+    @property
+    def weights(self) -> MlaWeights:
+        """Return the parameters."""
+        return MlaWeights(self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm, self.kv_b, self.o)
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the layer, for repr()."""
+        sizes = f"hidden_size={self.config.hidden_size}, heads={self.heads} of {self.config.num_attention_heads}"
+        return f"{sizes}, q_lora_rank={self.config.q_lora_rank}, dtype={self.kv_a.dtype}, device={str(self.kv_a.device)!r}"
 
     @torch.no_grad()
-    def __call__(
+    def forward(
         self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute attention of new tokens over their sequences, and write the keys of these tokens to the cache.
@@ -89,20 +111,34 @@ class MlaAttention:
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
             parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
-        return linear(torch.cat(parts).flatten(1), self.weights.o)
+        return linear(torch.cat(parts).flatten(1), self.o)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
+        super()._apply(fn, recurse)
+        self._place_frequencies()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Load the parameters. load_state_dict(assign=True) may put them on another device, where the frequencies follow."""
+        super()._load_from_state_dict(*args)
+        self._place_frequencies()
+
+    def _place_frequencies(self) -> None:
+        self._radians = frequencies(self.config).to(self.kv_a.device)
 
     def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Project queries [tokens, heads, 192], rotary embedding applied."""
-        weights, nope = self.weights, self.config.qk_nope_head_dim
-        if weights.q_a is not None and weights.q_a_norm is not None:
-            hidden = self._normalise(linear(hidden, weights.q_a), weights.q_a_norm)
-        q = linear(hidden, weights.q_b).unflatten(1, (self.heads, -1))
+        nope = self.config.qk_nope_head_dim
+        if self.q_a is not None and self.q_a_norm is not None:
+            hidden = self._normalise(linear(hidden, self.q_a), self.q_a_norm)
+        q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
         q[..., nope:] = rope.apply(q[..., nope:])
         return q
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
-        latent, rotary = linear(hidden, self.weights.kv_a).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(self._normalise(latent, self.weights.kv_a_norm), rope.apply(rotary))
+        latent, rotary = linear(hidden, self.kv_a).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
+        return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply RMSNorm in fp32, rounded once."""
@@ -111,16 +147,18 @@ class MlaAttention:
     def _decode(self, path: AttentionPath, q: torch.Tensor, cache: Cache, requests: DecodeRequests) -> torch.Tensor:
         """Attend in the absorbed form: [tokens, heads, 128]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
+        by_head = self.kv_b.view(self.heads, -1, latent)
+        query_to_latent, latent_to_value = by_head[:, :nope], by_head[:, nope:].transpose(1, 2)  # [heads, 128, 512], [heads, 512, 128]
         absorbed = q.new_empty(*q.shape[:2], D_QK)
         queries, latent_part = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
         if is_dynamo_compiling():  # Dynamo accepts no view as out=
-            latent_part.copy_(torch.bmm(queries, self._query_to_latent))
+            latent_part.copy_(torch.bmm(queries, query_to_latent))
         else:
-            torch.bmm(queries, self._query_to_latent, out=latent_part)
+            torch.bmm(queries, query_to_latent, out=latent_part)
         absorbed[..., latent:] = q[..., nope:]
         by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
         out = path.decode(by_request, cache, requests, self.config.softmax_scale)
-        return torch.bmm(out.flatten(0, 1).transpose(0, 1), self._latent_to_value).transpose(0, 1)
+        return torch.bmm(out.flatten(0, 1).transpose(0, 1), latent_to_value).transpose(0, 1)
 
     def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, cache: Cache, requests: PrefillRequests) -> torch.Tensor:
         """Attend in the decompressed form: [tokens, heads, 128]."""
@@ -139,14 +177,14 @@ class MlaAttention:
     def _decompress(self, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
         """Expand latent keys to keys [tokens, heads, 192] and values [tokens, heads, 128] of each head."""
         nope = self.config.qk_nope_head_dim
-        both = linear(keys.latent, self.weights.kv_b).unflatten(1, (self.heads, -1))
+        both = linear(keys.latent, self.kv_b).unflatten(1, (self.heads, -1))
         k = both.new_empty(*both.shape[:2], self.config.query_columns)
         k[..., :nope] = both[..., :nope]
         k[..., nope:] = keys.rotary.unsqueeze(1)
         return k, both[..., nope:]
 
     def _check(self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch) -> None:
-        weights = spec_of("weights", self.weights.kv_a)
+        weights = spec_of("weights", self.kv_a)
         states, cache = spec_of("hidden", hidden), spec_of("k_cache", k_cache)
         check_shape("hidden", states, (batch.tokens, self.config.hidden_size), " with this batch")
         check_shape("k_cache", cache, ("pages", "page size", 1, D_QK))

@@ -16,7 +16,7 @@ import torch
 from ..ops.arguments import check_integer, is_integer, short_repr
 from ..ops.limits import page_size_error
 from ..ops.split_plan import MlaSchedule
-from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 
 CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes: 671 MB
 
@@ -39,6 +39,8 @@ class DecodeRequests:
         """Return the new tokens of all requests."""
         return self.cache_seqlens.shape[0] * self.s_q
 
+    __repr__ = record_repr
+
 
 @dataclass(frozen=True)
 class ContextChunk:
@@ -54,6 +56,8 @@ class ContextChunk:
     keys: int
     max_seqlen: int
 
+    __repr__ = record_repr
+
 
 @dataclass(frozen=True)
 class PrefillRequests:
@@ -67,6 +71,8 @@ class PrefillRequests:
     max_seqlen: int
     tokens: int
     chunks: tuple[ContextChunk, ...] = ()
+
+    __repr__ = record_repr
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,8 @@ class MlaBatch:
     def tokens(self) -> int:
         """Return the new tokens of all requests."""
         return self.positions.shape[0]
+
+    __repr__ = record_repr
 
 
 def plan_batch(

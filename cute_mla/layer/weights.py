@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..ops.tensor_spec import record_repr
 from .config import MlaConfig
 from .rope import interleaved
 
@@ -97,6 +98,8 @@ class MlaWeights:
     def heads(self, config: MlaConfig) -> int:
         """Return the number of heads of the shard."""
         return self.q_b.shape[0] // config.query_columns
+
+    __repr__ = record_repr
 
 
 def load_weights(

@@ -17,7 +17,7 @@ launch: a call that was just prepared runs like a repeated one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ import torch
 from ..runtime.call_cache import ADDRESS_ALIGNMENT, Allocation, CallCache, PreparedCall, Tensors, guard
 from ..runtime.current import device_for
 from ..runtime.device import Device
-from ..runtime.launch import BufferRef, CallSteps, MappedTensor, step_of
+from ..runtime.launch import BufferRef, CallSteps, Launches, MappedTensor, step_of
 from ..spec.combine import CombineArguments
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.mla import LOG2E
 from . import dense_decode, sparse_decode
-from .arguments import short_repr
+from .arguments import is_flag, short_repr
 from .decode_plan import DecodePlan, Options, Results, check_common
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
@@ -161,12 +161,18 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     names = (*key.op.Operands._fields, *_PLAN, *_RESULTS)
     named = dict(zip(names, tensors, strict=True))
     device, plan = _checked(key, named, schedule)
-    made = {"out", "lse"} if plan.is_empty else {*_PLAN, "out", "lse"} | ({"workspace"} if plan.workspace_bytes else set())
+    launching = plan.has_keys and not plan.is_empty
+    made = {"out", "lse"} | ({*_PLAN} if launching else set()) | ({"workspace"} if launching and plan.workspace_bytes else set())
     given = [name for name in names if named[name] is not None]
     complete = [name for name in names if named[name] is not None or name in made]
     pick = itemgetter(*map(names.index, given))
     rows = address_of("q", named["q"]) | (0 if named["out"] is None else address_of("out", named["out"]))
-    steps = None if plan.is_empty else _steps(key, device, plan, {name: i for i, name in enumerate(complete)})
+    numbers = {name: i for i, name in enumerate(complete)}
+    launches: Launches | None = None
+    if launching:
+        launches = device.prepare(_steps(key, device, plan, numbers))
+    elif not plan.is_empty:
+        launches = NoKeys(numbers["out"], numbers["lse"], key.empty_lse)
     return PreparedCall(
         pick=pick,
         like=guard(pick(tensors)),
@@ -185,8 +191,21 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
         ),
         make=_planner(device, plan, names) if set(_PLAN) <= made.difference(given) else None,
         pick_all=None if made <= set(given) else itemgetter(*map(names.index, complete)),
-        launches=None if steps is None else device.prepare(steps),
+        launches=launches,
     )
+
+
+class NoKeys(NamedTuple):
+    """The results of requests that cannot have keys, written by torch. out, lse: numbers of the tensors among those of a call."""
+
+    out: int
+    lse: int
+    empty_lse: float
+
+    def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
+        """Fill out with 0 and lse with empty_lse, on the current stream."""
+        tensors[self.out].zero_()
+        tensors[self.lse].fill_(self.empty_lse)
 
 
 def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callable[[Tensors, MlaSchedule], Tensors]:
@@ -204,6 +223,7 @@ def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callab
 
 def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
     """Check a call; return its device and its plan there. named: all tensors, by argument."""
+    _check_order(named.get("descale_q", key.descale_q))
     options = Options(*(getattr(key, name) for name in Options._fields))
     operands = key.op.Operands(*(named[name] for name in key.op.Operands._fields))
     results = Results(*(named[name] for name in _RESULTS))
@@ -223,6 +243,15 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
     if schedule is not None:
         schedule.check(plan.schedule_key)
     return device, plan
+
+
+def _check_order(descale_q: Any) -> None:
+    """Raise ValueError if a flag is where descale_q is, as in a call with FlashMLA's arguments by position."""
+    if is_flag(descale_q):
+        raise ValueError(
+            f"descale_q is {descale_q}; supported: a torch tensor, or None. By position, descale_q and descale_k come between causal and "
+            "is_fp8_kvcache: pass is_fp8_kvcache and later arguments by name, or import cute_mla.flash_mla, which has FlashMLA's order"
+        )
 
 
 def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:

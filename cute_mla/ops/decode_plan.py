@@ -95,6 +95,7 @@ class DecodePlan(LaunchPlan):
     lengths: operands with the keys of each request, in its cache and in a second cache. key_limits: the most keys there.
     combine: the launch of combine, or None if no request can be split.
     default_scale: softmax_scale where the caller gives none.
+    has_keys: False if no request can have a key, so that out is 0 and lse empty_lse without a launch.
     """
 
     op: str
@@ -106,6 +107,7 @@ class DecodePlan(LaunchPlan):
     results: ResultLayout
     combine: LaunchPlan | None
     default_scale: float
+    has_keys: bool
 
     @property
     def workspace_bytes(self) -> int:

@@ -103,7 +103,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
             "accum_rows": results.accum_rows,
         },
         op="dense_decode",
-        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))},
+        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))} if cache.pages else {},
         pointers={
             "cache": "k_cache" if problem.operands == FP8_CACHE else None,
             **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens")},
@@ -114,6 +114,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         results=results,
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count),
         default_scale=D_QK**-0.5,
+        has_keys=cache.pages > 0,
     )
 
 
@@ -148,7 +149,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         h_q=h_q,
         h_kv=cache.h_kv,
         page_size=cache.page_size,
-        pages_per_request=call.block_table.shape[1],
+        pages_per_request=call.block_table.shape[1] if cache.pages else 0,  # without pages every request has length 0
         batch_invariant=call.common.batch_invariant,
         row_alignment=row_alignment(call.common.address_alignment, q, call.common.out),
         operands=operands,

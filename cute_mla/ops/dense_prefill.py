@@ -50,18 +50,20 @@ class Operands(NamedTuple):
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_qo: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
 
 
 class Options(NamedTuple):
     """The arguments that are not tensors."""
 
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_qo: int
+    max_seqlen_kv: int
     dropout_p: float
     softmax_scale: float | None
     causal: bool
+    deterministic: bool
+    is_varlen: bool
     empty_lse: float
 
 
@@ -74,10 +76,10 @@ class CallSpec(NamedTuple):
     q: TensorSpec
     k: TensorSpec
     v: TensorSpec
-    cu_seqlens_q: TensorSpec
-    cu_seqlens_k: TensorSpec
+    cu_seqlens_qo: TensorSpec
+    cu_seqlens_kv: TensorSpec
     causal: bool
-    max_seqlen_q: int
+    max_seqlen_qo: int
     out: TensorSpec | None
     lse: TensorSpec | None
     address_alignment: int
@@ -113,21 +115,24 @@ def run(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
+    deterministic: bool = False,
+    is_varlen: bool = True,
     *,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend packed sequences, with the arguments of api.varlen.flash_attn_varlen_func."""
-    operands = Operands(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    call = check(operands, Options(max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, empty_lse), out, lse)
+    operands = Operands(q, k, v, cu_seqlens_qo, cu_seqlens_kv)
+    options = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
+    call = check(operands, options, out, lse)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("k", k.data_ptr(), TMA_ALIGNMENT)
@@ -147,8 +152,8 @@ def run(
             k_map=k_map,
             v_map=v_map,
             q=q,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=cu_seqlens_qo,
+            cu_seqlens_k=cu_seqlens_kv,
             out=out,
             lse=lse,
             **launch_plan.scalars,
@@ -166,17 +171,18 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
     check_empty_lse(options.empty_lse)
-    check_flag("causal", options.causal)
-    check_integer("max_seqlen_k", options.max_seqlen_k, 0)
+    for name in ("causal", "deterministic", "is_varlen"):
+        check_flag(name, getattr(options, name))
+    check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
         q=spec_of("q", operands.q),
         k=spec_of("k", operands.k),
         v=spec_of("v", operands.v),
-        cu_seqlens_q=spec_of("cu_seqlens_q", operands.cu_seqlens_q),
-        cu_seqlens_k=spec_of("cu_seqlens_k", operands.cu_seqlens_k),
+        cu_seqlens_qo=spec_of("cu_seqlens_qo", operands.cu_seqlens_qo),
+        cu_seqlens_kv=spec_of("cu_seqlens_kv", operands.cu_seqlens_kv),
         causal=bool(options.causal),
-        max_seqlen_q=check_integer("max_seqlen_q", options.max_seqlen_q, 0),
+        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
         out=optional_spec("out", out),
         lse=optional_spec("lse", lse),
         address_alignment=alignment(address_of("q", operands.q), 0 if out is None else address_of("out", out)),
@@ -204,13 +210,13 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
         batch=batch,
         h_q=h_q,
         h_kv=h_kv,
-        max_seqlen_q=min(call.max_seqlen_q, total_q),
+        max_seqlen_q=min(call.max_seqlen_qo, total_q),
         # Variants without a tensor map of q serve the strides that no tensor map can hold, 0 among them.
         row_alignment=aligned if all(map(is_map_stride, q_strides)) else ELEMENT_BYTES,
     )
     if problem.items > MAX_ITEMS:
         raise ValueError(
-            f"q has shape {list(q.shape)}, cu_seqlens_q {list(call.cu_seqlens_q.shape)}, and max_seqlen_q is {call.max_seqlen_q}: "
+            f"q has shape {list(q.shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and max_seqlen_qo is {call.max_seqlen_qo}: "
             f"{problem.items} work items; supported: to {MAX_ITEMS}"
         )
     return DensePrefillPlan(
@@ -293,10 +299,10 @@ def _check_heads(call: CallSpec) -> None:
 
 
 def _check_lengths(call: CallSpec) -> int:
-    """Return the number of sequences. ValueError unless cu_seqlens_q and cu_seqlens_k have as many."""
-    check_counts("cu_seqlens_q", call.cu_seqlens_q, ("batch + 1",), call.q.device)
-    entries = call.cu_seqlens_q.shape[0]
+    """Return the number of sequences. ValueError unless cu_seqlens_qo and cu_seqlens_kv have as many."""
+    check_counts("cu_seqlens_qo", call.cu_seqlens_qo, ("batch + 1",), call.q.device)
+    entries = call.cu_seqlens_qo.shape[0]
     if entries == 0:
-        raise ValueError("cu_seqlens_q has shape [0]; supported: [batch + 1], at least 1")
-    check_counts("cu_seqlens_k", call.cu_seqlens_k, (entries,), call.q.device)
+        raise ValueError("cu_seqlens_qo has shape [0]; supported: [batch + 1], at least 1")
+    check_counts("cu_seqlens_kv", call.cu_seqlens_kv, (entries,), call.q.device)
     return entries - 1

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..spec.cache_format import FORMATS, FP8_584, FP8_656, LATENT, CacheFormat
+from ..spec.cache_format import FORMATS, FP8_584, FP8_656, LATENT, UNSUPPORTED, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576
 from ..spec.mla import D_QK
 from ..spec.tensor_map import Swizzle, TensorMap
@@ -38,14 +38,15 @@ class DenseCache(NamedTuple):
 
 
 def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
-    """Return the layout of k_cache [pages, page size, h_kv, 576] for queries of this dtype. ValueError if kernels cannot read it."""
+    """Return the layout of k_cache [pages, page size, h_kv, 576] for queries of this dtype. ValueError if kernels cannot read it.
+
+    A cache without pages has a layout, but no tensor map can describe it.
+    """
     fp8 = spec.dtype == torch.float8_e4m3fn
     check_shape("k_cache", spec, ("pages", "page size", 1 if fp8 else "h_kv", D_QK), f" of {spec.dtype}" if fp8 else "")
     check_dtype("k_cache", spec, *dict.fromkeys((dtype, torch.float8_e4m3fn)))
     check_last_contiguous("k_cache", spec)
     pages, page_size, h_kv, _ = spec.shape
-    if pages == 0:
-        raise ValueError(f"k_cache has shape {list(spec.shape)}; supported: at least one page")
     error = page_size_error(page_size)
     if error is not None:
         raise ValueError(f"k_cache has shape {list(spec.shape)}: {error}")
@@ -108,12 +109,14 @@ def cache_rows(name: str, spec: TensorSpec, *more: torch.dtype) -> CacheRows:
         if fits and spec.shape[3] == columns_of(cache) and spec.dtype in allowed:
             check_last_contiguous(name, spec)
             pages, page_size = spec.shape[:2]
+            if pages == 0:
+                raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
             page_stride, row_stride = _byte_strides(name, spec, cache)
             if pages * page_size > MAX_SLOTS:
                 raise ValueError(f"{name} has shape {list(spec.shape)}, {pages * page_size} slots; supported: to {MAX_SLOTS}")
             return CacheRows(cache, pages, page_size, page_stride, row_stride)
     supported = "; ".join(map(_shape_text, CACHED.values()))
-    raise ValueError(f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}; supported: {supported}")
+    raise ValueError(f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}{_unsupported_format(spec)}; supported: {supported}")
 
 
 def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torch.device) -> None:
@@ -145,11 +148,17 @@ def _shape_text(cache: CacheFormat) -> str:
     return f"[pages, page size, 1, {columns_of(cache)}] of {dtypes}"
 
 
+def _unsupported_format(spec: TensorSpec) -> str:
+    """Return which known format without kernels a cache of bytes has, for a message; empty if it has none."""
+    known = UNSUPPORTED.get(spec.shape[-1]) if len(spec.shape) == 4 and spec.dtype in BYTES else None
+    return "" if known is None else f", as the format {known}, which has no kernels"
+
+
 def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int, int]:
     """Return the bytes from page to page and from row to row of a cache. ValueError unless kernels can read these strides."""
     pages, page_size, _, columns = spec.shape
-    if pages == 0 or page_size == 0:
-        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
+    if page_size == 0:
+        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: pages of at least one token")
     token_bytes = columns * spec.dtype.itemsize
     given = spec.stride[1] * spec.dtype.itemsize if page_size > 1 else token_bytes
     if not cache.scales_inside and given != token_bytes:
@@ -176,7 +185,8 @@ def _format_of(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool)
     if not found or q.shape[-1] != found[0].d_qk:
         supported = "; ".join(f"{_shape_text(cache)} with q of {cache.d_qk} columns" for cache in FORMATS.values())
         raise ValueError(
-            f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}, q {q.shape[-1]} columns; supported with indices: {supported}"
+            f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}{_unsupported_format(spec)}, q {q.shape[-1]} columns; "
+            f"supported with indices: {supported}"
         )
     (cache,) = found
     if bool(cache.quantised) != is_fp8_kvcache:

@@ -138,6 +138,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         results=results,
         combine=plan_combine(problem, results, (topk, extra_topk), sm_count),
         default_scale=d_qk**-0.5,
+        has_keys=True,  # a cache without pages is one whose indices are all invalid
     )
 
 

@@ -172,6 +172,12 @@ class MlaSchedule:
         self.plan: SplitPlan | None = None
         self.key: ScheduleKey | None = None
 
+    def __repr__(self) -> str:
+        if self.key is None:
+            return f"{type(self).__name__}(not planned)"
+        shapes = ", ".join(f"{name}={value}" for name, value in self.key._asdict().items() if value is not None)
+        return f"{type(self).__name__}({shapes})"
+
     @property
     def tile_scheduler_metadata(self) -> torch.Tensor | None:
         """Return the first tensor of the plan, or None before the first use."""

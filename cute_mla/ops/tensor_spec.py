@@ -5,6 +5,7 @@ Checks take a TensorSpec rather than the tensor, so that plans can be cached by 
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,20 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+def record_repr(record: Any) -> str:
+    """Return the repr of a dataclass or named tuple, with dtype, shape and device of tensors in place of their contents."""
+    names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
+    return f"{type(record).__name__}({', '.join(f'{name}={_short(getattr(record, name))}' for name in names)})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}>"
+    if isinstance(value, tuple) and value:
+        return f"<{len(value)} of {type(value[0]).__name__}>"
+    return repr(value)
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..api import flash_mla_with_kvcache, merge_states
 from ..ops.arguments import check_integer
 from ..ops.split_plan import MlaSchedule
-from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 from ..spec.mla import D_V
 from .shard import ContextShard, LocalIndices
 
@@ -40,6 +40,8 @@ class ShardedRequests:
     def batch(self) -> int:
         """Return the number of requests."""
         return self.cache_seqlens.shape[0] // self.rows_of_request
+
+    __repr__ = record_repr
 
 
 class ContextParallel:
@@ -79,6 +81,9 @@ class ContextParallel:
             raise ValueError("this process is not in the group; supported: a group of which it is a member")
         self.group = group
         self.shard = ContextShard(rank, dist.get_world_size(group), interleave)
+
+    def __repr__(self) -> str:
+        return f"ContextParallel(rank={self.shard.rank}, world={self.shard.world}, interleave={self.shard.interleave})"
 
     def plan(self, cache_seqlens: torch.Tensor, block_table: torch.Tensor, s_q: int = 1, causal: bool = False) -> ShardedRequests:
         """Return this rank's share of the requests of a step, without communication and without synchronisation.

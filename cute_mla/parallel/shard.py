@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops.arguments import check_integer
-from ..ops.tensor_spec import check_device, check_dtype, check_shape, spec_of
+from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 
 
 class LocalIndices(NamedTuple):
@@ -20,6 +20,9 @@ class LocalIndices(NamedTuple):
 
     indices: torch.Tensor
     topk_length: torch.Tensor
+
+    def __repr__(self) -> str:
+        return record_repr(self)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from ..spec.arch import ALIASES, ARCHS, Arch, arch_for
 from .device import Device
+from .errors import DeviceError
 
 if TYPE_CHECKING:
     from .simulated_device import SimulatedDevice
@@ -34,7 +35,7 @@ def _first_use(device: torch.device) -> Device:
     if device.type == "cuda":
         from .cuda_device import cuda_device
 
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = _current_index() if device.index is None else device.index
         return _cuda.setdefault(torch.device("cuda", index), cuda_device(index))
     if device.type == "cpu":
         simulated = _simulated.get()
@@ -42,6 +43,20 @@ def _first_use(device: torch.device) -> Device:
             return simulated
         raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
     raise ValueError(f"got tensors on {device}: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
+
+
+def _current_index() -> int:
+    """Return the index of torch's current CUDA device. DeviceError if torch has none."""
+    try:
+        return torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:  # torch built without CUDA; no driver, or no device
+        message = f"there is no CUDA device: {error}; supported: a GPU, and the simulated device inside `with cute_mla.simulate(arch):`"
+        raise DeviceError(message) from error
+
+
+def default_device() -> torch.device:
+    """Return the device of a call that names none: the simulated device inside simulate(), else the current CUDA device."""
+    return torch.device("cuda") if _simulated.get() is None else _CPU
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -68,6 +68,10 @@ class SimulatedDevice:
         self._uninitialized = UninitializedMemory()
         self._artifacts: Artifacts = load_artifacts()
 
+    def __repr__(self) -> str:
+        ran = f"{self.launches} launches, {self.instructions} instructions, {len(self.findings)} findings"
+        return f"SimulatedDevice({self.arch.name}, {self.sm_count} SMs, {self._order}: {ran})"
+
     def kernel(self, op: str, config_name: str) -> KernelEntry:
         """Return the manifest entry of a variant for this device. ArtifactError if it was not built."""
         return self._artifacts.entry(op, self.arch.name, config_name)

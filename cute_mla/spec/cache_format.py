@@ -53,3 +53,9 @@ FP8_656 = CacheFormat("fp8_656", D_LATENT + D_ROPE, D_LATENT, 128, 656, 16, scal
 FP8_584 = CacheFormat("fp8_584", D_LATENT, D_LATENT - D_ROPE, 64, 576, 8, scales_inside=False)
 
 FORMATS: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584)}
+
+# Formats of FlashMLA without kernels here, by their bytes of a token.
+UNSUPPORTED = {
+    528: "V41 (DeepSeek-V4.1, 512 e4m3 and 16 scales)",
+    288: "V41_FP4 (DeepSeek-V4.1, 512 e2m1 and 32 scales)",
+}

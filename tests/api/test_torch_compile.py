@@ -99,10 +99,10 @@ def with_states(q: Tensor, chunks: list[Arguments], **shared: Any) -> tuple[Tens
 def test_prefill_and_merging_are_one_graph() -> None:
     arguments = arguments_of(DensePrefillCase(lengths=((3, 70), (2, 5))))
     q = arguments.pop("q")
-    arguments["cu_seqlens_q"][0], arguments["cu_seqlens_q"][-1] = 0, q.shape[0]
-    chunk = {name: arguments.pop(name) for name in ("k", "v", "cu_seqlens_k", "max_seqlen_k")}
+    arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, q.shape[0]
+    chunk = {name: arguments.pop(name) for name in ("k", "v", "cu_seqlens_kv", "max_seqlen_kv")}
     chunks = [chunk, {**chunk, "v": chunk["v"] * 2}]
-    shared = {**arguments, "max_seqlen_q": q.shape[0]}
+    shared = {**arguments, "max_seqlen_qo": q.shape[0]}
     call, counter = compiled(with_states)
     with cute_mla.simulate("sm90", 3):
         assert same(call(q, chunks, **shared), with_states(q, chunks, **shared))

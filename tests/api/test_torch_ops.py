@@ -49,8 +49,8 @@ def call_of(case: BaseCase) -> Call:
     op = operation(case)
     arguments = op.arguments(case, op.make_tensors(case, "cpu"), None)
     if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
-        arguments["cu_seqlens_q"][0], arguments["cu_seqlens_q"][-1] = 0, arguments["q"].shape[0]
-        arguments["max_seqlen_q"] = arguments["q"].shape[0]
+        arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, arguments["q"].shape[0]
+        arguments["max_seqlen_qo"] = arguments["q"].shape[0]
     return PUBLIC[case.op], {name: value for name, value in arguments.items() if name not in RESULTS}
 
 

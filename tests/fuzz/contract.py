@@ -262,7 +262,7 @@ def _dense_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
     if cache is None:
         c.faults.add("q")
         return None
-    fits = cache.dim() == 4 and cache.shape[3] == 576 and cache.shape[0] > 0
+    fits = cache.dim() == 4 and cache.shape[3] == 576
     if not c.require(fits, "k_cache"):
         return None
     page, h_kv = cache.shape[1:3]
@@ -325,7 +325,7 @@ def _gathered(c: Contract, name: str, q: Tensor, fp8: bool) -> int | None:
     c.require(quantised == fp8, "is_fp8_kvcache", name)
     c.require(q.shape[3] == (512 if token == 584 else 576), "q", name)
     c.require(q.dtype == (torch.bfloat16 if quantised else cache.dtype), "q", name)
-    c.require(cache.shape[0] > 0 and cache.shape[1] > 0, name)
+    c.require(cache.shape[1] > 0, name)
     c.last_contiguous(name, cache)
     c.aligned(name, cache, 0, *(() if token == 584 else (1,)))
     if token == 584:
@@ -380,9 +380,9 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
         dropout_p=lambda value: not isinstance(value, bool) and isinstance(value, Real) and value == 0,
         softmax_scale=is_optional(is_scale),
         empty_lse=is_empty_lse,
-        causal=is_flag,
+        **dict.fromkeys(("causal", "deterministic", "is_varlen"), is_flag),
     )
-    for name in ("max_seqlen_q", "max_seqlen_k"):
+    for name in ("max_seqlen_qo", "max_seqlen_kv"):
         c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     q = c.tensor("q", *WIDE)
     if q is None or not c.require(q.dim() == 3 and q.shape[-1] in (192, 128) and q.shape[1] >= 1, "q"):
@@ -402,14 +402,14 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     limit = (1 << 31) - 128
     c.require(len(q) <= limit, "q")
     c.require(not k.dim() or len(k) <= limit, "k", "v")
-    ends = c.counts("cu_seqlens_q", (None,))
-    if ends is not None and c.require(len(ends) >= 1, "cu_seqlens_q"):
-        c.counts("cu_seqlens_k", (len(ends),))
-        if "cu_seqlens_k" in c.faults:
-            c.faults.add("cu_seqlens_q")
+    ends = c.counts("cu_seqlens_qo", (None,))
+    if ends is not None and c.require(len(ends) >= 1, "cu_seqlens_qo"):
+        c.counts("cu_seqlens_kv", (len(ends),))
+        if "cu_seqlens_kv" in c.faults:
+            c.faults.add("cu_seqlens_qo")
     c.output("out", (*q.shape[:2], 128), (q.dtype,), last=True)
     c.output("lse", tuple(q.shape[:2]), (torch.float32,))
-    c.same_device(q, "k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse")
+    c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "out", "lse")
     c.apart(("out", "lse"))
     return c.faults
 
@@ -428,9 +428,9 @@ def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set
         plain = dict(arguments)
         plain["k"], plain["v"] = packed[..., -128 - columns : -128], packed[..., -128:]
         if name == "qkv":
-            plain |= {"q": packed[..., :columns], "cu_seqlens_q": plain["cu_seqlens"], "cu_seqlens_k": plain["cu_seqlens"]}
-            plain |= {"max_seqlen_q": plain["max_seqlen"], "max_seqlen_k": plain["max_seqlen"]}
-        named = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens", "max_seqlen_q": "max_seqlen", "max_seqlen_k": "max_seqlen"}
+            plain |= {"q": packed[..., :columns], "cu_seqlens_qo": plain["cu_seqlens"], "cu_seqlens_kv": plain["cu_seqlens"]}
+            plain |= {"max_seqlen_qo": plain["max_seqlen"], "max_seqlen_kv": plain["max_seqlen"]}
+        named = {"cu_seqlens_qo": "cu_seqlens", "cu_seqlens_kv": "cu_seqlens", "max_seqlen_qo": "max_seqlen", "max_seqlen_kv": "max_seqlen"}
         found = dense_prefill_faults({key: value for key, value in plain.items() if key not in (name, "head_dim_qk")})
         return found | {named[key] for key in found if key in named} | ({name} if found & {"q", "k", "v"} else set())
 

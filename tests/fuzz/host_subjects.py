@@ -66,7 +66,7 @@ def _workspace_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c.require((keys is not None) == bool(invariant) if op == "dense_decode" else keys is None, "max_cache_seqlen", "batch_invariant")
     c.require(topk is None or str(op).startswith("sparse"), "topk")
     c.require(op != "sparse_decode" or not invariant or topk is not None, "topk", "batch_invariant")
-    c.require(_is_cpu(arguments.get("device", "cuda")), "device", "tensors")
+    c.require(arguments.get("device") is None or _is_cpu(arguments["device"]), "device", "tensors")
     return c.faults
 
 

@@ -41,8 +41,8 @@ _SPOKEN = {
     "outs": ("out", "state", "tensors"),
     "lses": ("lse", "state"),
     "cache_seqlens": ("tensors",),
-    "cu_seqlens": ("cu_seqlens_q", "cu_seqlens_k"),
-    "max_seqlen": ("max_seqlen_q", "max_seqlen_k"),
+    "cu_seqlens": ("cu_seqlens_qo", "cu_seqlens_kv"),
+    "max_seqlen": ("max_seqlen_qo", "max_seqlen_kv"),
     "arch": ("feature",),
     "tile_scheduler_metadata": ("num_splits",),
 }

@@ -141,7 +141,7 @@ def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
     if arguments.get("indices") is not None:
         return _expect_sparse_decode(arguments, empty_lse)
     cache, table = arguments["k_cache"], arguments["block_table"]
-    lengths = arguments["cache_seqlens"].clamp(0, table.shape[1] * cache.shape[1])
+    lengths = arguments["cache_seqlens"].clamp(0, table.shape[1] * cache.shape[1] if len(cache) else 0)
     used = torch.arange(table.shape[1]) * cache.shape[1] < lengths[:, None]
     if ((table < 0) | (table >= len(cache)))[used].any():
         return anything  # lengths that reach pages which are none
@@ -193,16 +193,16 @@ def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
 
 def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     scale = arguments["softmax_scale"]
-    ends = arguments["cu_seqlens_q"].clamp(0, len(arguments["q"]))
+    ends = arguments["cu_seqlens_qo"].clamp(0, len(arguments["q"]))
     longest = int(ends.diff().max()) if len(ends) > 1 else 0
-    if not _is_tame(scale) or (ends.diff() < 0).any() or longest > arguments["max_seqlen_q"]:
+    if not _is_tame(scale) or (ends.diff() < 0).any() or longest > arguments["max_seqlen_qo"]:
         return anything
     if len(ends) > 1 and not arguments["q"][int(ends[0]) : int(ends[-1])].isfinite().all():
         return anything
-    q, k, v, cu_seqlens_q, cu_seqlens_k = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
+    q, k, v, cu_seqlens_qo, cu_seqlens_kv = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"))
     scale = None if scale is None else float(scale)
     causal = bool(arguments["causal"])
-    expected = reference.dense_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal, arguments["empty_lse"])
+    expected = reference.dense_prefill(q, k, v, cu_seqlens_qo, cu_seqlens_kv, scale, causal, arguments["empty_lse"])
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
@@ -217,8 +217,8 @@ def _kvpacked(case: Any) -> Arguments:
 def _qkvpacked(case: Any) -> Arguments:
     plain = case_arguments(case)
     packed = torch.cat((plain["q"], plain["k"], plain["v"]), -1)
-    rest = _without(plain, "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return {**rest, "qkv": packed, "cu_seqlens": plain["cu_seqlens_q"], "max_seqlen": plain["max_seqlen_q"], "head_dim_qk": case.d_qk}
+    rest = _without(plain, "q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv")
+    return {**rest, "qkv": packed, "cu_seqlens": plain["cu_seqlens_qo"], "max_seqlen": plain["max_seqlen_qo"], "head_dim_qk": case.d_qk}
 
 
 def _without(arguments: Arguments, *names: str) -> Arguments:
@@ -232,8 +232,8 @@ def _unpacked(arguments: Arguments) -> Arguments:
     plain = {**arguments, "k": packed[..., -128 - columns : -128], "v": packed[..., -128:]}
     if "qkv" in arguments:
         plain["q"] = packed[..., :columns]
-        plain |= {f"cu_seqlens_{side}": arguments["cu_seqlens"] for side in "qk"}
-        plain["max_seqlen_q"] = arguments["max_seqlen"]
+        plain |= {f"cu_seqlens_{side}": arguments["cu_seqlens"] for side in ("qo", "kv")}
+        plain["max_seqlen_qo"] = arguments["max_seqlen"]
     return plain
 
 
@@ -310,7 +310,7 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
 _DECODE = ("q", "k_cache", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal", "descale_q", "descale_k")
 _DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant", "empty_lse")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-_VARLEN = ("dropout_p", "softmax_scale", "causal", "out", "lse", "empty_lse")
+_VARLEN = ("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen", "out", "lse", "empty_lse")
 
 DEVICE_SUBJECTS: dict[str, Subject] = {
     "dense_decode": Subject(
@@ -339,14 +339,14 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         case_arguments,
         lambda arguments, setting: contract.dense_prefill_faults(arguments),
         _expect_dense_prefill,
-        ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", *_VARLEN),
+        ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", *_VARLEN),
     ),
     "dense_prefill_kvpacked": Subject(
         cute_mla.flash_attn_varlen_kvpacked_func,
         _kvpacked,
         lambda arguments, setting: contract.packed_faults("kv", 1)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
-        ("q", "kv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "head_dim_qk", *_VARLEN),
+        ("q", "kv", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", "head_dim_qk", *_VARLEN),
     ),
     "dense_prefill_qkvpacked": Subject(
         cute_mla.flash_attn_varlen_qkvpacked_func,

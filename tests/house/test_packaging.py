@@ -47,8 +47,8 @@ def test_every_public_name_is_found_where_it_is_promised() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'cute_mla' has no attribute 'flash_mla'"):
-        cute_mla.flash_mla  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="module 'cute_mla' has no attribute 'flash_mha'"):
+        cute_mla.flash_mha  # noqa: B018  # the access is the test
 
 
 def test_one_version() -> None:
@@ -65,11 +65,62 @@ def test_the_version_is_read_without_imports() -> None:
 def test_the_constraints_hold_the_pins_of_the_project() -> None:
     constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     assert constraints["torch"] == "2.13.0"
-    listed = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["build"], *PROJECT["optional-dependencies"]["dev"]]
-    for requirement in listed:
+    extras = PROJECT["optional-dependencies"]
+    for requirement in [*PROJECT["dependencies"], *extras["build"], *extras["dev"], *extras["docs"]]:
         name, version = re.match(r"([\w-]+)(?:\[\w+\])?(?:==(\S+))?", requirement).groups()  # type: ignore[union-attr]
         assert name in constraints
         assert version in (None, constraints[name])
+
+
+def test_the_metadata_describes_the_package() -> None:
+    classifiers = PROJECT["classifiers"]
+    assert classifiers == sorted(set(classifiers))
+    assert not [each for each in classifiers if each.startswith(("License ::", "Private ::"))]  # `license` is an SPDX expression
+    least = PROJECT["requires-python"].removeprefix(">=")
+    versions = [each.rpartition(" ")[2] for each in classifiers if re.search(r":: 3\.\d+$", each)]
+    assert versions[0] == least
+    assert "Typing :: Typed" in classifiers
+    assert (ROOT / "cute_mla" / "py.typed").is_file()
+    assert {"mla", "flashmla", "cuda"} <= set(PROJECT["keywords"])
+
+
+def broken_links(text: str, repository: str | None) -> list[str]:
+    """Return the links of a README that lead nowhere: relative ones where the repository's address is known, and missing files.
+
+    A reader of the README outside the repository, as on a package index, needs absolute links. They are possible once project.urls has the
+    address of the repository; files then lie below `repository`/blob/main.
+    """
+    files = f"{repository}/blob/main/"
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        relative = not re.match(r"[a-z]+:", link)
+        path = link.removeprefix(files).partition("#")[0]
+        if relative and link.startswith("#"):
+            continue
+        if (relative and repository) or ((relative or link.startswith(files)) and not (ROOT / path).is_file()):
+            broken.append(link)
+    return broken
+
+
+def test_links_of_the_readme_work_outside_the_repository() -> None:
+    repository = PROJECT.get("urls", {}).get("Repository")
+    assert broken_links((ROOT / "README.md").read_text(), repository) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "repository", "broken"),
+    [
+        ("CONTRIBUTING.md", None, False),
+        ("CONTRIBUTING.md", "https://host.test/us/it", True),
+        ("NOTHING.md", None, True),
+        ("https://host.test/us/it/blob/main/CONTRIBUTING.md#set-up", "https://host.test/us/it", False),
+        ("https://host.test/us/it/blob/main/NOTHING.md", "https://host.test/us/it", True),
+        ("https://elsewhere.test/page", "https://host.test/us/it", False),
+        ("#install", "https://host.test/us/it", False),
+    ],
+)
+def test_broken_links_are_found(link: str, repository: str | None, broken: bool) -> None:
+    assert bool(broken_links(f"See [this]({link}).", repository)) == broken
 
 
 def test_ci_runs_make_test() -> None:

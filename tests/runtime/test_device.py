@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cute_mla import workspace_size
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import device_for, simulate
-from cute_mla.runtime.errors import ArtifactError
+from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import SM90, SM100
 from tests.runtime.fake_driver import FakeDriver
 
@@ -32,6 +34,36 @@ def test_a_device_that_failed_is_tried_again(fake: FakeDriver) -> None:
         device_for(torch.device("cuda", 0))
     fake.fail.clear()
     assert device_for(torch.device("cuda", 0)).arch is SM90
+
+
+@pytest.mark.parametrize("error", [AssertionError("Torch not compiled with CUDA enabled"), RuntimeError("No CUDA GPUs are available")])
+def test_without_a_gpu_there_is_no_default_device(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def current_device() -> int:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    for call in (lambda: device_for(torch.device("cuda")), lambda: workspace_size("dense_decode", batch=2, s_q=1, h_q=16)):
+        with pytest.raises(DeviceError, match=f"there is no CUDA device: {error}; supported: a GPU, and the simulated device inside"):
+            call()
+
+
+def test_the_default_device_is_the_simulated_one_inside_simulate(artifacts: Path) -> None:
+    shape: dict[str, Any] = {"batch": 3, "s_q": 2, "h_q": 16}
+    for arch in ("sm90", "sm100"):
+        for sm_count in (4, 132):
+            with simulate(arch, sm_count):
+                assert workspace_size("dense_decode", **shape) == workspace_size("dense_decode", **shape, device="cpu")
+    with simulate("sm90", 4):
+        few = workspace_size("dense_decode", **shape)
+    with simulate("sm90", 132):
+        assert workspace_size("dense_decode", **shape) > few
+
+
+def test_the_default_device_is_torchs_current_one(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    device = device_for(torch.device("cuda"))
+    assert device is device_for(torch.device("cuda", 1))
+    assert workspace_size("dense_decode", batch=2, s_q=1, h_q=16) == workspace_size("dense_decode", batch=2, s_q=1, h_q=16, device=1)
 
 
 def test_a_boards_name_is_answered_as_its_familys() -> None:

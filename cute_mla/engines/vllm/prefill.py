@@ -58,7 +58,7 @@ class CuteMlaPrefill(MLAPrefillBackend):
         if output_scale is not None:
             raise NotImplementedError("output_scale is given; supported: None, out has the type of q")
         starts, longest = self._prefill_metadata.query_start_loc, self._prefill_metadata.max_query_len
-        out, lse = self._attention(q, k, v, out, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest)
+        out, lse = self._attention(q, k, v, out, cu_seqlens_qo=starts, cu_seqlens_kv=starts, max_seqlen_qo=longest, max_seqlen_kv=longest)
         return (out, lse) if return_softmax_lse else out
 
     def run_prefill_context_chunk(
@@ -74,10 +74,10 @@ class CuteMlaPrefill(MLAPrefillBackend):
             v,
             out,
             causal=False,
-            cu_seqlens_q=chunk.query_start_loc,
-            cu_seqlens_k=chunk.cu_seq_lens,
-            max_seqlen_q=chunk.max_query_len,
-            max_seqlen_k=chunk.max_seq_len,
+            cu_seqlens_qo=chunk.query_start_loc,
+            cu_seqlens_kv=chunk.cu_seq_lens,
+            max_seqlen_qo=chunk.max_query_len,
+            max_seqlen_kv=chunk.max_seq_len,
         )
 
     def _attention(

@@ -261,6 +261,36 @@ def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevic
     assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
 
 
+@pytest.mark.parametrize("columns", [0, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("given", "invariant", "empty_lse"), [(False, False, math.inf), (True, True, -math.inf)])
+def test_a_cache_without_pages_holds_no_keys(
+    device: RecordingDevice, columns: int, dtype: torch.dtype, given: bool, invariant: bool, empty_lse: float
+) -> None:
+    """Nothing is launched or planned. Lengths count as 0, whatever they are."""
+    call = Call(pages=0, pages_per_request=columns, s_q=2, plan=cute_mla.get_mla_metadata())
+    call.k_cache = call.k_cache.to(dtype)
+    call.cache_seqlens.fill_(5)
+    results = {}
+    if given:
+        results = {
+            "out": torch.full((2, 2, 70, 512), math.nan, dtype=torch.bfloat16)[:, :, :64],
+            "lse": torch.full((2, 2, 64), math.nan).mT,
+        }
+    for _ in range(2):  # checked, then found among the checked calls
+        out, lse = call.run(**results, empty_lse=empty_lse, batch_invariant=invariant)
+        assert (out.shape, lse.shape) == ((2, 2, 64, 512), (2, 64, 2))
+        assert all(result is results.get(name, result) for name, result in (("out", out), ("lse", lse)))
+        assert (out == 0).all()
+        assert (lse == empty_lse).all()
+        out.fill_(1)
+        lse.fill_(1)
+    assert device.launches == []
+    call.k_cache = torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)
+    call.run()
+    assert device.launches
+
+
 def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
     call = Call(plan=cute_mla.get_mla_metadata())
     schedule = call.plan[0]

@@ -28,7 +28,7 @@ OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("heads not divided", "k_cache", lambda: zeros(9, 64, 3, 576), "h_kv is 3 with h_q 64; supported: divisors of h_q"),
     ("cache of another dtype", "k_cache", lambda: zeros(9, 64, 1, 576, dtype=torch.float16), "k_cache has dtype torch.float16; supported"),
     ("cache of rank 3", "k_cache", lambda: zeros(9, 64, 576), r"\[9, 64, 576\]; supported: \[pages, page size, h_kv, 576\]"),
-    ("cache without pages", "k_cache", lambda: zeros(0, 64, 1, 576), r"k_cache has shape \[0, 64, 1, 576\]; supported: at least one page"),
+    ("no pages, of 8", "k_cache", lambda: zeros(0, 8, 1, 576), "page size is 8; supported: 16, 32 and multiples of 64"),
     ("pages of 8", "k_cache", lambda: zeros(9, 8, 1, 576), "page size is 8; supported: 16, 32 and multiples of 64"),
     ("pages of 96", "k_cache", lambda: zeros(9, 96, 1, 576), "page size is 96; supported: 16, 32 and multiples of 64"),
     ("every other cache column", "k_cache", lambda: zeros(9, 64, 1, 1152)[..., ::2], "k_cache has stride 2 along its last dimension"),

@@ -55,7 +55,8 @@ def test_arguments(device: RecordingDevice, causal: bool) -> None:
     call = VarlenCall()
     call.run(softmax_scale=0.25, causal=causal, empty_lse=-math.inf)
     args = device.launches[0].args
-    assert all(args[name] is call.operands[name] for name in ("q", "cu_seqlens_q", "cu_seqlens_k"))
+    for parameter, name in (("q", "q"), ("cu_seqlens_q", "cu_seqlens_qo"), ("cu_seqlens_k", "cu_seqlens_kv")):
+        assert args[parameter] is call.operands[name]
     q, k, v = (call.operands[name].data_ptr() for name in ("q", "k", "v"))
     assert of_kind(args, ParamKind.TENSOR_MAP) == {
         "q_map": TensorMap("bf16", q, (192, 8, 300), (384, 8 * 384), (64, 1, 64), Swizzle.B128),
@@ -96,6 +97,23 @@ def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevi
     assert of_kind(by_name, ParamKind.INT64) == of_kind(by_place, ParamKind.INT64)
 
 
+def test_keywords_may_have_the_names_of_flash_attention(device: RecordingDevice) -> None:
+    operands = VarlenCall().operands
+    other = {
+        "cu_seqlens_qo": "cu_seqlens_q",
+        "cu_seqlens_kv": "cu_seqlens_k",
+        "max_seqlen_qo": "max_seqlen_q",
+        "max_seqlen_kv": "max_seqlen_k",
+    }
+    cute_mla.flash_attn_varlen_func(**operands)
+    cute_mla.flash_attn_varlen_func(**{other.get(name, name): value for name, value in operands.items()})
+    first, second = ({**launch.args, "out": None, "lse": None} for launch in device.launches)
+    assert first.keys() == second.keys()
+    assert all(first[name] is second[name] or first[name] == second[name] for name in first)
+    with pytest.raises(TypeError, match="cu_seqlens_q and cu_seqlens_qo, two names of one argument"):
+        cute_mla.flash_attn_varlen_func(**operands, cu_seqlens_q=operands["cu_seqlens_qo"])  # type: ignore[call-arg]
+
+
 def test_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevice) -> None:
     call = VarlenCall(h_q=4, h_kv=4)
     kv = torch.zeros(500, 4, 320, dtype=torch.bfloat16)
@@ -114,7 +132,7 @@ def test_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevi
 def test_queries_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevice, d_qk: int) -> None:
     width = 2 * d_qk + 128
     qkv, ends = torch.zeros(70, 3, width, dtype=torch.float16), torch.zeros(5, dtype=torch.int32)
-    results = {"out": torch.empty(70, 3, 128, dtype=torch.float16), "lse": torch.empty(70, 3)}
+    results: dict[str, Any] = {"out": torch.empty(70, 3, 128, dtype=torch.float16), "lse": torch.empty(70, 3)}
     with Allocations() as allocations:
         out, lse = cute_mla.flash_attn_varlen_qkvpacked_func(qkv, ends, 70, d_qk, 0.0, 0.5, True, **results, empty_lse=-math.inf)
     assert allocations.seen == []
@@ -210,15 +228,15 @@ def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("h_q", [1, 5, 128, 200])
-@pytest.mark.parametrize("max_seqlen_q", [1, 128, 129, 256, 257, 5000])
-def test_the_grid_is_the_items_or_the_sms(device: RecordingDevice, batch: int, h_q: int, max_seqlen_q: int) -> None:
-    total = max_seqlen_q * batch
+@pytest.mark.parametrize("max_seqlen_qo", [1, 128, 129, 256, 257, 5000])
+def test_the_grid_is_the_items_or_the_sms(device: RecordingDevice, batch: int, h_q: int, max_seqlen_qo: int) -> None:
+    total = max_seqlen_qo * batch
     call = VarlenCall(batch=batch, total_q=1, h_q=h_q, h_kv=1)
     q = call.operands["q"].expand(total, -1, -1)
-    call.run(q=q, max_seqlen_q=max_seqlen_q)
+    call.run(q=q, max_seqlen_qo=max_seqlen_qo)
     (launch,) = device.launches
-    assert launch.args["row_blocks"] == blocks(device, max_seqlen_q)
-    assert launch.grid == (min(blocks(device, max_seqlen_q) * batch * h_q, 132), 1, 1)
+    assert launch.args["row_blocks"] == blocks(device, max_seqlen_qo)
+    assert launch.grid == (min(blocks(device, max_seqlen_qo) * batch * h_q, 132), 1, 1)
 
 
 @pytest.mark.parametrize("sm_count", [1, 3, 148])
@@ -230,7 +248,7 @@ def test_sms_decide_the_grid(arch: Arch, sm_count: int) -> None:
 
 @pytest.mark.parametrize("longest", [np.int64(300), 10_000_000_000])
 def test_no_sequence_is_longer_than_all_together(device: RecordingDevice, longest: int) -> None:
-    VarlenCall().run(max_seqlen_q=longest, max_seqlen_k=longest)
+    VarlenCall().run(max_seqlen_qo=longest, max_seqlen_kv=longest)
     assert device.launches[0].args["row_blocks"] == blocks(device, 300)
 
 
@@ -275,7 +293,7 @@ def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
     assert len(device.launches) == 1
 
 
-@pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_q": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
+@pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_qo": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
     call = VarlenCall(**shape)

@@ -50,15 +50,15 @@ OPERANDS: list[tuple[str, Change, str]] = [
     ("v transposed", {"v": lambda: zeros(500, 128, 2).mT}, "v has stride 2 along its last dimension"),
     ("v in rows of 132", {"v": lambda: zeros(500, 2, 132)[..., :128]}, "132, 1.*, 264 bytes along dimension 1; supported: positive mul"),
     ("v at an odd address", {"v": lambda: zeros(500, 2, 136)[..., 7:135]}, "v starts at address .*; supported: multiples of 16 bytes"),
-    ("lengths a list", {"cu_seqlens_q": lambda: [0, 1, 2]}, r"cu_seqlens_q is \[0, 1, 2\]; supported: a torch tensor"),
-    ("lengths of rank 2", {"cu_seqlens_q": lambda: ints(3, 1)}, r"cu_seqlens_q has shape \[3, 1\]; supported: \[batch \+ 1\]"),
-    ("no lengths", {"cu_seqlens_q": lambda: ints(0)}, r"cu_seqlens_q has shape \[0\]; supported: \[batch \+ 1\], at least 1"),
-    ("lengths of int64", {"cu_seqlens_q": lambda: ints(3).long()}, "cu_seqlens_q has dtype torch.int64; supported: torch.int32"),
-    ("lengths strided", {"cu_seqlens_q": lambda: ints(6)[::2]}, "cu_seqlens_q has shape .*supported: a contiguous tensor"),
-    ("another batch", {"cu_seqlens_k": lambda: ints(4)}, r"cu_seqlens_k has shape \[4\]; supported: \[3\]"),
-    ("k lengths None", {"cu_seqlens_k": lambda: None}, "cu_seqlens_k is None; supported: a torch tensor"),
-    ("k lengths of int64", {"cu_seqlens_k": lambda: ints(3).long()}, "cu_seqlens_k has dtype torch.int64; supported: torch.int32"),
-    ("k lengths strided", {"cu_seqlens_k": lambda: ints(6)[::2]}, "cu_seqlens_k has shape .*supported: a contiguous tensor"),
+    ("lengths a list", {"cu_seqlens_qo": lambda: [0, 1, 2]}, r"cu_seqlens_qo is \[0, 1, 2\]; supported: a torch tensor"),
+    ("lengths of rank 2", {"cu_seqlens_qo": lambda: ints(3, 1)}, r"cu_seqlens_qo has shape \[3, 1\]; supported: \[batch \+ 1\]"),
+    ("no lengths", {"cu_seqlens_qo": lambda: ints(0)}, r"cu_seqlens_qo has shape \[0\]; supported: \[batch \+ 1\], at least 1"),
+    ("lengths of int64", {"cu_seqlens_qo": lambda: ints(3).long()}, "cu_seqlens_qo has dtype torch.int64; supported: torch.int32"),
+    ("lengths strided", {"cu_seqlens_qo": lambda: ints(6)[::2]}, "cu_seqlens_qo has shape .*supported: a contiguous tensor"),
+    ("another batch", {"cu_seqlens_kv": lambda: ints(4)}, r"cu_seqlens_kv has shape \[4\]; supported: \[3\]"),
+    ("k lengths None", {"cu_seqlens_kv": lambda: None}, "cu_seqlens_kv is None; supported: a torch tensor"),
+    ("k lengths of int64", {"cu_seqlens_kv": lambda: ints(3).long()}, "cu_seqlens_kv has dtype torch.int64; supported: torch.int32"),
+    ("k lengths strided", {"cu_seqlens_kv": lambda: ints(6)[::2]}, "cu_seqlens_kv has shape .*supported: a contiguous tensor"),
 ]  # fmt: skip
 
 
@@ -76,11 +76,11 @@ SCALARS: list[tuple[str, dict[str, Any], str]] = [
     ("scale nan", {"softmax_scale": math.nan}, "softmax_scale is nan; supported: a positive finite number"),
     ("scale inf", {"softmax_scale": math.inf}, "softmax_scale is inf; supported: a positive finite number"),
     ("empty_lse", {"empty_lse": 0.0}, "empty_lse is 0.0; supported: inf and -inf"),
-    ("longest query negative", {"max_seqlen_q": -1}, "max_seqlen_q is -1; supported: an integer, 0 or more"),
-    ("longest query None", {"max_seqlen_q": None}, "max_seqlen_q is None; supported: an integer, 0 or more"),
-    ("longest query a tensor", {"max_seqlen_q": ints(1)}, r"max_seqlen_q is a tensor of shape \[1\]; supported: an integer, 0 or more"),
-    ("longest keys negative", {"max_seqlen_k": -7}, "max_seqlen_k is -7; supported: an integer, 0 or more"),
-    ("longest keys a float", {"max_seqlen_k": 7.0}, "max_seqlen_k is 7.0; supported: an integer, 0 or more"),
+    ("longest query negative", {"max_seqlen_qo": -1}, "max_seqlen_qo is -1; supported: an integer, 0 or more"),
+    ("longest query None", {"max_seqlen_qo": None}, "max_seqlen_qo is None; supported: an integer, 0 or more"),
+    ("longest query a tensor", {"max_seqlen_qo": ints(1)}, r"max_seqlen_qo is a tensor of shape \[1\]; supported: an integer, 0 or more"),
+    ("longest keys negative", {"max_seqlen_kv": -7}, "max_seqlen_kv is -7; supported: an integer, 0 or more"),
+    ("longest keys a float", {"max_seqlen_kv": 7.0}, "max_seqlen_kv is 7.0; supported: an integer, 0 or more"),
 ]
 
 
@@ -118,7 +118,7 @@ def test_gradients(device: RecordingDevice, operand: str) -> None:
     assert device.launches == []
 
 
-@pytest.mark.parametrize("operand", ["k", "v", "cu_seqlens_q", "cu_seqlens_k", "out", "lse"])
+@pytest.mark.parametrize("operand", ["k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "out", "lse"])
 def test_tensors_on_different_devices(device: RecordingDevice, operand: str) -> None:
     call = VarlenCall()
     given = {**call.operands, **call.results()}
@@ -182,9 +182,9 @@ def test_more_tokens_than_32_bits_count(arch: Arch, operand: str) -> None:
 
 def test_more_work_than_32_bits_count(arch: Arch) -> None:
     call = far_call(1 << 30)
-    ends = call.cu_seqlens_q._replace(shape=(1 << 20,))
-    with pytest.raises(ValueError, match=rf"q has .*, cu_seqlens_q \[{1 << 20}\], and max_seqlen_q .*items; supported: to {MAX_ITEMS}"):
-        dense_prefill.plan(call._replace(cu_seqlens_q=ends, cu_seqlens_k=ends), arch, 132)
+    ends = call.cu_seqlens_qo._replace(shape=(1 << 20,))
+    with pytest.raises(ValueError, match=rf"q has .*, cu_seqlens_qo \[{1 << 20}\], and max_seqlen_qo .*items; supported: to {MAX_ITEMS}"):
+        dense_prefill.plan(call._replace(cu_seqlens_qo=ends, cu_seqlens_kv=ends), arch, 132)
 
 
 def test_strides_beyond_what_a_tensor_map_holds(arch: Arch) -> None:

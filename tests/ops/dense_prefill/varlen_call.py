@@ -23,7 +23,7 @@ class VarlenCall:
     h_q: int = 8
     h_kv: int = 2
     d_qk: int = 192
-    max_seqlen_q: int = 290
+    max_seqlen_qo: int = 290
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
@@ -31,10 +31,10 @@ class VarlenCall:
             "q": torch.zeros(self.total_q, self.h_q, self.d_qk, dtype=self.dtype),
             "k": torch.zeros(self.total_k, self.h_kv, self.d_qk, dtype=self.dtype),
             "v": torch.zeros(self.total_k, self.h_kv, 128, dtype=self.dtype),
-            "cu_seqlens_q": torch.zeros(self.batch + 1, dtype=torch.int32),
-            "cu_seqlens_k": torch.zeros(self.batch + 1, dtype=torch.int32),
-            "max_seqlen_q": self.max_seqlen_q,
-            "max_seqlen_k": 400,
+            "cu_seqlens_qo": torch.zeros(self.batch + 1, dtype=torch.int32),
+            "cu_seqlens_kv": torch.zeros(self.batch + 1, dtype=torch.int32),
+            "max_seqlen_qo": self.max_seqlen_qo,
+            "max_seqlen_kv": 400,
         }
 
     def results(self) -> dict[str, torch.Tensor]:
@@ -55,10 +55,10 @@ def far_call(step: int) -> dense_prefill.CallSpec:
         q=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         k=TensorSpec((MAX_TOKENS, 3, 192), (step, 2 * step, 1), torch.bfloat16, cpu),
         v=TensorSpec((MAX_TOKENS, 3, 128), (step, 2 * step, 1), torch.bfloat16, cpu),
-        cu_seqlens_q=ends,
-        cu_seqlens_k=ends,
+        cu_seqlens_qo=ends,
+        cu_seqlens_kv=ends,
         causal=True,
-        max_seqlen_q=MAX_ITEMS,
+        max_seqlen_qo=MAX_ITEMS,
         out=TensorSpec((MAX_TOKENS, 3, 128), (3 * step, step, 1), torch.bfloat16, cpu),
         lse=TensorSpec((MAX_TOKENS, 3), (3 * step, step), torch.float32, cpu),
         address_alignment=16,

@@ -137,6 +137,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads": (given(k_cache=torch.zeros(3, 16, 2, 576).bfloat16()), r"k_cache has shape \[3, 16, 2, 576\] .* supported: \[pages, "),
     "type of the cache": (given(k_cache=torch.zeros(3, 16, 1, 576).double()), "k_cache has .* dtype torch.float64; supported: "),
     "bytes": (given(k_cache=torch.zeros(3, 16, 1, 600).byte()), r"k_cache has shape \[3, 16, 1, 600\]"),
+    "528 bytes": (given(k_cache=torch.zeros(2, 16, 1, 528, dtype=torch.uint8)), r", as the format V41 \(.*no kernels; supported: "),
     "no pages": (given(k_cache=cache_of("latent")[:0]), "supported: at least one page of at least one token"),
     "no cache": (given(k_cache=3), "k_cache is 3; supported: a torch tensor"),
     "other type": (given(k_cache=cache_of("latent", dtype=torch.float16)), "kv_c has dtype torch.bfloat16; supported: torch.float16"),

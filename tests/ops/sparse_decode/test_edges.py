@@ -59,6 +59,21 @@ def test_nothing_but_invalid_indices(bench: Bench, dtype: str, cache: str) -> No
     assert (lse == math.inf).all()
 
 
+@FORMATS
+def test_a_cache_without_pages_has_no_valid_index(bench: Bench, dtype: str, cache: str) -> None:
+    case = replace(SMALL, dtype=dtype, cache=cache, extra=Pool(60, 20), indices="none", empty_lse=-math.inf)
+    tensors = make_sparse_decode_tensors(case)
+    tensors.indices[:, :, :6] = torch.tensor([0, 1, 60, INT_MAX, INT_MIN, -1])
+    out, lse = bench.run(case, replace(tensors, k_cache=tensors.k_cache[:0]))
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    second = replace(SMALL, dtype=dtype, cache=cache, extra=Pool(60, 20))
+    tensors = make_sparse_decode_tensors(second)
+    given = replace(tensors, k_cache=torch.empty_like(tensors.k_cache[:0]))
+    tensors.indices.fill_(-1)
+    expect(second, tensors, bench.run(second, given))
+
+
 @pytest.mark.parametrize("invalid", [INT_MIN, -123456, -1, "slots", "slots + 1", 2_147_480_000, INT_MAX])
 @FP8
 def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, invalid: int | str) -> None:
