@@ -108,7 +108,7 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase("fp16", s_k=65 * TILE_KEYS, h_q=3, values="rising", softmax_scale=0.15, sm_count=160, outputs="given"),
     DenseDecodeCase(s_k=4096, h_q=3, sm_count=160, outputs="strided"),
     DenseDecodeCase(
-        batch=4, s_q=64, lengths=(65 * TILE_KEYS - 3, 3, 3, 3), h_q=1, values="rising", softmax_scale=0.15, sm_count=320, outputs="odd"
+        batch=10, s_q=64, lengths=(65 * TILE_KEYS - 3, *(3,) * 9), h_q=1, values="rising", softmax_scale=0.15, sm_count=256, outputs="odd"
     ),
     DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
     # More requests than lanes in a warp, with a precomputed plan.

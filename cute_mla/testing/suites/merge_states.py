@@ -45,8 +45,8 @@ def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
     (form, layout), many = choice["place"], choice["states"] > LISTED_STATES
     if many and (form == "listed" or choice["h_q"] > ROWS_PER_BLOCK):
         return None  # a state in a list has a pointer; rows of many states cost most
-    if form == "stacked" and layout in ("odd", "far_states") and not many:
-        return None  # the loop over many states reads them by other instructions
+    if form == "stacked" and layout in ("odd", "far_states") and (not many or choice["values"] == "rising"):
+        return None  # the loop over many states reads them by other instructions, and only those that have a weight
     if choice["batch"] is None and "far_requests" in (layout, choice["outputs"]):
         return None
     return MergeStatesCase(dtype, head_dim=head_dim, form=form, layout=layout, **rest)
