@@ -80,9 +80,10 @@ def work(batches: Sequence[tuple[str, list[Mutation]]], judge: Callable[[str, li
 @click.option("--sample", type=click.IntRange(min=1), default=100, help="So many mutations of each kernel, over all kinds.")
 @click.option("--seed", default=0, help="Which of them, and which kernel of each structure.")
 @click.option("--jobs", default=2, help="Processes.")
+@click.option("--suite", type=click.Choice(("smoke", "full")), default="smoke", help="Whose cases run.")
 @click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records; what is there stays.")
-def numbers(kernel: str, sample: int, seed: int, jobs: int, out: Path) -> None:
-    """Break numbers and indices of one kernel of each structure, and run its smoke cases."""
+def numbers(kernel: str, sample: int, seed: int, jobs: int, suite: str, out: Path) -> None:
+    """Break numbers and indices of one kernel of each structure, and run its cases of a suite."""
     done = {line.key for line in read(out) if line.noticed != "no case"}
     artifacts = load_artifacts()
     entries = [entry for entry in one_of_each_structure(artifacts, seed) if re.search(kernel, entry.name)]
@@ -92,7 +93,7 @@ def numbers(kernel: str, sample: int, seed: int, jobs: int, out: Path) -> None:
         left = [mutation for mutation in mutations if (name, ptx, mutation.kind, mutation.number) not in done]
         batches += [(name, left[start : start + BATCH]) for start in range(0, len(left), BATCH)]
     click.echo(f"seed {seed}: {sum(len(batch) for _, batch in batches)} mutations left of {len(entries)} kernels")
-    work(batches, judge_numbers, jobs, out)
+    work(batches, partial(judge_numbers, suite=suite), jobs, out)
 
 
 @main.command()

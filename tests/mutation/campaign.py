@@ -76,15 +76,15 @@ def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[
 
 
 @lru_cache(1)
-def _smoke_subject(kernel: str) -> SmokeSubject:
+def _suite_subject(kernel: str, suite: str) -> SmokeSubject:
     """Return a kernel with the cases that have run on it as it ships, for all batches of a process."""
-    return SmokeSubject(load_artifacts().manifest.kernels[kernel])
+    return SmokeSubject(load_artifacts().manifest.kernels[kernel], suite)
 
 
-def judge_numbers(kernel: str, mutations: Sequence[Mutation]) -> list[Line]:
-    """Break numbers of a kernel, one at a time, and run its smoke cases."""
+def judge_numbers(kernel: str, mutations: Sequence[Mutation], suite: str) -> list[Line]:
+    """Break numbers of a kernel, one at a time, and run its cases of a suite."""
     prepare()
-    subject = _smoke_subject(kernel)
+    subject = _suite_subject(kernel, suite)
     entry = subject.kernel
     lines = []
     for mutation in mutations:

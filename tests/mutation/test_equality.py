@@ -113,18 +113,17 @@ KERNELS = (
     "cache_write_sm90_bf16_fp8_584",
     "merge_states_sm90_fp16_d128",
     "split_plan_sm100_i32",
-    "combine_sm90_bf16",
 )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_that_are_proved_equal_give_equal_bits(kernel: str) -> None:
-    """Eight of those that are proved, of all kinds, drawn by chance."""
+    """Four of those that are proved, of all kinds, drawn by chance."""
     entry = load_artifacts().manifest.kernels[kernel]
     ptx = load_artifacts().ptx(entry)
     equal = [item for item in numeric.find(ptx) if is_equal(entry, item)]
     assert equal
     trials = Subject(entry).trials
-    for mutation in random.Random(0).sample(equal, min(len(equal), 8)):
+    for mutation in random.Random(0).sample(equal, min(len(equal), 4)):
         outcome = first_notice(trials, mutation.apply(ptx), [ROUND_ROBIN])
         assert not outcome.noticed, (mutation, outcome)
