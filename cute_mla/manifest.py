@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,7 +20,10 @@ from .spec.arch import ARCHS
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
 PROVENANCE_NAME = "provenance.json"
-PROVENANCE_VERSION = 1
+PROVENANCE_VERSION = 2
+
+_MAX_FILE_BYTES = 1 << 30
+_MAX_INT32 = (1 << 31) - 1
 
 
 class ManifestError(ValueError):
@@ -129,14 +134,25 @@ def kernel_name(op: str, arch: str, config_name: str) -> str:
 def manifest_sha256(folder: Path) -> str | None:
     """Return the sha256 of folder/manifest.json, which holds those of all kernels; None without a manifest."""
     path = folder / MANIFEST_NAME
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    return hashlib.sha256(read_file(path)).hexdigest() if path.is_file() else None
+
+
+def read_file(path: Path) -> bytes:
+    """Return the content of a regular file up to 1 GiB. OSError for anything else: reading a pipe or a device may never end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    if status.st_size > _MAX_FILE_BYTES:
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {_MAX_FILE_BYTES}", str(path))
+    return path.read_bytes()
 
 
 @dataclass(frozen=True)
 class Provenance:
     """Origin of a wheel's kernels, as far as the manifest does not say it.
 
-    The manifest has the sha256 of every file, the versions of compiler and assembler, and a fingerprint of the sources.
+    The manifest has the sha256 of every file, the versions of compiler and assembler, and a fingerprint of the sources. The file has
+    a sha256 of its own content too.
 
     version: version of this package. commit: git commit of the sources. clean: whether the tree had no local changes.
     tools: versions of the programs that built the kernels and the wheel, by name. manifest_sha256: sha256 of the manifest.
@@ -157,25 +173,29 @@ class Provenance:
     def load(cls, folder: Path) -> Provenance | None:
         """Read folder/provenance.json; None in a source tree, which has no such file. ManifestError if it is damaged."""
         path = folder / PROVENANCE_NAME
-        return _read(path, "the provenance of a wheel", _decode_provenance) if path.exists() else None
+        return _read(path, "the provenance of a wheel", _decode_provenance) if os.path.lexists(path) else None
 
     def save(self, folder: Path) -> None:
         """Write folder/provenance.json in one step, as Manifest.save does."""
-        _write(folder / PROVENANCE_NAME, {"format": PROVENANCE_VERSION, **asdict(self)})
+        fields = {"format": PROVENANCE_VERSION, **asdict(self)}
+        _write(folder / PROVENANCE_NAME, {**fields, "sha256": _digest(fields)})
 
 
 def _read(path: Path, what: str, decode: Callable[[Any], Any]) -> Any:
     """Decode a JSON file. ManifestError names the file, what was found and what is expected."""
     try:
-        raw = json.loads(path.read_bytes())
+        return decode(json.loads(read_file(path)))
     except FileNotFoundError:
         raise ManifestError(f"{path}: found no such file, expected {what}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ManifestError(f"{path}: found unreadable content ({error}), expected a JSON object") from error
-    try:
-        return decode(raw)
     except _Mismatch as mismatch:
         raise ManifestError(f"{path}: {mismatch}") from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also integers of thousands of digits
+        raise ManifestError(f"{path}: found unreadable content ({error}), expected a JSON object") from error
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    """Return the sha256 of a JSON object, whatever the order of its fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _write(path: Path, raw: dict[str, Any]) -> None:
@@ -207,9 +227,15 @@ _Decoder = Callable[[Any, str], Any]
 
 
 def _string(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise _Mismatch(where, value, "a non-empty string")
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise _Mismatch(where, value, "a non-empty string of printable characters")
     return value
+
+
+def _setting(value: Any, where: str) -> str | int:
+    if not isinstance(value, str | int):
+        raise _Mismatch(where, value, "a string, an integer, true or false")
+    return _string(value, where) if isinstance(value, str) else value
 
 
 def _matching(pattern: str, expected: str) -> _Decoder:
@@ -223,7 +249,7 @@ def _matching(pattern: str, expected: str) -> _Decoder:
 
 def _one_of(allowed: tuple[str, ...]) -> _Decoder:
     def decode(value: Any, where: str) -> str:
-        if value not in allowed:
+        if not isinstance(value, str) or value not in allowed:
             raise _Mismatch(where, value, f"one of {', '.join(allowed)}")
         return value
 
@@ -238,8 +264,8 @@ def _boolean(value: Any, where: str) -> bool:
 
 def _integer(least: int) -> _Decoder:
     def decode(value: Any, where: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise _Mismatch(where, value, f"an integer >= {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_INT32:
+            raise _Mismatch(where, value, f"an integer >= {least} of 32 bits")
         return value
 
     return decode
@@ -260,7 +286,7 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 def _mapping(item: _Decoder) -> _Decoder:
     def decode(value: Any, where: str) -> dict[str, Any]:
-        return {key: item(member, f"{where}.{key}") for key, member in _object(value, where).items()}
+        return {_string(key, where): item(member, f"{where}.{key}") for key, member in _object(value, where).items()}
 
     return decode
 
@@ -291,8 +317,8 @@ _ENTRY = _record(
     name=_FILE_NAME,
     op=_string,
     arch=_one_of(tuple(ARCHS)),
-    config=_object,
-    entry=_string,
+    config=_mapping(_setting),
+    entry=_matching(r"[A-Za-z_$][A-Za-z0-9_$]*", "the name of an entry"),
     cubin=_FILE_NAME,
     cubin_sha256=_SHA256,
     ptx=_FILE_NAME,
@@ -329,7 +355,12 @@ _PROVENANCE = _record(
 
 
 def _decode_provenance(raw: Any) -> Provenance:
-    provenance: Provenance = _PROVENANCE(_without_format(raw, PROVENANCE_VERSION), "provenance")
+    fields = _without_format(raw, PROVENANCE_VERSION)
+    found = fields.pop("sha256", None)
+    provenance: Provenance = _PROVENANCE(fields, "provenance")
+    expected = _digest({"format": PROVENANCE_VERSION, **fields})
+    if found != expected:
+        raise _Mismatch("provenance.sha256", found, f"{expected}, that of the other fields")
     return provenance
 
 

@@ -50,10 +50,14 @@ def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> t
 def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first `length` keys of a request: [length, h_kv, 576].
 
-    k_cache: [pages, page size, h_kv, 576]. pages: the request's row of the block table. Entries and keys beyond `length` are not read.
+    k_cache: [pages, page size, h_kv, 576]. pages: the request's row of the block table; an entry outside the cache is a page of zeros.
+    Entries and keys beyond `length` are not read.
     """
-    used = -(-length // k_cache.shape[1])
-    return k_cache[pages[:used].long()].flatten(0, 1)[:length]
+    used = pages[: -(-length // k_cache.shape[1])].long()
+    inside = (used >= 0) & (used < len(k_cache))
+    keys = k_cache.new_zeros(len(used), *k_cache.shape[1:])
+    keys[inside] = k_cache[used[inside]]
+    return keys.flatten(0, 1)[:length]
 
 
 def scaled(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

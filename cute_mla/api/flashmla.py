@@ -120,7 +120,8 @@ def flash_mla_with_kvcache(
     descale_q, descale_k
                      fp32, one element each, on the device, positive; never read by the host. None: 1
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
-                     cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too
+                     cache_seqlens needs are never read; KV beyond cache_seqlens may be anything, NaN too. A used entry outside
+                     [0, pages) is a page of zeros; the simulated device reports it
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
                      device clips each length to 0 .. pages per request * page size. Over a cache without pages each length counts as 0
     causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
@@ -156,7 +157,7 @@ def flash_mla_with_kvcache(
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
     out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
-    checks that. No tensor may require gradients, unless gradients are switched off.
+    checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
 
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
+
+from ..ops.tensor_spec import is_stand_in
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,7 +22,7 @@ def is_traced(tensor: Any) -> bool:
     Callers on a fast path first ask three questions, in a tenth of a microsecond: is_dynamo_compiling() is False, dispatch_modes() is 0 and
     the tensor's class is torch.Tensor itself in nearly every call that is not traced.
     """
-    if is_dynamo_compiling() or isinstance(tensor, FakeTensor | FunctionalTensor):
+    if is_dynamo_compiling() or is_stand_in(tensor):
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 

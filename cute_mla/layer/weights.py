@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..ops.arguments import check_integer
 from ..ops.tensor_spec import record_repr
 from .config import MlaConfig
 from .rope import interleaved
@@ -29,8 +30,8 @@ class Shard:
     world: int = 1
 
     def __post_init__(self) -> None:
-        if self.world < 1 or not 0 <= self.rank < self.world:
-            raise ValueError(f"rank is {self.rank} of {self.world}; supported: 0 to world - 1")
+        check_integer("world", self.world, 1)
+        check_integer("rank", self.rank, 0, self.world - 1)
 
     def heads(self, config: MlaConfig) -> slice:
         """Return the heads of this rank. Raise ValueError if the heads do not divide evenly."""

@@ -30,6 +30,7 @@ from .tensor_spec import (
 _MAX_BYTES = 1 << 40  # of a cache
 _E8M0_NAN = 255
 _E4M3_NAN = 0x7F  # the NaN that GPUs make, of the two codes
+_BF16_NAN = 0x7FFF  # the NaN that GPUs make when they round to bf16
 
 
 class Parts(NamedTuple):
@@ -68,7 +69,8 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     cache_format: "fp8_656" (d_qk 576) or "fp8_584" (d_qk 512). A group of columns is divided by its scale, rounded to the
     nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale is amax / 448 in fp32;
     with power_of_two, and always in fp8_584, whose scales are e8m0, it is the least power of two not below
-    max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN.
+    max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN. Rounding to bf16 gives the NaN
+    that GPUs give, 0x7FFF; bf16 columns are copied.
     out: the cache to write to, of any strides that the format allows, such as one of empty_cache; default a new contiguous one.
     Bytes of padding in out stay as they are.
 
@@ -109,7 +111,7 @@ def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Pa
     return Parts(
         codes=to_e4m3(groups / divisor).flatten(-2),
         scales=scales.contiguous().view(torch.uint8) if layout.scales_inside else _to_e8m0(scales),
-        wide=_contiguous_bytes(keys[..., layout.quantised :].to(torch.bfloat16)).view(torch.uint8),
+        wide=_contiguous_bytes(_to_bf16(keys[..., layout.quantised :])).view(torch.uint8),
     )
 
 
@@ -117,6 +119,14 @@ def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Return the e4m3 codes of floats as uint8: rounded to nearest even and limited to +-448."""
     codes = values.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(values.isnan(), _E4M3_NAN, codes)
+
+
+def _to_bf16(values: torch.Tensor) -> torch.Tensor:
+    """Return floats as bf16: rounded to nearest even, NaN as GPUs round it. The bits of bf16 values do not change."""
+    if values.dtype == torch.bfloat16:
+        return values
+    bits = values.to(torch.bfloat16).view(torch.int16)
+    return torch.where(values.isnan(), _BF16_NAN, bits).view(torch.bfloat16)
 
 
 def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:

@@ -27,8 +27,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 MAX_ROWS = (1 << 31) - 1  # rows of out, which are counted in 32 bits
@@ -114,11 +114,11 @@ def check(operands: Operands, options: Options, out: Any) -> CallSpec:
     if options.dtype is not None and not isinstance(options.dtype, torch.dtype):
         raise ValueError(f"dtype is {short_repr(options.dtype)}; supported: None and a torch dtype")
     check_no_grad(k_cache=operands.k_cache, descale_k=operands.descale_k, out=out)
-    k_cache = spec_of("k_cache", operands.k_cache)
+    k_cache = operand_spec("k_cache", operands.k_cache)
     return CallSpec(
         k_cache=k_cache,
-        block_table=spec_of("block_table", operands.block_table),
-        cu_seqlens=spec_of("cu_seqlens", operands.cu_seqlens),
+        block_table=operand_spec("block_table", operands.block_table),
+        cu_seqlens=operand_spec("cu_seqlens", operands.cu_seqlens),
         starts=optional_spec("starts", operands.starts),
         descale_k=optional_spec("descale_k", operands.descale_k),
         options=options,

@@ -27,8 +27,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 
@@ -95,11 +95,11 @@ def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool) -> Call
     check_flag("power_of_two", power_of_two)
     check_no_grad(**operands._asdict(), k_cache=k_cache)
     return CallSpec(
-        kv_c=spec_of("kv_c", operands.kv_c),
-        k_pe=spec_of("k_pe", operands.k_pe),
-        slot_mapping=spec_of("slot_mapping", operands.slot_mapping),
+        kv_c=operand_spec("kv_c", operands.kv_c),
+        k_pe=operand_spec("k_pe", operands.k_pe),
+        slot_mapping=operand_spec("slot_mapping", operands.slot_mapping),
         descale_k=optional_spec("descale_k", operands.descale_k),
-        k_cache=spec_of("k_cache", k_cache),
+        k_cache=operand_spec("k_cache", k_cache),
         power_of_two=bool(power_of_two),
         kernels=has_kernels(k_cache.device),
     )

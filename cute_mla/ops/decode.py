@@ -5,7 +5,7 @@ A repeated call costs a few microseconds on the host (profiles/NOTES.md, "Time o
     run_cached            packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors
     CallCache.find        takes the last call of this key if it fits, else another call of this key that fits
     PreparedCall.fits     compares the tensors with those that were checked: class, dtype, device, shape, strides and need of gradients by
-                          one call of torch's guard; then the alignment of addresses
+                          one call of torch's guard; then addresses: freed memory and alignment
     PreparedCall.start    allocates what the caller did not give: results and workspace; makes the plan of a new schedule object
     CudaLaunches.start    writes the addresses of the tensors to where the launches take them from, and launches; on the simulated device
                           SingleLaunches.start does, one launch after the other
@@ -38,7 +38,7 @@ from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
 from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
 from .strides import TMA_ALIGNMENT
-from .tensor_spec import address_of, check_address, check_contiguous, spec_of
+from .tensor_spec import address_of, check_address, check_contiguous, operand_spec
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
@@ -54,7 +54,7 @@ class CallKey(NamedTuple):
 
     op: dense_decode or sparse_decode. descale_q to extra_topk_length: whether the argument is None, or, for an argument that the op must be
     without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
-    was planned for. num_splits to workspace: whether the tensor is None.
+    was planned for. num_splits to workspace: whether the tensor is None. types: classes of head_dim_v to empty_lse, because 1 equals True.
     """
 
     op: ModuleType
@@ -76,6 +76,7 @@ class CallKey(NamedTuple):
     out: bool
     lse: bool
     workspace: bool
+    types: tuple[type, ...]
 
 
 def run_cached(
@@ -110,13 +111,17 @@ def run_cached(
         schedule = tile_scheduler_metadata
         planned_for = schedule.key or True
         tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
+    types = (
+        head_dim_v.__class__, softmax_scale.__class__, causal.__class__, is_fp8_kvcache.__class__, batch_invariant.__class__,
+        empty_lse.__class__,
+    )  # fmt: skip
     # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
     if indices is None:
         key: tuple[Any, ...] = (
             dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q is None, descale_k is None,
             attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
         )  # fmt: skip
         tensors: tuple[Any, ...] = (
             q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
@@ -127,7 +132,7 @@ def run_cached(
             sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
             descale_q, descale_k,
             attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
         )  # fmt: skip
         tensors = (
             q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
@@ -256,7 +261,7 @@ def _check_order(descale_q: Any) -> None:
 
 def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
     """Raise ValueError unless the caller's workspace is contiguous, on `device`, and has at least nbytes bytes."""
-    spec = spec_of("workspace", workspace)
+    spec = operand_spec("workspace", workspace)
     if spec.device != device:
         raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
     check_contiguous("workspace", spec)

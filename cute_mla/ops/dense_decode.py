@@ -27,8 +27,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 Arguments = DenseDecodeArguments  # the kernel's
@@ -62,14 +62,14 @@ class CallSpec(NamedTuple):
 def check(operands: Operands, common: CommonSpec) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_no_grad(**operands._asdict())
-    k_cache = spec_of("k_cache", operands.k_cache)
+    k_cache = operand_spec("k_cache", operands.k_cache)
     if common.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"is_fp8_kvcache is True with a k_cache of {k_cache.dtype}; supported {WHERE}: {torch.float8_e4m3fn}")
     return CallSpec(
-        q=spec_of("q", operands.q),
+        q=operand_spec("q", operands.q),
         k_cache=k_cache,
-        block_table=spec_of("block_table", operands.block_table),
-        cache_seqlens=spec_of("cache_seqlens", operands.cache_seqlens),
+        block_table=operand_spec("block_table", operands.block_table),
+        cache_seqlens=operand_spec("cache_seqlens", operands.cache_seqlens),
         descale_q=optional_spec("descale_q", operands.descale_q),
         descale_k=optional_spec("descale_k", operands.descale_k),
         common=common,

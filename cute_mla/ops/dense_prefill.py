@@ -39,8 +39,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 
@@ -176,11 +176,11 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
     check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
-        q=spec_of("q", operands.q),
-        k=spec_of("k", operands.k),
-        v=spec_of("v", operands.v),
-        cu_seqlens_qo=spec_of("cu_seqlens_qo", operands.cu_seqlens_qo),
-        cu_seqlens_kv=spec_of("cu_seqlens_kv", operands.cu_seqlens_kv),
+        q=operand_spec("q", operands.q),
+        k=operand_spec("k", operands.k),
+        v=operand_spec("v", operands.v),
+        cu_seqlens_qo=operand_spec("cu_seqlens_qo", operands.cu_seqlens_qo),
+        cu_seqlens_kv=operand_spec("cu_seqlens_kv", operands.cu_seqlens_kv),
         causal=bool(options.causal),
         max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
         out=optional_spec("out", out),

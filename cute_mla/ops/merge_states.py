@@ -23,6 +23,7 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
     spec_of,
 )
@@ -215,7 +216,7 @@ def _pointers(name: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, torch.T
 
 def _spec_of_all(name: str, tensors: tuple[torch.Tensor, ...]) -> TensorSpec:
     """Return the spec that all tensors have. ValueError if they differ."""
-    first, *others = (spec_of(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors))
+    first, *others = (operand_spec(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors))
     for i, other in enumerate(others, start=1):
         if other != first:
             raise ValueError(f"{name}[{i}] is {_spec_text(other)}; supported: as {name}[0], {_spec_text(first)}")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ..runtime.tensor_memory import span_bytes
+
 _OVERLAP_WORK = 10_000  # steps of numpy's search for an address that two tensors share: milliseconds
 
 
@@ -18,7 +20,13 @@ def check_no_overlap(written: Mapping[str, torch.Tensor | None], read: Mapping[s
     inputs = [(name, tensor, *_extent(tensor)) for name, tensor in read.items() if tensor is not None]
     for i, (name, tensor, start, end) in enumerate(outputs):
         for other_name, other, other_start, other_end in (*outputs[i + 1 :], *inputs):
-            if start < other_end and other_start < end and _share_memory(tensor, other):
+            shared = start < other_end and other_start < end and _share_memory(tensor, other)
+            if shared is None:
+                raise ValueError(
+                    f"{name} and {other_name} interleave in memory, and whether they share bytes takes too long to decide; "
+                    "supported: results and workspace with memory of their own"
+                )
+            if shared:
                 raise ValueError(f"{name} shares memory with {other_name}; supported: results and workspace with memory of their own")
 
 
@@ -27,15 +35,15 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     start = tensor.data_ptr()
-    return start, start + (sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1) * tensor.itemsize
+    return start, start + span_bytes(tensor)
 
 
-def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have a byte in common, as two slices of one tensor may. False where the search takes too long."""
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool | None:
+    """Return whether two tensors have a byte in common, as two slices of one tensor may. None where the search takes too long."""
     try:
         return np.shares_memory(_as_array(tensor), _as_array(other), max_work=_OVERLAP_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return False
+    except (np.exceptions.TooHardError, OverflowError):
+        return None
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:

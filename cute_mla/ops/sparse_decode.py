@@ -18,7 +18,7 @@ from .limits import MAX_GRID_TOKENS
 from .paged_cache import GatheredCache, gathered_cache
 from .split_plan import ScheduleKey
 from .strides import row_alignment
-from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, optional_spec, spec_of
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, optional_spec
 
 Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
@@ -66,7 +66,7 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
         raise ValueError(f"causal is True: not supported {WHERE}; supported: False")
     names = ("k_cache", "indices", "topk_length")
     return CallSpec(
-        q=spec_of("q", operands.q),
+        q=operand_spec("q", operands.q),
         main=_selection(names, operands.k_cache, operands.indices, operands.topk_length),
         extra=_extra_selection(operands),
         attn_sink=optional_spec("attn_sink", operands.attn_sink),
@@ -143,7 +143,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
 
 
 def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:
-    return Selection(names, spec_of(names[0], k_cache), spec_of(names[1], indices), optional_spec(names[2], length))
+    return Selection(names, operand_spec(names[0], k_cache), operand_spec(names[1], indices), optional_spec(names[2], length))
 
 
 def _extra_selection(operands: Operands) -> Selection | None:

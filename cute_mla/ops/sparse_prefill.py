@@ -30,8 +30,8 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    operand_spec,
     optional_spec,
-    spec_of,
 )
 
 
@@ -148,9 +148,9 @@ def check(operands: Operands, options: Options, results: Results) -> CallSpec:
     address_alignment = alignment(address_of("q", q), 0 if out is None else address_of("out", out))
     check_no_grad(q=q, kv=operands.kv, attn_sink=operands.attn_sink, **results._asdict())
     return CallSpec(
-        q=spec_of("q", q),
-        kv=spec_of("kv", operands.kv),
-        indices=spec_of("indices", operands.indices),
+        q=operand_spec("q", q),
+        kv=operand_spec("kv", operands.kv),
+        indices=operand_spec("indices", operands.indices),
         topk_length=optional_spec("topk_length", operands.topk_length),
         attn_sink=optional_spec("attn_sink", operands.attn_sink),
         kv_offsets=optional_spec("kv_offsets", operands.kv_offsets),

@@ -17,7 +17,7 @@ from .arguments import check_flag, check_integer, short_repr
 from .indices import check_indices
 from .launch_plan import LaunchPlan
 from .limits import heads_error
-from .tensor_spec import TensorSpec, check_contiguous, check_counts, check_device, check_dtype, check_shape, spec_of
+from .tensor_spec import TensorSpec, check_contiguous, check_counts, check_device, check_dtype, check_shape, operand_spec
 
 # tile_scheduler_metadata, int32 [num_parts, 8], and num_splits, int32 [batch + 1].
 SplitPlan: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -98,7 +98,7 @@ def check(cache_seqlens: Any, options: Options) -> CallSpec:
     """Check the arguments of get_mla_metadata. ValueError unless they are supported."""
     check_flag("is_fp8_kvcache", options.is_fp8_kvcache)
     rows, columns = options.shape
-    spec = spec_of("cache_seqlens", cache_seqlens)
+    spec = operand_spec("cache_seqlens", cache_seqlens)
     check_shape("cache_seqlens", spec, ("batch",))
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
@@ -109,17 +109,17 @@ def check_sparse(
     indices: Any, num_heads_q: int, topk_length: Any = None, extra_indices: Any = None, extra_topk_length: Any = None
 ) -> CallSpec:
     """Check the arguments of run_sparse. ValueError unless they are supported."""
-    spec = spec_of("indices", indices)
+    spec = operand_spec("indices", indices)
     check_indices("indices", spec, ("batch", "s_q", "topk"), spec)
     batch, s_q, topk = spec.shape
     extra_topk = 0
     if extra_indices is not None:
-        extra = spec_of("extra_indices_in_kvcache", extra_indices)
+        extra = operand_spec("extra_indices_in_kvcache", extra_indices)
         check_indices("extra_indices_in_kvcache", extra, (batch, s_q, "topk"), spec)
         extra_topk = extra.shape[2]
     for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
         if lengths is not None:
-            check_counts(name, spec_of(name, lengths), (batch,), spec.device)
+            check_counts(name, operand_spec(name, lengths), (batch,), spec.device)
     return CallSpec(batch, num_heads_q, max(s_q, 1), topk, extra_topk)
 
 
@@ -224,7 +224,7 @@ def plan_specs(metadata: Any, num_splits: Any) -> PlanSpecs | None:
             f"tile_scheduler_metadata is {type(metadata).__name__}, num_splits {type(num_splits).__name__}; "
             "supported: what get_mla_metadata returns, either a schedule object and None or two tensors"
         )
-    return PlanSpecs(spec_of("tile_scheduler_metadata", metadata), spec_of("num_splits", num_splits))
+    return PlanSpecs(operand_spec("tile_scheduler_metadata", metadata), operand_spec("num_splits", num_splits))
 
 
 def check_plan(specs: PlanSpecs, batch: int, num_parts: int, device: torch.device) -> None:

@@ -9,8 +9,11 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
+from ..runtime.tensor_memory import missing_memory
 from .arguments import short_repr
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -32,6 +35,11 @@ class TensorSpec(NamedTuple):
     device: torch.device
 
 
+def is_stand_in(tensor: Any) -> bool:
+    """Return whether an argument is a tracer's stand-in for a tensor, which has a spec and no memory."""
+    return isinstance(tensor, FakeTensor | FunctionalTensor)
+
+
 def record_repr(record: Any) -> str:
     """Return the repr of a dataclass or named tuple, with dtype, shape and device of tensors in place of their contents."""
     names = [field.name for field in fields(record)] if is_dataclass(record) else record._fields
@@ -47,23 +55,36 @@ def _short(value: Any) -> str:
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:
-    """Return the spec of an argument. ValueError if it is not a plain strided tensor."""
+    """Return the spec of an argument. ValueError if it is not a plain strided tensor with memory, or a tracer's stand-in for one."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name} is {short_repr(tensor)}; supported: a torch tensor")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or (not is_dynamo_compiling() and tensor.is_neg()):
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "a lazily negated view"
         raise ValueError(f"{name} is {kind if tensor.layout is torch.strided else tensor.layout}; supported: a strided torch tensor")
+    if not is_dynamo_compiling() and not is_stand_in(tensor) and tensor.device.type != "meta":
+        missing = missing_memory(tensor)
+        if missing is not None:
+            raise ValueError(f"{name} has shape {list(tensor.shape)} and {missing}; supported: a tensor with memory for all its elements")
     return TensorSpec(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
+def operand_spec(name: str, tensor: Any) -> TensorSpec:
+    """Return the spec of an argument that a launch uses. ValueError if it is not a plain strided tensor with memory."""
+    if is_stand_in(tensor):
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} beside tensors with memory; supported: a tensor with memory for all its elements"
+        )
+    return spec_of(name, tensor)
+
+
 def optional_spec(name: str, tensor: Any) -> TensorSpec | None:
-    """Return the spec of an argument that may be None. ValueError if it is neither None nor a plain strided tensor."""
-    return None if tensor is None else spec_of(name, tensor)
+    """Return the operand_spec of an argument that may be None."""
+    return None if tensor is None else operand_spec(name, tensor)
 
 
 def address_of(name: str, tensor: Any) -> int:
-    """Return the address of an argument. ValueError if it is not a plain strided tensor."""
-    spec_of(name, tensor)
+    """Return the address of an argument that a launch uses. ValueError as operand_spec."""
+    operand_spec(name, tensor)
     address: int = tensor.data_ptr()
     return address
 

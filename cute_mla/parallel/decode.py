@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..api import flash_mla_with_kvcache, merge_states
-from ..ops.arguments import check_integer
+from ..ops.arguments import check_flag, check_integer, short_repr
+from ..ops.limits import MAX_QUERY_TOKENS
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 from ..spec.mla import D_V
@@ -95,11 +96,13 @@ class ContextParallel:
         causal mask of a decode call cannot express that. Causal query tokens are therefore rows with lengths of their own, and the rank's
         keys are read s_q times.
         """
-        check_integer("s_q", s_q, 1)
+        check_integer("s_q", s_q, 1, MAX_QUERY_TOKENS)
+        check_flag("causal", causal)
         lengths, table = spec_of("cache_seqlens", cache_seqlens), spec_of("block_table", block_table)
         check_shape("cache_seqlens", lengths, ("batch",))
         check_dtype("cache_seqlens", lengths, torch.int32)
         check_shape("block_table", table, (lengths.shape[0], "pages per request"))
+        check_dtype("block_table", table, torch.int32)
         check_device("block_table", table, lengths.device)
         if s_q == 1 or not causal:
             return ShardedRequests(block_table, self.shard.local_lengths(cache_seqlens), s_q, 1)
@@ -127,6 +130,7 @@ class ContextParallel:
         Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] of this rank's heads over all keys. A token without keys on any
         rank has out 0 and lse empty_lse. A rank may have no keys of a request.
         """
+        _check_class("requests", requests, ShardedRequests)
         spec = spec_of("q", q)
         check_shape("q", spec, (requests.batch, requests.s_q, "h_q", "d_qk"), " with these requests")
         options = {"descale_q": descale_q, "descale_k": descale_k, "softmax_scale": softmax_scale, "batch_invariant": batch_invariant}
@@ -150,6 +154,7 @@ class ContextParallel:
         shard.local_indices, with the same selection of keys on every rank. attn_sink: fp32 [h_q], this rank's heads; each sink is added
         once, not per rank. The other arguments and the results are as in decode.
         """
+        _check_class("selected", selected, LocalIndices)
         spec = spec_of("q", q)
         check_shape("q", spec, (*spec_of("indices", selected.indices).shape[:2], "h_q", "d_qk"), " with these indices")
         if attn_sink is not None:
@@ -214,6 +219,12 @@ class ContextParallel:
         received = torch.empty_like(states)
         dist.all_to_all_single(received.view(torch.uint8), states.view(torch.uint8), group=self.group)
         return received
+
+
+def _check_class(name: str, value: Any, expected: type) -> None:
+    """Raise ValueError unless an argument is of the class that plan() or shard.local_indices() returns."""
+    if not isinstance(value, expected):
+        raise ValueError(f"{name} is {short_repr(value)}; supported: a {expected.__name__}")
 
 
 def _out_and_lse(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..ops.arguments import check_integer
+from ..ops.paged_cache import MAX_SLOTS
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 
 
@@ -44,6 +45,8 @@ class ContextShard:
         check_integer("world", self.world, 1)
         check_integer("interleave", self.interleave, 1)
         check_integer("rank", self.rank, 0, self.world - 1)
+        if self._round > MAX_SLOTS:
+            raise ValueError(f"interleave is {self.interleave} with a world of {self.world}; supported: interleave * world to {MAX_SLOTS}")
 
     def local_lengths(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return how many keys of requests of these lengths the rank has, with shape and dtype of lengths.
@@ -62,7 +65,7 @@ class ContextShard:
         pages of the request of each row. Returns int64 [rows, n]: page * page size + row; -1 for keys of other ranks, negative positions
         and positions beyond the block table.
         """
-        check_integer("page_size", page_size, 1)
+        check_integer("page_size", page_size, 1, MAX_SLOTS)
         table, keys = spec_of("block_table", block_table), spec_of("positions", positions)
         check_shape("block_table", table, ("rows", "pages per request"))
         check_dtype("block_table", table, torch.int32)
@@ -88,6 +91,7 @@ class ContextShard:
         spec = spec_of("positions", positions)
         check_shape("positions", spec, ("batch", "s_q", "topk"))
         slots = self.slots(positions.flatten(1), block_table, page_size).view(spec.shape)
+        slots = slots.clamp(-1, MAX_SLOTS)  # a page outside the cache stays outside as int32: no cache has so many slots
         others = slots < 0
         order = others.to(torch.uint8).sort(dim=-1, stable=True).indices
         counts = (~others).sum(dim=-1, dtype=torch.int32)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import threading
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 
-from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256
+from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256, read_file
+from ..spec.abi import Param
 from ..spec.arch import ARCHS
+from ..spec.kernel_params import PARAMS_OF
 from .errors import ArtifactError
+from .fork_lock import ForkLock
 
 FOLDER_VARIABLE = "CUTE_MLA_ARTIFACTS"
+DISTRIBUTION = "cute-mla"
 
 _REBUILD = "build the kernels again with `cute-mla build`, or install the wheel again"
 
@@ -49,7 +53,7 @@ class Artifacts:
         if self.provenance is not None and manifest_sha256(self.folder) != self.provenance.manifest_sha256:
             found.append(f"{self.folder / MANIFEST_NAME} is not the one of {self.folder / PROVENANCE_NAME}, which names another sha256")
         for entry in self.manifest.kernels.values():
-            for read in (self.cubin, self.ptx):
+            for read in (self.cubin, self.ptx, self.check_params):
                 try:
                     read(entry)
                 except ArtifactError as error:
@@ -59,9 +63,19 @@ class Artifacts:
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
         """Return the manifest entry of a variant. ArtifactError if it was not built."""
         try:
-            return self.manifest.find(op, arch, config_name)
+            entry = self.manifest.find(op, arch, config_name)
         except ManifestError as error:
             raise ArtifactError(f"{self.folder}: {error}; {_REBUILD}") from error
+        self.check_params(entry)
+        return entry
+
+    def check_params(self, entry: KernelEntry) -> None:
+        """Raise ArtifactError unless a kernel takes the parameters that its op passes."""
+        expected = PARAMS_OF.get(entry.op, entry.params)
+        if entry.params != expected:
+            raise ArtifactError(
+                f"{self.folder / MANIFEST_NAME}: kernels.{entry.name}.params: found {_params_text(entry.params, expected)}; {_REBUILD}"
+            )
 
     def cubin(self, entry: KernelEntry) -> bytes:
         """Return the kernel's machine code. ArtifactError if it is damaged or for another architecture."""
@@ -77,18 +91,29 @@ class Artifacts:
 
     def ptx(self, entry: KernelEntry) -> str:
         """Return the PTX that the cubin was made from. ArtifactError if it is damaged."""
-        return self._read(entry.ptx, entry.ptx_sha256).decode()
+        try:
+            return self._read(entry.ptx, entry.ptx_sha256).decode()
+        except UnicodeDecodeError as error:
+            raise ArtifactError(f"{self.folder / entry.ptx} is not text: {error}; {_REBUILD}") from error
 
     def _read(self, name: str, sha256: str) -> bytes:
         path = self.folder / name
         try:
-            content = path.read_bytes()
+            content = read_file(path)
         except OSError as error:
             raise ArtifactError(f"cannot read {path}: {error.strerror}; {_REBUILD}") from error
         found = hashlib.sha256(content).hexdigest()
         if found != sha256:
             raise ArtifactError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}; {_REBUILD}")
         return content
+
+
+def _params_text(found: tuple[Param, ...], expected: tuple[Param, ...]) -> str:
+    """Describe the first difference between two lists of parameters."""
+    if len(found) != len(expected):
+        return f"{len(found)} parameters, expected {len(expected)}"
+    i, (other, param) = next((i, pair) for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1])
+    return f"[{i}] {other.kind} {other.name}, expected {param.kind} {param.name}"
 
 
 def cubin_sm(cubin: bytes) -> int | None:
@@ -106,7 +131,7 @@ def cubin_toolkit(cubin: bytes) -> tuple[int, int] | None:
 
 
 _loaded: dict[Path, tuple[int, Artifacts]] = {}
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def load_artifacts(folder: Path | None = None) -> Artifacts:
@@ -120,8 +145,26 @@ def load_artifacts(folder: Path | None = None) -> Artifacts:
         known = _loaded.get(folder)
         if known is None or known[0] != stamp:
             try:
-                known = stamp, Artifacts(folder, Manifest.load(folder), Provenance.load(folder))
+                known = stamp, Artifacts(folder, Manifest.load(folder), _load_provenance(folder))
             except ManifestError as error:
                 raise ArtifactError(f"{error}; {_REBUILD}") from error
             _loaded[folder] = known
     return known[1]
+
+
+def _load_provenance(folder: Path) -> Provenance | None:
+    """Return the provenance, or None in a source tree. ManifestError if it is damaged, or missing from an installed wheel."""
+    provenance = Provenance.load(folder)
+    if provenance is None and _was_installed(folder):
+        raise ManifestError(f"{folder / PROVENANCE_NAME}: found no such file, expected the one that was installed with the kernels")
+    return provenance
+
+
+def _was_installed(folder: Path) -> bool:
+    """Return whether the installer's list of files (RECORD) has a provenance in this folder."""
+    for installed in distributions(name=DISTRIBUTION):
+        names = (line.split(",", 1)[0] for line in (installed.read_text("RECORD") or "").splitlines())
+        for name in names:
+            if name.endswith(f"/{PROVENANCE_NAME}") and Path(str(installed.locate_file(name))).parent.resolve() == folder.resolve():
+                return True
+    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -18,6 +17,7 @@ from .artifacts import Artifacts, cubin_toolkit, load_artifacts
 from .call_cache import CallCache
 from .cuda_launches import CudaLaunches
 from .errors import DeviceError
+from .fork_lock import ForkLock
 from .launch import CallSteps
 
 _DRIVERS = {12: "525", 13: "580"}  # by CUDA major: the oldest driver that loads what its tools compile
@@ -59,7 +59,7 @@ class CudaDevice:
         self._entries: dict[tuple[str, str], KernelEntry] = {}
         self._kernels: dict[str, _LoadedKernel] = {}
         self._streams: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def kernel(self, op: str, config_name: str) -> KernelEntry:
         """Return the manifest entry of a variant for this device. ArtifactError if it was not built."""

@@ -5,6 +5,7 @@ The only module that imports both devices. Each import waits for the first use: 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,19 +16,30 @@ import torch
 from ..spec.arch import ALIASES, ARCHS, Arch, arch_for
 from .device import Device
 from .errors import DeviceError
+from .scope import Scope
 
 if TYPE_CHECKING:
     from .simulated_device import SimulatedDevice
 
-_simulated: ContextVar[Device | None] = ContextVar("cute_mla_simulated_device", default=None)
+_simulated: ContextVar[Scope | None] = ContextVar("cute_mla_simulated_device", default=None)
 _cuda: dict[torch.device, Device] = {}
 _CPU = torch.device("cpu")
 
 
 def device_for(device: torch.device) -> Device:
     """Return the device that runs kernels on tensors of this torch device. ValueError if there is none."""
-    found = _simulated.get() if device == _CPU else _cuda.get(device)
+    if device == _CPU:
+        scope = _simulated.get()
+        found = scope.device if scope is not None and scope.is_plain else None
+    else:
+        found = _cuda.get(device)
     return _first_use(device) if found is None else found
+
+
+def _simulated_device() -> Device | None:
+    """Return the device of CPU tensors, or None outside simulate()."""
+    scope = _simulated.get()
+    return None if scope is None else scope.active_device()
 
 
 def _first_use(device: torch.device) -> Device:
@@ -38,7 +50,7 @@ def _first_use(device: torch.device) -> Device:
         index = _current_index() if device.index is None else device.index
         return _cuda.setdefault(torch.device("cuda", index), cuda_device(index))
     if device.type == "cpu":
-        simulated = _simulated.get()
+        simulated = _simulated_device()
         if simulated is not None:
             return simulated
         raise ValueError("got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate(arch):`")
@@ -56,14 +68,14 @@ def _current_index() -> int:
 
 def default_device() -> torch.device:
     """Return the device of a call that names none: the simulated device inside simulate(), else the current CUDA device."""
-    return torch.device("cuda") if _simulated.get() is None else _CPU
+    return torch.device("cuda") if _simulated_device() is None else _CPU
 
 
 def has_kernels(device: torch.device) -> bool:
     """Return whether kernels run on tensors of this torch device: a supported GPU, or the CPU inside simulate()."""
     if device.type == "cuda":
         return arch_for(torch.cuda.get_device_capability(device)) is not None
-    return device.type == "cpu" and _simulated.get() is not None
+    return device.type == "cpu" and _simulated_device() is not None
 
 
 @contextmanager
@@ -75,6 +87,8 @@ def simulate(
     on_finding: str = "raise",
 ) -> Iterator[SimulatedDevice]:
     """Run kernels on CPU tensors on a simulated device, in this thread or task only.
+
+    While a generator that holds the block is suspended, the code that iterates over the generator is outside of the block.
 
     arch: "sm90", "sm100" or its alias "sm103", or the Arch. sm_count: streaming multiprocessors of the device; default those of
     the usual board (132 on sm90, 148 on sm100).
@@ -99,8 +113,11 @@ def simulate(
 @contextmanager
 def cpu_tensors_on(device: Device) -> Iterator[None]:
     """Run kernels on CPU tensors on this device, in this thread or task only."""
-    token = _simulated.set(device)
+    scope = Scope(device, _simulated.get(), sys._getframe(1))
+    _simulated.set(scope)
     try:
         yield
     finally:
-        _simulated.reset(token)
+        scope.close()
+        current = _simulated.get()
+        _simulated.set(None if current is None else current.innermost_open())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from numbers import Integral
@@ -18,11 +17,14 @@ from ..spec.arch import Arch
 from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
+from .block_tables import findings_of
 from .call_cache import CallCache
 from .device import SingleLaunches
 from .errors import ArtifactError
+from .fork_lock import ForkLock
 from .launch import CallSteps
 from .tensor_map import extent_bytes
+from .tensor_memory import missing_memory, span_bytes
 from .uninitialized import UninitializedMemory
 
 if TYPE_CHECKING:
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
 _ON_FINDING = ("raise", "collect")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
 
+_FIRST_ADDRESS = 1 << 16  # no system maps memory below it
+
 MAX_CACHED_MODULES = 8  # parsed kernels, some 10 MB each
 
 _modules: dict[str, Module] = {}  # in the order of use
-_modules_lock = threading.Lock()
+_modules_lock = ForkLock()
 
 
 class SimulatedDevice:
@@ -61,7 +65,7 @@ class SimulatedDevice:
         self.seconds = 0.0
         self.launches = 0
         self.counts: dict[str, Counts] | None = None
-        self.call_cache = CallCache()
+        self.call_cache = CallCache(exact=True)
         self._policy = simulator.Policy.named(schedule, seed)
         self._order = f"schedule {schedule}, seed {seed}"
         self._raise = on_finding == "raise"
@@ -91,23 +95,25 @@ class SimulatedDevice:
         global memory.
         """
         del stream
+        missing = list(_missing_memory(kernel.params, args))
+        if missing:  # a GPU would fault, and so would this process
+            self._report(kernel, grid, missing)
+            return
         memory = simulator.GlobalMemory()
         regions = list(_regions(kernel.params, args))
         for name, start, stop in regions:
             self._uninitialized.register(memory, name, start, stop)
         launch = self._simulator_launch(kernel, grid, args, pdl)
+        misuse = findings_of(kernel, args)
         report = simulator.run(launch, memory, self._policy)
         for _, start, stop in regions:
             self._uninitialized.update(memory, start, stop)
         self.launches += 1
         self.instructions += report.instructions
         self.seconds += report.seconds
-        self.findings += report.findings
         if self.counts is not None:
             self._add_counts(kernel.name, report.executed.by_role())
-        if report.findings and self._raise:
-            text = "\n".join(str(finding) for finding in report.findings)
-            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(report.findings))
+        self._report(kernel, grid, [*misuse, *report.findings])
 
     def prepare(self, call: CallSteps) -> SingleLaunches:
         """Return the launches of a call. There is nothing to prepare."""
@@ -116,6 +122,13 @@ class SimulatedDevice:
     def count_by_role(self) -> None:
         """Count the warp instructions of all later launches, by kernel, role and class."""
         self.counts = {}
+
+    def _report(self, kernel: KernelEntry, grid: tuple[int, int, int], findings: Sequence[Finding]) -> None:
+        """Collect the findings of a launch. SimulationError if there are any and on_finding is "raise"."""
+        self.findings += findings
+        if findings and self._raise:
+            text = "\n".join(str(finding) for finding in findings)
+            raise simulator.SimulationError(f"{kernel.name} on grid {grid}, {self._order}:\n{text}", tuple(findings))
 
     def _add_counts(self, kernel: str, counts: Counts) -> None:
         assert self.counts is not None
@@ -158,6 +171,18 @@ class SimulatedDevice:
             return module
 
 
+def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Finding]:
+    """Yield a finding for each tensor or tensor map that has elements and no memory for them."""
+    for param, arg in zip(params, args, strict=True):
+        start, stop = _range(param, arg)
+        if start < stop and start < _FIRST_ADDRESS:
+            yield simulator.Finding("null_address", f"{param.name} is {stop - start} bytes at address {start:#x}, which has no memory")
+        elif start < stop and isinstance(arg, torch.Tensor):
+            missing = missing_memory(arg)
+            if missing is not None:
+                yield simulator.Finding("out_of_bounds", f"{param.name} has {missing}")
+
+
 def _raw(param: Param, arg: Any) -> bytes | TensorMap:
     """Return an argument as the simulator takes it: little-endian bytes, or the TensorMap."""
     if param.kind is ParamKind.TENSOR_MAP:
@@ -190,9 +215,4 @@ def _range(param: Param, arg: Any) -> tuple[int, int]:
     if param.kind is not ParamKind.POINTER or arg is None:
         return 0, 0
     start = arg.data_ptr()
-    if isinstance(arg, Span):
-        return start, start + arg.nbytes
-    if arg.numel() == 0:
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
-    return start, start + (last + 1) * arg.element_size()
+    return start, start + (arg.nbytes if isinstance(arg, Span) else span_bytes(arg))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a kernel.
+    """One thing that is wrong with a kernel or with the operands of its launch.
 
     kind: a short stable word ("deadlock", "out_of_bounds", "misaligned", "poison", "barrier", ...).
     ptx_line: 1-based line of the PTX text; source: "file:line" of the kernel source where the PTX has line information.

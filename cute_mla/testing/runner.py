@@ -105,11 +105,16 @@ class Record:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Results of one run of a call, findings of the simulator, and a description of out-of-bounds writes."""
+    """Results of one run of a call.
+
+    findings: those of the simulator, but for the kinds that the case expects. damage: describes out-of-bounds writes.
+    missing: kinds of findings that the case expects and the simulator did not report.
+    """
 
     results: Result
     findings: tuple[str, ...]
     damage: str
+    missing: tuple[str, ...]
     seconds: float
 
 
@@ -301,7 +306,14 @@ def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule |
     seconds = time.perf_counter() - start
     copies = tuple(result.clone() for result in results)  # runs under later schedules write to the same outputs
     returned = dict(zip(operation(case).results, results, strict=True))
-    return _Outcome(copies, tuple(map(str, findings)), "; ".join(_damage(tensors.output_buffers, returned, guarded)), seconds)
+    by_kind = [(text.partition(":")[0], text) for text in map(str, findings)]
+    return _Outcome(
+        copies,
+        findings=tuple(text for kind, text in by_kind if kind not in case.finding_kinds),
+        damage="; ".join(_damage(tensors.output_buffers, returned, guarded)),
+        missing=() if schedule is None else tuple(sorted(case.finding_kinds.difference(kind for kind, _ in by_kind))),
+        seconds=seconds,
+    )
 
 
 def _workspace(case: BaseCase, tensors: Operands) -> Tensor:
@@ -343,6 +355,7 @@ def _judge(
     faults = [*(comparison.reason for comparison in compared.values()), outcome.damage]
     if outcome.findings:
         faults.append(f"{len(outcome.findings)} findings, first {outcome.findings[0]}")
+    faults += [f"no finding {kind}" for kind in outcome.missing]
     if first is not None and not all(map(same_bits, outcome.results, first.results)):
         faults.append("other bits than under the first schedule")
     figures = {f"{name}_max_abs": comparison.max_abs for name, comparison in compared.items()}

@@ -13,9 +13,10 @@ from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
 from cute_mla.aot_build.tools import assemble, disassemble, find_program
-from cute_mla.spec.abi import Param, int64s
+from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90
 from tests.aot_build.tma_copy import GOOD, PARAMS
+from tests.support.params import int64s
 
 
 @pytest.fixture(scope="module")

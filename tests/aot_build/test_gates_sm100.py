@@ -11,8 +11,8 @@ from cute_mla.aot_build.gates import Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
 from cute_mla.aot_build.tools import assemble, disassemble, find_program
-from cute_mla.spec.abi import pointers
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.params import pointers
 
 pytestmark = pytest.mark.skipif(find_program("ptxas") is None, reason="needs the ptxas program of the build extra")
 

@@ -120,6 +120,21 @@ def test_kernels_of_other_sources_are_not_packed(
     assert not (tmp_path / "dist").exists()
 
 
+@pytest.mark.parametrize("kind", ["cubin", "ptx"])
+def test_a_damaged_file_is_not_packed(checkout: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "artifacts"
+    entry = Manifest.load(artifacts_folder()).kernels[SMALL]
+    folder.mkdir()
+    for name in (entry.cubin, entry.ptx):
+        shutil.copyfile(artifacts_folder() / name, folder / name)
+    Manifest({SMALL: entry}).save(folder)
+    with (folder / getattr(entry, kind)).open("ab") as file:
+        file.write(b"\n")
+    with pytest.raises(ToolError, match=rf"{SMALL}\.{kind} is damaged: sha256 [0-9a-f]{{64}}, the manifest says"):
+        make_wheel(checkout, folder, tmp_path / "dist")
+    assert not (tmp_path / "dist").exists()
+
+
 def needed(name: str, seen: set[str]) -> Iterator[str]:
     """Yield a distribution and all that it requires here, without extras."""
     if name in seen:

@@ -15,8 +15,8 @@ from cutlass.experimental import primitives
 from cute_mla.aot_build.variants import Variant
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import Barrier, Role, kernel_name
-from cute_mla.spec.abi import int32s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, Arch
+from tests.support.params import int32s, pointers, tensor_maps
 
 TILE = 64
 THREADS = 128

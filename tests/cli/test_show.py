@@ -14,13 +14,13 @@ import torch
 from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands
-from cute_mla.manifest import Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
+from cute_mla.manifest import MANIFEST_NAME, Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
 from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, DynamicCounts
 from cute_mla.runtime import driver
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.spec.abi import int32s, tensor_maps
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.params import int32s, tensor_maps
 
 NAME = "dense_decode_sm90_bf16"
 ENTRY = KernelEntry(
@@ -182,7 +182,8 @@ def test_env_says_which_artefacts_are_damaged_and_where_they_are_from(monkeypatc
     found = env()
     about = found["artifacts"]
     assert (about["kernels"], about["manifest sha256"]) == (1, sha256)
-    assert [damage.split(":")[0] for damage in about["damaged"]] == [f"cannot read {folder / NAME}.{kind}" for kind in ("cubin", "ptx")]
+    missing = [f"cannot read {folder / NAME}.{kind}" for kind in ("cubin", "ptx")]
+    assert [damage.split(":")[0] for damage in about["damaged"]] == [*missing, f"{folder / MANIFEST_NAME}"]  # whose params are not the op's
     assert about["provenance"] == {"source": f"commit {'a' * 40} with local changes", "version": "0.1.0", "python": "3.11.4"}
     assert about["tools"] == {"reassembly": "equal"}
     assert found["simulated"]["sm90"]["dense_decode"].startswith("no: cannot read")

@@ -17,6 +17,7 @@ from cute_mla.cli import commands, verify
 from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
+from cute_mla.spec import combine
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
@@ -385,7 +386,7 @@ def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pyte
     hashes: dict[str, Any] = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
     shape: dict[str, Any] = {"block": (32, 1, 1), "cluster": (1, 1, 1), "smem_bytes": 0, "registers": 8, "stack_bytes": 0}
     files: dict[str, Any] = {"cubin": f"{name}.cubin", "ptx": f"{name}.ptx"}
-    entry = KernelEntry(name, "combine", "sm90", {}, name, params=(), fingerprint="c" * 64, **files, **hashes, **shape)
+    entry = KernelEntry(name, "combine", "sm90", {}, name, params=combine.PARAMS, fingerprint="c" * 64, **files, **hashes, **shape)
     (tmp_path / files["cubin"]).write_bytes(cubin)
     (tmp_path / files["ptx"]).write_bytes(ptx)
     monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(tmp_path, Manifest({name: entry})))

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 import cute_mla
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.compare import same_bits
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.host_subjects import HOST_SUBJECTS
-from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, anything
+from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, allowed_findings, anything
 from tests.support.recording_device import RecordingDevice
 
 SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **HOST_SUBJECTS}
@@ -76,7 +77,8 @@ def _judge(call: FuzzCall) -> Outcome:
     with _limited():
         if call.again and call.breaks:
             _after_the_right_one(call, subject)
-        with cute_mla.simulate(call.setting.arch, call.setting.sm_count, call.setting.schedule, call.setting.seed) as device:
+        setting = call.setting
+        with cute_mla.simulate(setting.arch, setting.sm_count, setting.schedule, setting.seed, on_finding="collect") as device:
             arguments = subject.arguments(call.case)
             broken = _broken(call, arguments)
             if broken is None:
@@ -88,7 +90,7 @@ def _judge(call: FuzzCall) -> Outcome:
                 if device.launches != launches:
                     raise Failure("a kernel was launched by a call that is refused")
                 return outcome
-            return _return(call, subject, broken)
+            return _return(call, subject, broken, device)
 
 
 @contextmanager
@@ -181,7 +183,7 @@ def pattern(message: str) -> str:
     return re.sub(r"0x[0-9a-f]+|-?\d[\d.e+]*", "#", first)[:160]
 
 
-def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
+def _return(call: FuzzCall, subject: Subject, arguments: Arguments, device: SimulatedDevice) -> Outcome:
     """Make a call that has to return, twice if it is to be made again."""
     verify = subject.expect(arguments, call.setting)
     if verify in (anything, *ALLOWED_FINDINGS) and not call.breaks:
@@ -199,16 +201,13 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments) -> Outcome:
             complaint = _differences(kept, _copies(subject.function(**arguments)))
     except Failure:
         raise
-    except cute_mla.SimulationError as error:
-        allowed = ALLOWED_FINDINGS.get(verify)
-        if allowed is None or not all(str(finding).startswith(allowed) for finding in error.findings):
-            raise Failure(f"SimulationError, though nothing is at fault: {error}") from error
-        complaint = ""
     except Exception as error:
         if "allocate memory" in str(error) and any(item.how == "enormous" for item in call.breaks):
             return Outcome("refused", "more memory than there is")  # torch's error
         raise Failure(f"{type(error).__name__}, though nothing is at fault: {error}") from error
-    complaint = complaint or memory.damage(written)
+    allowed = allowed_findings(verify, arguments)
+    found = [str(finding) for finding in device.findings if finding.kind not in allowed]
+    complaint = "; ".join(found) or complaint or memory.damage(written)
     if complaint:
         raise Failure(complaint)
     return Outcome("returned")

@@ -11,7 +11,7 @@ from cutlass.cute.runtime import make_ptr
 from cute_mla.kernels.attention.lengths import Lengths
 from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
-from cute_mla.spec.abi import int32s, pointers
+from tests.support.params import int32s, pointers
 
 RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
 PARAMS = (

@@ -124,7 +124,10 @@ def test_a_checkpoint_of_the_other_kind() -> None:
 
 
 def test_ranks_that_are_refused() -> None:
-    with pytest.raises(ValueError, match="rank is 2 of 2; supported: 0 to world - 1"):
+    with pytest.raises(ValueError, match="rank is 2; supported: an integer, 0 to 1"):
         Shard(2, 2)
+    for rank, world, name in ((0, 0, "world"), (0, 2.0, "world"), ("0", 2, "rank"), (True, 2, "rank"), (0, None, "world")):
+        with pytest.raises(ValueError, match=rf"^{name} is .*; supported: an integer"):
+            Shard(rank, world)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 heads on 3 ranks; supported: a divisor of the number of heads"):
         MlaWeights.from_tensors(checkpoint(SMALL), CONFIG, shard=Shard(0, 3), prefix=PREFIX)

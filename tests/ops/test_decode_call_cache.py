@@ -89,6 +89,11 @@ BAD: dict[str, Any] = {
     "workspace none of torch": {"workspace": 5},
     "empty_lse": {"empty_lse": 0.0},
     "causal list": {"causal": [True]},
+    "causal 0": {"causal": 0},
+    "causal 0.0": {"causal": 0.0},
+    "is_fp8_kvcache 0": {"is_fp8_kvcache": 0},
+    "batch_invariant 0": {"batch_invariant": 0},
+    "head_dim_v float": {"head_dim_v": 512.0},
     "q gradient": {"q": bytes_from(0, 2, 1, 16, 576).requires_grad_()},
 }
 
@@ -101,6 +106,23 @@ def test_what_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDe
 @pytest.mark.parametrize(("name", "pages"), [("k_cache", 64), ("extra_k_cache", 16)])
 def test_an_address_that_was_wrong_is_wrong_after_a_call_that_was_right(device: RecordingDevice, name: str, pages: int) -> None:
     refused_after_a_right_call(device, sparse_extra, **{name: bytes_from(8, 4, pages, 1, 656, dtype=torch.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ({"batch_invariant": True}, {"batch_invariant": 1}),
+    ],
+)
+def test_arguments_that_are_equal_and_of_another_type(device: RecordingDevice, good: dict[str, Any], bad: dict[str, Any]) -> None:
+    for given in (bad, good, bad):
+        if given is good:
+            cute_mla.flash_mla_with_kvcache(**dense(workspace=None, **given))
+            continue
+        with pytest.raises(ValueError, match=f"^{next(iter(bad))} is "):
+            cute_mla.flash_mla_with_kvcache(**dense(workspace=None, **given))
 
 
 def refused_after_a_right_call(device: RecordingDevice, make: Any, **bad: Any) -> None:

@@ -24,7 +24,7 @@ from cute_mla.ops import (
     sparse_prefill,
     split_plan,
 )
-from cute_mla.ops.decode_plan import Results
+from cute_mla.ops.decode_plan import Options, Results
 from cute_mla.ops.launch_plan import LaunchPlan
 from cute_mla.ops.protocol import Op, Planner
 
@@ -105,6 +105,7 @@ def test_the_key_of_a_decode_call_is_unpacked_as_it_was_packed(op: Any, monkeypa
     named = dict(zip((*op.Operands._fields, "tile_scheduler_metadata", "num_splits", *Results._fields), tensors, strict=True))
     assert named == {name: given[name] for name in named}
     assert (key.op, key.schedule, schedule) == (op, False, None)
-    for name in set(key._fields) - {"op", "schedule"}:
+    assert len(key.types) == len(Options._fields)
+    for name in set(key._fields) - {"op", "schedule", "types"}:
         assert getattr(key, name) is (False if name in named else given[name])
     assert {*named, *key._fields} >= set(given) - {"indices", "block_table", "cache_seqlens"}

@@ -49,6 +49,19 @@ def test_causal_of_a_request_shorter_than_its_query() -> None:
     torch.testing.assert_close(out[0, 2, 0], k_cache[0, 0, 0, :512])
 
 
+@pytest.mark.parametrize("entry", [3, -1, -(2**31), 2**31 - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_page_outside_the_cache_is_a_page_of_zeros(dtype: torch.dtype, entry: int) -> None:
+    torch.manual_seed(0)
+    q, k_cache = torch.randn(1, 1, 2, 576), torch.randn(3, 64, 1, 576).to(dtype)
+    lengths = torch.tensor([140], dtype=torch.int32)
+    zeros = k_cache.clone()
+    zeros[2] = 0
+    expected = dense_decode(q, zeros, torch.tensor([[1, 2, 0]], dtype=torch.int32), lengths)
+    for got, want in zip(dense_decode(q, k_cache, torch.tensor([[1, entry, 0]], dtype=torch.int32), lengths), expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_what_lies_beyond_the_length_does_not_matter() -> None:
     torch.manual_seed(0)
     q, k_cache = torch.randn(1, 1, 2, 576), torch.randn(3, 64, 1, 576)

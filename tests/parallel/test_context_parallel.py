@@ -112,8 +112,12 @@ def test_one_rank_needs_no_communication() -> None:
 def test_bad_arguments() -> None:
     context, table = Alone(), torch.zeros(2, 3, dtype=torch.int32)
     lengths = torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(ValueError, match="s_q is 0; supported: an integer, 1 or more"):
+    with pytest.raises(ValueError, match="s_q is 0; supported: an integer, 1 to 16777216"):
         context.plan(lengths, table, 0)
+    with pytest.raises(ValueError, match="causal is 1; supported: True and False"):
+        context.plan(lengths, table, 2, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"block_table has dtype torch.int64"):
+        context.plan(lengths, table.long())
     with pytest.raises(ValueError, match=r"cache_seqlens has dtype torch.int64"):
         context.plan(lengths.long(), table)
     with pytest.raises(ValueError, match=r"block_table has shape \[2, 3\]; supported: \[3, pages per request\]"):
@@ -121,6 +125,10 @@ def test_bad_arguments() -> None:
     q, cache = torch.zeros(2, 2, 3, 576, dtype=torch.bfloat16), torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"q has shape \[2, 2, 3, 576\]; supported with these requests: \[2, 1, h_q, d_qk\]"):
         context.decode(q, cache, context.plan(lengths, table))
+    with pytest.raises(ValueError, match="requests is None; supported: a ShardedRequests"):
+        context.decode(q, cache, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="selected is None; supported: a LocalIndices"):
+        context.sparse_decode(q, cache, None)  # type: ignore[arg-type]
     selected = context.shard.local_indices(torch.zeros(2, 1, 5, dtype=torch.int32), table, 64)
     with pytest.raises(ValueError, match=r"supported with these indices: \[2, 1, h_q, d_qk\]"):
         context.sparse_decode(q, cache, selected)

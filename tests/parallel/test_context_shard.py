@@ -64,6 +64,14 @@ def test_local_indices_are_the_own_ones_in_their_order() -> None:
     assert (indices.dtype, topk_length.dtype) == (torch.int32, torch.int32)
 
 
+@pytest.mark.parametrize("page", [1 << 25, 1 << 26, (1 << 31) - 1, -1, -(1 << 31)])
+def test_a_page_outside_the_cache_gives_an_index_outside_the_cache(page: int) -> None:
+    """2^26 pages of 64 keys on, the slot needs more than 32 bits."""
+    table = torch.tensor([[page, 2]], dtype=torch.int32)
+    indices, _ = ContextShard(0, 1).local_indices(torch.tensor([[[0, 63, 64]]], dtype=torch.int32), table, 64)
+    assert [index for index in indices.flatten().tolist() if 0 <= index < (1 << 31) - 64] == [2 * 64]
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 3), (2, 0, 3), (2, 2, 0)])
 def test_local_indices_of_nothing(shape: tuple[int, int, int]) -> None:
     table = torch.zeros(shape[0], 1, dtype=torch.int32)
@@ -79,11 +87,23 @@ def test_local_indices_of_nothing(shape: tuple[int, int, int]) -> None:
         ((-1, 2), "rank is -1"),
         ((0, 0), "world is 0; supported: an integer, 1 or more"),
         ((0, 2, 0), "interleave is 0; supported: an integer, 1 or more"),
+        ((True, 2), "rank is True; supported: an integer, 0 to 1"),
+        ((0, 2.0), "world is 2.0; supported: an integer"),
+        ((0, 4, 1 << 29), r"interleave is 536870912 with a world of 4; supported: interleave \* world to 2147483647"),
+        ((0, 1 << 70), "supported: interleave"),
     ],
 )
 def test_bad_shards(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ContextShard(*arguments)
+
+
+@pytest.mark.parametrize("page_size", [0, -1, True, 64.0, "64", None, 1 << 31, 1 << 70])
+def test_bad_page_sizes(page_size: object) -> None:
+    positions, table = torch.zeros(3, 1, 5, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    for place in (ContextShard(0, 2).slots, ContextShard(0, 2).local_indices):
+        with pytest.raises(ValueError, match=r"^page_size is .*; supported: an integer, 1 to 2147483647"):
+            place(positions if place.__name__ == "local_indices" else positions[:, 0], table, page_size)  # type: ignore[arg-type]
 
 
 def test_bad_tensors() -> None:

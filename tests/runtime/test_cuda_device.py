@@ -21,12 +21,12 @@ from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.runtime.launch import BufferRef, CallSteps, Step
 from cute_mla.spec import dense_decode
-from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.split_plan import NO_LIMIT
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
 from tests.runtime.fake_driver import FakeDriver, scalar
+from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
 
 CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
 PDL = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.value

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_mla.manifest import MANIFEST_NAME, Provenance, manifest_sha256
+from cute_mla.manifest import MANIFEST_NAME, PROVENANCE_NAME, Provenance, manifest_sha256
 from cute_mla.runtime import artifacts
 from cute_mla.runtime.artifacts import cubin_sm, cubin_toolkit, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
@@ -103,6 +103,77 @@ def test_a_wheels_manifest_is_the_one_that_its_provenance_names(artifacts: Path)
         manifest.write("\n")
     with pytest.raises(ArtifactError, match=r"manifest\.json is not the one of .*provenance\.json"):
         load_artifacts().check()
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the artefacts of an installed wheel: files beside the list of its files, on the import path."""
+    folder = tmp_path / "site" / "cute_mla" / "artifacts"
+    write_artifacts(folder)
+    sha256 = manifest_sha256(folder)
+    assert sha256 is not None
+    Provenance("0.1.0", "a" * 40, True, {}, sha256).save(folder)
+    about = tmp_path / "site" / "cute_mla-0.1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cute-mla\nVersion: 0.1.0\n")
+    names = [path.relative_to(tmp_path / "site") for path in sorted(folder.iterdir())]
+    (about / "RECORD").write_text("".join(f"{name},,\n" for name in names))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return folder
+
+
+def test_a_wheels_kernels_are_not_used_without_their_provenance(installed: Path, tmp_path: Path) -> None:
+    assert load_artifacts(installed).provenance is not None
+    (installed / PROVENANCE_NAME).unlink()
+    (installed / MANIFEST_NAME).touch()
+    os.utime(installed / MANIFEST_NAME, ns=(1, 1))
+    with pytest.raises(ArtifactError, match=r"provenance\.json: found no such file, expected the one that was installed with the kernels"):
+        load_artifacts(installed)
+    elsewhere = tmp_path / "tree"
+    write_artifacts(elsewhere)
+    assert load_artifacts(elsewhere).provenance is None
+
+
+def params_changed(kind: str, params: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return a manifest's parameters with one more, one less, two in another order, or one of another kind."""
+    if kind == "less":
+        return params[:-1]
+    if kind == "more":
+        return [*params, {"name": "another", "kind": "int32"}]
+    if kind == "order":
+        return [params[0], params[2], params[1], *params[3:]]
+    return [*params[:-1], {**params[-1], "kind": "float32"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("less", r"\d+ parameters, expected \d+"),
+        ("more", r"\d+ parameters, expected \d+"),
+        ("order", r"\[1\] pointer"),
+        ("kind", r"\[\d+\] float32 accum_rows, expected int32 accum_rows"),
+    ],
+)
+def test_parameters_that_the_launches_do_not_pass(artifacts: Path, kind: str, said: str) -> None:
+    path = artifacts / MANIFEST_NAME
+    raw = json.loads(path.read_text())
+    entry = raw["kernels"][NAME]
+    entry["params"] = params_changed(kind, entry["params"])
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ArtifactError, match=rf"manifest\.json: kernels\.{NAME}\.params: found {said}"):
+        load_artifacts().entry("dense_decode", "sm90", "bf16_cluster1")
+    assert [damage for damage in load_artifacts().damages() if f"{NAME}.params" in damage]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.parametrize("kind", ["cubin", "ptx"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(artifacts: Path, kind: str) -> None:
+    path = artifacts / f"{NAME}.{kind}"
+    path.unlink()
+    os.mkfifo(path)
+    loaded = load_artifacts()
+    with pytest.raises(ArtifactError, match=rf"cannot read .*{NAME}\.{kind}: Not a regular file"):
+        getattr(loaded, kind)(loaded.entry("dense_decode", "sm90", "bf16_cluster1"))
 
 
 def test_missing_cubin(artifacts: Path) -> None:

@@ -23,7 +23,7 @@ from cute_mla.manifest import (
     Role,
     manifest_sha256,
 )
-from cute_mla.spec.abi import float32s, int32s, int64s, pointers, tensor_maps
+from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
 
 NAME = "dense_decode_sm90_bf16_cluster2"
 ENTRY = KernelEntry(
@@ -98,6 +98,13 @@ def test_find_returns_the_variant_and_names_what_there_is(tmp_path: Path) -> Non
         (("kernels", NAME, "barriers", 0, "offset"), 4, "8-byte aligned words inside 232448 bytes"),
         (("kernels", NAME, "barriers", 1, "offset"), 232_440, "8-byte aligned words inside 232448 bytes"),
         (("kernels", NAME, "roles", 1, "warps"), 9, "warps among the 12 of a block"),
+        (("kernels", NAME, "smem_bytes"), 1 << 31, "smem_bytes: found 2147483648, expected an integer >= 0 of 32 bits"),
+        (("kernels", NAME, "block"), [1 << 200, 1, 1], r"block\[0\]: found 1606938044258990275\d+.*, expected an integer >= 1 of 32 bits"),
+        (("kernels", NAME, "registers"), float("nan"), "registers: found nan, expected an integer"),
+        (("kernels", NAME, "config", "dtype"), [[]], r"config.dtype: found \[\[\]\], expected a string"),
+        (("kernels", NAME, "arch"), ["sm90"], r"arch: found \['sm90'\], expected one of sm90"),
+        (("kernels", NAME, "entry"), "a\0b", "entry: found .*, expected the name of an entry"),
+        (("kernels", NAME, "tools", "\ud800"), "1", "tools: found .*, expected a non-empty string of printable characters"),
     ],
 )
 def test_a_damaged_field_is_named_with_what_was_found_and_expected(
@@ -122,11 +129,31 @@ def test_a_missing_field_is_named(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[]", b"null"])
+DEEP = b"[" * 100_000 + b"]" * 100_000
+HUGE = b'{"format": ' + b"9" * 5_000 + b', "kernels": {}}'
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff\xfe", b"[]", b"null", DEEP, HUGE], ids=lambda content: content[:12].decode("latin-1")
+)
 def test_a_file_that_is_not_a_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(content)
     with pytest.raises(ManifestError, match=r"manifest\.json: .*found"):
         Manifest.load(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes")
+@pytest.mark.parametrize("name", [MANIFEST_NAME, PROVENANCE_NAME])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_a_file_that_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / name)
+    elif kind == "folder":
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(ManifestError, match=rf"{name}: found unreadable content \(.*Not a regular file"):
+        (Manifest if name == MANIFEST_NAME else Provenance).load(tmp_path)
 
 
 def test_a_missing_file_names_the_command(tmp_path: Path) -> None:
@@ -162,10 +189,13 @@ def test_provenance_survives_a_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("format", 0, "format: found 0, expected 1"),
+        ("format", 0, "format: found 0, expected 2"),
         ("commit", "main", "provenance.commit: found 'main', expected the name of a commit"),
         ("clean", 1, "provenance.clean: found 1, expected true or false"),
         ("signed", "by me", "provenance: .* expected exactly the fields"),
+        ("clean", False, "provenance.sha256: found '[0-9a-f]{64}', expected [0-9a-f]{64}, that of the other fields"),
+        ("version", "0.1.1", "provenance.sha256: found"),
+        ("sha256", None, "provenance.sha256: found None"),
     ],
 )
 def test_damaged_provenance_is_refused(tmp_path: Path, field: str, value: object, expected: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,42 +18,10 @@ from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.current import simulate
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.simulator import Module, SimulationError, load_module
-from cute_mla.spec.abi import Param, float32s, int32s, int64s, pointers
+from cute_mla.spec.abi import Param
 from tests.runtime.fake_artifacts import entry, fake_cubin, write_artifacts
-
-# target[i + shift] = source[i] + addend for i < count, one block of 32 threads
-PTX = """
-.version 8.0
-.target sm_90a
-.address_size 64
-.visible .entry shifted_sm90_copy_0(
-    .param .u64 p_source, .param .u64 p_target, .param .s64 p_shift, .param .f32 p_addend, .param .u32 p_count
-)
-.reqntid 32, 1, 1
-{
-    .reg .pred %p; .reg .b32 %i; .reg .b32 %count; .reg .b64 %from; .reg .b64 %to; .reg .b64 %shift; .reg .b64 %offset;
-    .reg .f32 %x; .reg .f32 %addend;
-    ld.param.u64 %from, [p_source];
-    ld.param.u64 %to, [p_target];
-    ld.param.s64 %shift, [p_shift];
-    ld.param.f32 %addend, [p_addend];
-    ld.param.u32 %count, [p_count];
-    griddepcontrol.wait;
-    mov.u32 %i, %tid.x;
-    setp.ge.u32 %p, %i, %count;
-    @%p bra DONE;
-    mul.wide.u32 %offset, %i, 4;
-    add.s64 %from, %from, %offset;
-    shl.b64 %shift, %shift, 2;
-    add.s64 %to, %to, %offset;
-    add.s64 %to, %to, %shift;
-    ld.global.f32 %x, [%from];
-    add.f32 %x, %x, %addend;
-    st.global.f32 [%to], %x;
-DONE:
-    ret;
-}
-"""
+from tests.support.params import float32s, int32s, int64s, pointers
+from tests.support.shifted_copy import PTX
 
 PARAMS: tuple[Param, ...] = (*pointers("source", "target"), *int64s("shift"), *float32s("addend"), *int32s("count"))
 
@@ -151,6 +122,61 @@ def test_few_modules_are_kept(kernel: KernelEntry, monkeypatch: pytest.MonkeyPat
         with simulate("sm90") as device:
             device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
     assert list(kept) == [*(f"other {i}" for i in range(1, simulated_device.MAX_CACHED_MODULES)), kernel.ptx_sha256]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have(kernel: KernelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork while another thread loads a kernel; the child loads the kernel itself."""
+    monkeypatch.setattr(simulated_device, "_modules", {})
+    loading, loaded, parent = threading.Event(), threading.Event(), os.getpid()
+
+    def slow(ptx: str) -> Module:
+        if os.getpid() == parent:
+            loading.set()
+            loaded.wait(60)
+        return load_module(ptx)
+
+    def launch() -> None:
+        with simulate("sm90") as device:
+            device.launch(kernel, (1, 1, 1), (torch.zeros(32), torch.zeros(32), 0, 0.0, 32))
+
+    monkeypatch.setattr(simulated_device.simulator, "load_module", slow)
+    other = threading.Thread(target=launch)
+    other.start()
+    try:
+        assert loading.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends a child that waits
+            status = 1
+            try:
+                launch()
+                status = 0
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+    finally:
+        loaded.set()
+        other.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_tensor_without_memory_is_a_finding(kernel: KernelEntry) -> None:
+    lost, whole = torch.zeros(32), torch.zeros(32)
+    lost.untyped_storage().resize_(0)
+    shrunk = torch.zeros(32)
+    shrunk.untyped_storage().resize_(64)
+    with simulate("sm90", on_finding="collect") as device:
+        device.launch(kernel, (1, 1, 1), (lost, whole, 0, 0.0, 32))
+        device.launch(kernel, (1, 1, 1), (whole, Span(lost, 8, 64), 0, 0.0, 32))
+        device.launch(kernel, (1, 1, 1), (whole, shrunk, 0, 0.0, 32))
+    assert [(finding.kind, finding.message) for finding in device.findings] == [
+        ("null_address", "source is 128 bytes at address 0x0, which has no memory"),
+        ("null_address", "target is 64 bytes at address 0x8, which has no memory"),
+        ("out_of_bounds", "target has a storage of 64 bytes where its elements need 128"),
+    ]
+    with simulate("sm90") as device, pytest.raises(SimulationError, match="null_address: source is 128 bytes at address 0x0"):
+        device.launch(kernel, (1, 1, 1), (lost, whole, 0, 0.0, 32))
 
 
 def test_a_manifest_that_does_not_fit_the_ptx(kernel: KernelEntry) -> None:

@@ -9,8 +9,8 @@ from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.simulated_device import _regions
 from cute_mla.runtime.uninitialized import UninitializedMemory
 from cute_mla.simulator.state.memory import GlobalMemory
-from cute_mla.spec.abi import int32s, pointers, tensor_maps
 from cute_mla.spec.tensor_map import TensorMap
+from tests.support.params import int32s, pointers, tensor_maps
 
 
 def bounds(tensor: torch.Tensor) -> tuple[int, int]:

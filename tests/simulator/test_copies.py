@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction
+from cute_mla.simulator.state.async_work import CopyGroups, GroupedCopy
+from cute_mla.simulator.state.origin import Origin
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
@@ -96,6 +99,19 @@ def test_cp_async_arrives_on_an_mbarrier(policy: Policy) -> None:
     assert Kernel(body, smem=1024).run(out, source, policy=policy).ok
     assert out[0] == 1
     assert kinds(Kernel(body.replace("b64 [%r100], 32", "b64 [%r100], 33"), smem=1024).run(out, source, policy=policy)) == {"deadlock"}
+
+
+def test_an_arrival_waits_for_the_copies_that_are_not_stored_and_forgets_the_others() -> None:
+    """The cost of an arrival must not grow with the copies of the whole run."""
+    steps: list[int] = []
+    copies = [GroupedCopy(partial(steps.append, i), partial(steps.append, -i), Origin((0, 0, 0), 0, None)) for i in range(1, 5)]
+    groups = CopyGroups(open=copies[:], late=copies[:])
+    copies[1].advance(2)
+    assert groups.unstored() == groups.late == [copies[0], copies[2], copies[3]]
+    groups.commit()
+    assert groups.wait(0, 2) == copies
+    assert groups.late == []
+    assert steps == [2, -2, 1, -1, 3, -3, 4, -4]
 
 
 PEER = """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import cute_mla
+from cute_mla.simulator import Finding
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.tensors import Operands
@@ -37,6 +38,11 @@ class Bench:
         """Make a case's call, with other operands if given. A finding of the simulator raises."""
         with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
             return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
+
+    def collect(self, case: BaseCase, tensors: Operands) -> tuple[Result, list[Finding]]:
+        """Make a case's call with these operands. Return its results and the findings of the simulator."""
+        with cute_mla.simulate(self.arch, case.sm_count, on_finding="collect") as device:
+            return call(case, tensors), device.findings
 
 
 def expect(case: BaseCase, tensors: Operands, result: Result) -> None:

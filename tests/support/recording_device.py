@@ -14,31 +14,8 @@ from cute_mla.runtime.call_cache import CallCache
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.device import SingleLaunches
 from cute_mla.runtime.launch import CallSteps
-from cute_mla.spec import (
-    cache_gather,
-    cache_write,
-    combine,
-    dense_decode,
-    dense_prefill,
-    merge_states,
-    sparse_decode,
-    sparse_prefill,
-    split_plan,
-)
-from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90, SM100, Arch
-
-PARAMS: dict[str, tuple[Param, ...]] = {
-    "dense_decode": dense_decode.PARAMS,
-    "sparse_decode": sparse_decode.PARAMS,
-    "dense_prefill": dense_prefill.PARAMS,
-    "sparse_prefill": sparse_prefill.PARAMS,
-    "cache_gather": cache_gather.PARAMS,
-    "cache_write": cache_write.PARAMS,
-    "combine": combine.PARAMS,
-    "merge_states": merge_states.PARAMS,
-    "split_plan": split_plan.PARAMS,
-}
+from cute_mla.spec.kernel_params import PARAMS_OF
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,7 @@ class RecordingDevice:
             cubin_sha256="0" * 64,
             ptx="ptx",
             ptx_sha256="0" * 64,
-            params=PARAMS[op],
+            params=PARAMS_OF[op],
             block=(256, 1, 1),
             cluster=(1, 1, 1),
             smem_bytes=0,

@@ -10,6 +10,7 @@ import pytest
 from cute_mla.spec import cache_rows, dense_decode, dense_prefill, sparse_decode, sparse_prefill
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.far import FAR_DIMENSIONS
+from cute_mla.testing.cases.tensors import OUTSIDE
 from cute_mla.testing.suites import suite
 from cute_mla.testing.suites.cover import cover
 
@@ -47,6 +48,7 @@ FEATURES: dict[str, dict[str, Feature]] = {
         "requests without keys": lambda case: 0 in case.key_lengths,
         "causal with several query tokens": lambda case: case.causal and case.s_q > 1,
         "a far block table": lambda case: case.far_table,
+        "used entries outside the cache": lambda case: case.finding_kinds == {OUTSIDE},
         "far pages": lambda case: case.cache_layout == "far",
         "far rows": lambda case: case.cache_layout == "far_rows",
         "batch invariance": lambda case: case.batch_invariant,
@@ -88,7 +90,7 @@ FEATURES: dict[str, dict[str, Feature]] = {
         "a far block table": lambda case: case.far_table,
         "far results": lambda case: case.outputs == "far_tokens",
         "starts": lambda case: case.starts is not None and any(case.starts),
-        "entries that name no page": lambda case: case.broken,
+        "used entries outside the cache": lambda case: case.finding_kinds == {OUTSIDE},
     },
 }
 

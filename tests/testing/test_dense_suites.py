@@ -52,6 +52,7 @@ EDGE_CONTRACT: dict[str, Callable[[DenseDecodeCase], bool]] = {
     "rows that causality leaves nothing": lambda case: case.has_masked_rows,
     "lse +inf for an empty row": lambda case: case.empty_lse is None and (0 in case.key_lengths or case.has_masked_rows),
     "lse -inf for an empty row": lambda case: case.empty_lse == float("-inf") and case.has_masked_rows and 0 in case.key_lengths,
+    "used table entries outside the cache": lambda case: case.broken and sum(case.pages) > 4,
     "table entries past the length": lambda case: case.batch > 0,
     "NaN past a sequence's end in its last page": lambda case: any(length % case.page_size for length in case.key_lengths),
     "batch 0": lambda case: case.batch == 0,

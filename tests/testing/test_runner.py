@@ -241,6 +241,23 @@ def test_a_finding_fails_a_right_answer(kernel: StandIn) -> None:
     assert record.reason == "2 findings, first read of poisoned byte"
 
 
+@pytest.mark.parametrize(
+    ("findings", "reason"),
+    [
+        (["block_table: block_table[0, 1] is -1"], ""),
+        (["block_table: one", "block_table: two"], ""),
+        ([], "no finding block_table"),
+        (["block_table: one", "race: two", "race: three"], "2 findings, first race: two"),
+        (["race: of block_table: one"], "1 findings, first race: of block_table: one; no finding block_table"),
+    ],
+)
+def test_a_case_with_wrong_operands_has_their_finding_and_no_other(kernel: StandIn, findings: list[str], reason: str) -> None:
+    kernel.findings = findings
+    record = run(replace(CASE, broken=True))
+    assert (record.reason, record.passed) == (reason, not reason)
+    assert record.findings == [finding for finding in findings if finding.startswith("race")]
+
+
 def test_other_bits_under_another_schedule_fail(kernel: StandIn) -> None:
     def differ(out: Tensor, lse: Tensor, workspace: Tensor) -> None:
         if kernel.schedules[-1] == "lazy":

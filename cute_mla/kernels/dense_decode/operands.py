@@ -17,7 +17,7 @@ from ..primitives.integers import larger, smaller
 from ..primitives.nullable import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
-NO_PAGE = -(1 << 31)  # no table holds it: TMA takes any other page out of range for zeros
+NO_PAGE = -1  # of a box or key that is not in use: outside every cache
 
 
 @dataclass(frozen=True)
@@ -165,30 +165,18 @@ def descaled_weight(operands: Operands, kind: str, total: Float32) -> Float32:
 class LaneBox:
     """The box of keys that a lane of the load warp fetches of one tile: lane l has the keys from l boxes on.
 
-    active: the box holds a key in use. offset: its first key within the tile. row: its first key within the page.
-    tile_bytes: of one 64-column box of all active lanes together.
+    in_tile: whether the tile has a box for this lane. offset: its first key within the tile. page: what the block table says, or NO_PAGE
+    for a box without a key in use. The TMA fills a box with zeros, and reads nothing, if the cache does not have its page. row: its first
+    key within the page.
     """
 
-    active: Boolean
+    in_tile: Boolean
     offset: Int32
     page: Int32
     row: Int32
-    tile_bytes: Int32
 
     @staticmethod
-    def create(operands: Operands, page: Int32, row: Int32, boxes: Int32) -> LaneBox:
-        """Return this lane's box, from `row` of a page on, in a tile of which `boxes` lanes have one."""
-        box_keys = operands.box_keys()
-        offset = cute.arch.lane_idx() * box_keys
-        return LaneBox(
-            active=page != NO_PAGE,
-            offset=offset,
-            page=page,
-            row=row,
-            tile_bytes=boxes * box_keys * BOX_BYTES_PER_KEY,
-        )
-
-
-def count_boxes(page: Int32) -> Int32:
-    """Return the number of lanes of the load warp that have a page."""
-    return cute.arch.popc(cute.arch.vote_ballot_sync(page != NO_PAGE))
+    def create(operands: Operands, page: Int32, row: Int32) -> LaneBox:
+        """Return this lane's box, from `row` of a page on."""
+        offset = cute.arch.lane_idx() * operands.box_keys()
+        return LaneBox(offset < TILE_KEYS, offset, page, row)

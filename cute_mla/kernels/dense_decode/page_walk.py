@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.integers import smaller
-from .operands import NO_PAGE, LaneBox, Operands, count_boxes
+from .operands import NO_PAGE, LaneBox, Operands
 
 
 @cute.jit
@@ -26,15 +26,12 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
         tile_range = schedule.tile_range(req, begin_tile)
         entry, row = operands.page_entry(begin_tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
         page = look_up(operands, req, entry, tile_range.keys)
-        boxes = count_boxes(page)
         for t in cutlass.range(tile_range.tiles, unroll=1):
             # asked for a tile ahead: the answer takes longer than a stage takes to come free
             next_entry, next_row = operands.next_tile_entry(entry, row)
             next_page = look_up(operands, req, next_entry, tile_range.keys - (t + 1) * TILE_KEYS)
-            load_tile(LaneBox.create(operands, page, row, boxes), tile + t)
-            # counted here, after the loads: a use of the page at the top of the loop would wait for the newest look-up too
-            page, boxes = next_page, count_boxes(next_page)
-            entry, row = next_entry, next_row
+            load_tile(LaneBox.create(operands, page, row), tile + t)
+            page, entry, row = next_page, next_entry, next_row
         tile = tile + tile_range.tiles
         work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
         req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -45,7 +42,7 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
 def look_up(operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
     """Return the page of this lane's box in a tile `left` keys before the end.
 
-    The entry of a box without a key in use is never read: its page is NO_PAGE.
+    The entry of a box without a key in use is never read: its page is NO_PAGE, of which the TMA makes zeros.
     """
     page = Int32(NO_PAGE)
     if cute.arch.lane_idx() * operands.box_keys() < smaller(left, Int32(TILE_KEYS)):

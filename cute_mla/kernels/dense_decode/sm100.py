@@ -163,14 +163,14 @@ class LoadRole:
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
-        """Load this CTA's columns of the tile-th tile."""
+        """Load this CTA's columns of the tile-th tile: of all keys, with zeros where the request has no page."""
         rank = cute.arch.block_idx_in_cluster()
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.producer_acquire(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.stage_boxes * box.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.stage_bytes)
         cute.arch.sync_warp()
-        if box.active:
+        if box.in_tile:
             where = (operands.kv_head(), box.row, box.page)
             target = tiles.stage(pipes.kv_ready.stage(tile)) + box.offset * ROW_BYTES
             columns = self.geometry.box_columns

@@ -50,7 +50,7 @@ from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.tma import load_box, multicast_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise
-from ..sm90.config import OUTPUT_REGISTERS, STAGE_COLUMNS, STAGES_PER_TILE, Geometry, Pipes, Tiles
+from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry, Pipes, Tiles
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
@@ -131,7 +131,7 @@ class LoadRole:
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
-        """Load the tile-th tile of this CTA."""
+        """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         lane = cute.arch.lane_idx()
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
@@ -140,9 +140,9 @@ class LoadRole:
             ready = pipes.kv_ready.barrier(kv)
             pipes.kv_free.producer_acquire(kv)
             if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, 2 * box.tile_bytes)
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
             cute.arch.sync_warp()
-            if box.active:
+            if box.in_tile:
                 target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
                 self.load_stage(kv_map, target, i * STAGE_COLUMNS, where, ready)
             # two stages side by side, then divided anew: no registers are left to carry a state over more
@@ -151,9 +151,9 @@ class LoadRole:
         # P of the tile that had the RoPE stage was read before the last of these stages came free
         ready = pipes.rope_ready.barrier(tile)
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, box.tile_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
-        if box.active:
+        if box.in_tile:
             target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + offset)
             if cutlass.const_expr(self.cluster == 1):
                 load_box(target, kv_map, (D_LATENT, *where), ready)

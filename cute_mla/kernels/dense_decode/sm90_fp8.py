@@ -184,7 +184,7 @@ class LoadRole:
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
-        if box.offset < TILE_KEYS:
+        if box.in_tile:
             if cutlass.const_expr(self.cluster == 1):
                 load_box(target, kv_map, where, ready)
             elif cute.arch.block_idx_in_cluster() == rank:

@@ -155,16 +155,9 @@ class BatchEmitter(Emitter):
                 return super().row(register.members[0], kind)
             name = self.temp()
             dtype = self.constants.thing(KINDS[kind][2])
-            self.line(f"{name} = w.banks[{register.bank!r}][{self.index(slots)}].view({dtype})")
+            self.line(f"{name} = w.banks[{register.bank!r}][{self.constants.number(index_of(slots))}].view({dtype})")
             self.sources[key] = name
         return self.sources[key]
-
-    def index(self, slots: list[int]) -> str:
-        """Return a subscript for rows: a slice where they are evenly spaced, else an index array."""
-        step = slots[1] - slots[0]
-        if step > 0 and slots == list(range(slots[0], slots[-1] + 1, step)):
-            return f"{slots[0]}:{slots[-1] + 1}:{step}"
-        return self.constants.thing(np.array(slots))
 
     def dst(self, operand: Operand | None, kind: str) -> str:
         """Return the rows of the results."""
@@ -172,15 +165,23 @@ class BatchEmitter(Emitter):
             return super().dst(operand, kind)
         for member in operand.members:
             self.known.pop(member.name, None)
-        subscript = self.index([self.layout.row(member) for member in operand.members])
+        index = index_of([self.layout.row(member) for member in operand.members])
         dtype = self.constants.thing(KINDS[kind][2])
-        rows = f"w.banks[{operand.bank!r}][{subscript}]"
-        if ":" in subscript:
+        rows = f"w.banks[{operand.bank!r}][{self.constants.number(index)}]"
+        if isinstance(index, slice):
             return f"{rows}.view({dtype})"
         name = self.temp()
         self.line(f"{name} = empty(({self.size}, w.n), {self.constants.thing(BANK_DTYPES[operand.bank])})")
         self.finish.append(f"{rows} = {name}")
         return f"{name}.view({dtype})"
+
+
+def index_of(slots: list[int]) -> slice | np.ndarray:
+    """Return a subscript for rows: a slice where they are evenly spaced, else an index array."""
+    step = slots[1] - slots[0]
+    if step > 0 and slots == list(range(slots[0], slots[-1] + 1, step)):
+        return slice(slots[0], slots[-1] + 1, step)
+    return np.array(slots)
 
 
 def merged(items: list[Decoded]) -> Instruction:
@@ -202,11 +203,11 @@ def emit_batch(e: Emitter, items: list[Decoded]) -> None:
     inner = BatchEmitter(e.layout, e.constants, e.known, len(items))
     inner.serial = e.serial
     inner.position = e.position
+    inner.rows = e.rows
     emit = items[0].spec.emit
     assert emit is not None
     emit(inner, merged(items), items[0].match)
     e.serial = inner.serial
-    e.rows.update(inner.rows)
     e.lines += inner.lines
     for line in inner.finish:
         e.line(line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,40 +23,35 @@ ARRIVALS = (
 _NEEDS = {"": 0, "warp": 1, "warpgroup": 2}
 
 
-class LiveRows:
-    """Registers that are read later: rows per bank, computed on demand."""
+class RegisterSet:
+    """Registers of a kernel, by a bit mask of their numbers in its layout."""
 
-    def __init__(self, mask: int, places: list[tuple[str, int]]) -> None:
+    def __init__(self, mask: int, layout: Layout) -> None:
         self.mask = mask
-        self.places = places
+        self.layout = layout
 
     @cached_property
     def rows(self) -> dict[str, np.ndarray]:
-        """Return the rows by bank."""
-        rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
-        packed = np.frombuffer(self.mask.to_bytes(self.mask.bit_length() // 8 + 1, "little"), np.uint8)
-        for number in np.flatnonzero(np.unpackbits(packed, bitorder="little")):
-            bank, slot = self.places[number]
-            rows[bank].append(slot)
-        return {bank: np.array(sorted(slots), np.int64) for bank, slots in rows.items()}
+        """Return the rows by bank, ascending."""
+        layout = self.layout
+        packed = np.frombuffer(self.mask.to_bytes(len(layout.numbers) // 8 + 1, "little"), np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")
+        return {bank: np.flatnonzero(bits[layout.starts[bank] : layout.starts[bank] + layout.sizes[bank]]) for bank in BANK_DTYPES}
 
 
 @dataclass
 class Block:
     """Instructions that run together. Its index is its program counter.
 
-    needs: "", "warp" or "warpgroup" (all live threads of those must be there). touches, writes: bit masks of the bank-"r"
-    registers that ordinary instructions access / write. uses: how it uses registers,
-    for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
+    needs: "", "warp" or "warpgroup" (all live threads of those must be there). live: registers that are read later. uses: how it uses
+    registers, for kernels that load from tensor memory, whose blocks begin anew at each arrival that others may wait for.
     """
 
     index: int
+    layout: Layout
     instructions: list[Decoded] = field(default_factory=list)
     needs: str = ""
-    touches: int = 0
-    writes: int = 0
-    used: dict[str, np.ndarray] = field(default_factory=dict)
-    live: LiveRows | None = None
+    live: RegisterSet | None = None
     successors: list[int] = field(default_factory=list)
     plain: Callable[..., Any] | None = None
     tainted: Callable[..., Any] | None = None
@@ -66,6 +61,34 @@ class Block:
     def count(self) -> int:
         """Return the number of instructions in the block."""
         return len(self.instructions)
+
+    @cached_property
+    def touches(self) -> int:
+        """Return the rows of bank "r" that ordinary instructions access, as a bit mask."""
+        reads = (register for item in self.instructions if not item.spec.asynchronous for register in item.reads)
+        return self.writes | self._rows_mask(reads)
+
+    @cached_property
+    def writes(self) -> int:
+        """Return the rows of bank "r" that ordinary instructions write, as a bit mask."""
+        return self._rows_mask(register for item in self.instructions for register in item.writes)
+
+    @cached_property
+    def used(self) -> RegisterSet:
+        """Return all registers of the instructions."""
+        numbers = self.layout.numbers
+        registers = (register for item in self.instructions for register in (*item.reads, *item.writes, *item.accumulators))
+        return RegisterSet(_mask({numbers[register.name] for register in registers}), self.layout)
+
+    def _rows_mask(self, registers: Iterable[Reg]) -> int:
+        return _mask({self.layout.rows[register.name] for register in registers if register.bank == "r"})
+
+
+def _mask(numbers: Iterable[int]) -> int:
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask
 
 
 @dataclass
@@ -126,7 +149,7 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     for position, item in enumerate(decoded):
         arrives = tensor and item.instruction.opcode.startswith(ARRIVALS)
         if current is None or position in starts or arrives or state.must_split(current, item):
-            current = Block(len(blocks))
+            current = Block(len(blocks), layout)
             blocks.append(current)
             state = _SplitState()
         block_at.setdefault(position, current.index)
@@ -140,9 +163,9 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     targets = {name: block_at.get(position, end) for name, position in labels.items()}
     for block in blocks:
         _link(block, targets, end)
-        _masks(block, layout)
-    undefined = _undefined_registers(blocks, layout)
-    _liveness(blocks, layout)
+    summaries = [_summarise(block, layout) for block in blocks]
+    undefined = _undefined_registers(blocks, summaries, layout)
+    _liveness(blocks, summaries, layout)
     rows = sorted({layout.row(register) for item in decoded for register in item.accumulators})
     fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
     return Flow(blocks, targets, undefined, {"r": rows}, fenced)
@@ -161,6 +184,8 @@ class _SplitState:
             return True
         if _NEEDS[item.spec.needs] > _NEEDS[block.needs]:
             return True
+        if not self.loaded and not self.accumulators:
+            return False
         touched = {register.name for register in (*item.reads, *item.writes)}
         if self.loaded & (touched | {register.name for register in item.accumulators}):
             return True
@@ -203,60 +228,47 @@ def _link(block: Block, targets: dict[str, int], end: int) -> None:
     block.successors = [successor for successor in block.successors if successor <= end]
 
 
-def _masks(block: Block, layout: Layout) -> None:
-    used: dict[str, set[int]] = {bank: set() for bank in BANK_DTYPES}
+@dataclass(frozen=True)
+class _Summary:
+    """Register masks of a block: read before written (without and with what accumulates or keeps earlier values), and surely written."""
+
+    exposed: int
+    live: int
+    written: int
+
+
+def _summarise(block: Block, layout: Layout) -> _Summary:
+    numbers = layout.numbers
+    exposed: set[int] = set()
+    kept: set[int] = set()  # accumulators, and results under a guard
+    written: set[int] = set()
     for item in block.instructions:
-        for register in (*item.reads, *item.writes, *item.accumulators):
-            used[register.bank].add(layout.row(register))
-        reads = item.reads if not item.spec.asynchronous else ()
-        for register in (*reads, *item.writes):
-            if register.bank == "r":
-                block.touches |= 1 << layout.row(register)
-        for register in item.writes:
-            if register.bank == "r":
-                block.writes |= 1 << layout.row(register)
-    block.used = {bank: np.array(sorted(slots), np.int64) for bank, slots in used.items()}
+        for register in item.reads:
+            number = numbers[register.name]
+            if number not in written:
+                exposed.add(number)
+        results = [numbers[register.name] for register in item.writes]
+        accumulated = [numbers[register.name] for register in item.accumulators]
+        kept.update([number for number in accumulated if number not in written])
+        if item.instruction.guard is None:
+            written.update(results)
+            written.update(accumulated)
+        else:
+            kept.update([number for number in results if number not in written])
+    mask = _mask(exposed)
+    return _Summary(mask, mask | _mask(kept), _mask(written))
 
 
-def _bits(registers: tuple[Reg, ...], numbers: dict[str, int]) -> int:
-    mask = 0
-    for register in registers:
-        mask |= 1 << numbers.setdefault(register.name, len(numbers))
-    return mask
-
-
-def _summaries(blocks: list[Block], numbers: dict[str, int]) -> list[tuple[int, int, int]]:
-    """Return three register masks per block: read before written (without and with accumulators), and surely written."""
-    result = []
-    for block in blocks:
-        exposed = live = written = 0
-        for item in block.instructions:
-            reads = _bits(item.reads, numbers)
-            accumulated = _bits(item.accumulators, numbers)
-            exposed |= reads & ~written
-            live |= (reads | accumulated) & ~written
-            if item.instruction.guard is None:
-                written |= _bits(item.writes, numbers) | accumulated
-            else:
-                _bits(item.writes, numbers)
-                live |= _bits(item.writes, numbers) & ~written
-        result.append((exposed, live, written))
-    return result
-
-
-def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[int]]:
+def _undefined_registers(blocks: list[Block], summaries: list[_Summary], layout: Layout) -> dict[str, list[int]]:
     """Return the rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
-    numbers: dict[str, int] = {}
-    summaries = _summaries(blocks, numbers)
-    everything = (1 << len(numbers)) - 1
-    assigned = [everything] * (len(blocks) + 1)
+    assigned = [(1 << len(layout.numbers)) - 1] * (len(blocks) + 1)
     assigned[0] = 0
     seen: set[int] = set()
     work = [0]
     while work:
         index = work.pop()
         seen.add(index)
-        out = assigned[index] | summaries[index][2]
+        out = assigned[index] | summaries[index].written
         for successor in blocks[index].successors:
             before = assigned[successor]
             assigned[successor] &= out
@@ -264,20 +276,12 @@ def _undefined_registers(blocks: list[Block], layout: Layout) -> dict[str, list[
                 work.append(successor)
     bad = 0
     for index in seen:
-        bad |= summaries[index][0] & ~assigned[index]
-    banks = {register.name: register.bank for block in blocks for item in block.instructions
-             for register in (*item.reads, *item.writes, *item.accumulators)}  # fmt: skip
-    rows: dict[str, list[int]] = {bank: [] for bank in BANK_DTYPES}
-    for name, number in numbers.items():
-        if bad >> number & 1:
-            rows[banks[name]].append(layout.rows[name])
-    return rows
+        bad |= summaries[index].exposed & ~assigned[index]
+    return {bank: rows.tolist() for bank, rows in RegisterSet(bad, layout).rows.items()}
 
 
-def _liveness(blocks: list[Block], layout: Layout) -> None:
+def _liveness(blocks: list[Block], summaries: list[_Summary], layout: Layout) -> None:
     """Fill `live` of every block."""
-    numbers: dict[str, int] = {}
-    summaries = _summaries(blocks, numbers)
     live = [0] * (len(blocks) + 1)
     changed = True
     while changed:
@@ -286,17 +290,10 @@ def _liveness(blocks: list[Block], layout: Layout) -> None:
             out = 0
             for successor in block.successors:
                 out |= live[successor]
-            _, exposed, written = summaries[block.index]
-            value = exposed | (out & ~written)
+            summary = summaries[block.index]
+            value = summary.live | (out & ~summary.written)
             if value != live[block.index]:
                 live[block.index] = value
                 changed = True
-    places = {
-        register.name: (register.bank, layout.row(register))
-        for block in blocks
-        for item in block.instructions
-        for register in (*item.reads, *item.writes, *item.accumulators)
-    }
-    ordered = [places[name] for name in numbers]
     for block in blocks:
-        block.live = LiveRows(live[block.index], ordered)
+        block.live = RegisterSet(live[block.index], layout)

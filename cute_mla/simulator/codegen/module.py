@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..findings import UnsupportedInstruction
+from ..findings import PtxError, UnsupportedInstruction
 from ..frontend.layout import Layout, make_layout
 from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from ..isa.emitter import Constants, Emitter, Unsupported
@@ -15,6 +15,9 @@ from ..isa.table import Decoded, decode
 from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
+
+# Errors of text that is grammatical and nevertheless no program: an operand of the wrong kind, a label without a block.
+_MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(eq=False)
@@ -50,7 +53,10 @@ def load_module(ptx: str) -> Module:
     problems: dict[str, list[int]] = {}
     with collection_paused():
         for name, text in parse_ptx(ptx).items():
-            entry = load_entry(text, problems)
+            try:
+                entry = load_entry(text, problems)
+            except _MALFORMED as error:
+                raise PtxError(f"entry {name} cannot be analysed: {type(error).__name__} {error}") from error
             if entry is not None:
                 module.entries[name] = entry
     if problems:
@@ -82,32 +88,36 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
         else:
             decoded.append(item)
     layout = make_layout(text, accumulator_groups(instructions))
-    constants = Constants()
-    check_operands(decoded, layout, constants, problems)
+    check_operands(decoded, layout, problems)
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
-    translator = Translator(text.name, flow, layout, constants)
+    translator = Translator(text.name, flow, layout)
     names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
 
 
-def check_operands(decoded: list[Decoded], layout: Layout, constants: Constants, problems: dict[str, list[int]]) -> None:
+def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:
     """Try every distinct operand form at load; unsupported forms go to problems."""
     seen: set[tuple[object, ...]] = set()
+    forms: dict[int, object] = {}  # by id of the operand, of which the parser makes one for each text
     for item in decoded:
         if item.spec.emit is None:
             continue
-        shape = (item.instruction.opcode, *(describe(operand) for operand in item.instruction.operands))
+        operands = item.instruction.operands
+        for operand in operands:
+            if id(operand) not in forms:
+                forms[id(operand)] = describe(operand)
+        shape = (item.instruction.opcode, *[forms[id(operand)] for operand in operands])
         if shape in seen:
             continue
         seen.add(shape)
         try:
-            item.spec.emit(Emitter(layout, constants, False), item.instruction, item.match)
+            item.spec.emit(Emitter(layout, Constants(), False), item.instruction, item.match)
         except Unsupported as error:
             problems.setdefault(f"{item.instruction.opcode}: {error}", []).append(item.instruction.line)
-        except (IndexError, TypeError, ValueError, AssertionError) as error:
+        except _MALFORMED as error:
             problems.setdefault(f"{item.instruction.opcode}: operands not understood ({error})", []).append(item.instruction.line)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import sha256
-from types import CodeType
+from functools import lru_cache
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from ..frontend.layout import Layout
 from ..frontend.ptx import Instruction, LabelRef, Reg
 from ..isa import NAMESPACE
-from ..isa.emitter import UNSIGNED, Constants, Emitter
+from ..isa.emitter import DTYPES, UNSIGNED, Constants, Emitter
 from ..isa.table import Decoded
 from ..state.origin import LINES, PREFIX
 from ..state.registers import BANK_DTYPES
@@ -45,42 +45,43 @@ class Split:
 
 
 _BASE: dict[str, Any] = {name: getattr(np, name) for name in _NUMPY.split()}
+_BASE.update({f"dtype_{name}": dtype for name, dtype in DTYPES.items()})
 _BASE.update(Split=Split, EXIT=EXIT, BLOCKED=BLOCKED, bool=np.dtype(bool))
 
 
 class Translator:
     """Compiler of the blocks of one entry."""
 
-    def __init__(self, name: str, flow: Flow, layout: Layout, constants: Constants) -> None:
+    def __init__(self, name: str, flow: Flow, layout: Layout) -> None:
         self.name = name
         self.flow = flow
         self.layout = layout
-        self.constants = constants
         self.scope: dict[str, Any] = {**_BASE, **NAMESPACE, LINES: {}}
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """Return the function of a block."""
-        source, instructions = BlockWriter(self, block, tainted).write()
+        writer = BlockWriter(self, block, tainted)
+        writer.write()
         filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
-        self.scope[LINES][filename] = instructions
-        self.scope.update(self.constants.values)
-        exec(code_of(source, filename), self.scope)
-        function: Callable[..., Any] = self.scope.pop("block")
-        return function
+        self.scope[LINES][filename] = writer.origins
+        functions: list[Callable[..., Any]] = []
+        for code, values in zip(codes_of("\n".join(writer.lines)), writer.values, strict=True):
+            defaults = tuple(functions[value.index] if isinstance(value, Guarded) else value for value in values)
+            functions.append(FunctionType(code.replace(co_filename=filename), self.scope, code.co_name, defaults))
+        return functions[-1]
 
 
-_CODES: dict[tuple[str, bytes], CodeType] = {}
+@dataclass(frozen=True)
+class Guarded:
+    """Parameter that stands for a function written earlier, number index of its block."""
+
+    index: int
 
 
-def code_of(source: str, filename: str) -> CodeType:
-    """Compile a source text. Code is cached by what it says: a changed or reloaded kernel shares its unchanged blocks with the other."""
-    key = filename, sha256(source.encode()).digest()
-    found = _CODES.get(key)
-    if found is None:
-        if len(_CODES) >= MAX_CODES:
-            _CODES.clear()
-        found = _CODES[key] = compile(source, filename, "exec")
-    return found
+@lru_cache(MAX_CODES)
+def codes_of(source: str) -> list[CodeType]:
+    """Compile a text of functions without default values, and return their codes in order. Blocks with equal texts share a compilation."""
+    return [constant for constant in compile(source, PREFIX, "exec", dont_inherit=True).co_consts if isinstance(constant, CodeType)]
 
 
 class BlockWriter:
@@ -92,13 +93,14 @@ class BlockWriter:
         self.tainted = tainted
         self.lines: list[str] = []
         self.origins: list[Instruction | None] = []
+        self.values: list[list[Any]] = []
 
     def emitter(self, known: dict[str, int] | None = None) -> Emitter:
         """Return a fresh emitter for a function body."""
-        return Emitter(self.translator.layout, self.translator.constants, self.tainted, known)
+        return Emitter(self.translator.layout, Constants(), self.tainted, known)
 
-    def write(self) -> tuple[str, list[Instruction | None]]:
-        """Return the source text and the instruction of each of its lines."""
+    def write(self) -> None:
+        """Write the functions of the block, itself last: lines, the instruction of each line, and the parameters of each function."""
         e = self.emitter()
         positions = {id(item): position for position, item in enumerate(self.block.instructions)}
         steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)
@@ -112,15 +114,16 @@ class BlockWriter:
         last = self.block.instructions[-1]
         e.position = len(self.block.instructions) - 1
         if not last.spec.control:
-            e.line(f"return {self.block.index + 1}")
+            e.line(f"return {e.constants.number(self.block.index + 1)}")
         self.function("block", e)
-        return "\n".join(self.lines) + "\n", self.origins
 
     def function(self, name: str, e: Emitter) -> None:
         """Append a function from an emitter's lines."""
-        self.put(f"def {name}(w):", None)
-        for local, row in e.rows.items():
-            self.put(f"    {local} = {row}", None)
+        header = e.header()
+        self.put(f"def {name}(w, {', '.join(f'k{number}' for number in range(len(e.constants.values)))}):", None)
+        self.values.append(e.constants.values)
+        for line in header:
+            self.put(f"    {line}", None)
         for line, position in e.lines:
             self.put(f"    {line}", self.block.instructions[position].instruction)
         if not e.lines:
@@ -156,12 +159,13 @@ class BlockWriter:
         assert isinstance(reference, LabelRef)
         target, following = self.translator.flow.targets[reference.name], self.block.index + 1
         if instruction.guard is None or target == following:
-            e.line(f"return {target}")
+            e.line(f"return {e.constants.number(target)}")
             return
         register, negated = instruction.guard
         e.check_taint([register], "a branch")
         row = e.row(register, "pred")
-        yes, no = (following, target) if negated else (target, following)
+        first, second = e.constants.number(target), e.constants.number(following)
+        yes, no = (second, first) if negated else (first, second)
         e.line(f"n = count_nonzero({row})")
         e.line(f"if n == w.n: return {yes}")
         e.line(f"if n == 0: return {no}")
@@ -175,8 +179,8 @@ class BlockWriter:
         inner = self.emitter(dict(e.known))
         inner.position = position
         emit_plain(inner, item)
-        name = f"guarded{self.block.index}_{position}{'t' if self.tainted else ''}"
-        self.function(name, inner)
+        name = e.constants.number(Guarded(len(self.values)))
+        self.function("guarded", inner)
         for written in item.writes:
             e.known.pop(written.name, None)
         e.check_taint([register], "whether an instruction executes")

@@ -134,9 +134,9 @@ class Machine:
                 result = function(window)
             else:
                 slot = group.lane_set.sets.slot
-                window = slot.compact(group.lanes, block.used, group.tainted)
+                window = slot.compact(group.lanes, block.used.rows, group.tainted)
                 result = function(window)
-                slot.store(window, block.used, group.tainted)
+                slot.store(window, block.used.rows, group.tainted)
             if cta.loading:
                 self._note_uses(group, block)
             if result.__class__ is int:

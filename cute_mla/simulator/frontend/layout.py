@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .ptx import EntryText, Reg
@@ -20,11 +21,14 @@ WINDOW_MASK = (1 << 56) - 1
 class Layout:
     """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
-    static_shared: bytes of shared variables with a size; the dynamic array follows them.
+    numbers: places of registers in a bit mask of all of them. Bank "r" comes first, so that its rows are its numbers; starts: first number
+    of each bank.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=lambda: {"p": 0, "h": 0, "r": 0, "d": 0})
+    starts: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
     params: dict[str, int] = field(default_factory=dict)
     param_bytes: int = 0
     shared: dict[str, int] = field(default_factory=dict)
@@ -41,6 +45,14 @@ class Layout:
             self.rows[register.name] = self.sizes[register.bank]
             self.sizes[register.bank] += 1
 
+    def number(self, registers: Iterable[Reg]) -> None:
+        """Give numbers to the registers, all of which have a row."""
+        start = 0
+        for bank in ("r", "d", "h", "p"):
+            self.starts[bank] = start
+            start += self.sizes[bank]
+        self.numbers = {register.name: self.starts[register.bank] + self.rows[register.name] for register in registers}
+
 
 def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]]) -> Layout:
     """Lay out an entry. groups: registers that should have consecutive rows (matrix fragments), if still possible."""
@@ -50,6 +62,7 @@ def make_layout(entry: EntryText, groups: list[tuple[Reg, ...]]) -> Layout:
             layout.place(register)
     for register in entry.registers.values():
         layout.place(register)
+    layout.number(entry.registers.values())
     offset = PARAM_BASE
     for param in entry.params:
         offset = -(-offset // param.align) * param.align

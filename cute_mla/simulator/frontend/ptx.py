@@ -143,10 +143,11 @@ _LABEL = re.compile(r"([$%A-Za-z_][\w$]*)\s*:(?!:)")
 _NEWLINE_DIRECTIVES = (".version", ".target", ".address_size", ".file", ".loc")
 _PARAM = re.compile(r"\.param\s+(?P<attrs>[^,()]*?)(?P<name>[\w$]+)\s*(?:\[(?P<count>\d+)\])?\s*$")
 _SHARED = re.compile(r"(?:\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.[bsuf](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?")
-_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*(.*)", re.DOTALL)
+_INSTRUCTION = re.compile(r"(?:@(!?)([%\w$]+)\s+)?([a-z_][\w.:]*)\s*([^;]*);")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _FILE = re.compile(r"\.file\s+(\d+)\s+\"([^\"]*)\"")
 _INT = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
+_PUNCTUATION = re.compile(r"[][{}(),]")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -160,6 +161,7 @@ class _Scope:
         self.pairs: dict[str, Vec] = {}
         self.labels: dict[str, str] = {}
         self.pending: list[tuple[Instruction, int]] = []  # (instruction, operand index) of label references
+        self.operands: dict[str, Operand | None] = {}  # parsed texts; a declaration may change what they mean
 
 
 def parse_integer(text: str) -> int:
@@ -347,6 +349,7 @@ class _Body:
         if match is None or bank is None:
             raise self.parser.fail(f"unsupported register declaration {text.strip()!r}")
         scope = self.scopes[-1]
+        scope.operands.clear()
         for part in match.group(2).split(","):
             ranged = re.fullmatch(r"\s*([%\w$]+)<(\d+)>\s*", part)
             if ranged:
@@ -405,10 +408,10 @@ class _Body:
             parser.position = match.end()
             return
         line = parser.current_line()
-        text = parser.take_until(";").strip()
-        match = _INSTRUCTION.fullmatch(text)
+        match = _INSTRUCTION.match(parser.text, parser.position)
         if match is None:
-            raise parser.fail(f"cannot read statement {text!r}")
+            raise parser.fail(f"cannot read statement {parser.take_until(';').strip()!r}")
+        parser.position = match.end()
         negated, guard_name, opcode, rest = match.groups()
         guard = None
         if guard_name:
@@ -421,12 +424,19 @@ class _Body:
             instruction.operands = [LabelRef(rest.strip())]
             self.scopes[-1].pending.append((instruction, 0))
         else:
-            instruction.operands = [self.operand(part) for part in split_top(rest)]
+            known = self.scopes[-1].operands
+            instruction.operands = [known[part] if part in known else self.operand(part) for part in split_top(rest)]
         self.entry.instructions.append(instruction)
 
     def operand(self, text: str) -> Operand | None:
+        """Return one operand, the same object for the same text in a scope."""
+        known = self.scopes[-1].operands
+        if text not in known:
+            known[text] = self.parse_operand(text.strip())
+        return known[text]
+
+    def parse_operand(self, text: str) -> Operand | None:
         """Parse one operand."""
-        text = text.strip()
         if text == "_":
             return None
         head = text[0]
@@ -496,18 +506,23 @@ def split_top(text: str) -> list[str]:
     if "{" not in text and "[" not in text:
         return text.split(",")
     parts, depth, start = [], 0, 0
-    for index, character in enumerate(text):
+    for match in _PUNCTUATION.finditer(text):
+        character = match.group()
         if character in "{[(":
             depth += 1
         elif character in "}])":
             depth -= 1
-        elif character == "," and depth == 0:
-            parts.append(text[start:index])
-            start = index + 1
+        elif depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
     parts.append(text[start:])
     return parts
 
 
 def parse_ptx(text: str) -> dict[str, EntryText]:
     """Return all entries of a PTX module. Raises PtxError with the line of what it cannot read."""
-    return Parser(text).parse()
+    parser = Parser(text)
+    try:
+        return parser.parse()
+    except (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:  # of text that is no PTX
+        raise parser.fail(f"cannot be read: {type(error).__name__} {error}") from error

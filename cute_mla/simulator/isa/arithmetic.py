@@ -234,7 +234,7 @@ def permute(e: Emitter, ins: Instruction, m: Match) -> None:
     selector = ins.operands[3]
     if isinstance(selector, Imm) and not int(selector.value) & 0x8888:
         index = [int(selector.value) >> 4 * byte & 7 for byte in range(4)]
-        e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = pick_bytes({a}, {b}, {e.constants.thing(tuple(index))})")
+        e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = pick_bytes({a}, {b}, {e.constants.number(tuple(index))})")
     else:
         e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = permute_bytes({a}, {b}, {c})")
 
@@ -349,7 +349,7 @@ def move(e: Emitter, ins: Instruction, m: Match) -> None:
     elif isinstance(a, Imm) and isinstance(d, Reg):
         bits = immediate_bits(a, kind)
         unsigned = f"u{kind[1:]}"
-        e.line(f"{e.dst(d, unsigned)}.fill({bits})")
+        e.line(f"{e.dst(d, unsigned)}.fill({e.constants.number(bits)})")
         if d.name not in e.redirect:
             e.known[d.name] = bits
     else:

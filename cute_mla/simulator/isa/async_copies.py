@@ -328,7 +328,10 @@ def cp_async(w: Window, destination: np.ndarray, source: np.ndarray, size: int, 
         copies = LaneCopies(memory, addresses[index], counts[index], pattern.part(index), size)
         number = int(cta.cluster.clocks.issued[cp_async_agent(cta, warp)])
         write = partial(copies.write, cta.smem)
-        add_grouped(w.engine, cta.copies, warp, GroupedCopy(copies.read, write, w.origin(), serial=number))
+        copy = GroupedCopy(copies.read, write, w.origin(), serial=number)
+        add_grouped(w.engine, cta.copies, warp, copy)
+        if copy.stage < 2:
+            cta.copies[warp].late.append(copy)
 
 
 def cp_async_agent(cta: Cta, warp: int) -> int:
@@ -364,8 +367,7 @@ def cp_async_arrive(w: Window, address: np.ndarray, noinc: bool) -> None:
     engine = w.engine
     offsets = lanes_of(w, address) & np.uint32(0xFFFFFF)
     for warp, index in warps_of(w):
-        groups = cta.copies.get(warp, CopyGroups())
-        earlier = [copy for group in (*groups.committed, groups.open) for copy in group]
+        earlier = cta.copies.get(warp, CopyGroups()).unstored()
         for offset in np.unique(offsets[index]):
             barrier = cta.mbarrier(int(offset))
             lanes = int(np.count_nonzero(offsets[index] == offset))

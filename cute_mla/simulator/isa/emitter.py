@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ KINDS: dict[str, tuple[str, str, np.dtype[Any]]] = {
     "s64": ("L", "d", np.dtype(np.int64)),
     "f64": ("G", "d", np.dtype(np.float64)),
 }
+DTYPES = {np.dtype(code).name: np.dtype(code) for code in ("?", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")}
 UNSIGNED = {"p": "pred", "h": "u16", "r": "u32", "d": "u64"}
 WIDTHS = {"p": 1, "h": 16, "r": 32, "d": 64}
 CTA_SPECIALS_32 = (
@@ -43,33 +45,42 @@ class Unsupported(Exception):
     """An operand form that the emitter does not know; reported like an unknown opcode."""
 
 
-@dataclass
 class Constants:
-    """Values that generated code refers to by name."""
+    """Values that a generated function takes as parameters, in the order of first use.
 
-    names: dict[tuple[str, Any], str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    The text of a function says nothing of registers, literals and places. So blocks of equal structure, of one kernel or of several, have
+    equal texts and are compiled once.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._names: dict[int, str] = {}  # by id of the value
 
     def array(self, dtype: np.dtype[Any], bits: int) -> str:
-        """Return the name of a 0-d array with the given bit pattern."""
-        key = (dtype.str, bits)
-        if key not in self.names:
-            bits &= (1 << (dtype.itemsize * 8)) - 1
-            name = f"c{dtype.kind}{dtype.itemsize}_{bits:x}"
-            value = np.frombuffer(bits.to_bytes(dtype.itemsize, "little"), dtype).reshape(()).copy()
-            value.flags.writeable = False
-            self.names[key] = name
-            self.values[name] = value
-        return self.names[key]
+        """Return the name of a read-only 0-d array with the given bit pattern."""
+        return self.thing(scalar(dtype, bits & (1 << (dtype.itemsize * 8)) - 1))
 
     def thing(self, value: Any) -> str:
-        """Return the name of any Python object."""
-        key = ("object", id(value))
-        if key not in self.names:
-            name = f"dtype_{value.str[1:]}" if isinstance(value, np.dtype) else f"k{len(self.names)}"
-            self.names[key] = name
-            self.values[name] = value
-        return self.names[key]
+        """Return the name of an object; the same object has one name."""
+        if isinstance(value, np.dtype) and value.name in DTYPES:
+            return f"dtype_{value.name}"
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = self.number(value)
+        return name
+
+    def number(self, value: Any) -> str:
+        """Return a new name of a value; equal values have several, so that the text does not depend on what happens to be equal."""
+        self.values.append(value)
+        return f"k{len(self.values) - 1}"
+
+
+@lru_cache(4096)
+def scalar(dtype: np.dtype[Any], bits: int) -> np.ndarray:
+    """Return the read-only 0-d array of a bit pattern."""
+    value = np.frombuffer(bits.to_bytes(dtype.itemsize, "little"), dtype).reshape(()).copy()
+    value.flags.writeable = False
+    return value
 
 
 class Emitter:
@@ -84,7 +95,7 @@ class Emitter:
         self.tainted = tainted
         self.known: dict[str, int] = {} if known is None else known
         self.lines: list[tuple[str, int]] = []
-        self.rows: dict[str, str] = {}
+        self.rows: dict[str, dict[int, str]] = {}  # list of a window -> slot -> local
         self.position = 0
         self.redirect: dict[str, str] = {}  # register name -> temporary, for guarded results
         self.parts: dict[str, list[str]] = {}  # register packed in this block -> poison of its parts as locals, lowest first
@@ -111,9 +122,21 @@ class Emitter:
         return self._bind(name, self.layout.row(register))
 
     def _bind(self, list_name: str, slot: int) -> str:
-        local = f"{list_name}{slot}"
-        self.rows[local] = f"w.{list_name}[{slot}]"
-        return local
+        rows = self.rows.setdefault(list_name, {})
+        if slot not in rows:
+            rows[slot] = f"{list_name}{len(rows)}"
+        return rows[slot]
+
+    def header(self) -> list[str]:
+        """Return the lines that bind the locals of all rows that the body uses."""
+        lines = []
+        for list_name, rows in self.rows.items():
+            slots, names = tuple(rows), ", ".join(rows.values())
+            if len(slots) == 1:
+                lines.append(f"{names} = w.{list_name}[{self.constants.number(slots[0])}]")
+            else:
+                lines.append(f"{names} = {self.constants.number(itemgetter(*slots))}(w.{list_name})")
+        return lines
 
     def src(self, operand: Operand | None, kind: str) -> str:
         """Return the expression that reads an operand as a kind: an array over the lanes, or a 0-d array."""
@@ -161,7 +184,7 @@ class Emitter:
         if symbol.name in self.layout.params:
             return self.constants.array(dtype, self.layout.params[symbol.name] + symbol.offset)
         offset = self.layout.shared[symbol.name] + symbol.offset
-        return f"w.cta.shared_address({offset}, {self.constants.thing(dtype)})"
+        return f"w.cta.shared_address({self.constants.number(offset)}, {self.constants.thing(dtype)})"
 
     def dst(self, operand: Operand | None, kind: str) -> str:
         """Return the row that a result is written to (a scratch row for "_"); forget the register's known constant."""

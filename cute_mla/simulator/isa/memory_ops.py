@@ -95,7 +95,7 @@ def store_loaded(e: Emitter, items: tuple[Operand | None, ...], value: str, kind
         e.line(f"take_poison(w, {tuple(where)}, ({', '.join(str(row) for row in rows)},))")
     else:
         registers = tuple((item.bank, e.layout.row(item)) for item in items if isinstance(item, Reg))
-        e.line(f"if w.cta.poison is not None: meet_poison(w, {tuple(where)}, {registers})")
+        e.line(f"if w.cta.poison is not None: meet_poison(w, {tuple(where)}, {e.constants.number(registers)})")
 
 
 def write_element(e: Emitter, item: Operand, value: str, kind: str) -> None:
@@ -121,7 +121,7 @@ def load_param(e: Emitter, items: tuple[Operand | None, ...], mem: Operand | Non
     for index, item in enumerate(items):
         if item is not None:
             dtype = e.constants.thing(np.dtype(f"u{size}"))
-            write_element(e, item, f"w.cta.param({start + index * size}, {dtype})", kind)
+            write_element(e, item, f"w.cta.param({e.constants.number(start + index * size)}, {dtype})", kind)
             if e.tainted:
                 e.line(f"{e.taint(item)}.fill(False)")
 

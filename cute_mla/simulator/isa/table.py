@@ -111,7 +111,11 @@ def decode(instruction: Instruction) -> Decoded | None:
     reads: list[Reg] = []
     writes: list[Reg] = []
     for index, operand in enumerate(instruction.operands):
-        (writes if index in spec.writes else reads).extend(registers_of(operand))
+        registers = writes if index in spec.writes else reads
+        if operand.__class__ is Reg:
+            registers.append(operand)  # type: ignore[arg-type]
+        else:
+            registers.extend(registers_of(operand))
     if instruction.guard is not None:
         reads.append(instruction.guard[0])
     accumulators = tuple(writes) if spec.asynchronous else ()

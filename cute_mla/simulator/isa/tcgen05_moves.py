@@ -43,8 +43,8 @@ def rows_of(e: Emitter, operand: Operand | None, where: Fragment) -> str:
         raise Unsupported(f"{where.registers} 32-bit registers expected")
     slots = tuple(e.layout.row(item) for item in items if isinstance(item, Reg))
     consecutive = slots == tuple(range(slots[0], slots[0] + len(slots)))
-    mask = e.constants.thing(sum(1 << slot for slot in set(slots)))
-    return f"slice({slots[0]}, {slots[0] + len(slots)}), {mask}" if consecutive else f"{e.constants.thing(np.array(slots))}, {mask}"
+    index = slice(slots[0], slots[0] + len(slots)) if consecutive else np.array(slots)
+    return f"{e.constants.number(index)}, {e.constants.number(sum(1 << slot for slot in set(slots)))}"
 
 
 @op(rf"tcgen05.ld.sync.aligned.{SHAPE}(?P<pack>.pack::16b)?.b32", needs="warp", pure=False, taint="own", loads=True)

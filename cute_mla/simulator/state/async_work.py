@@ -37,6 +37,10 @@ class PendingCopy:
             self.effect()
 
 
+def _nothing() -> None:
+    """Take no step."""
+
+
 @dataclass
 class GroupedCopy:
     """A copy that a thread waits for by group. read takes its source, write stores it; each runs once, in this order.
@@ -61,14 +65,21 @@ class GroupedCopy:
         if self.stage < 2 <= stage:
             self.stage = 2
             self.write()
+            self.read = self.write = _nothing  # the addresses and data of the copy are let go
 
 
 @dataclass
 class CopyGroups:
-    """Bulk groups of one thread, or cp.async groups of one warp."""
+    """Bulk groups of one thread, or cp.async groups of one warp. late: cp.async copies that an arrival may have to complete, in order."""
 
     open: list[GroupedCopy] = field(default_factory=list)
     committed: list[list[GroupedCopy]] = field(default_factory=list)
+    late: list[GroupedCopy] = field(default_factory=list)
+
+    def unstored(self) -> list[GroupedCopy]:
+        """Return the cp.async copies that have not been stored; forget the others."""
+        self.late = [copy for copy in self.late if copy.stage < 2]
+        return list(self.late)
 
     def commit(self) -> None:
         """Close the open group, empty or not."""
@@ -87,6 +98,7 @@ class CopyGroups:
                 copy.advance(stage)
         if stage == 2 and stop > 0:
             del self.committed[:stop]
+            self.unstored()
         return done
 
     def unfinished(self) -> list[GroupedCopy]:

@@ -109,6 +109,11 @@ class BaseCase:
         """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; rows without keys cost one key tile."""
         raise NotImplementedError
 
+    @property
+    def finding_kinds(self) -> frozenset[str]:
+        """Return the kinds of findings that the simulated device must report: of operands that are meant to be wrong."""
+        return frozenset()
+
     def problem(self, arch: Arch) -> Problem:
         """Return the shapes of the call."""
         raise NotImplementedError

@@ -19,7 +19,7 @@ from ...spec.mla import ceil_div
 from .base import DTYPES, Tags
 from .far import far_tensor
 from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
-from .tensors import OutputBuffer, generator_for, nan_tensor
+from .tensors import OUTSIDE, OutputBuffer, generator_for, nan_tensor, outside_pages
 
 _UNUSED_PAGE = 2_147_480_000  # in block tables, behind the pages of a request
 
@@ -31,7 +31,7 @@ class CacheGatherCase(PagedCacheCase):
     lengths: keys to gather per request. starts: position of each request's first key, None: omitted. rest: rows of out behind the last key;
         negative: so many keys at the end have none.
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first. outputs: of the far ones, "far_tokens" only.
-    broken: every seventh used entry of the block table names no page, and the longest request needs one entry more than the table has.
+    broken: every seventh column of the block table names no page, and the longest request needs one entry more than the table has.
     """
 
     op: ClassVar[str] = "cache_gather"
@@ -64,6 +64,23 @@ class CacheGatherCase(PagedCacheCase):
     def firsts(self) -> tuple[int, ...]:
         """Return the position of each request's first key."""
         return self.starts or (0,) * len(self.lengths)
+
+    @property
+    def finding_kinds(self) -> frozenset[str]:
+        """Return the kinds of findings that the simulated device must report."""
+        spans = zip(self.firsts, self.pages_of_each, strict=True)
+        used = {entry for first, end in spans for entry in range(first // self.page_size, end)}
+        return frozenset({OUTSIDE} if used & set(self.broken_entries) else ())
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of the block table."""
+        return max(self.pages_of_each, default=0) - (1 if self.broken else 0)
+
+    @property
+    def broken_entries(self) -> range:
+        """Return the columns of the block table that name no page."""
+        return range(1, self.columns if self.broken else 1, 7)
 
     @property
     def pages_of_each(self) -> tuple[int, ...]:
@@ -104,7 +121,7 @@ def _block_table(case: CacheGatherCase) -> tuple[Tensor, Tensor]:
     """Draw the block table, int32 [batch, pages per request], a slice of a wider one. Mark the slots that the call reads, bool [slots]."""
     draw = torch.Generator().manual_seed(case.seed + 1)
     counts = case.pages_of_each
-    most = max(counts, default=0) - (1 if case.broken else 0)
+    most = case.columns
     table = torch.full((len(counts), most + 2), _UNUSED_PAGE, dtype=torch.int32)
     used = torch.zeros(case.pages * case.page_size, dtype=torch.bool)
     pages = torch.randperm(case.pages, generator=draw)[torch.arange(sum(counts)) % case.pages]
@@ -114,7 +131,8 @@ def _block_table(case: CacheGatherCase) -> tuple[Tensor, Tensor]:
         positions = positions[positions // case.page_size < most]
         used[own[positions // case.page_size] * case.page_size + positions % case.page_size] = True
     if case.broken:
-        table[:, 1:most:7] = torch.tensor([-1, case.pages])[torch.arange(len(range(1, most, 7))) % 2].int()
+        shape = (len(counts), len(case.broken_entries))
+        table[:, case.broken_entries] = outside_pages(case.pages, math.prod(shape)).view(shape)
     return table[:, :most], used
 
 

@@ -22,6 +22,7 @@ from ...spec.split_plan import TILE_KEYS
 from .base import DTYPES, TAGS, DecodeCase, Tags, Values
 from .far import far_tensor
 from .tensors import (
+    OUTSIDE,
     Fp32Result,
     OutputBuffer,
     allocate_output_buffers,
@@ -30,16 +31,22 @@ from .tensors import (
     generator_for,
     nan_tensor,
     normal_values,
+    outside_pages,
     ramp_keys,
 )
 
 UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
+FIRST_BROKEN, BROKEN_STEP = 1, 3  # of the used entries of a broken block table, counted through all requests
 DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # no powers of two; elements of e4m3 operands then reach from about 2^-9 to 300
 
 # Tags of the fields of a block table, as in TAGS.
-TABLE_TAGS: Tags = {"table_pages": lambda pages: f"table{pages}", "far_table": lambda _: "table_far"}
+TABLE_TAGS: Tags = {
+    "table_pages": lambda pages: f"table{pages}",
+    "far_table": lambda _: "table_far",
+    "broken": lambda _: "broken_table",
+}
 
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far", "far_rows"]
 
@@ -58,6 +65,7 @@ class DenseDecodeCase(DecodeCase):
     table_pages: columns of the block table, None: two more than any request needs. Lengths beyond the table are cut to its capacity, and
         negative lengths to 0.
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first.
+    broken: every third used entry of the block table lies outside the cache.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     """
 
@@ -76,6 +84,7 @@ class DenseDecodeCase(DecodeCase):
     operands: str = LATENT
     table_pages: int | None = None
     far_table: bool = False
+    broken: bool = False
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS or (self.operands != LATENT and self.h_kv != 1):
@@ -136,6 +145,11 @@ class DenseDecodeCase(DecodeCase):
     def pages(self) -> tuple[int, ...]:
         """Return the number of pages that each request uses."""
         return tuple(ceil_div(length, self.page_size) for length in self.key_lengths)
+
+    @property
+    def finding_kinds(self) -> frozenset[str]:
+        """Return the kinds of findings that the simulated device must report."""
+        return frozenset({OUTSIDE} if self.broken and sum(self.pages) > FIRST_BROKEN else ())
 
     @property
     def pages_per_request(self) -> int:
@@ -240,12 +254,16 @@ def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, T
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
     shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # use the last page, which may lie far away, first
     table = _block_table_storage(case, device)
-    first = 0
-    for request, (length, count) in enumerate(zip(case.key_lengths, case.pages, strict=True)):
-        own = torch.tensor(shuffled[first : first + count], dtype=torch.int64)
-        table[request, :count] = own.int().to(device)
-        cache[own.to(device)] = _request_pages(case, length, count, generator).to(cache)
-        first += count
+    entries = torch.tensor(shuffled[:used], dtype=torch.int32)
+    inside = torch.ones(used, dtype=torch.bool)
+    if case.broken:
+        inside[FIRST_BROKEN::BROKEN_STEP] = False
+        entries[~inside] = outside_pages(pages, used)[~inside]
+    parts = zip(entries.split(case.pages), inside.split(case.pages), strict=True)
+    for request, (own, there) in enumerate(parts):
+        table[request, : len(own)] = own.to(device)
+        keys = _request_pages(case, case.key_lengths[request], len(own), generator)
+        cache[own[there].long().to(device)] = keys[there.to(device)].to(cache)
     return cache, table
 
 

@@ -18,6 +18,7 @@ from .far import FAR_DIMENSIONS, far_tensor
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
 STEEP = 4.0  # of ramped values: rotary columns of q, and the bound of those of k; scores span +-43 at the default scale
 RAMPED = ("rising", "falling", "peaks")  # values whose scores depend on the position of the key
+OUTSIDE = "block_table"  # kind of the finding that a used block-table entry outside the cache is
 
 
 class OutputBuffer(NamedTuple):
@@ -90,6 +91,11 @@ def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator
 def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a tensor full of NaN."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def outside_pages(pages: int, count: int) -> Tensor:
+    """Return int32 [count]: numbers that name no page of a cache of `pages` pages, the extreme ones among them."""
+    return torch.tensor([-1, -(1 << 31), pages, (1 << 31) - 1])[torch.arange(count) % 4].int()
 
 
 def allocate_q(case: BaseCase, device: torch.device) -> Tensor:

@@ -53,6 +53,7 @@ _FACTORS: Factors = {
     "causal": (False, True),
     "s_q": (2, 3),
     "far_table": (False, True),
+    "broken": (False, True),  # used entries of the block table that name no page
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),

@@ -9,4 +9,5 @@ from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 # Three requests: enough tiles to go round every ring, keys past the end, masked rows.
 WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, sm_count=2)
 RISING = DenseDecodeCase(batch=2, lengths=(400, 200), h_q=64, values="rising", sm_count=2)  # O is rescaled again and again
+BROKEN = replace(WALK, lengths=(64, 180, 640), broken=True)  # first and later pages of requests are below 0
 GAPS = replace(WALK, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planted.cases_sm100 import GAPS, RISING, WALK
+from tests.mutation.planted.cases_sm100 import BROKEN, GAPS, RISING, WALK
 from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
 
 # In the order of the PTX: a barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA alive for
@@ -28,7 +28,7 @@ WAITS = (
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "rising": RISING, "gaps": GAPS},
+    {"walk": WALK, "rising": RISING, "gaps": GAPS, "broken": BROKEN},
     (
         *(
             planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -48,6 +48,7 @@ SUITE = Suite(
         planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(1), count=2),
         planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 17, 18, 25)),
         planted("product that takes Q from an empty collector", WALK, ptx.FILLS, ptx.USE, count=4),
+        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=2),  # the first tile's, and those of the others
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
         planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
         planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),

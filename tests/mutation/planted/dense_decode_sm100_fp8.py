@@ -11,7 +11,9 @@ from tests.mutation.planted import cases_sm100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
 
-WALK, RISING, GAPS = (replace(case, operands=FP8) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS))
+WALK, RISING, GAPS, BROKEN = (
+    replace(case, operands=FP8) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN)
+)
 STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8)  # by 1,000 octaves and more
 
 # In the order of the PTX, as for the 16-bit kernel. None: the wait keeps a CTA alive for signals that nobody else waits for.
@@ -39,7 +41,7 @@ SUM_STORE = r"tcgen05\.st\.sync\.aligned\.32x32b\.x1\.b32[^;]*;"
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "rising": RISING, "gaps": GAPS, "steep": STEEP},
+    {"walk": WALK, "rising": RISING, "gaps": GAPS, "broken": BROKEN, "steep": STEEP},
     (
         *(
             planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -57,6 +59,7 @@ SUITE = Suite(
         planted("ones not written", WALK, ONES, "", count=1),
         planted("sum not scaled with the output", RISING, SUM_STORE, "", count=1),
         planted("reference that falls without end", STEEP, "0fC2000000", "0fD0000000", together),
+        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=2),  # the first tile's, and those of the others
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
         planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
         planted("missing fence before", WALK, ptx.FENCES_BEFORE, "", each_but_around_dealloc, or_case=RISING),

@@ -13,6 +13,7 @@ from tests.mutation.planting import Suite, alone, planted, together
 # One CTA walks three requests: enough tiles to go round every ring of buffers, keys past the end, masked rows.
 WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, operands=FP8, sm_count=1)
 PAIR = replace(WALK, h_q=64)  # two row tiles, a cluster of two CTAs
+BROKEN = replace(WALK, lengths=(64, 180, 640), broken=True)  # first and later pages of requests are below 0
 RISING = replace(WALK, values="rising")
 SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be several requests ahead of another
 
@@ -35,7 +36,7 @@ FENCES = ("V^T", "P", "ones")
 
 SUITE = Suite(
     SM90,
-    {"alone": WALK, "cluster": PAIR, "short": SHORT},
+    {"alone": WALK, "cluster": PAIR, "short": SHORT, "broken": BROKEN},
     (
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
         planted("missing arrival in a cluster", PAIR, ptx.CLUSTER_ARRIVALS),
@@ -48,6 +49,7 @@ SUITE = Suite(
         planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
         planted("wrong number of arrivals", WALK, r"(mbarrier\.init\.shared\.b64 [^;]*, )%r\d+;", r"\g<1>3;", together),
         planted("missing wait for products", WALK, ptx.WGMMA_WAITS),
+        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=2),  # the first tile's, and those of the others
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+, (%r\d+)), 0fFF800000", r"selp.f32 \1, \2", together),
         planted("values past the end kept", WALK, r"selp\.b32 (\s*%r\d+, (255|65280|16711680|-16777216)), 0,", r"selp.b32 \1, \2,"),
         planted("keys in another order than in P, even columns", WALK, "0x6420U", "0x6240U", together),

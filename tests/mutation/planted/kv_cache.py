@@ -23,6 +23,7 @@ NEGATIVE_SLOT = r"setp\.lt\.s64\s+(%p\d+), (%rd\d+), 0;"
 SLOT_BEYOND = r"setp\.ge\.s64\s+(%p\d+), (%rd\d+), (%rd\d+);"
 DIVISION = r"div\.rn\.f32(\s+%r\d+, %r\d+), %r\d+;"
 PAIRS = r"(cvt\.rn\.satfinite\.e4m3x2\.f32\s+%rs\d+), (%r\d+), (%r\d+);"
+PAGE_BEYOND = r"(setp\.gt\.s32\s+%p\d+, %r\d+, -1;\s*)setp\.lt\.s32\s+(%p\d+), %r\d+, %r\d+;"
 REQUEST_END = r"setp\.le\.s32\s+(%p\d+, %r\d+, %r\d+);(\s*vote)"
 REQUEST_START = r"(ld\.global\.b32\s+%r\d+, \[%rd\d+)(\];\s*setp\.lt\.s32)"
 
@@ -40,8 +41,9 @@ BUGS = (
     planted("request that ends a row late", ROWS, REQUEST_END, r"setp.lt.s32 \1;\2", together),
     planted("32 requests at most", MANY, r"setp\.eq\.b32\s+(%p\d+), (%r\d+), -1;", r"setp.eq.b32 \1, \2, 77;", together),
     planted("pages below 0 read", BROKEN, r"setp\.gt\.s32\s+(%p\d+), (%r\d+), -1;", r"setp.gt.s32 \1, \2, -9;", together),
+    planted("pages past the cache read", BROKEN, PAGE_BEYOND, r"\1setp.ge.s32 \2, 0, 0;", together),
     planted("start of another request", ROWS, REQUEST_START, r"\1+4\2", together),
 )
-UNBROKEN = ({"write": NASTY}, {"gather": ROWS})
+UNBROKEN = ({"write": NASTY}, {"gather": ROWS, "broken": BROKEN})
 
 SUITES = {f"kv_cache_{arch.name}": Suite(arch, UNBROKEN[index], BUGS[index :: len(ARCHS)]) for index, arch in enumerate(ARCHS.values())}

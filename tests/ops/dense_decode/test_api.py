@@ -15,10 +15,11 @@ import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_decode.dense_call import Call
 from tests.support.dispatch_modes import Allocations, NoReads
-from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+from tests.support.recording_device import RecordingDevice, row_ctas
 from tests.support.tree import ROOT
 
 SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
@@ -74,7 +75,7 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["table_stride"] == 7
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
-    assert {param.name: args[param.name] for param in PARAMS["dense_decode"] if param.kind is ParamKind.INT32} == {
+    assert {param.name: args[param.name] for param in PARAMS_OF["dense_decode"] if param.kind is ParamKind.INT32} == {
         "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "causal": 1, "batch": 2,
         "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip

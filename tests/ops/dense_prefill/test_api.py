@@ -15,17 +15,18 @@ from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
+from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
 from tests.support.dispatch_modes import Allocations, NoReads
-from tests.support.recording_device import PARAMS, RecordingDevice
+from tests.support.recording_device import RecordingDevice
 
 LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
     """Return the arguments of one kind."""
-    return {param.name: args[param.name] for param in PARAMS["dense_prefill"] if param.kind is kind}
+    return {param.name: args[param.name] for param in PARAMS_OF["dense_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:

@@ -52,7 +52,7 @@ def test_a_key_is_the_same_whoever_else_is_written(cache: str, arch: Arch) -> No
 
 
 def test_the_torch_path_is_the_same(arch: Arch) -> None:
-    """Outside simulate() plain torch writes the same bytes and gathers the same numbers."""
+    """Outside simulate() plain torch writes the same bytes and gathers the same numbers, zeros of a page that the cache does not have."""
     for cache in CACHED:
         case = CacheWriteCase("fp16", cache=cache, tokens=40, values="normal", scale_of_cache=0.3 if cache == "fp8_576" else None)
         tensors = make_cache_write_tensors(case)
@@ -62,15 +62,49 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
         for kernels, target in zip((True, False), paged, strict=True):
             operands = (tensors.kv_c, tensors.k_pe, target, tensors.slot_mapping)
             if kernels:
-                with cute_mla.simulate(arch.name):
+                with cute_mla.simulate(arch.name, on_finding="collect") as device:
                     write_kv_cache(*operands, descale_k=tensors.descale_k)
                     gathered.append(gather_kv_cache(target, table, ends, 140, descale_k=tensors.descale_k, dtype=torch.float16))
+                assert [finding.kind for finding in device.findings] == ["block_table"]
             else:
                 write_kv_cache(*operands, descale_k=tensors.descale_k)
                 gathered.append(gather_kv_cache(target, table, ends, 140, descale_k=tensors.descale_k, dtype=torch.float16))
         assert torch.equal(paged[0].view(torch.uint8), paged[1].view(torch.uint8))
         assert torch.equal(gathered[0].isnan(), gathered[1].isnan())
         assert torch.equal(gathered[0].nan_to_num(7.0), gathered[1].nan_to_num(7.0))
+
+
+NANS = (0x7E00, 0x7C01, 0x7FFF, 0xFE00, 0xFFFF, 0x7C00, 0xFC00)  # fp16: NaN of both signs, and infinities
+
+
+@pytest.mark.parametrize("cache", [name for name, layout in CACHED.items() if layout.quantised])
+def test_nan_is_the_same_bytes_without_kernels(arch: Arch, cache: str) -> None:
+    """In fp16 rotary columns, which some formats round to bf16."""
+    layout = CACHED[cache]
+    bits = torch.tensor([code - (code >> 15 << 16) for code in NANS], dtype=torch.int16).view(torch.float16)
+    kv_c, k_pe = torch.ones(2, latent_columns(layout), dtype=torch.float16), torch.ones(2, 64, dtype=torch.float16)
+    k_pe[0, : len(bits)], kv_c[1, : len(bits)] = bits, bits
+    dtype = torch.float8_e4m3fn if cache == "fp8_576" else torch.uint8
+    paged = [torch.zeros(1, 2, 1, layout.page_bytes(1), dtype=torch.uint8).view(dtype) for _ in range(2)]
+    write_kv_cache(kv_c, k_pe, paged[0], torch.arange(2))
+    with cute_mla.simulate(arch.name, sm_count=1):
+        write_kv_cache(kv_c, k_pe, paged[1], torch.arange(2))
+    assert torch.equal(paged[0].view(torch.uint8), paged[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("entry", [4, -1, -(2**31), 2**31 - 1])
+def test_a_used_table_entry_outside_the_cache_is_a_page_of_zeros(entry: int, arch: Arch) -> None:
+    cache = torch.randn(4, 16, 1, 576).bfloat16()
+    table, ends = torch.tensor([[2, 3, entry], [entry, entry, 1]], dtype=torch.int32), torch.tensor([0, 30, 31], dtype=torch.int32)
+    with cute_mla.simulate(arch.name, on_finding="collect") as device:
+        gather_kv_cache(cache, table, ends, 31, starts=torch.tensor([0, 32], dtype=torch.int32))
+        assert device.findings == [], "no request uses such an entry"
+        out = gather_kv_cache(cache, table, ends, 31, starts=torch.tensor([0, 31], dtype=torch.int32))
+        (finding,) = device.findings
+    assert finding.kind == "block_table"
+    assert finding.message.startswith(f"block_table[1, 1] is {entry} and request 1 uses it; supported: 0 to 3;")
+    assert not out[30].any()
+    assert torch.equal(out[:30], cache[2:].flatten(0, 2)[:30])
 
 
 def test_unused_memory_is_not_read(arch: Arch) -> None:

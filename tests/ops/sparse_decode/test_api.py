@@ -15,10 +15,11 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.sparse_decode import SparseDecodeProblem
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.dispatch_modes import Allocations
-from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+from tests.support.recording_device import RecordingDevice, row_ctas
 
 LOG2_E = math.log2(math.e)
 
@@ -62,14 +63,14 @@ def test_arguments_of_one_cache(device: RecordingDevice) -> None:
     assert device.launches[2].args["attn_sink"] is None
     ctas = row_ctas(device, 24)
     assert device.launches[1].grid == (ctas, 3, 44 // ctas)
-    assert {param.name: args[param.name] for param in PARAMS["sparse_decode"] if param.kind is ParamKind.INT64} == {
+    assert {param.name: args[param.name] for param in PARAMS_OF["sparse_decode"] if param.kind is ParamKind.INT64} == {
         "q_stride_batch": 3 * 24 * 576, "q_stride_token": 24 * 576, "q_stride_head": 576,
         "out_stride_batch": 3 * 24 * 512, "out_stride_token": 24 * 512, "out_stride_head": 512,
         "lse_stride_batch": 72, "lse_stride_head": 3, "lse_stride_token": 1,
         "indices_stride_batch": 195, "indices_stride_token": 65, "extra_indices_stride_batch": 0, "extra_indices_stride_token": 0,
         "page_stride": 64 * 656, "row_stride": 656, "extra_page_stride": 0, "extra_row_stride": 0,
     }  # fmt: skip
-    assert {param.name: args[param.name] for param in PARAMS["sparse_decode"] if param.kind is ParamKind.INT32} == {
+    assert {param.name: args[param.name] for param in PARAMS_OF["sparse_decode"] if param.kind is ParamKind.INT32} == {
         "batch": 2, "s_q": 3, "h_q": 24, "page_size": 64, "slots": 20 * 64, "topk": 65,
         "extra_page_size": 1, "extra_slots": 0, "extra_topk": 0, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip

@@ -14,17 +14,18 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
 from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.dispatch_modes import Allocations, NoReads
-from tests.support.recording_device import PARAMS, RecordingDevice, row_ctas
+from tests.support.recording_device import RecordingDevice, row_ctas
 
 LOG2_E = math.log2(math.e)
 
 
 def of_kind(args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
     """Return the arguments of one kind."""
-    return {param.name: args[param.name] for param in PARAMS["sparse_prefill"] if param.kind is kind}
+    return {param.name: args[param.name] for param in PARAMS_OF["sparse_prefill"] if param.kind is kind}
 
 
 def strides(args: dict[str, Any], tensor: str) -> list[int]:
@@ -270,7 +271,7 @@ def test_rows_that_attend_to_nothing_are_written_all_the_same(
     call.run()
     (launch,) = device.launches
     assert (launch.args["s_kv"], launch.args["topk"]) == (empty.get("s_kv", 100), empty.get("topk", 64))
-    ArgumentBlock(PARAMS["sparse_prefill"]).fill(list(launch.args.values()))
+    ArgumentBlock(PARAMS_OF["sparse_prefill"]).fill(list(launch.args.values()))
     assert [launch.args[name] for name in ("topk_length", "attn_sink")] == [None, None]
 
 

@@ -1,0 +1,18 @@
+"""The parameters of the kernels of every op, which a manifest entry must agree with."""
+
+from __future__ import annotations
+
+from . import cache_gather, cache_write, combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
+from .abi import Param
+
+PARAMS_OF: dict[str, tuple[Param, ...]] = {
+    "cache_gather": cache_gather.PARAMS,
+    "cache_write": cache_write.PARAMS,
+    "combine": combine.PARAMS,
+    "dense_decode": dense_decode.PARAMS,
+    "dense_prefill": dense_prefill.PARAMS,
+    "merge_states": merge_states.PARAMS,
+    "sparse_decode": sparse_decode.PARAMS,
+    "sparse_prefill": sparse_prefill.PARAMS,
+    "split_plan": split_plan.PARAMS,
+}
