@@ -92,8 +92,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
     for (dtype, operands), rows, elements in product(_TYPES, _HEADS_OF_ROWS, (False, True)):
         if elements and rows == "two":
             continue  # one variant serves all numbers of rows
-        heads = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
-        heads = tuple(pair for pair in heads if operands == LATENT or pair[1] == 1)
+        every = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
+        heads = tuple(pair for pair in every if operands == LATENT or pair[1] == 1)
         factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
         if operands == FP8 and dtype != "bf16":
             factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
@@ -111,8 +111,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
 
 # Cases whose size is what they test.
 _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
-    # One split a key tile: 64 or 65 splits, of which combine reads 32 at a time. Scores that rise overflow if the maximum of the first 32 counts.
-    # By its grid, a warp of combine takes a whole row or a quarter of its columns.
+    # One split a key tile: 64 or 65 splits, of which combine reads 32 at a time. By its grid, a warp of combine takes a whole row or a
+    # quarter of its columns. Scores that rise overflow if the maximum of the first 32 splits counts.
     DenseDecodeCase("fp16", s_k=65 * TILE_KEYS, h_q=3, values="rising", softmax_scale=0.15, sm_count=160, outputs="given"),
     DenseDecodeCase(s_k=4096, h_q=3, values="peaks", softmax_scale=0.1, sm_count=160, outputs="strided"),
     DenseDecodeCase(
