@@ -1,4 +1,4 @@
-"""The commands: run and report, numbers and numbers-report."""
+"""The commands: run and report of synchronisation; numbers, numbers-report and numbers-attack of numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 import click
 
 from cute_mla.runtime.artifacts import load_artifacts
+from tests.mutation.attack import attack, drawn
+from tests.mutation.bench import prepare
 from tests.mutation.campaign import (
     Line,
     coverage,
@@ -24,12 +26,12 @@ from tests.mutation.campaign import (
     judge_numbers,
     one_of_each_structure,
     read,
-    score,
     unexplained,
     wanted,
     wanted_numbers,
 )
 from tests.mutation.sites import KINDS, Mutation
+from tests.mutation.verdicts import NOTICED, OPEN, Verdict, current, judged, mutation_of, table, unused
 
 BATCH = 24  # mutations of a kernel that a process takes at a time
 
@@ -78,9 +80,10 @@ def work(batches: Sequence[tuple[str, list[Mutation]]], judge: Callable[[str, li
 @click.option("--sample", type=click.IntRange(min=1), default=100, help="So many mutations of each kernel, over all kinds.")
 @click.option("--seed", default=0, help="Which of them, and which kernel of each structure.")
 @click.option("--jobs", default=2, help="Processes.")
+@click.option("--suite", type=click.Choice(("smoke", "full")), default="smoke", help="Whose cases run.")
 @click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records; what is there stays.")
-def numbers(kernel: str, sample: int, seed: int, jobs: int, out: Path) -> None:
-    """Break numbers and indices of one kernel of each structure, and run its smoke cases."""
+def numbers(kernel: str, sample: int, seed: int, jobs: int, suite: str, out: Path) -> None:
+    """Break numbers and indices of one kernel of each structure, and run its cases of a suite."""
     done = {line.key for line in read(out) if line.noticed != "no case"}
     artifacts = load_artifacts()
     entries = [entry for entry in one_of_each_structure(artifacts, seed) if re.search(kernel, entry.name)]
@@ -90,24 +93,55 @@ def numbers(kernel: str, sample: int, seed: int, jobs: int, out: Path) -> None:
         left = [mutation for mutation in mutations if (name, ptx, mutation.kind, mutation.number) not in done]
         batches += [(name, left[start : start + BATCH]) for start in range(0, len(left), BATCH)]
     click.echo(f"seed {seed}: {sum(len(batch) for _, batch in batches)} mutations left of {len(entries)} kernels")
-    work(batches, judge_numbers, jobs, out)
+    work(batches, partial(judge_numbers, suite=suite), jobs, out)
 
 
 @main.command()
 @click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
-@click.option("--survivors", is_flag=True, help="List the mutations that no case noticed.")
+@click.option("--survivors", is_flag=True, help="List the mutations that no case noticed, with what is known of them.")
 def numbers_report(out: Path, survivors: bool) -> None:
-    """Print the score of numeric mutations by kernel and by kind."""
+    """Print the verdicts on numeric mutations by kernel and by kind. Exit 1 if a survivor is open."""
+    verdicts = _verdicts(out)
+    click.echo(table("kernel", verdicts, lambda line: line.kernel))
+    click.echo(table("kind", verdicts, lambda line: line.kind))
+    open_ones = [item for item in verdicts if item.verdict == OPEN]
+    for item in verdicts if survivors else open_ones:
+        if item.verdict != NOTICED:
+            line = item.line
+            click.echo(f"{item.verdict}: {line.kernel}, {line.kind} #{line.number}, {line.place}, PTX line {line.line}: {item.code}")
+    for known in unused(verdicts):
+        click.echo(f"explains nothing: {known.kernel.pattern}, {known.kind.pattern}, {known.code.pattern}")
+    if open_ones:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
+@click.option("--number", type=click.IntRange(min=1), default=20, help="So many survivors.")
+@click.option("--seed", default=0, help="Which of them, and which calls.")
+@click.option("--seconds", type=click.FloatRange(min=1), default=30.0, help="CPU time for each.")
+def numbers_attack(out: Path, number: int, seed: int, seconds: float) -> None:
+    """Search for calls that show survivors which are explained or proved equal. Exit 1 if there are any."""
+    prepare()
+    shown = 0
+    for item in drawn(_verdicts(out), number, seed):
+        line = item.line
+        result = attack(load_artifacts().manifest.kernels[line.kernel], mutation_of(line), seconds, seed)
+        shown += bool(result.shown)
+        found = result.shown or f"unseen in {result.calls} calls"
+        click.echo(f"{found}: {item.verdict}, {line.kernel}, {line.kind} #{line.number}, PTX line {line.line}")
+    click.echo(f"seed {seed}: {shown} of {number} shown")
+    if shown:
+        raise SystemExit(1)
+
+
+def _verdicts(out: Path) -> list[Verdict]:
+    """Judge the records of a file; tell of those that are about other builds of a kernel."""
     lines = [line for line in read(out) if line.noticed != "no case"]
-    for title, row in (("kernel", lambda line: line.kernel), ("kind", lambda line: line.kind)):
-        click.echo(f"{title:48}   noticed / not noticed / never run")
-        for name, counts in score(lines, row).items():
-            click.echo(f"{name:48}   {' / '.join(map(str, counts))}")
-    caught = sum(bool(line.noticed) for line in lines)
-    click.echo(f"{caught} of {len(lines)} noticed ({100 * caught / max(len(lines), 1):.1f} %)")
-    for line in lines if survivors else ():
-        if not line.noticed:
-            click.echo(f"not noticed: {line.kernel}, {line.kind} #{line.number}, {line.place}, PTX line {line.line}: {line.code}")
+    now = current(lines)
+    if len(now) < len(lines):
+        click.echo(f"{len(lines) - len(now)} records are about other builds of the kernels; they are left out")
+    return list(judged(now))
 
 
 @main.command()
@@ -121,7 +155,7 @@ def report(out: Path) -> None:
         arch = "sm90" if "_sm90_" in line.kernel else "sm100"
         state = "caught" if line.noticed else "open" if line in open_ones else "equivalent"
         rows[line.kind][f"{arch} {state}"] += 1
-    click.echo(table(rows))
+    click.echo(by_architecture(rows))
     for line in open_ones:
         click.echo(f"not noticed: {line.kernel}, {line.kind}, {line.place}, PTX line {line.line}: {line.code}")
     for item in explanations():
@@ -136,7 +170,7 @@ def report(out: Path) -> None:
         raise SystemExit(1)
 
 
-def table(rows: dict[str, Counter[str]]) -> str:
+def by_architecture(rows: dict[str, Counter[str]]) -> str:
     """Kinds by architecture: caught / not noticed / equivalent."""
 
     def cell(counts: Any, arch: str) -> str:

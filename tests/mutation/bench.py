@@ -24,10 +24,9 @@ from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import same_bits
-from cute_mla.testing.operations import Result
+from cute_mla.testing.operations import Result, operation
 from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
-from tests.mutation.merging import operation_of
 from tests.mutation.places import Places
 from tests.mutation.planting import Planted, survivors
 from tests.mutation.sites import Mutation
@@ -135,7 +134,7 @@ class ShippedBits:
 
     def call(self, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
         """Make the call; return results and findings."""
-        return _call(self.kernel.arch, self.case, self.tensors, schedule)
+        return call_of(self.kernel.arch, self.case, self.tensors, schedule)
 
     def name(self, schedule: Schedule) -> str:
         """Name the trial under a schedule."""
@@ -156,11 +155,11 @@ class ShippedBits:
         return UNNOTICED if all(map(same_bits, results, self.expected)) else Outcome("answer", "", by)
 
 
-def _call(arch: str, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
+def call_of(arch: str, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
     for given in tensors.output_buffers.values():
         given.storage.fill_(float("nan"))
     with simulate(arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
-        results = operation_of(case).call(case, tensors, None)
+        results = operation(case).call(case, tensors, None)
     return tuple(result.clone() for result in results), device.findings
 
 
@@ -182,10 +181,10 @@ class Subject:
 
     def _try(self, case: BaseCase) -> None:
         """Take a case in if it launches the kernel; it must be without findings."""
-        tensors = operation_of(case).make_tensors(case, "cpu")
+        tensors = operation(case).make_tensors(case, "cpu")
         simulated_device._modules.clear()
         with self.places.watch():
-            results, findings = _call(self.kernel.arch, case, tensors, Schedule("round_robin", 0))
+            results, findings = call_of(self.kernel.arch, case, tensors, Schedule("round_robin", 0))
         if self.kernel.ptx_sha256 in simulated_device._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")

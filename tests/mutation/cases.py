@@ -12,9 +12,9 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from tests.mutation.merging import MergeCase
 
 DENSE = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
 GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead
@@ -41,7 +41,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
     "combine": (SPLIT,),
     "split_plan": (SPLIT, PARTS, WHOLE),
-    "merge_states": (MergeCase(),),
+    "merge_states": (MergeStatesCase(states=3, tokens=3, h_q=9, outputs="given"),),
     "cache_write": tuple(CacheWriteCase(cache=cache, tokens=9) for cache in CACHED),
     "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),
 }

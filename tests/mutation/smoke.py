@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cute_mla.manifest import KernelEntry
@@ -50,22 +50,38 @@ class SmokeTrial:
 
 
 class SmokeSubject:
-    """A kernel with the smoke cases that launch it, cheapest first."""
+    """A kernel with the cases of a suite that launch it, cheapest first.
 
-    def __init__(self, kernel: KernelEntry) -> None:
+    A case runs on the kernel as it ships when the first mutation needs it: most are noticed by one of the first cases.
+    """
+
+    def __init__(self, kernel: KernelEntry, suite_name: str = "smoke") -> None:
         self.kernel = kernel
         self.ptx = load_artifacts().ptx(kernel)
         self.places = Places(kernel)
-        self.trials = sorted(self._trials(), key=lambda trial: trial.seconds)
+        self.known: list[SmokeTrial] = []
+        self._rest = self._trials(sorted(self._cases(suite_name), key=lambda case: case.tiles))
 
-    def _trials(self) -> Iterator[SmokeTrial]:
-        """Run each smoke case that may launch the kernel; ValueError if one fails on the kernel as it ships."""
+    @property
+    def trials(self) -> Iterator[SmokeTrial]:
+        """Yield the cases that launch the kernel; ValueError if one fails on the kernel as it ships."""
+        yield from self.known
+        for trial in self._rest:
+            self.known.append(trial)
+            yield trial
+
+    def _cases(self, suite_name: str) -> Iterator[BaseCase]:
+        """Yield the cases of the suite that may launch the kernel."""
         arch = ARCHS[self.kernel.arch]
         ops = [op for op in OPS if op == self.kernel.op or (self.kernel.op in HELPERS and op.endswith("decode"))]
-        for case in [entry.case for op in ops for entry in suite("smoke", op, simulated=True) if entry.mode != "skipped"]:
+        for case in [entry.case for op in ops for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]:
             config = case.problem(arch).config.name
-            if case.op == self.kernel.op and load_artifacts().entry(case.op, arch.name, config).name != self.kernel.name:
-                continue
+            if case.op != self.kernel.op or load_artifacts().entry(case.op, arch.name, config).name == self.kernel.name:
+                yield case
+
+    def _trials(self, cases: Sequence[BaseCase]) -> Iterator[SmokeTrial]:
+        """Run the kernel as it ships; yield the cases that launch it."""
+        for case in cases:
             own = Places(self.kernel)
             before = time.process_time()
             with own.watch():

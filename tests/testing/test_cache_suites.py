@@ -55,6 +55,9 @@ CONTRACT: dict[str, dict[str, Callable[..., bool]]] = {
         "chunks that begin with a page": lambda case: any(start and start % case.page_size == 0 for start in case.firsts),
         "more requests than a warp has lanes": lambda case: len(case.lengths) > 64,
         "rows behind the last": lambda case: case.rest > 0 and case.keys > 0,
+        "rows for fewer keys than there are": lambda case: case.rest < 0,
+        "rows behind the keys of one request": lambda case: len(case.lengths) == 1 and case.rest > 0,
+        "a last request with keys that is the first of a warp's load": lambda case: len(case.lengths) % 32 == 1 and case.lengths[-1] > 0,
         "no requests": lambda case: not case.lengths,
         "odd pages": lambda case: case.page_size % 2 == 1,
     },
@@ -110,6 +113,9 @@ def test_nasty_values_are_nasty() -> None:
     assert ((keys != 0) & (keys.abs() < torch.finfo(keys.dtype).tiny)).any()
     assert (keys.abs() == torch.finfo(keys.dtype).max).any()
     assert ((keys == 0) & keys.signbit()).any()
+    largest = torch.frexp(keys.float().abs().view(-1, 8, 64).amax(dim=-1) / 448)
+    assert (largest.mantissa == 0.5).all(dim=-1).any()  # powers of two
+    assert keys.isinf().view(-1, 8, 64).any(dim=-1).any(dim=0)[1:].all()
 
 
 @pytest.mark.parametrize("cache", CACHED)

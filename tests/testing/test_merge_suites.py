@@ -11,7 +11,8 @@ import torch
 from cute_mla.manifest import kernel_name
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import HEAD_DIMS, LISTED_STATES, closed_variants
-from cute_mla.testing.cases.merge_states import EmptyStates, MergeStatesCase, StateForm, StateLayout, make_merge_states_tensors
+from cute_mla.testing.cases.far import FAR_DIMENSIONS, FAR_ELEMENTS
+from cute_mla.testing.cases.merge_states import EmptyStates, LseValues, MergeStatesCase, StateForm, StateLayout, make_merge_states_tensors
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import Target, run_case, schedules
 from cute_mla.testing.suites import suite
@@ -25,9 +26,10 @@ FACTORS: dict[str, tuple[object, ...]] = {
     "form": get_args(StateForm),
     "layout": get_args(StateLayout),
     "empty": get_args(EmptyStates),
-    "outputs": ("allocated", "given", "strided", "odd"),
+    "outputs": ("allocated", "given", "strided", "odd", *FAR_DIMENSIONS),
     "in_place": (False, True),
-    "states": (1, 2, 3, LISTED_STATES, 40),
+    "states": (1, 2, 3, LISTED_STATES, 33, 40, 65),
+    "values": get_args(LseValues),
     "empty_lse": (None, -math.inf),
     "tokens": (0, 2, 3),
 }
@@ -40,7 +42,7 @@ def test_smoke_has_every_factor_value(factor: str, value: object) -> None:
 
 def test_smoke_has_every_variant_and_is_small(arch: Arch) -> None:
     assert {case.problem(arch).config for case in SMOKE if case.tokens} == set(closed_variants())
-    assert 12 <= len(SMOKE) == len({case.id for case in SMOKE}) <= 20
+    assert 12 <= len(SMOKE) == len({case.id for case in SMOKE}) <= 45
     assert all(case.tiles <= SMOKE_TILES for case in SMOKE)
     assert [entry.case for entry in suite("smoke", "merge_states", simulated=True)] == list(SMOKE)
 
@@ -82,8 +84,17 @@ def test_layouts_change_places_and_no_values(layout: StateLayout) -> None:
     assert torch.equal(packed.outs, placed.outs)
     assert torch.equal(packed.lses, placed.lses)
     assert placed.outs.is_contiguous() == (layout == "packed")
-    assert (placed.outs.stride(-2) < placed.outs.stride(-3)) == (layout != "heads_first")
-    assert (placed.lses.stride(-1) == 1) == (layout != "heads_first")
+    assert (placed.outs.stride(-2) < placed.outs.stride(-3)) == (layout not in ("heads_first", "far_heads"))
+    assert (placed.lses.stride(-1) == 1) == (layout not in ("heads_first", "far_heads"))
+
+
+@pytest.mark.parametrize("layout", ["far_states", *FAR_DIMENSIONS])
+def test_the_last_of_a_far_dimension_is_far(layout: StateLayout) -> None:
+    tensors = make_merge_states_tensors(MergeStatesCase(states=3, tokens=4, h_q=3, batch=2, form="stacked", layout=layout))
+    dim = ("far_states", *FAR_DIMENSIONS).index(layout)
+    for tensor in (tensors.outs, tensors.lses):
+        assert (tensor.shape[dim] - 1) * tensor.stride(dim) >= FAR_ELEMENTS
+        assert max(stride for other, stride in enumerate(tensor.stride()) if other != dim) < FAR_ELEMENTS // 8
 
 
 def test_a_case_in_place_leaves_the_operands_to_the_next_run(arch: Arch) -> None:

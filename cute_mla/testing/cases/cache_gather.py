@@ -28,7 +28,8 @@ _UNUSED_PAGE = 2_147_480_000  # in block tables, behind the pages of a request
 class CacheGatherCase(PagedCacheCase):
     """One gather.
 
-    lengths: keys to gather per request. starts: position of each request's first key, None: omitted. rest: rows of out behind the last key.
+    lengths: keys to gather per request. starts: position of each request's first key, None: omitted. rest: rows of out behind the last key;
+        negative: so many keys at the end have none.
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first. outputs: of the far ones, "far_tokens" only.
     broken: every seventh column of the block table names no page, and the longest request needs one entry more than the table has.
     """

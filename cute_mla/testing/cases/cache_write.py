@@ -19,7 +19,10 @@ from .tensors import OutputBuffer, generator_for, nan_tensor
 
 KeyValues = Literal["normal", "nasty"]
 KeyLayout = Literal["packed", "projection", "odd", "far"]
-SlotType = Literal["int64", "int32", "strided", "far"]
+SlotType = Literal["int64", "int32", "strided", "far", "far_int32"]
+
+_GROUP = 64  # columns; the groups of all formats are multiples
+_E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,11 @@ class CacheWriteCase(PagedCacheCase):
     """One write.
 
     tokens: keys to write. Every fifth has a slot outside the cache, the others have distinct slots inside.
-    values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, and groups of zeros.
+    values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, groups of zeros, and groups whose largest value
+        is 448 times a power of two.
     key_layout: "projection": latent and rotary columns are slices of wider rows; "odd": slices that begin at odd elements;
         "far": the last key lies FAR_ELEMENTS or more from the first.
-    slot_type: "strided": int64, every second element of a tensor; "far": int64, far in the same way.
+    slot_type: "strided": int64, every second element of a tensor; "far" and "far_int32": far in the same way, "far" as int64.
     power_of_two: scales of fp8_656 are powers of two.
     """
 
@@ -93,7 +97,7 @@ def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = 
 def _with_keys(case: CacheWriteCase, kv_c: Tensor, k_pe: Tensor, device: torch.device) -> CacheWriteTensors:
     """Add the other operands."""
     slots = _slots(case)
-    slots = far_tensor(slots.shape, 0, slots.dtype, device).copy_(slots) if case.slot_type == "far" else slots.to(device)
+    slots = far_tensor(slots.shape, 0, slots.dtype, device).copy_(slots) if case.slot_type.startswith("far") else slots.to(device)
     return CacheWriteTensors(kv_c, k_pe, allocate_cache(case, device), slots, scale_tensor(case, device))
 
 
@@ -108,11 +112,13 @@ def _key_values(case: CacheWriteCase, columns: int) -> Tensor:
     values *= widely.clamp(max=most / 16)
     kinds = torch.arange(case.tokens) % 8
     values[kinds == 1, 3] = math.nan
-    values[kinds == 1, 200] = -math.inf
+    values[kinds == 1, 72::64] = -math.inf
     values[kinds == 2] = torch.copysign(torch.zeros(()), values[kinds == 2])
     values[kinds == 3, :130] = -0.0
     values[kinds == 4] = values[kinds == 4].sign() * torch.finfo(DTYPES[case.dtype]).tiny * 2.0**-5  # subnormal
     values[kinds == 5, ::7] = most
+    values[kinds == 7] = values[kinds == 7].clamp(-50, 50)
+    values[kinds == 7, 5::_GROUP] = _E4M3_MAX * 2.0 ** (torch.arange(5, columns, _GROUP) // _GROUP - 3)
     values[kinds == 6] = values[kinds == 6].round(decimals=1) * 0 + torch.arange(columns).sub(300) / 64  # ties
     return values
 
@@ -124,7 +130,7 @@ def _slots(case: CacheWriteCase) -> Tensor:
     chosen = torch.randperm(slots, generator=draw)[: case.tokens]
     outside = torch.tensor([-1, slots, -(1 << 31), (1 << 31) - 1, slots + 5])
     chosen = torch.where(torch.arange(case.tokens) % 5 == 2, outside[torch.arange(case.tokens) // 5 % 5], chosen)
-    if case.slot_type == "int32":
+    if case.slot_type in ("int32", "far_int32"):
         return chosen.int()
     if case.slot_type in ("strided", "far"):
         chosen = torch.where(chosen == (1 << 31) - 1, 1 << 40, chosen)

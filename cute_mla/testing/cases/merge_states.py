@@ -14,14 +14,18 @@ from ...spec.arch import Arch
 from ...spec.merge_states import MergeStatesConfig
 from ...spec.mla import D_V, ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags
+from .far import FAR_DIMENSIONS, far_tensor
 from .tensors import OutputBuffer, generator_for, nan_tensor
 
 StateForm = Literal["listed", "stacked"]
-StateLayout = Literal["packed", "sliced", "odd", "heads_first"]
+StateLayout = Literal["packed", "sliced", "odd", "heads_first", "far_states", "far_requests", "far_tokens", "far_heads"]
 EmptyStates = Literal["none", "some", "all"]
+LseValues = Literal["normal", "rising"]
 
 _ROWS_OF_A_TILE = 512  # rows of one state that cost about as much on the simulated device as a tile of attention
 _LSE_SPREAD = 3.0
+_RISE = 250.0  # of lse from the first state to the last, half of it in the last step: exp overflows if the maximum leaves it out
+_FAR_STATES = ("far_states", *FAR_DIMENSIONS)  # layouts by the dimension of [states, requests, tokens, heads] that lies far
 
 
 class MergeProblem(NamedTuple):
@@ -36,8 +40,10 @@ class MergeStatesCase(BaseCase):
 
     batch: requests, None: tensors without a batch dimension. form: "listed": a list of tensors; "stacked": one tensor of all states.
     layout: of the states: "sliced": rows are 16-byte aligned slices; "odd": rows begin at odd elements; "heads_first": tokens and heads
-        transposed, lse too.
+        transposed, lse too; "far_states": the last of stacked states lies FAR_ELEMENTS or more from the first; one of FAR_DIMENSIONS: the
+        last request, token or head does, in out and in lse.
     empty: which rows have an infinite lse and NaN in out: "some": each row in some of the states, and a few in all of them.
+    values: of lse; "rising": from -250 at the first state to -125 before the last, which is at 0.
     in_place: out and lse are the second state.
     """
 
@@ -47,6 +53,7 @@ class MergeStatesCase(BaseCase):
         "form": str,
         "layout": lambda layout: f"states_{layout}",
         "empty": lambda empty: f"{empty}_empty",
+        "values": str,
         "in_place": lambda _: "in_place",
         **TAGS,
     }
@@ -59,6 +66,7 @@ class MergeStatesCase(BaseCase):
     form: StateForm = "listed"
     layout: StateLayout = "packed"
     empty: EmptyStates = "none"
+    values: LseValues = "normal"
     in_place: bool = False
 
     @property
@@ -102,6 +110,10 @@ def make_merge_states_tensors(case: MergeStatesCase, device: str | torch.device 
     draw = generator_for(case, math.prod(shape) * case.head_dim, device)
     outs = torch.randn(*shape, case.head_dim, generator=draw, device=draw.device)
     lses = _LSE_SPREAD * torch.randn(shape, generator=draw, device=draw.device)
+    if case.values == "rising":
+        levels = torch.linspace(-_RISE, -_RISE / 2, case.states, device=draw.device)
+        levels[-1] = 0.0
+        lses += levels.view(-1, *[1] * (lses.dim() - 1))
     empty = _empty_rows(case)
     signs = torch.where(torch.arange(empty.numel()).view(empty.shape) % 2 == 0, math.inf, -math.inf)
     lses = torch.where(empty, signs, lses.cpu())
@@ -126,6 +138,9 @@ def _placed(layout: StateLayout, values: Tensor) -> Tensor:
     if layout == "packed":
         return values.contiguous()
     rows = 3 if values.is_floating_point() and values.dtype != torch.float32 else 2  # dimensions of a request's tokens
+    if layout in _FAR_STATES:
+        far = _FAR_STATES.index(layout)
+        return far_tensor(values.shape, 0 if far == 0 else values.dim() - rows + far - 2, values.dtype, values.device).copy_(values)
     if layout == "heads_first":
         return values.transpose(-rows, -rows + 1).contiguous().transpose(-rows, -rows + 1)
     before, after = (8, 8) if layout == "sliced" else (1, 2)
@@ -139,6 +154,10 @@ def _output_buffers(case: MergeStatesCase, device: torch.device) -> dict[str, Ou
     if case.outputs == "allocated" or case.in_place:
         return {}
     results = {"out": ((*case.rows_shape, case.head_dim), DTYPES[case.dtype]), "lse": (case.rows_shape, torch.float32)}
+    if case.outputs in FAR_DIMENSIONS:
+        dim = FAR_DIMENSIONS.index(case.outputs) - (case.batch is None)
+        far = {name: far_tensor(shape, dim, dtype, device) for name, (shape, dtype) in results.items()}
+        return {name: OutputBuffer(tensor, tensor) for name, tensor in far.items()}
     before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
     buffers = {}
     for name, (shape, dtype) in results.items():

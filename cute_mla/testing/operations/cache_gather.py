@@ -30,7 +30,7 @@ def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Te
 
 
 def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
-    """Gather key by key; rows behind the last key stay NaN."""
+    """Gather key by key as far as there are rows; rows behind the last key stay NaN."""
     cache, out = tensors.k_cache, torch.full((case.keys + case.rest, case.format.d_qk), math.nan)
     if case.format is FP8_576:
         keys = cache.float() * (1.0 if tensors.descale_k is None else tensors.descale_k)
@@ -41,6 +41,8 @@ def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
         for position in range(first, first + length):
             column = position // case.page_size
             page = table[request][column] if column < len(table[request]) else -1
+            if row == len(out):
+                break
             out[row] = keys[page, position % case.page_size, 0] if 0 <= page < case.pages else 0.0
             row += 1
     return (out.to(cache.device, DTYPES[case.dtype]),)

@@ -25,7 +25,7 @@ _FACTORS: Factors = {
     "page_size": (7, 8, 16, 61, 64),
     "cache_layout": ("packed", "layers", "far", "far_rows"),
     "outputs": ("allocated", "given", "strided", "odd", "far_tokens"),
-    "rest": (0, 3),
+    "rest": (0, 3, -2),
     "far_table": (False, True),
     "broken": (False, True),  # keys whose block-table entry names no page
     "scale_of_cache": (None, 0.37),
@@ -58,8 +58,10 @@ def _covers() -> Iterator[CacheGatherCase]:
 
 
 _MORE: tuple[CacheGatherCase, ...] = (
-    # More requests than lanes in a warp, most of them without keys.
-    CacheGatherCase(lengths=(*(0,) * 40, 3, *(0,) * 30, 2, *(1,) * 9, 0), page_size=16),
+    # More requests than lanes in a warp, most of them without keys. Then one request. The rows behind the keys would be a page's that no
+    # block table names: whoever takes them for the last request's writes zeros there.
+    CacheGatherCase(lengths=(*(0,) * 40, 3, *(0,) * 20, 2, 0, 1, 16), page_size=16, rest=2, outputs="given"),
+    CacheGatherCase("fp16", lengths=(64,), rest=3, outputs="given"),
     CacheGatherCase(cache="fp8_656", lengths=(50, 90), starts=(11, 2), page_size=16, pages=12, broken=True, outputs="given"),
     # Rows without requests, requests without rows.
     CacheGatherCase(cache="fp8_656", lengths=(), rest=3, outputs="given"),

@@ -20,7 +20,7 @@ _FACTORS: Factors = {
     "page_size": (7, 8, 16, 61, 64),
     "cache_layout": ("packed", "layers", "far", "far_rows"),
     "key_layout": ("packed", "projection", "odd", "far"),
-    "slot_type": ("int64", "int32", "strided", "far"),
+    "slot_type": ("int64", "int32", "strided", "far", "far_int32"),
     "scale_of_cache": (None, 0.037),
     "power_of_two": (False, True),
 }

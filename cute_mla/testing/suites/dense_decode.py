@@ -33,13 +33,15 @@ def with_fp8(case: DenseDecodeCase, operands: str) -> DenseDecodeCase:
 
 _MINUS_INF = float("-inf")
 
+_SPLIT_PAIRS = 4
+
 # Features of a small case, by factor. lengths: keys of each request and columns of the block table in units of 64 keys, None: any number;
 # pairs of SMs for each KV head.
 _LENGTHS = (
     ((0, 1, 63, 64, 65), None, 2),  # around a tile; some rows see no key under a causal mask
     ((200, 0, 130), None, 1),  # several tiles, beside a request without keys
     ((1000, 70, -5), 3, 1),  # beyond the block table, and negative
-    ((260, 2), None, 4),  # cut into splits
+    ((260, 2), None, _SPLIT_PAIRS),  # cut into splits
 )
 _FACTORS: Factors = {
     "lengths": _LENGTHS,
@@ -59,6 +61,7 @@ _FACTORS: Factors = {
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
 _HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
+_HEADS_OF_ELEMENTS = ((9, 1), (42, 2))  # 3 tokens of 42 heads are so many rows of out that a warp of combine takes whole ones
 
 
 def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
@@ -71,6 +74,9 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
         return None
     if choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"]):
         return None
+    whole_rows = h_kv > 1 and choice["s_q"] > 2 and choice["outputs"] == "odd"
+    if choice["elements"] and operands == LATENT and sms == _SPLIT_PAIRS and not whole_rows:
+        return None  # combine takes whole rows of out, of every alignment, where there are many
     if choice["batch_invariant"] and sms > 2:
         return None  # nothing would be cut
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
@@ -86,7 +92,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
     for (dtype, operands), rows, elements in product(_TYPES, _HEADS_OF_ROWS, (False, True)):
         if elements and rows == "two":
             continue  # one variant serves all numbers of rows
-        heads = tuple(heads for heads in _HEADS_OF_ROWS[rows] if operands == LATENT or heads[1] == 1)
+        every = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
+        heads = tuple(pair for pair in every if operands == LATENT or pair[1] == 1)
         factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
         if operands == FP8 and dtype != "bf16":
             factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
@@ -104,10 +111,13 @@ def _covers() -> Iterator[DenseDecodeCase]:
 
 # Cases whose size is what they test.
 _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
-    # One split a key tile: up to 64 splits, which combine merges in several rounds.
-    # By its grid, a warp of combine takes a whole row or a quarter of its columns.
-    DenseDecodeCase("fp16", s_k=4096, h_q=3, sm_count=160, outputs="given"),
-    DenseDecodeCase(batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, outputs="strided"),
+    # One split a key tile: 64 or 65 splits, of which combine reads 32 at a time. By its grid, a warp of combine takes a whole row or a
+    # quarter of its columns. Scores that rise overflow if the maximum of the first 32 splits counts.
+    DenseDecodeCase("fp16", s_k=65 * TILE_KEYS, h_q=3, values="rising", softmax_scale=0.15, sm_count=160, outputs="given"),
+    DenseDecodeCase(s_k=4096, h_q=3, values="peaks", softmax_scale=0.1, sm_count=160, outputs="strided"),
+    DenseDecodeCase(
+        batch=10, s_q=64, lengths=(65 * TILE_KEYS - 3, *(3,) * 9), h_q=1, values="rising", softmax_scale=0.15, sm_count=256, outputs="odd"
+    ),
     DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
     # More requests than lanes in a warp, with a precomputed plan.
     DenseDecodeCase("fp16", batch=64, s_k=20, h_q=3, varlen=True, metadata="tensors", sm_count=8),

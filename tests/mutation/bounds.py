@@ -1,0 +1,70 @@
+"""Ranges of what a launch sets: scalar parameters, as the host checks them, and special registers."""
+
+from __future__ import annotations
+
+from cute_mla.manifest import KernelEntry
+from cute_mla.simulator.frontend.ptx import EntryText
+from cute_mla.spec import (
+    cache_gather,
+    cache_write,
+    combine,
+    dense_decode,
+    dense_prefill,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+    split_plan,
+)
+from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.cache_rows import KEYS_PER_BLOCK
+from tests.mutation.ranges import Range
+
+_PARAMS = {
+    module.__name__.rpartition(".")[2]: module.PARAMS
+    for module in (cache_gather, cache_write, combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan)
+}
+_MOST = (1 << 31) - 1
+_COUNT = (0, _MOST)  # sizes of tensors, and what is computed of them; neither they nor strides are negative
+_KINDS = {ParamKind.INT32: _COUNT, ParamKind.INT64: (0, 1 << 62), ParamKind.POINTER: (0, 1 << 57)}
+_HEADS_OF_LATENT = 128  # most query heads of the ops over the latent
+_TOKENS = {"dense_decode": 1 << 24, "sparse_decode": 65535}  # most query tokens of a request (README, "Support")
+_TILE_ROWS = 64  # query rows of a CTA of dense decode
+_BLOCKS = {  # most CTAs in x
+    "cache_gather": _MOST // KEYS_PER_BLOCK + 1,
+    "cache_write": _MOST // KEYS_PER_BLOCK + 1,
+    "dense_decode": _TOKENS["dense_decode"] * _HEADS_OF_LATENT // _TILE_ROWS,
+    "sparse_decode": _HEADS_OF_LATENT // _TILE_ROWS,
+}
+MOST_CTAS = 16  # of a cluster
+_FLAGS = ("causal", "wide_slots", "power_of_two")
+_POSITIVE = ("s_q", "h_q", "heads_per_kv", "page_size", "states", "heads")  # a call without rows or keys is not launched
+
+
+def bounds(kernel: KernelEntry, entry: EntryText) -> dict[str, Range]:
+    """Return the ranges of an entry's parameters by name, and of its special registers with a percent sign."""
+    found: dict[str, Range] = {}
+    for declared, param in zip(entry.params, _PARAMS[kernel.op], strict=True):
+        if param.kind in _KINDS:
+            found[declared.name] = _parameter(kernel.op, param.name, _KINDS[param.kind])
+    threads = entry.reqntid or (1024, 1024, 64)
+    blocks = _BLOCKS.get(kernel.op, _MOST)
+    for axis, count, most in zip("xyz", threads, (blocks, 65535, 65535), strict=True):
+        found |= {f"%tid.{axis}": (0, count - 1), f"%ntid.{axis}": (1, count)}
+        found |= {f"%ctaid.{axis}": (0, most - 1), f"%nctaid.{axis}": (1, most)}
+    found |= {"%laneid": (0, 31), "%cluster_ctarank": (0, MOST_CTAS - 1), "%cluster_nctarank": (1, MOST_CTAS)}
+    return found
+
+
+def parameter_names(kernel: KernelEntry, entry: EntryText) -> dict[str, str]:
+    """Return the names of an entry's parameters in the spec, by their names in PTX."""
+    return {declared.name: param.name for declared, param in zip(entry.params, _PARAMS[kernel.op], strict=True)}
+
+
+def _parameter(op: str, name: str, general: Range) -> Range:
+    if name in _FLAGS:
+        return 0, 1
+    if name in ("h_q", "heads_per_kv") and op != "dense_prefill":
+        return 1, _HEADS_OF_LATENT
+    if name == "s_q" and op in _TOKENS:
+        return 1, _TOKENS[op]
+    return (1, general[1]) if name in _POSITIVE else general
