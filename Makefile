@@ -7,6 +7,7 @@ MUTATE_ARGS ?=
 FUZZ_ARGS ?= --calls 10000 --seed 0 --right 0.1
 WHEEL ?= $(wildcard dist/*.whl)
 WHEEL_CHECK_ARGS ?=
+COVER := build/cover
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,8 +50,11 @@ verify: build
 test: lint build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
+# Every test, and the record of what each reaches in the kernels: the tests of `make test` must reach all of it.
 test-full: lint build
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	rm -rf $(COVER)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) --record-cover $(COVER)
+	$(BIN)/python -m tests.cover check $(COVER)
 
 # The adapter against vLLM itself, of the version in the requirements. Not part of `make test`.
 test-vllm: build $(VLLM_STAMP)

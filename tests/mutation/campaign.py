@@ -8,14 +8,15 @@ import re
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from tests.mutation import numeric
-from tests.mutation.bench import Outcome, Subject, orders, prepare
+from tests.mutation.bench import UNNOTICED, Outcome, Subject, orders, prepare
+from tests.mutation.equality import is_equal
 from tests.mutation.places import structure
 from tests.mutation.sites import Mutation, find
 from tests.mutation.smoke import SmokeSubject
@@ -62,17 +63,38 @@ def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed
 
 def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
     """Break a kernel in these ways, one at a time."""
+    subject, lines = _subject(kernel)
+    return [_judged(subject, lines[mutation], mutation, seeds) for mutation in mutations]
+
+
+def judge_sample(kernel: str, sample: int, seed: int, seeds: int) -> list[Line]:
+    """Break a kernel in so many ways of each kind, drawn from those that survivors.toml does not explain.
+
+    An explained survivor runs all trials under all schedules, and its outcome means nothing.
+    """
+    subject, lines = _subject(kernel)
+    known = explanations()
+    mutations = [mutation for mutation, line in lines.items() if not any(item.covers(line) for item in known)]
+    return [_judged(subject, lines[mutation], mutation, seeds) for mutation in sampled(kernel, mutations, sample, seed)]
+
+
+def _subject(kernel: str) -> tuple[Subject, dict[Mutation, Line]]:
+    """Return a kernel with its trials, and the record of each of its mutations before it is judged."""
     prepare()
     entry = load_artifacts().manifest.kernels[kernel]
     subject = Subject(entry)
-    places = subject.places.of_all(find(subject.ptx))
-    lines = []
-    for mutation in mutations:
-        outcome = subject.judge(mutation, orders(seeds)) if subject.trials else Outcome("no case", "", "")
+    lines = {}
+    for mutation, place in subject.places.of_all(find(subject.ptx)).items():
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
-        where = (mutation.kind, mutation.number, places[mutation], mutation.line)
-        lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
-    return lines
+        where = (mutation.kind, mutation.number, place, mutation.line)
+        lines[mutation] = Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(UNNOTICED))
+    return subject, lines
+
+
+def _judged(subject: Subject, line: Line, mutation: Mutation, seeds: int) -> Line:
+    """Return the record of a mutation with its outcome."""
+    outcome = subject.judge(mutation, orders(seeds)) if subject.trials else Outcome("no case", "", "")
+    return replace(line, **asdict(outcome))
 
 
 @lru_cache(1)
@@ -82,13 +104,13 @@ def _suite_subject(kernel: str, suite: str) -> SmokeSubject:
 
 
 def judge_numbers(kernel: str, mutations: Sequence[Mutation], suite: str) -> list[Line]:
-    """Break numbers of a kernel, one at a time, and run its cases of a suite."""
+    """Break numbers of a kernel, one at a time, and run its cases of a suite. What is equal by proof is not run."""
     prepare()
     subject = _suite_subject(kernel, suite)
     entry = subject.kernel
     lines = []
     for mutation in mutations:
-        outcome = subject.judge(mutation)
+        outcome = UNNOTICED if is_equal(entry, mutation) else subject.judge(mutation)
         outcome = outcome if subject.known else Outcome("no case", "", "")
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
