@@ -24,17 +24,21 @@ from typing import Any
 
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry, Manifest, ManifestError
+from cute_mla.simulator.findings import SassError
+from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.cubin import CubinError, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.arch import ARCHS
 
 from .build_times import seconds_of
 from .compile import Compiled, compile_source
-from .cubin import CubinError, read_cubin
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
 from .opcode_counts import by_mnemonic
 from .ptx import read_ptx
 from .sass import read_overlap, read_sass
-from .tools import ToolError, assemble, assembler_version, disassemble, tool_versions
+from .tools import ToolError, assemble, assembler_version, tool_versions
 from .variants import OPS, Variant, closed_variants
 
 BUILT = "built"
@@ -208,7 +212,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
         check(evidence)
     except GateError as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=str(error))
-    except (ToolError, CubinError) as error:
+    except (ToolError, CubinError, SassError) as error:
         return KernelReport(variant.name, FAILED, time.perf_counter() - begin, error=f"{variant.name}: {error}")
     entry = _entry(variant, source, compiled, evidence)
     (folder / entry.cubin).write_bytes(compiled.cubin)
@@ -235,6 +239,7 @@ def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compi
         sass=read_sass(listing),
         overlapped=source.overlapped,
         overlap=read_overlap(listing),
+        hazards=hazards(read_listing(listing)),
         reassembled=None if again is None else read_cubin(again),
     )
 

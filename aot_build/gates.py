@@ -26,10 +26,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from cute_mla.simulator.sass.cubin import TOOL_NOTE, CubinInfo
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.arch import Arch
 
-from .cubin import TOOL_NOTE, CubinInfo
 from .opcode_counts import count_matching
 from .ptx import KernelParam, PtxInfo
 
@@ -40,7 +40,8 @@ class Evidence:
 
     params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
     overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see read_overlap).
-    reassembled: cubin that the ptxas program makes of the PTX, or None without that program.
+    reassembled: cubin that the ptxas program makes of the PTX, or None without that program. hazards: registers that the machine code
+    touches too early by its control codes (see simulator/sass).
     """
 
     kernel: str
@@ -56,6 +57,7 @@ class Evidence:
     tmem_columns: int = 0
     overlapped: dict[str, int] = field(default_factory=dict)
     overlap: Counter[str] = field(default_factory=Counter)
+    hazards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,15 @@ def reassembly(evidence: Evidence) -> Iterator[Finding]:
         yield f"sections {differing} differ when the PTX is assembled again", "none"
 
 
+MAX_HAZARDS = 5  # listed of one kernel
+
+
+def control_codes(evidence: Evidence) -> Iterator[Finding]:
+    """Require that the machine code waits for every result and operand before it touches the register."""
+    for hazard in evidence.hazards[:MAX_HAZARDS]:
+        yield hazard, f"none (of {len(evidence.hazards)})"
+
+
 GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     stack,
     registers,
@@ -274,6 +285,7 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     expected_counts,
     overlap,
     tool_note,
+    control_codes,
     reassembly,
 )
 

@@ -7,11 +7,12 @@ import subprocess
 import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
+from cute_mla.simulator.sass.disassembler import PACKAGE as DISASSEMBLER
+from cute_mla.simulator.sass.disassembler import find_program
+
 GENERATORS = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13")
-DISASSEMBLER = "nvidia-cuda-nvdisasm"
 ASSEMBLER = "nvidia-cuda-nvcc"
 
 
@@ -31,28 +32,6 @@ def package_version(package: str) -> str:
 def tool_versions() -> dict[str, str]:
     """Return the versions, by package, of all tools that decide the bytes of a cubin or the input of the gates."""
     return {package: package_version(package) for package in (*GENERATORS, DISASSEMBLER, ASSEMBLER)}
-
-
-@cache
-def find_program(name: str) -> Path | None:
-    """Return a program of NVIDIA's CUDA 13 wheels, or None. Programs elsewhere on the machine have unknown versions and are not used."""
-    spec = find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        program = Path(folder) / "cu13" / "bin" / name
-        if program.is_file():
-            return program
-    return None
-
-
-def disassemble(cubin: bytes) -> str:
-    """Return the SASS of a cubin. ToolError if nvdisasm is not installed, or fails on the file."""
-    program = find_program("nvdisasm")
-    if program is None:
-        raise ToolError(f"nvdisasm was not found; install {DISASSEMBLER} (the build extra)")
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        return _run(program, "-c", str(path))
 
 
 def assemble(ptx: str, gpu_arch: str) -> bytes | None:

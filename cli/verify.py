@@ -30,6 +30,8 @@ SUITES = ("quick", "smoke", "full")
 
 _JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
 _MOST_NAMES = 5
+_CODES = ("ptx", "sass")
+_BOTH = "both"
 
 Job = tuple["SuiteEntry[Any]", "Target"]
 
@@ -43,6 +45,7 @@ class Options:
     device: str
     suite: str
     schedules: int
+    code: str
     replay: str
     seed: int
     json: Path | None
@@ -78,11 +81,17 @@ class Options:
     help="Number of schedules of the simulated device that each case runs under; all must give the same bits.",
 )
 @click.option(
+    "--code",
+    type=Name([*_CODES, _BOTH]),
+    default=_CODES[0],
+    help="What the simulated device runs: the PTX of the kernels, the machine code (SASS) of their cubins, or both, with the same bits.",
+)
+@click.option(
     "--replay",
-    metavar="CASE[/SCHEDULE[@SEED]]",
+    metavar="CASE[/SCHEDULE[@SEED][:CODE]]",
     default="",
     show_default="all cases",
-    help="Run only the case with this id, under this schedule, such as random@3. A failed run prints the value to use.",
+    help="Run only the case with this id, under this schedule, such as random@3 or lazy:sass. A failed run prints the value to use.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the tensors and of the schedules.")
 @click.option("--json", type=click.Path(dir_okay=False, path_type=Path), show_default="none", help="File for the records.")
@@ -115,7 +124,8 @@ def _jobs(options: Options) -> list[Job]:
     from cute_mla.testing.suites import suite
 
     case_id, _, schedule = options.replay.partition("/")
-    orders = (_schedule(schedule),) if schedule else runner.schedules(options.schedules, options.seed)
+    codes = _CODES if options.code == _BOTH else (options.code,)
+    orders = (_schedule(schedule),) if schedule else runner.schedules(options.schedules, options.seed, codes)
     jobs: list[Job] = []
     for arch in options.archs:
         kind = _kind(arch, options.device)
@@ -172,14 +182,15 @@ def _stale_kernels(artifacts: Artifacts, options: Options) -> list[str]:
 
 
 def _schedule(text: str) -> Schedule:
-    """Parse a schedule from its text, NAME or NAME@SEED. UsageError for an unknown name or a bad seed."""
+    """Parse a schedule from its text, NAME[@SEED][:CODE]. UsageError for an unknown name or code, or a bad seed."""
     from cute_mla.testing import runner
 
-    name, at, seed = text.partition("@")
-    if name not in runner.SCHEDULES or (at and not seed.isdecimal()):
-        supported = f"{', '.join(runner.SCHEDULES)}, each with or without @SEED"
+    order, colon, code = text.partition(":")
+    name, at, seed = order.partition("@")
+    if name not in runner.SCHEDULES or (at and not seed.isdecimal()) or (colon and code not in _CODES):
+        supported = f"{', '.join(runner.SCHEDULES)}, each with or without @SEED, and :{' or :'.join(_CODES)}"
         raise click.UsageError(f"--replay: the schedule is {text!r}; supported: {supported}{did_you_mean(name, runner.SCHEDULES)}")
-    return runner.Schedule(name, int(seed or 0))
+    return runner.Schedule(name, int(seed or 0), code or _CODES[0])
 
 
 def _kind(arch: Arch, device: str) -> Kind | None:

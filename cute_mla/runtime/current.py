@@ -85,6 +85,7 @@ def simulate(
     schedule: str = "round_robin",
     seed: int = 0,
     on_finding: str = "raise",
+    code: str = "ptx",
 ) -> Iterator[SimulatedDevice]:
     """Run kernels on CPU tensors on a simulated device, in this thread or task only.
 
@@ -96,6 +97,9 @@ def simulate(
     "adversarial". seed: seed of the random schedules; a run is repeatable.
     on_finding: "raise" raises SimulationError at the launch that did something wrong, "collect" fills device.findings.
 
+    code: "ptx" runs the PTX of the kernels, "sass" the machine code of their cubins, which takes nvdisasm (the build extra). Kernels with
+    instructions that the simulator does not know are refused with the list.
+
     Yields the SimulatedDevice, with findings, instructions (warp instructions executed) and seconds. Raises ValueError on
     bad arguments and ArtifactError if the built kernels cannot be used.
     """
@@ -105,7 +109,7 @@ def simulate(
         if not isinstance(arch, str) or arch not in (*ARCHS, *ALIASES):
             raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
         arch = ARCHS[ALIASES.get(arch, arch)]
-    device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding)
+    device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding, code)
     with cpu_tensors_on(device):
         yield device
 

@@ -1,4 +1,4 @@
-"""Simulated device: runs the PTX of the same artefacts on the memory of CPU tensors."""
+"""Simulated device: runs the PTX, or the machine code, of the same artefacts on the memory of CPU tensors."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ..simulator.engine.counts import Counts
 
 _ON_FINDING = ("raise", "collect")
+_CODES = ("ptx", "sass")
 _SCALARS = {ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f", ParamKind.POINTER: "<Q"}
 
 _FIRST_ADDRESS = 1 << 16  # no system maps memory below it
@@ -43,13 +44,13 @@ _modules_lock = ForkLock()
 
 
 class SimulatedDevice:
-    """A device of `sm_count` SMs that executes PTX one launch after the other.
+    """A device of `sm_count` SMs that executes PTX, or the machine code of the cubins, one launch after the other.
 
     findings: errors of the launches, in order. instructions: warp instructions executed. seconds: time spent on them.
     launches: kernels run. counts: warp instructions by kernel, role and class, once count_by_role() has been called.
     """
 
-    def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str) -> None:
+    def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str, code: str = "ptx") -> None:
         numbers: tuple[tuple[str, Any], ...] = (("sm_count", sm_count), ("seed", seed))
         for name, number in numbers:
             if number is True or number is False or not isinstance(number, Integral):
@@ -58,8 +59,11 @@ class SimulatedDevice:
             raise ValueError(f"sm_count is {sm_count}; supported: 1 or more")
         if not isinstance(on_finding, str) or on_finding not in _ON_FINDING:
             raise ValueError(f"on_finding is {on_finding!r}; supported: {', '.join(_ON_FINDING)}")
+        if not isinstance(code, str) or code not in _CODES:
+            raise ValueError(f"code is {code!r}; supported: {', '.join(_CODES)}")
         self.arch = arch
         self.sm_count = sm_count
+        self.code = code
         self.findings: list[Finding] = []
         self.instructions = 0
         self.seconds = 0.0
@@ -163,12 +167,22 @@ class SimulatedDevice:
             raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error
 
     def _module(self, kernel: KernelEntry) -> Module:
+        key = kernel.ptx_sha256 if self.code == "ptx" else kernel.cubin_sha256
         with _modules_lock:
-            module = _modules.pop(kernel.ptx_sha256, None) or simulator.load_module(self._artifacts.ptx(kernel))
-            _modules[kernel.ptx_sha256] = module
+            module = _modules.pop(key, None) or self._load(kernel)
+            _modules[key] = module
             if len(_modules) > MAX_CACHED_MODULES:
                 del _modules[next(iter(_modules))]
             return module
+
+    def _load(self, kernel: KernelEntry) -> Module:
+        if self.code == "ptx":
+            return simulator.load_module(self._artifacts.ptx(kernel))
+        from ..simulator.sass.disassembler import disassemble
+        from ..simulator.sass.module import load_machine_code
+
+        cubin = self._artifacts.cubin(kernel)
+        return load_machine_code(cubin, disassemble(cubin))
 
 
 def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Finding]:

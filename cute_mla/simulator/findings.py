@@ -10,7 +10,8 @@ class Finding:
     """One thing that is wrong with a kernel or with the operands of its launch.
 
     kind: a short stable word ("deadlock", "out_of_bounds", "misaligned", "poison", "barrier", ...).
-    ptx_line: 1-based line of the PTX text; source: "file:line" of the kernel source where the PTX has line information.
+    ptx_line: 1-based line of the PTX text; source: "file:line" of the kernel source where the PTX has line information, in machine code
+    the address and the text of the instruction.
     role, barrier: names from the launch's Names. cta: block index. warp: index of the (first) warp within its CTA.
     """
 
@@ -55,6 +56,10 @@ class UnsupportedInstruction(SimulationError):
 
 class PtxError(SimulationError):
     """The PTX text could not be read."""
+
+
+class SassError(SimulationError):
+    """The machine code of a cubin could not be read."""
 
 
 class Fault(Exception):

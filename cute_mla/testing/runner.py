@@ -47,18 +47,20 @@ _NAN_BYTE = 0xFF  # four of them are a NaN
 
 @dataclass(frozen=True)
 class Schedule:
-    """An order in which the simulated device runs warps and completes asynchronous work."""
+    """An order in which the simulated device runs warps and completes asynchronous work, and the code that it runs: ptx or sass."""
 
     name: str
     seed: int
+    code: str = "ptx"
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.seed}" if self.seed else self.name
+        order = f"{self.name}@{self.seed}" if self.seed else self.name
+        return order if self.code == "ptx" else f"{order}:{self.code}"
 
 
-def schedules(count: int, seed: int) -> tuple[Schedule, ...]:
-    """Return the first `count` schedules: each name once, then each name with the next seed, and so on."""
-    return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES)) for i in range(count))
+def schedules(count: int, seed: int, codes: Sequence[str] = ("ptx",)) -> tuple[Schedule, ...]:
+    """Return the first `count` schedules, each with every code: each name once, then each name with the next seed, and so on."""
+    return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES), code) for i in range(count) for code in codes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Record:
 
     out_cos_limit: the bound of out_cos_diff.
     status "reduced": the case ran in the reduced form that `case` names; reason says what was cut, and what failed, if anything.
-    kernel_sha256: hash of the cubin. seconds: time of the API call with its kernels, on a GPU including the set-up of the first call.
+    code: "ptx" or "sass" on the simulated device. kernel_sha256: hash of the cubin. seconds: time of the API call with its kernels, on a
+    GPU including the set-up of the first call.
     """
 
     op: str
@@ -101,6 +104,7 @@ class Record:
     max_logits_max_abs: float | None = None
     findings: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    code: str | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,8 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
     first: _Outcome | None = None
     records = []
     for schedule in target.schedules if target.kind == "sim" else (None,):
-        base = {**_identity(case, target), "schedule": None if schedule is None else str(schedule)}
+        ran = {"schedule": None, "code": None} if schedule is None else {"schedule": str(schedule), "code": schedule.code}
+        base = {**_identity(case, target), **ran}
         try:
             outcome = _run(case, target, tensors, schedule)
         except ArtifactError:
@@ -292,7 +297,8 @@ def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterat
         yield []
         torch.cuda.synchronize()
         return
-    with simulate(target.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
+    order, seed, code = schedule.name, schedule.seed, schedule.code
+    with simulate(target.arch, case.sm_count, schedule=order, seed=seed, on_finding="collect", code=code) as device:
         yield device.findings
 
 

@@ -12,9 +12,10 @@ import pytest
 from cute_mla.aot_build import build as build_module
 from cute_mla.aot_build import build_times
 from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, Progress, build_all, build_variants
-from cute_mla.aot_build.tools import ToolError, find_program
+from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.manifest import MANIFEST_NAME, Manifest
+from cute_mla.simulator.sass.disassembler import find_program
 from cute_mla.spec.arch import ARCHS, SM90, Arch
 from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 

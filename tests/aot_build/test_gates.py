@@ -8,11 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.aot_build.cubin import TOOL_NOTE, read_cubin
 from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
-from cute_mla.aot_build.tools import assemble, disassemble, find_program
+from cute_mla.aot_build.tools import assemble
+from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble, find_program
+from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90
 from tests.aot_build.tma_copy import GOOD, PARAMS
@@ -204,6 +208,16 @@ def test_serialised_mmas(evidence: Evidence) -> None:
 )
 def test_expected_counts(evidence: Evidence, expected: dict[str, int], message: str) -> None:
     fails(replace(evidence, expected=expected), message)
+
+
+def test_control_codes(evidence: Evidence) -> None:
+    listing = read_listing(disassemble((artifacts_folder() / "split_plan_sm90_i32.cubin").read_bytes()))
+    index = next(index for index, ins in enumerate(listing.instructions) if ins.control.waits)
+    code = list(listing.instructions)
+    code[index] = replace(code[index], control=replace(code[index].control, waits=0))
+    assert hazards(listing) == ()
+    planted = hazards(replace(listing, instructions=tuple(code)))
+    fails(replace(evidence, hazards=planted), "gate control_codes: 0x.*: it waits for no scoreboard that guards .*, limit: none")
 
 
 def test_tool_note(evidence: Evidence) -> None:

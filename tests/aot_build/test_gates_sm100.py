@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.aot_build.cubin import read_cubin
 from cute_mla.aot_build.gates import Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import read_sass
-from cute_mla.aot_build.tools import assemble, disassemble, find_program
+from cute_mla.aot_build.tools import assemble
+from cute_mla.simulator.sass.cubin import read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble, find_program
 from cute_mla.spec.arch import SM90, SM100
 from tests.support.params import pointers
 

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from cute_mla.aot_build.cubin import CubinError, read_cubin
 from cute_mla.aot_build.opcode_counts import by_mnemonic, count_matching
 from cute_mla.aot_build.ptx import KernelParam, read_ptx
 from cute_mla.aot_build.sass import read_overlap, read_sass
-from cute_mla.aot_build.tools import disassemble
+from cute_mla.simulator.sass.cubin import CubinError, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble
 from tests.aot_build.tma_copy import GOOD
 
 PTX = """

@@ -26,7 +26,7 @@ from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.runner import Record, Target
+from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry
 
 WHOLE, REDUCED, SKIPPED = DenseDecodeCase(), DenseDecodeCase(batch=2), DenseDecodeCase(batch=3)
@@ -152,6 +152,19 @@ def test_a_failed_run_says_how_to_run_it_again(stand_in: StandIn) -> None:
     invoke(*command.split())
     ((case, target, _),) = stand_in.jobs
     assert (case, target.arch, target.kind, [str(order) for order in target.schedules]) == (WHOLE, "sm90", "sim", ["lazy@1"])
+
+
+def test_both_codes_run_under_every_schedule_and_a_replay_names_one(stand_in: StandIn) -> None:
+    assert invoke("--schedules", "2", "--code", "both", "--arch", "sm90").exit_code == 0
+    target = stand_in.jobs[0][1]
+    assert [str(order) for order in target.schedules] == ["round_robin", "round_robin:sass", "lazy", "lazy:sass"]
+    assert invoke("--replay", f"{WHOLE.id}/random@3:sass", "--arch", "sm90").exit_code == 0
+    assert stand_in.jobs[0][1].schedules == (Schedule("random", 3, "sass"),)
+    wrong = invoke("--replay", f"{WHOLE.id}/random@3:cuda")
+    assert wrong.exit_code == 2
+    assert "supported: round_robin, lazy, random, adversarial, each with or without @SEED, and :ptx or :sass" in " ".join(
+        wrong.output.split()
+    )
 
 
 def test_a_case_alone_runs_under_the_usual_schedules(stand_in: StandIn) -> None:
@@ -280,7 +293,7 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     entries = both[:3]
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds", "code"),
     ]
     assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
     assert [entry["passed"] for entry in entries] == [None, False, True]

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "spec": set(),
     "manifest": {"spec"},
     "kernels": {"spec", "manifest"},
-    "aot_build": {"spec", "manifest", "kernels"},
+    "aot_build": {"spec", "manifest", "kernels", "simulator"},
     "simulator": {"spec"},
     "runtime": {"spec", "manifest", "simulator"},
     **{room: {"spec", "runtime", *TORCH_FACING[:i]} for i, room in enumerate(TORCH_FACING)},

@@ -10,7 +10,7 @@ import pytest
 import cute_mla.simulator
 
 ROOT = Path(cute_mla.simulator.__file__).parent
-ROOMS = ("findings", "numerics", "frontend", "state", "checks", "units", "isa", "codegen", "engine")  # from the ground up
+ROOMS = ("findings", "numerics", "frontend", "state", "checks", "units", "isa", "codegen", "sass", "engine")  # from the ground up
 
 
 def imported_rooms(source: str) -> set[str]:

@@ -55,7 +55,7 @@ class StandIn:
         return kwargs["out"], kwargs["lse"]
 
     @contextmanager
-    def simulate(self, arch: str, sm_count: int | None, *, schedule: str, seed: int, on_finding: str) -> Iterator[Any]:
+    def simulate(self, arch: str, sm_count: int | None, *, schedule: str, seed: int, on_finding: str, code: str) -> Iterator[Any]:
         assert on_finding == "collect"
         self.schedules.append(schedule)
         yield SimpleNamespace(findings=self.findings)
@@ -97,9 +97,9 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     record = run(replace(CASE, seed=3, sm_count=5))
     assert list(asdict(record)) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds", "code"),
     ]
-    assert (record.op, record.arch, record.device, record.schedule) == ("dense_decode", "sm90", "sim", "round_robin")
+    assert (record.op, record.arch, record.device, record.schedule, record.code) == ("dense_decode", "sm90", "sim", "round_robin", "ptx")
     assert record.case == replace(CASE, seed=3, sm_count=5).id
     assert (record.config, record.seed, record.sm_count, record.kernel_sha256) == ("bf16_cluster1", 3, 5, "0123")
 

@@ -31,7 +31,7 @@ from .clusters import Clusters
 from .convoys import Convoys
 from .counts import Executed
 from .groups import BLOCKED as GROUP_BLOCKED
-from .groups import DEAD, READY, Group
+from .groups import DEAD, GATHERING, READY, Group
 from .launch import Launch
 from .policy import Policy
 from .recorder import Recorder, Stop
@@ -310,6 +310,14 @@ class Machine:
     def phases_missed(self, barrier: Mbarrier) -> int:
         """Return how many phases have completed since the running group began to wait for one, 0 for up to one."""
         return self.running.phases_missed(barrier)
+
+    def gather(self) -> None:
+        """Hold the running group where it is until other lanes of its warps come, exit or leave the region that it waits for."""
+        self.running.state = GATHERING
+
+    def regather(self) -> None:
+        """Let the groups of the running group's CTA that are held look again."""
+        self.convoys.regather(self.running.siblings)
 
     def wake(self, barrier: Waitable) -> None:
         """Make the groups that are blocked on a barrier ready."""

@@ -24,13 +24,13 @@ class Recorder:
     def report(self, origin: Origin, kind: str, message: str, barrier: str | None = None) -> None:
         """Add a finding at an origin."""
         instruction = origin.instruction
-        line = instruction.line if instruction is not None else None
+        line = instruction.line or None if instruction is not None else None  # machine code has no lines
         source = instruction.source if instruction is not None else None
         self.add(Finding(kind, message, line, source, self.names.role(origin.warp), barrier, origin.cta, origin.warp))
 
     def add(self, finding: Finding) -> None:
         """Keep a finding, one for each kind and place. Raises Stop when there are too many."""
-        key = (finding.kind, finding.ptx_line, finding.barrier, finding.role)
+        key = (finding.kind, finding.ptx_line or finding.source, finding.barrier, finding.role)
         if key in self._seen:
             return
         self._seen.add(key)

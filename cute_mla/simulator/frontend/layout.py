@@ -21,8 +21,8 @@ WINDOW_MASK = (1 << 56) - 1
 class Layout:
     """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
-    numbers: places of registers in a bit mask of all of them. Bank "r" comes first, so that its rows are its numbers; starts: first number
-    of each bank.
+    params_begin: offset of the first parameter, in machine code its place in constant bank 0. numbers: places of registers in a bit mask of
+    all of them. Bank "r" comes first, so that its rows are its numbers; starts: first number of each bank.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -30,6 +30,7 @@ class Layout:
     starts: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     params: dict[str, int] = field(default_factory=dict)
+    params_begin: int = PARAM_BASE
     param_bytes: int = 0
     shared: dict[str, int] = field(default_factory=dict)
     dynamic_base: int = 0

@@ -91,7 +91,10 @@ Operand = Reg | Imm | Special | Symbol | Vec | Mem | Pair | Negated | LabelRef
 
 @dataclass
 class Instruction:
-    """One instruction. guard: (predicate register, negated). line: 1-based PTX line. source: "file:line" or None."""
+    """One instruction. guard: (predicate register, negated). line: 1-based PTX line, 0 for machine code.
+
+    source: "file:line", the address and text of a machine instruction, or None.
+    """
 
     opcode: str
     operands: list[Operand | None]

@@ -75,6 +75,12 @@ class Engine(Protocol):
     def taint_running(self) -> bool:
         """Make the running group tainted; False when it was."""
 
+    def gather(self) -> None:
+        """Hold the running group where it is until other lanes of its warps come, exit or leave the region that it waits for."""
+
+    def regather(self) -> None:
+        """Let the groups of the running group's CTA that are held look again."""
+
     # ------------------------------------------------------------ other groups
 
     def wake(self, barrier: Waitable) -> None:

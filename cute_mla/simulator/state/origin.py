@@ -30,8 +30,10 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """Return " (PTX line n)" for messages, empty where no line is known."""
-        return "" if self.instruction is None else f" (PTX line {self.instruction.line})"
+        """Return " (PTX line n)" for messages, for machine code its address and text; empty where no instruction is known."""
+        if self.instruction is None:
+            return ""
+        return f" (PTX line {self.instruction.line})" if self.instruction.line else f" ({self.instruction.source})"
 
 
 def instruction_of_caller() -> Instruction | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _INFO_WITH_BYTES = 4
 _ATTRIBUTE_FRAME_SIZE = 0x11
 _ATTRIBUTE_MIN_STACK = 0x12
+_ATTRIBUTE_PARAMETER_BANK = 0x0A
 _ATTRIBUTE_PARAMETER = 0x17
 _ATTRIBUTE_REGISTERS = 0x2F
 
@@ -27,13 +28,14 @@ class CubinInfo:
     """Contents of a cubin.
 
     entries: kernels in the file. registers, stack_bytes: per thread. params: (offset, size) in order.
-    tool, options: version and options of ptxas. sections: bytes by section name.
+    param_base: offset of the parameters in constant bank 0. tool, options: version and options of ptxas. sections: bytes by section name.
     """
 
     entries: tuple[str, ...]
     registers: int
     stack_bytes: int
     params: tuple[tuple[int, int], ...]
+    param_base: int
     tool: str
     options: str
     sections: dict[str, bytes]
@@ -60,6 +62,7 @@ def read_cubin(cubin: bytes) -> CubinInfo:
             registers=per_kernel[_ATTRIBUTE_REGISTERS],
             stack_bytes=max(per_kernel[_ATTRIBUTE_FRAME_SIZE], per_kernel[_ATTRIBUTE_MIN_STACK]),
             params=_parameters(sections[f".nv.info.{entries[0]}"]),
+            param_base=_parameter_base(sections[f".nv.info.{entries[0]}"]),
             tool=tool,
             options=options,
             sections=sections,
@@ -109,6 +112,14 @@ def _parameters(section: bytes) -> tuple[tuple[int, int], ...]:
     if sorted(found) != list(range(len(found))):
         raise CubinError(f"its parameter records number {sorted(found)}")
     return tuple(found[ordinal] for ordinal in range(len(found)))
+
+
+def _parameter_base(section: bytes) -> int:
+    """Return where the parameters begin in constant bank 0; 0 for a kernel without parameters."""
+    for attribute, value in _info_records(section):
+        if attribute == _ATTRIBUTE_PARAMETER_BANK:
+            return int(struct.unpack("<IHH", value)[1])
+    return 0
 
 
 def _tool_note(note: bytes) -> tuple[str, str]:

@@ -1,0 +1,1 @@
+"""Machine code of cubins: decoding, control codes and their static checks."""

@@ -1,0 +1,252 @@
+"""Barriers, asynchronous copies and fences of machine code. Uniform asynchronous instructions execute once per warp."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..isa.async_copies import bulk_to_shared
+from ..isa.emitter import Emitter, Unsupported
+from ..isa.table import runtime
+from ..isa.tensor_copies import Form, tma_load
+from ..state.registers import WARP
+from ..state.window import Window
+from .accesses import destinations, width
+from .listing import Address, Immediate, Register, SassInstruction
+from .memory import assign_loaded, stored
+from .operands import address, assign, constant, memory_operand, pair, source
+from .table import ignored, op
+
+MAX_COUNT = 1 << 20  # a raw mbarrier holds this minus the count of arrivals, from bit 1 on
+
+
+def own(e: Emitter, ins: SassInstruction, index: int) -> str:
+    """Return the expression of an address in the CTA's own shared memory."""
+    return f"own_shared(w, {address(e, memory_operand(ins, index))})"
+
+
+def checked(e: Emitter, ins: SassInstruction) -> None:
+    """Emit checks that no source is poisoned."""
+    registers = [
+        register for operand in ins.operands[destinations(ins) :] if isinstance(operand, Register) for register in operand.registers()
+    ]
+    e.check_taint(registers, "a barrier operand")
+
+
+# ---------------------------------------------------------------- mbarriers
+
+
+@op(r"SYNCS.EXCH.64", pure=False, taint="own")
+def initialise(e: Emitter, ins: SassInstruction) -> None:
+    """Emit mbarrier.init: the exchange stores a raw state that counts arrivals down from 2^20.
+
+    The unit that executes it serves every proxy: fence.mbarrier_init leaves no instruction behind.
+    """
+    result, _, state = ins.operands
+    if not isinstance(result, Register) or result.number is not None:
+        raise Unsupported("SYNCS.EXCH with a result")
+    checked(e, ins)
+    count = (
+        f"{constant(e, 'u32', MAX_COUNT)} - ({source(e, state, 'u32')} >> {constant(e, 'u32', 1)} & {constant(e, 'u32', MAX_COUNT - 1)})"
+    )
+    e.line(f"mbarrier_init(w, {own(e, ins, 1)}, array({count}))")
+    e.line("order_barriers(w)")
+
+
+@op(r"SYNCS.ARRIVE.TRANS64(.RED)?(.A1T0|.ART0|.A0TR)?", pure=False, taint="own")
+def arrive(e: Emitter, ins: SassInstruction) -> None:
+    """Emit arrivals (A: none, one or as many as the register says) and expected bytes (T: none or the register). RED: in any CTA."""
+    result, _, value = ins.operands
+    if not isinstance(result, Register) or result.number is not None:
+        raise Unsupported("an arrival with a state")
+    checked(e, ins)
+    remote = "RED" in ins.modifiers
+    place = address(e, memory_operand(ins, 1)) if remote else own(e, ins, 1)
+    form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR") else "A1TR"
+    number = f"array({source(e, value, 'u32')})"
+    if form == "A0TR":
+        e.line(f"mbarrier_expect(w, {place}, {number}, {remote})")
+        return
+    count = number if form == "ART0" else f"array({constant(e, 'u32', 1)})"
+    e.line(f"mbarrier_arrive(w, {place}, {count}, {number if form == 'A1TR' else 'None'}, {remote})")
+
+
+@op(r"SYNCS.PHASECHK.TRANS64(.TRYWAIT)?", pure=False, taint="own", starts=True)
+def test_phase(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a test if the phase with the parity in the top bit of a register is complete. It fails once, then blocks."""
+    result, _, parity = ins.operands
+    assert isinstance(result, Register)
+    checked(e, ins)
+    out = e.temp()
+    e.line(f"{out} = empty(w.n, bool)")
+    expected = f"array({source(e, parity, 'u32')} >> {constant(e, 'u32', 31)})"
+    e.line(f"if not mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False): return BLOCKED")
+    if e.tainted:
+        for register in result.registers():
+            e.line(f"{e.taint(register)}.fill(False)")
+    assign(e, result, "pred", out)
+
+
+@op(r"ARRIVES.LDGSTSBAR.64.ARVCNT", pure=False, taint="own", writes=())
+def arrive_behind_copies(e: Emitter, ins: SassInstruction) -> None:
+    """Emit an arrival of each lane once its earlier copies are complete; the pending count includes it already."""
+    e.line(f"cp_async_arrive(w, {own(e, ins, 0)}, True)")
+
+
+@op(r"UCGABAR_ARV", pure=False, taint="own", needs="warp", writes=())
+def arrive_at_cluster(e: Emitter, ins: SassInstruction) -> None:
+    """Emit an arrival at the cluster barrier."""
+    e.line("cluster_barrier_arrive(w, False)")
+
+
+@op(r"UCGABAR_WAIT", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())
+def wait_for_cluster(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a wait for the cluster barrier."""
+    e.line("if not cluster_barrier_wait(w): return BLOCKED")
+
+
+# ---------------------------------------------------------------- copies
+
+
+@runtime
+def leaders(w: Window) -> tuple[Window, np.ndarray]:
+    """Return the window of the first lane of each warp, and the positions of these lanes."""
+    found: np.ndarray | None = w.special.get("leaders")
+    if found is None:
+        _, found = np.unique(w.lanes // WARP, return_index=True)
+        w.special["leaders"] = found
+    mask = np.zeros(w.n, bool)
+    mask[found] = True
+    window = w.subset(mask)
+    assert window is not None
+    return window, found
+
+
+def uniform_words(e: Emitter, operand: Address, count: int) -> str:
+    """Return the expression of a run of uniform registers as a tuple."""
+    if operand.uniform is None or operand.uniform.number is None or operand.offset or operand.base is not None:
+        raise Unsupported(f"operand {operand} of a copy")
+    registers = operand.uniform.registers(count)
+    e.check_taint(list(registers), "an asynchronous copy")
+    return f"({', '.join(e.row(register, 'u32') for register in registers)},)"
+
+
+@op(r"UTMALDG.[1-5]D(.MULTICAST)?", pure=False, taint="own", writes=())
+def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a TMA load: destination, mbarrier and coordinates in a run, the address of the map in a pair, a mask << 16."""
+    place, plan, *others = ins.operands
+    assert isinstance(place, Address)
+    assert isinstance(plan, Address)
+    assert plan.uniform is not None
+    mask = "None"
+    if "MULTICAST" in ins.modifiers:
+        mask = source(e, others[0], "u32")
+        others = others[1:]
+    if others:
+        raise Unsupported("a TMA load with a cache hint")
+    dimensions = int(ins.modifiers[0][0])
+    uniform_words(e, plan, 2)
+    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask})")
+
+
+FORM = Form(cluster=True, pair=False, gather=False)
+
+
+@runtime
+def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None) -> None:
+    """Execute UTMALDG in the first lane of each warp."""
+    window, where = leaders(w)
+    destination, barrier, *coordinates = (word[where] for word in words)
+    chosen = None if mask is None else (mask[where] >> np.uint32(16)).astype(np.uint16)
+    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORM)
+
+
+ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
+
+
+@op(r"UBLKCP.S.S", pure=False, taint="own", writes=())
+def copy_bytes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a bulk copy between shared memories: destination and mbarrier in a run, the source, and the bytes / 16."""
+    place, start, size = ins.operands
+    assert isinstance(place, Address)
+    assert isinstance(start, Address)
+    e.line(f"copy_shared_bytes(w, {uniform_words(e, place, 2)}, {uniform_words(e, start, 1)}[0], {source(e, size, 'u32')})")
+
+
+@runtime
+def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray) -> None:
+    """Execute UBLKCP in the first lane of each warp."""
+    window, where = leaders(w)
+    destination, barrier = (word[where] for word in words)
+    nbytes = np.broadcast_to(size, (w.n,))[where] << np.uint32(4)
+    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, True, True)
+
+
+@op(r"LDGSTS.E.BYPASS.128", pure=False, taint="own", writes=())
+def copy_async(e: Emitter, ins: SassInstruction) -> None:
+    """Emit cp.async of 16 bytes per thread; where the predicate is false, of zeros."""
+    condition = source(e, ins.operands[2], "pred")
+    size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
+    e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")
+
+
+@op(r"LDGDEPBAR", pure=False, writes=())
+def commit_copies(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the end of the warp's cp.async group."""
+    e.line("cp_async_commit(w)")
+
+
+@op(r"DEPBAR.LE", pure=False, starts=True, writes=())
+def wait_for_copies(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a wait for all but the newest n cp.async groups."""
+    board, count = ins.operands
+    if not (isinstance(board, Register) and board.number == 0 and isinstance(count, Immediate)):
+        raise Unsupported("DEPBAR on another scoreboard than SB0")
+    e.line(f"cp_async_wait(w, {count.bits}, False)")
+
+
+# ---------------------------------------------------------------- matrices, fences, registers
+
+
+@op(r"LDSM.16.(M88|MT88).[124]", pure=False, taint="own", loads=True, needs="warp")
+def load_matrices(e: Emitter, ins: SassInstruction) -> None:
+    """Emit ldmatrix; MT88 transposes."""
+    value = e.temp()
+    e.line(f"{value} = load_matrices(w, {own(e, ins, 1)}, {width(ins, 0)}, {'MT88' in ins.modifiers})")
+    assign_loaded(e, ins, value)
+
+
+@op(r"STSM.16.(M88|MT88).[124]", pure=False, taint="own", needs="warp", writes=())
+def store_matrices(e: Emitter, ins: SassInstruction) -> None:
+    """Emit stmatrix; MT88 transposes."""
+    values, poison = stored(e, ins)
+    e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {'MT88' in ins.modifiers}, {poison})")
+
+
+@op(r"FENCE.VIEW.ASYNC.S", pure=False, taint="own", writes=())
+def fence_proxy(e: Emitter, ins: SassInstruction) -> None:
+    """Emit fence.proxy.async."""
+    e.line("order_proxies(w)")
+    e.line("order_barriers(w)")
+
+
+@op(r"MEMBAR.ALL.(CTA|GPU|SYS)", pure=False, taint="own", writes=())
+def fence_memory(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a memory fence. Between warps it orders nothing by itself."""
+    e.line("order_barriers(w)")
+
+
+@op(r"USETMAXREG.TRY_ALLOC.CTAPOOL", taint="own", pure=False, needs="warp")
+def take_registers(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a request for registers, which always succeeds."""
+    result = ins.operands[0]
+    assert isinstance(result, Register)
+    for register in result.registers() if e.tainted else ():
+        e.line(f"{e.taint(register)}.fill(False)")
+    assign(e, result, "pred", constant(e, "pred", 1))
+
+
+ignored(r"USETMAXREG.DEALLOC.CTAPOOL", "moves registers between warps: no effect on values", needs="warp", writes=())
+ignored(r"CCTL.E.PF2", "a hint: no effect on results", writes=())
+ignored(r"CCTL.IVALL", "memory has no caches here", writes=())
+ignored(r"ERRBAR", "orders error reports", writes=())
+ignored(r"CGAERRBAR", "orders error reports", writes=())

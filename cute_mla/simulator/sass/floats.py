@@ -1,0 +1,219 @@
+"""Floating-point arithmetic, comparison and conversion of machine code. Roundings and special values are those of `numerics`."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ..isa.arithmetic import COMPARE
+from ..isa.emitter import Emitter, Unsupported
+from ..isa.floats import APPROXIMATIONS
+from ..isa.table import runtime
+from ..numerics import elementwise
+from .integers import assign_compared
+from .listing import Operand, Register, SassInstruction
+from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
+from .table import op
+
+_ROUNDINGS = {"RM": "rm", "RP": "rp", "RZ": "rz"}
+
+
+def rounding(ins: SassInstruction) -> str:
+    """Return the rounding of an instruction, to nearest by default."""
+    return next((_ROUNDINGS[word] for word in ins.modifiers if word in _ROUNDINGS), "rn")
+
+
+def floats(e: Emitter, ins: SassInstruction, operands: tuple[Operand, ...]) -> list[str]:
+    """Return f32 sources, with subnormals flushed under FTZ."""
+    values = [source(e, operand, "f32") for operand in operands]
+    return [f"flush_f32({value})" for value in values] if "FTZ" in ins.modifiers else values
+
+
+def finish(e: Emitter, ins: SassInstruction, value: str) -> None:
+    """Store an f32 result, flushed under FTZ."""
+    assign(e, ins.operands[0], "f32", f"flush_f32({value})" if "FTZ" in ins.modifiers else value)
+
+
+@op(r"(FADD|FMUL)(.FTZ)?(.RM|.RP|.RZ)?")
+def basic(e: Emitter, ins: SassInstruction) -> None:
+    """Emit an addition or a multiplication."""
+    a, b = floats(e, ins, ins.operands[1:3])
+    exact = {"FADD": "add", "FMUL": "multiply"}[ins.base]
+    directed = {"FADD": elementwise.add_f32, "FMUL": elementwise.mul_f32}[ins.base]
+    way = rounding(ins)
+    finish(e, ins, f"{exact}({a}, {b})" if way == "rn" else f"{e.constants.thing(directed)}({a}, {b}, {way!r})")
+
+
+@op(r"FFMA(.FTZ)?(.RM|.RP|.RZ)?")
+def fused(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a * b + c with one rounding."""
+    a, b, c = floats(e, ins, ins.operands[1:4])
+    finish(e, ins, f"fma_f32({a}, {b}, {c}, {rounding(ins)!r})")
+
+
+@op(r"FMNMX3?(.FTZ)?(.NAN)?")
+def extremes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the minimum (PT) or maximum of two or three values. Without NAN a NaN operand loses."""
+    *sources, which = ins.operands[1:]
+    assert isinstance(which, Register)
+    if which.number is not None:
+        raise Unsupported("a minimum or maximum by a predicate")
+    function = e.constants.thing(elementwise.max_f32 if which.negative else elementwise.min_f32)
+    value, *others = floats(e, ins, tuple(sources))
+    for other in others:
+        value = f"{function}({value}, {other}, {'NAN' in ins.modifiers})"
+    finish(e, ins, value)
+
+
+_UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
+
+
+@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)")
+def compare(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
+    first, second, left, right, other = ins.operands
+    a, b = floats(e, ins, (left, right))
+    name = ins.modifiers[0].lower()
+    if name in _UNORDERED:
+        value = f"logical_not({_UNORDERED[name]}({a}, {b}))"
+    elif name == "ne":
+        value = f"not_equal_ordered({a}, {b})"
+    else:
+        value = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
+    assign_compared(e, (first, second), value, source(e, other, "pred"), ins.modifiers)
+
+
+@op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)")
+def approximate(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a transcendental function or a reciprocal, with subnormals flushed, more exact than the hardware's."""
+    name = {"RSQ": "rsqrt"}.get(ins.modifiers[0], ins.modifiers[0].lower())
+    value = source(e, ins.operands[1], "f32")
+    assign(e, ins.operands[0], "f32", f"{e.constants.thing(APPROXIMATIONS[name])}(flush_f32({value}), True)")
+
+
+@op(r"FCHK")
+def check_division(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the test if a / b needs the slow path. The true criterion is unknown; a stricter one gives the same quotient."""
+    result, a, b = ins.operands
+    assign(e, result, "pred", f"needs_slow_division({source(e, a, 'u32')}, {source(e, b, 'u32')})")
+
+
+@runtime
+def needs_slow_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return True unless both exponents, and their difference, are far from the ends of the range."""
+    first, second = ((x >> np.uint32(23) & np.uint32(255)).astype(np.int32) for x in (a, b))
+    near = (np.abs(first - 127) > 90) | (np.abs(second - 127) > 90)
+    result: np.ndarray = near | (np.abs(first - second) > 90)
+    return result
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def lanes_of_pair(e: Emitter, operand: Operand) -> tuple[str, str]:
+    """Return the two floats of a pair, or a single float or literal for both."""
+    if isinstance(operand, Register) and "HI_LO" in operand.suffixes:
+        if operand.number is None:
+            raise Unsupported("RZ as a pair of floats")
+        low, high = operand.registers(2)
+        values = e.row(low, "f32"), e.row(high, "f32")
+        if operand.negative or operand.absolute:
+            raise Unsupported("a signed pair of floats")
+        return values
+    value = source(e, operand, "f32")
+    return value, value
+
+
+@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?")
+def packed(e: Emitter, ins: SassInstruction) -> None:
+    """Emit arithmetic on pairs of floats."""
+    values = []
+    for sources in zip(*(lanes_of_pair(e, operand) for operand in ins.operands[1:]), strict=True):
+        terms = [f"flush_f32({value})" if "FTZ" in ins.modifiers else value for value in sources]
+        name = {"FADD2": "add", "FMUL2": "multiply"}.get(ins.base)
+        value = f"{name}({', '.join(terms)})" if name else f"fma_f32({', '.join(terms)}, 'rn')"
+        values.append(f"flush_f32({value})" if "FTZ" in ins.modifiers else value)
+    assign_run(e, ins.operands[0], values, "f32")
+
+
+# ---------------------------------------------------------------- conversions
+
+
+@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)")
+def from_integer(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of integers to f32, to nearest or upwards."""
+    words = ins.modifiers
+    if "U64" in words or "S64" in words:
+        value = pair(e, ins.operands[1])
+        value = f"{value}.view({e.constants.thing(np.dtype('i8'))})" if "S64" in words else value
+    else:
+        value = source(e, ins.operands[1], "u32" if "U32" in words else "s32")
+    function = "integer_to_f32_up" if "RP" in words else "integer_to_f32"
+    assign(e, ins.operands[0], "f32", f"{function}({value})")
+
+
+@runtime
+def integer_to_f32_up(x: np.ndarray) -> np.ndarray:
+    """Round integers to f32 towards plus infinity."""
+    near = x.astype(np.float32)
+    # longdouble holds every integer of 64 bits, so that the comparison is exact.
+    short = near.astype(np.longdouble) < x.astype(np.longdouble)
+    result: np.ndarray = np.where(short, np.nextafter(near, np.float32(np.inf)), near)
+    return result
+
+
+@op(r"F2I(.FTZ)?(.U32|.U64|.S64)?.TRUNC(.NTZ)?")
+def to_integer(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a saturating conversion of f32 to integers, towards zero."""
+    kind = next((word for word in ins.modifiers if re.fullmatch(r"[US]\d\d", word)), "S32")
+    dtype = np.dtype(f"{'u' if kind[0] == 'U' else 'i'}{int(kind[1:]) // 8}")
+    (value,) = floats(e, ins, (ins.operands[1],))
+    value = f"float_to_integer({value}, {e.constants.thing(dtype)}, 'rzi')"
+    if dtype.itemsize == 8:
+        assign_pair(e, ins.operands[0], f"{value}.view({e.constants.thing(WIDE)})")
+    else:
+        assign(e, ins.operands[0], "u32" if kind[0] == "U" else "s32", value)
+
+
+@op(r"F2FP.(BF16|F16).F32.PACK_AB(.RZ)?")
+def pack_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two f32 to a pair of 16-bit floats, a in the upper half."""
+    kind = {"BF16": "bf16x2", "F16": "f16x2"}[ins.modifiers[0]]
+    a, b = (source(e, operand, "f32") for operand in ins.operands[1:3])
+    assign(e, ins.operands[0], "u32", f"f32_to_{kind}({a}, {b}, {rounding(ins)!r})")
+
+
+@op(r"F2FP.SATFINITE.(E4M3|E5M2).F32.PACK_AB_MERGE_C")
+def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two f32 to a pair of 8-bit floats, below the lower half of c."""
+    kind = ins.modifiers[1].lower()
+    a, b = (source(e, operand, "f32") for operand in ins.operands[1:3])
+    merged = f"{source(e, ins.operands[3], 'u32')} << {constant(e, 'u32', 16)}"
+    assign(e, ins.operands[0], "u32", f"{merged} | f32_to_fp8x2({a}, {b}, {kind!r})")
+
+
+@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B")
+def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16."""
+    operand = ins.operands[1]
+    assert isinstance(operand, Register)
+    value = source(e, operand, "u32")
+    if operand.suffixes == ("H1",):
+        value = f"({value} >> {constant(e, 'u32', 16)})"
+    narrow = e.constants.thing(np.dtype("u2"))
+    assign(e, ins.operands[0], "u32", f"fp8x2_to_f16x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
+
+
+@op(r"HADD2.F32")
+def widen_half(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of a 16-bit float to f32: minus zero plus one half of b."""
+    result, a, b = ins.operands
+    if not (isinstance(a, Register) and a.number is None and a.negative and isinstance(b, Register) and not b.negative):
+        raise Unsupported("HADD2.F32 other than a conversion")
+    if b.suffixes not in (("H0_H0",), ("H1_H1",)):
+        raise Unsupported(f"half {b.suffixes}")
+    value = source(e, b, "u32")
+    if b.suffixes == ("H1_H1",):
+        value = f"({value} >> {constant(e, 'u32', 16)})"
+    assign(e, result, "f32", f"half_to_f32({value}.astype({e.constants.thing(np.dtype('u2'))}), 'f16')")

@@ -1,0 +1,142 @@
+"""Lifting of machine code to the instructions that the translator takes.
+
+Control flow becomes branches and exits: a branch under two predicates first joins them, a return compares its address with the places
+behind calls, and a guard on an instruction that blocks or gathers becomes a branch around it. Instructions that never execute are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
+from ..isa.table import Decoded
+from ..isa.table import lookup as lookup_ptx
+from .accesses import accesses
+from .flow import is_never
+from .listing import Immediate, Listing, Register, SassInstruction, Target
+from .table import MachineInstruction, lookup
+
+SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
+_TRUE = Register("P", None)
+_OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
+
+Guard = tuple[Reg, bool] | None
+
+
+class Lift:
+    """Lifting of one listing. decoded: the result. labels: name -> index in it. problems: unknown instructions -> their addresses."""
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.decoded: list[Decoded] = []
+        self.labels: dict[str, int] = {}
+        self.problems: dict[str, list[int]] = {}
+        self.returns = [ins.address + 16 for ins in listing.instructions if ins.base == "CALL"]
+        self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
+        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "CALL") for operand in ins.operands
+                   if isinstance(operand, Target)}  # fmt: skip
+        self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
+
+    def run(self) -> Lift:
+        """Lift every instruction."""
+        for ins in self.listing.instructions:
+            if ins.address in self.places:
+                self.labels[label_at(ins.address)] = len(self.decoded)
+            if not is_never(ins):
+                self._lift(ins)
+        return self
+
+    def _lift(self, ins: SassInstruction) -> None:
+        if ins.base == "EXIT":
+            self._exit(ins)
+        elif ins.base in ("BRA", "CALL"):
+            self._branch(ins)
+        elif ins.base == "RET":
+            self._return(ins)
+        else:
+            self._ordinary(ins, guard_of(ins.guard))
+
+    def _ordinary(self, ins: SassInstruction, guard: Guard) -> None:
+        found = lookup(ins.opcode)
+        if found is None:
+            self.problems.setdefault(ins.opcode, []).append(ins.address)
+            return
+        spec, match = found
+        if ins.base in _OWN_GUARD:
+            guard = None
+        if guard is not None and (spec.starts or spec.needs):
+            skip = self._skip(ins, guard)
+            self._ordinary(replace(ins, guard=None), None)
+            self.labels[skip] = len(self.decoded)
+            return
+        if guard is not None and spec.taint == "own" and spec.pure:
+            spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
+        access = accesses(ins)
+        instruction = MachineInstruction(ins.opcode, [], guard, 0, f"{ins.address:#x} {ins.text}", ins)
+        self.decoded.append(Decoded(instruction, spec, match, access.reads, access.writes, access.accumulators))
+
+    def _skip(self, ins: SassInstruction, guard: Guard) -> str:
+        """Branch over what follows unless a guard holds. Return the label to place behind it."""
+        assert guard is not None
+        name = f"skip {ins.address:#x}"
+        self._jump(ins, name, (guard[0], not guard[1]))
+        return name
+
+    def _jump(self, ins: SassInstruction, label: str, guard: Guard) -> None:
+        self._control(ins, "bra", [LabelRef(label)], guard)
+
+    def _control(self, ins: SassInstruction, opcode: str, operands: list[Operand | None], guard: Guard) -> None:
+        found = lookup_ptx(opcode)
+        assert found is not None
+        instruction = Instruction(opcode, operands, guard, 0, f"{ins.address:#x} {ins.text}")
+        self.decoded.append(Decoded(instruction, *found, () if guard is None else (guard[0],), ()))
+
+    def _exit(self, ins: SassInstruction) -> None:
+        guard = guard_of(ins.guard)
+        skip = None if guard is None else self._skip(ins, guard)
+        if self.has_regions:
+            self._ordinary(replace(ins, opcode="LEAVE", operands=(), guard=None), None)
+        self._control(ins, "exit", [], None)
+        if skip is not None:
+            self.labels[skip] = len(self.decoded)
+
+    def _branch(self, ins: SassInstruction) -> None:
+        """Lift a branch or call under its guard, its predicate operand, or any lane's guard (ANY)."""
+        *conditions, target = ins.operands
+        supported = ins.opcode in ("BRA", "BRA.U", "BRA.U.ANY", "CALL.REL.NOINC") and isinstance(target, Target)
+        if not supported or len(conditions) > 1 or not all(isinstance(item, Register) and item.is_predicate for item in conditions):
+            self.problems.setdefault(ins.opcode, []).append(ins.address)
+            return
+        assert isinstance(target, Target)
+        label = label_at(self.listing.instructions[self.listing.index(target.label)].address)
+        tests = [item for item in (ins.guard, *conditions) if isinstance(item, Register) and item != _TRUE]
+        if len(tests) == 2 or (tests and ins.opcode == "BRA.U.ANY"):
+            if ins.opcode == "BRA.U.ANY":
+                test = replace(ins, opcode="VOTE.ANY", operands=(SCRATCH, *tests), guard=None)
+            else:
+                test = replace(ins, opcode="PLOP3.LUT", operands=(SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0)), guard=None)
+            self._ordinary(test, None)
+            tests = [SCRATCH]
+        self._jump(ins, label, guard_of(tests[0]) if tests else None)
+
+    def _return(self, ins: SassInstruction) -> None:
+        """Lift a return as a comparison of its address with every place behind a call."""
+        value = ins.operands[0]
+        for place in self.returns:
+            test = replace(ins, opcode="RETURN", operands=(SCRATCH, value, Immediate(place)), guard=None)
+            self._ordinary(test, None)
+            self._jump(ins, label_at(place), guard_of(SCRATCH))
+        self._ordinary(replace(ins, opcode="NOWHERE", operands=(), guard=None), None)
+        self._control(ins, "exit", [], None)
+
+
+def label_at(address: int) -> str:
+    """Return the label of an address."""
+    return f"at {address:#x}"
+
+
+def guard_of(guard: Register | None) -> Guard:
+    """Return a guard as the translator takes it; None for PT."""
+    if guard is None or guard.number is None:
+        return None
+    return guard.registers()[0], guard.negative

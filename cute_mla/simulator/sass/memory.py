@@ -1,0 +1,155 @@
+"""Loads, stores and fences of machine code."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..findings import Fault
+from ..frontend.layout import RANK_SHIFT
+from ..frontend.ptx import Reg
+from ..isa.emitter import Emitter, Unsupported
+from ..isa.table import runtime
+from ..state.window import Window
+from .accesses import width
+from .listing import Immediate, Register, SassInstruction
+from .operands import address, constant, memory_operand, source
+from .table import ignored, op
+
+_NARROW = {"U8": 1, "S8": 1, "U16": 2, "S16": 2}
+
+
+def element_bytes(ins: SassInstruction) -> int:
+    """Return the bytes of one register's part of an access."""
+    return next((_NARROW[word] for word in ins.modifiers if word in _NARROW), 4)
+
+
+def assign_loaded(e: Emitter, ins: SassInstruction, value: str) -> None:
+    """Store loaded elements, extended to the register, with their poison."""
+    result = ins.operands[0]
+    if not isinstance(result, Register):
+        raise Unsupported(f"destination {result}")
+    registers: tuple[Reg, ...] = result.registers(width(ins, 0))
+    signed = next((word for word in ins.modifiers if word in ("S8", "S16")), None)
+    for index, register in enumerate(registers):
+        item = f"{value}[{index}]"
+        if signed is not None:
+            item = f"{item}.view({e.constants.thing(np.dtype(f'i{_NARROW[signed]}'))})"
+        e.line(f"{e.dst(register, 's32' if signed else 'u32')}[...] = {item}")
+    where = tuple(range(len(registers)))
+    if e.tainted:
+        e.line(f"take_poison(w, {where}, ({', '.join(str(e.taint(register)) for register in registers)},))")
+    elif registers:
+        rows = tuple((register.bank, e.layout.row(register)) for register in registers)
+        e.line(f"if w.cta.poison is not None: meet_poison(w, {where}, {rows})")
+
+
+@op(r"LDG.E(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
+def load_global(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a load from global memory."""
+    value = e.temp()
+    place = address(e, memory_operand(ins, 1))
+    e.line(f"{value} = load_global(w, {place}, {element_bytes(ins)}, {width(ins, 0)})")
+    assign_loaded(e, ins, value)
+
+
+@op(r"LDS(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
+def load_shared(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a load from the CTA's shared memory."""
+    value = e.temp()
+    place = f"own_shared(w, {address(e, memory_operand(ins, 1))})"
+    e.line(f"{value} = load_shared(w, {place}, {element_bytes(ins)}, {width(ins, 0)}, False)")
+    assign_loaded(e, ins, value)
+
+
+def stored(e: Emitter, ins: SassInstruction) -> tuple[str, str]:
+    """Return the expressions of the stored elements and of their poison."""
+    operand = ins.operands[1]
+    if not isinstance(operand, Register) or operand.negative or operand.inverted or operand.absolute:
+        raise Unsupported(f"a store of {operand}")
+    registers = operand.registers(width(ins, 1))
+    size = element_bytes(ins)
+    if operand.number is None:
+        values = [constant(e, "u32", 0)] * width(ins, 1)
+    else:
+        values = [e.row(register, "u32") for register in registers]
+    if size < 4:
+        values = [f"{value}.astype({e.constants.thing(np.dtype(f'u{size}'))})" for value in values]
+    poison = "None"
+    if e.tainted:
+        poison = f"[{', '.join(str(e.taint(register)) for register in registers) if registers else ', '.join(['None'] * len(values))}]"
+    return f"[{', '.join(values)}]", poison
+
+
+@op(r"STG.E(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
+def store_global(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a store to global memory."""
+    values, poison = stored(e, ins)
+    e.line(f"store_global(w, {address(e, memory_operand(ins, 0))}, {values}, {poison})")
+
+
+@op(r"STS(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
+def store_shared(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a store to the CTA's shared memory."""
+    values, poison = stored(e, ins)
+    e.line(f"store_shared(w, own_shared(w, {address(e, memory_operand(ins, 0))}), {values}, {poison}, False)")
+
+
+@runtime
+def own_shared(w: Window, place: np.ndarray) -> np.ndarray:
+    """Return shared addresses with the rank of the CTA. Raises Fault for an address of another CTA."""
+    rank = place >> np.uint32(RANK_SHIFT)
+    if bool(((rank != 0) & (rank != w.cta.rank)).any()):
+        raise Fault("out_of_bounds", "an address of another CTA of the cluster in an instruction on the CTA's own shared memory")
+    own: np.ndarray = place & np.uint32((1 << RANK_SHIFT) - 1) | np.uint32(w.cta.rank << RANK_SHIFT)
+    return own
+
+
+@op(r"BAR.SYNC.DEFER_BLOCKING", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())
+def synchronise(e: Emitter, ins: SassInstruction) -> None:
+    """Emit an arrival at a named barrier and a wait."""
+    e.line(f"if not named_sync(w, {barrier(e, ins)}): return BLOCKED")
+
+
+@op(r"BAR.ARV", pure=False, taint="own", needs="warp", writes=())
+def arrive(e: Emitter, ins: SassInstruction) -> None:
+    """Emit an arrival at a named barrier without a wait."""
+    e.line(f"named_arrive(w, {barrier(e, ins)})")
+
+
+def barrier(e: Emitter, ins: SassInstruction) -> str:
+    """Return the expressions of barrier number and thread count."""
+    for operand in ins.operands:
+        if isinstance(operand, Register):
+            e.check_taint(list(operand.registers()), "a barrier operand")
+    terms = [f"array({source(e, operand, 'u32')})" for operand in ins.operands if isinstance(operand, Register | Immediate)]
+    return ", ".join((*terms, "None")[:2])
+
+
+@op(r"ACQBULK", pure=False, writes=())
+def wait_for_grid(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the wait for the grid ahead. Launches run one after the other, so it only orders memory."""
+    e.line("grid_ended(w)")
+
+
+ignored(r"PREEXIT", "launches run one after the other", writes=())
+ignored(r"NOP", "does nothing", writes=())
+ignored(r"YIELD", "a hint to the scheduler", writes=())
+ignored(r"NANOSLEEP(.SYNCS)?", "only passes time", writes=())
+
+
+@op(r"BPT.TRAP", pure=False, writes=())
+def trap(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a fault: the kernel gives up."""
+    e.line("trapped()")
+
+
+@op(r"NOWHERE", pure=False, writes=())
+def lost(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a fault: a return to a place that is behind no call."""
+    e.line("returned_nowhere()")
+
+
+@runtime
+def returned_nowhere() -> None:
+    """Raise the Fault of a return to a place that is behind no call."""
+    raise Fault("trap", "a return to an address that is behind no call")

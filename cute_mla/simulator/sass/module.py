@@ -1,0 +1,91 @@
+"""Loaded machine code: a cubin as an entry that the engine runs like one of PTX."""
+
+from __future__ import annotations
+
+import re
+
+from ..codegen.control_flow import build_flow
+from ..codegen.module import Entry, Module, collection_paused
+from ..codegen.translator import Translator
+from ..findings import SassError, UnsupportedInstruction
+from ..frontend.layout import SHARED_BASE, Layout
+from ..frontend.ptx import ParamDecl, Reg
+from ..isa.emitter import Constants, Emitter, Unsupported
+from ..isa.table import Decoded
+from . import asynchronous, floats, integers, memory, moves, products, warps
+from .cubin import CubinInfo, read_cubin
+from .lift import Lift
+from .listing import read_listing
+from .table import MachineInstruction
+
+FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
+_KINDS = ("P", "UP", "R", "UR", "B", "SB")
+
+
+def load_machine_code(cubin: bytes, text: str) -> Module:
+    """Load a cubin with its disassembly (`nvdisasm -c -hex`).
+
+    CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
+    list of everything unknown.
+    """
+    info = read_cubin(cubin)
+    with collection_paused():
+        listing = read_listing(text)
+        (name,) = info.entries
+        if listing.name != name:
+            raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
+        lift = Lift(listing).run()
+        layout = make_layout(info, lift.decoded)
+        problems = lift.problems
+        check_operands(lift.decoded, layout, problems)
+        if problems:
+            lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
+            raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
+        flow = build_flow(lift.decoded, lift.labels, layout)
+        translator = Translator(name, flow, layout)
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
+
+
+def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
+    """Return the parameters of a cubin, named by their number."""
+    return tuple(ParamDecl(f"parameter {index}", size, 1) for index, (_, size) in enumerate(info.params))
+
+
+def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
+    """Lay out registers in the order of their numbers, and parameters where constant bank 0 has them."""
+    layout = Layout(params_begin=info.param_base, dynamic_base=SHARED_BASE)
+    registers = {register for item in decoded for register in (*item.reads, *item.writes, *item.accumulators)}
+    for register in sorted(registers, key=place_of):
+        layout.place(register)
+    layout.number(registers)
+    ends = [info.param_base]
+    for declared, (offset, size) in zip(parameters(info), info.params, strict=True):
+        layout.params[declared.name] = info.param_base + offset
+        ends.append(info.param_base + offset + size)
+    layout.param_bytes = max(ends)
+    return layout
+
+
+def place_of(register: Reg) -> tuple[int, int]:
+    """Return the kind and the number of a register, as a key for sorting."""
+    kind = register.name.rstrip("0123456789")
+    return _KINDS.index(kind), int(register.name[len(kind) :])
+
+
+def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:
+    """Try every distinct operand form at load; unsupported forms go to problems."""
+    seen: set[str] = set()
+    for item in decoded:
+        instruction = item.instruction
+        if item.spec.emit is None or not isinstance(instruction, MachineInstruction) or instruction.sass is None:
+            continue
+        form = re.sub(r"(?<=[RPB])\d+", "", instruction.sass.text)
+        if form in seen:
+            continue
+        seen.add(form)
+        try:
+            item.spec.emit(Emitter(layout, Constants(), False), instruction, item.match)
+        except Unsupported as error:
+            problems.setdefault(f"{instruction.sass.text}: {error}", []).append(instruction.sass.address)
+        except (IndexError, TypeError, ValueError, AssertionError) as error:
+            problems.setdefault(f"{instruction.sass.text}: operands not understood ({error!r})", []).append(instruction.sass.address)

@@ -1,0 +1,142 @@
+"""Moves, selection, permutation, special registers and constants of machine code."""
+
+from __future__ import annotations
+
+from ..frontend.layout import SHARED_WINDOW
+from ..isa.emitter import Emitter, Unsupported
+from .accesses import PREDICATES, width
+from .listing import Constant, Immediate, Operand, Register, SassInstruction, SystemRegister, register
+from .operands import WORD, assign, assign_run, bank_word, constant, source
+from .table import op
+
+
+@op(r"U?MOV")
+def move(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a copy."""
+    assign(e, ins.operands[0], "u32", source(e, ins.operands[1], "u32"))
+
+
+@op(r"HFMA2(.MMA)?")
+def move_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a move of a constant: -0 * 0 plus two literal halves. Other forms are refused."""
+    result, a, b, upper, lower = ins.operands
+    zeros = all(isinstance(operand, Register) and operand.number is None for operand in (a, b))
+    if not zeros or not isinstance(upper, Immediate) or not isinstance(lower, Immediate):
+        raise Unsupported("HFMA2 other than a move of a constant")
+    assign(e, result, "u32", constant(e, "u32", ins.low >> 32))
+
+
+@op(r"CS2R(.32)?")
+def move_special(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a clearing of a register or a pair."""
+    if ins.operands[1] != SystemRegister("SRZ"):
+        raise Unsupported(f"CS2R of {ins.operands[1]}")
+    assign_run(e, ins.operands[0], [constant(e, "u32", 0)] * width(ins, 0))
+
+
+_SPECIAL = {
+    "SR_TID.X": "tid.x", "SR_TID.Y": "tid.y", "SR_TID.Z": "tid.z", "SR_CTAID.X": "ctaid.x", "SR_CTAID.Y": "ctaid.y",
+    "SR_CTAID.Z": "ctaid.z", "SR_LANEID": "laneid", "SR_CgaCtaId": "cluster_ctarank",
+}  # fmt: skip
+_OF_THREADS = ("tid.x", "tid.y", "tid.z", "laneid")
+
+
+@op(r"S2U?R")
+def read_system(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a read of a special register."""
+    name = ins.operands[1]
+    assert isinstance(name, SystemRegister)
+    if name.name == "SR_SWINHI":  # the upper half of generic addresses of shared memory
+        assign(e, ins.operands[0], "u32", constant(e, "u32", SHARED_WINDOW >> 32))
+        return
+    found = _SPECIAL.get(name.name)
+    if found is None or (found in _OF_THREADS and ins.base == "S2UR"):
+        raise Unsupported(f"special register {name.name}")
+    value = f"w.special[{found!r}]" if found in _OF_THREADS else f"read_special(w, {found!r})"
+    assign(e, ins.operands[0], "u32", value)
+
+
+@op(r"LDC(.64)?", r"ULDC(.64)?", r"LDCU(.64|.128)?")
+def load_constant(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a load from constant bank 0."""
+    place = ins.operands[1]
+    if not isinstance(place, Constant) or place.bank:
+        raise Unsupported(f"a load from {place}")
+    assign_run(e, ins.operands[0], [bank_word(e, place.offset + 4 * index, "u32") for index in range(width(ins, 0))])
+
+
+@op(r"(U?SEL|FSEL)", taint="own")
+def select(e: Emitter, ins: SassInstruction) -> None:
+    """Emit p ? a : b; FSEL's operands may be negated. Poison of the operand that is not selected is dropped."""
+    result, a, b, condition = ins.operands
+    kind = "f32" if ins.base == "FSEL" else "u32"
+    chosen = source(e, condition, "pred")
+    if e.tainted and isinstance(result, Register):
+        marks = [
+            (e.taint_of(list(operand.registers())) if isinstance(operand, Register) else None) or "False" for operand in (a, b, condition)
+        ]
+        for register in result.registers():
+            e.line(f"{e.taint(register)}[...] = logical_or(where({chosen}, {marks[0]}, {marks[1]}), {marks[2]})")
+    assign(e, result, kind, f"where({chosen}, {source(e, a, kind)}, {source(e, b, kind)})")
+
+
+def poison_of(e: Emitter, operand: Operand) -> str:
+    """Return the expression of an operand's poison."""
+    registers = operand.registers() if isinstance(operand, Register) else ()
+    return e.taint_of(registers) or "False"
+
+
+@op(r"U?PRMT", taint="own")
+def permute(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a choice of four bytes out of b:a.
+
+    Poison is kept by register, and ptxas leaves halves undefined that nobody reads. So the result is undefined where all sources are.
+    """
+    result, a, selector, b = ins.operands
+    if e.tainted and isinstance(result, Register):
+        used = taken(a, selector, b)
+        marks = [e.taint(register) for operand in used if isinstance(operand, Register) for register in operand.registers()]
+        defined = len(marks) < len(used) or not marks
+        for register in result.registers():
+            e.line(f"{e.taint(register)}.fill(False)" if defined else f"{e.taint(register)}[...] = {' & '.join(map(str, marks))}")
+    left, right = source(e, a, "u32"), source(e, b, "u32")
+    if isinstance(selector, Immediate) and not selector.bits & 0x8888:
+        index = tuple(selector.bits >> 4 * byte & 7 for byte in range(4))
+        assign(e, result, "u32", f"pick_bytes({left}, {right}, {e.constants.thing(index)})")
+    else:
+        assign(e, result, "u32", f"permute_bytes({left}, {right}, {source(e, selector, 'u32')})")
+
+
+def taken(a: Operand, selector: Operand, b: Operand) -> list[Operand]:
+    """Return the operands of which a permutation takes bytes."""
+    if not isinstance(selector, Immediate):
+        return [a, selector, b]
+    halves = {selector.bits >> 4 * byte & 4 for byte in range(4)}
+    return [operand for half, operand in ((0, a), (4, b)) if half in halves]
+
+
+@op(r"R2P")
+def to_predicates(e: Emitter, ins: SassInstruction) -> None:
+    """Emit P[i] = bit i of a byte, for the predicates of a mask."""
+    _, value, mask = ins.operands
+    assert isinstance(value, Register)
+    assert isinstance(mask, Immediate)
+    byte = int(value.suffixes[0][1:]) if value.suffixes else 0
+    for number in range(PREDICATES):
+        if mask.bits >> number & 1:
+            bit = constant(e, "u32", 1 << (8 * byte + number))
+            e.line(f"{e.dst(register('P', number), 'pred')}[...] = ({source(e, value, 'u32')} & {bit}) != {constant(e, 'u32', 0)}")
+
+
+@op(r"P2R")
+def from_predicates(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the predicates of a mask as bits, and the other bits of c."""
+    result, _, other, mask = ins.operands
+    assert isinstance(mask, Immediate)
+    word = e.constants.thing(WORD)
+    terms = [f"({source(e, other, 'u32')} & {constant(e, 'u32', ~mask.bits)})"]
+    for number in range(PREDICATES):
+        if mask.bits >> number & 1:
+            row = e.row(register("P", number), "pred")
+            terms.append(f"({row}.astype({word}) << {constant(e, 'u32', number)})")
+    assign(e, result, "u32", " | ".join(terms))

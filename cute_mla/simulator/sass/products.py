@@ -1,0 +1,97 @@
+"""Matrix products of a warpgroup in machine code: HGMMA, QGMMA and the groups that gsb0 ends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..isa.emitter import Emitter, Unsupported
+from ..isa.table import runtime
+from ..isa.wgmma_ops import Step, shared_rows
+from ..numerics import wgmma
+from ..state.registers import WARP
+from ..state.wgmma_queue import WARPGROUP, WgmmaChain
+from ..state.window import Window
+from ..units import wgmma_products
+from .accesses import accesses, descriptors
+from .listing import Address, Immediate, Register, SassInstruction, SystemRegister
+from .operands import source
+from .table import ignored, op
+
+_TYPES = {("HGMMA", ""): "f16", ("HGMMA", "BF16"): "bf16", ("QGMMA", "E4M3"): "e4m3"}
+_GROUP_ENDS = SystemRegister("gsb0")
+
+
+@op(r"HGMMA.64x\d+x16.F32(.BF16)?", r"QGMMA.64x\d+x32.F32.E4M3.E4M3", pure=False, taint="own", needs="warpgroup", asynchronous=True)
+def multiply(e: Emitter, ins: SassInstruction) -> None:
+    """Emit D = A B (+ D) of a warpgroup. gsb0 ends a group of products."""
+    shape, _, *types = ins.modifiers
+    kind = _TYPES[ins.base, types[0] if types else ""]
+    _, n, k = map(int, shape.split("x"))
+    form = wgmma.Instruction(n, k, "f32", kind, kind)
+    from_registers = isinstance(ins.operands[1], Register)
+    place = ins.operands[2 if from_registers else 1]
+    if not isinstance(place, Address) or any(word not in ("tnspA", "tnspB") for word in place.suffixes):
+        raise Unsupported(f"descriptors {place}")
+    step = Step(form, False, "tnspA" in place.suffixes, "tnspB" in place.suffixes, from_registers)
+    access = accesses(ins)
+    rows = shared_rows(e, tuple(e.layout.row(register) for register in access.accumulators))
+    first, second = (tuple(e.row(register, "u32") for register in words) for words in descriptors(place))
+    e.check_taint([register for register in access.reads if register.name.startswith("U")], "a matrix product")
+    if from_registers:
+        left = e.constants.thing(np.array([e.layout.row(register) for register in ins.operands[1].registers(4)]))  # type: ignore[union-attr]
+    else:
+        left = f"join_words({', '.join(first)})"
+    arguments = f"{e.constants.thing(step)}, {e.constants.thing(rows)}, {left}, join_words({', '.join(second)}), {scale(e, ins)}"
+    e.line(f"wgmma_issue(w, {arguments}, {e.tainted})")
+    if _GROUP_ENDS in ins.operands:
+        e.line("end_products(w)")
+
+
+def scale(e: Emitter, ins: SassInstruction) -> str:
+    """Return the expression that says if D is read: always, never (!UPT) or by a uniform predicate."""
+    found = [operand for operand in ins.operands if isinstance(operand, Register) and operand.is_predicate]
+    if not found:
+        return "True"
+    if found[0].number is None:
+        return str(not found[0].negative)
+    return source(e, found[0], "pred")
+
+
+@runtime
+def end_products(w: Window) -> None:
+    """Close the group of products in flight. They are computed when somebody waits: gsb0 stands also where PTX commits nothing."""
+    for start in range(0, w.n, WARPGROUP):
+        w.cta.wgmma_queue(int(w.lanes[start])).commit()
+
+
+@op(r"WARPGROUP.DEPBAR.LE", pure=False, needs="warpgroup", starts=True, ends=True, writes=())
+def wait(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a wait for all but the newest n groups of products."""
+    group, count = ins.operands
+    if group != _GROUP_ENDS or not isinstance(count, Immediate):
+        raise Unsupported("WARPGROUP.DEPBAR without gsb0 and a literal")
+    e.line(f"wait_for_products(w, {count.bits})")
+
+
+@runtime
+def wait_for_products(w: Window, remaining: int) -> None:
+    """Execute WARPGROUP.DEPBAR: compute consecutive products on one accumulator together, across groups."""
+    cta = w.cta
+    clocks = cta.cluster.clocks
+    for start in range(0, w.n, WARPGROUP):
+        queue = cta.wgmma_queue(int(w.lanes[start]))
+        chains: list[WgmmaChain] = []
+        for chain in queue.take(remaining):
+            if chains and chains[-1].extends(chain):
+                chains[-1].append(chain)
+            else:
+                chains.append(chain)
+        for chain in chains:
+            wgmma_products.multiply(w.engine, cta, queue.first_thread, chain)
+        queue.free(remaining)
+        first = queue.first_thread // WARP
+        clocks.note(cta.rank, range(first, first + WARPGROUP // WARP), clocks.matrix_core(cta.rank, first), queue.serial)
+    cta.refresh_busy()
+
+
+ignored(r"WARPGROUP.ARRIVE", "orders register accesses before products", needs="warpgroup", writes=())

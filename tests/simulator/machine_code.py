@@ -1,0 +1,24 @@
+"""Machine code for tests: listings of built kernels, and edits of their control codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.listing import Listing, SassInstruction, read_listing
+
+
+@cache
+def listing_of(kernel: str) -> Listing:
+    """Return the machine code of a built kernel."""
+    return read_listing(disassemble((artifacts_folder() / f"{kernel}.cubin").read_bytes()))
+
+
+def edited(listing: Listing, index: int, **control: Any) -> Listing:
+    """Return the listing with other fields in one instruction's control code."""
+    code: list[SassInstruction] = list(listing.instructions)
+    code[index] = replace(code[index], control=replace(code[index].control, **control))
+    return replace(listing, instructions=tuple(code))

@@ -1,0 +1,189 @@
+"""Small PTX kernels whose machine code is evidence for the meaning of its opcodes: inputs, results, and the opcodes they must become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+THREADS = 128
+ROW = 4 * THREADS
+SOURCES = 4  # words of each thread: %r1 to %r4, as floats %f1 to %f4, in pairs %rd4 and %rd5
+FIRST_RESULT = 100  # results are %r100, %r101, ..
+
+_LOADS = "\n".join(f"ld.global.u32 %r{index + 1}, [%rd2+{ROW * index}]; mov.b32 %f{index + 1}, %r{index + 1};" for index in range(SOURCES))
+_PAIRS = "mov.b64 %rd4, {%r1, %r2}; mov.b64 %rd5, {%r3, %r4};"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, each of which its machine code has.
+
+    floats: the words are floats of all kinds, else integers of all kinds.
+    """
+
+    name: str
+    body: str
+    results: int
+    opcodes: tuple[str, ...]
+    floats: bool = False
+
+    def text(self) -> str:
+        """Return the body with its loads and stores."""
+        stores = "\n".join(f"st.global.u32 [%rd6+{ROW * index}], %r{FIRST_RESULT + index};" for index in range(self.results))
+        return f"ld.param.u64 %rd6, [p1]; add.s64 %rd6, %rd6, %rd1;\n{_LOADS}\n{_PAIRS}\n{self.body}\n{stores}\n"
+
+
+def words(floats: bool) -> np.ndarray:
+    """Return the sources of all threads: random words, and every pair of special ones in some thread."""
+    rng = np.random.default_rng(7)
+    if floats:
+        values = (
+            (rng.standard_normal((SOURCES, THREADS)) * 2.0 ** rng.integers(-40, 40, (SOURCES, THREADS))).astype(np.float32).view(np.uint32)
+        )
+        special = np.array([0, -0.0, 1, -1, np.inf, -np.inf, 1e-40, 3e38, 448, 1e-3], np.float32).view(np.uint32)
+    else:
+        values = rng.integers(0, 1 << 32, (SOURCES, THREADS), dtype=np.uint64).astype(np.uint32)
+        values[:, ::3] >>= rng.integers(0, 32, values[:, ::3].shape).astype(np.uint32)
+        special = np.array([0, 1, 0xFFFFFFFF, 0x80000000, 0x7FFFFFFF, 31, 32, 33, 0x10000, 0xFFFF8000], np.uint32)
+    count = len(special)
+    values[0, : count * count] = np.repeat(special, count)
+    values[1, : count * count] = np.tile(special, count)
+    return values.copy()
+
+
+def numbered(lines: list[str], start: int = FIRST_RESULT) -> tuple[str, int]:
+    """Return lines whose $ stands for the next result, and their number."""
+    return "\n".join(line.replace("$", f"%r{start + index}") for index, line in enumerate(lines)), len(lines)
+
+
+def predicate(line: str) -> str:
+    """Return a line that sets %p1, and the selection of a result by it."""
+    return f"{line} selp.u32 $, 1, 0, %p1;"
+
+
+def wide(line: str) -> list[str]:
+    """Return a line that sets %rd7, and the lines of its two words."""
+    return [f"{line} mov.b64 {{$, %r90}}, %rd7;", f"{line} mov.b64 {{%r90, $}}, %rd7;"]
+
+
+_INTEGERS = [
+    "add.u32 $, %r1, %r2;", "sub.u32 $, %r1, %r2;", "add.u32 %r50, %r1, %r2; sub.u32 $, %r50, %r3;", "neg.s32 $, %r1;",
+    "mad.lo.u32 $, %r1, %r2, %r3;", "mul.lo.u32 $, %r1, %r2;", "mul.hi.u32 $, %r1, %r2;", "mul.hi.s32 $, %r1, %r2;",
+    "mul.lo.u32 $, %r1, 24; ", "mad.lo.u32 $, %r1, 5, %r2;", "shl.b32 %r50, %r1, 3; add.u32 $, %r50, %r2;",
+    "shl.b32 $, %r1, %r2;", "shr.u32 $, %r1, %r2;", "shr.s32 $, %r1, %r2;", "shl.b32 $, %r1, 7;", "shr.s32 $, %r1, 31;",
+    "and.b32 $, %r1, %r2;", "or.b32 $, %r1, %r2;", "xor.b32 $, %r1, %r2;", "not.b32 $, %r1;",
+    *(f"lop3.b32 $, %r1, %r2, %r3, {table};" for table in (0x1B, 0xE8, 0x96, 0xCA, 0x2A, 0xF8, 0x0C, 0x30)),
+    "min.s32 $, %r1, %r2;", "max.s32 $, %r1, %r2;", "min.u32 $, %r1, %r2;", "max.u32 $, %r1, %r2;", "abs.s32 $, %r1;",
+    "add.s32 %r50, %r1, %r2; min.s32 $, %r50, %r3;", "add.u32 %r50, %r1, %r2; max.u32 $, %r50, %r3;",
+    "max.u32 %r50, %r1, %r2; max.u32 $, %r50, %r3;", "popc.b32 $, %r1;", "min.s32 %r50, %r1, %r2; max.s32 $, %r50, 0;",
+    *(f"prmt.b32 $, %r1, %r2, {selector};" for selector in (0x5410, 0x7632, 0x3210, 0x0123, 0x6543, 0x9180)), "prmt.b32 $, %r1, %r2, %r3;",
+    *(predicate(f"setp.{c}.{t} %p1, %r1, %r2;") for c in ("eq", "ne", "lt", "le", "gt", "ge") for t in ("s32", "u32")),
+    *(predicate(f"setp.lt.s32 %p2, %r1, %r3; setp.ge.{b}.u32 %p1, %r2, %r4, %p2;") for b in ("and", "or", "xor")),
+    "setp.lt.s32 %p2, %r1, %r3; selp.b32 $, %r2, %r4, %p2;", "setp.lt.s32 %p2, %r1, %r3; @%p2 add.u32 %r2, %r2, 9; mov.u32 $, %r2;",
+]  # fmt: skip
+
+_WIDE = [
+    *wide("add.u64 %rd7, %rd4, %rd5;"), *wide("sub.u64 %rd7, %rd4, %rd5;"), *wide("mul.lo.u64 %rd7, %rd4, %rd5;"),
+    *wide("mul.wide.u32 %rd7, %r1, %r2;"), *wide("mul.wide.s32 %rd7, %r1, %r2;"), *wide("mad.wide.u32 %rd7, %r1, %r2, %rd5;"),
+    *wide("mad.wide.s32 %rd7, %r1, %r2, %rd5;"), *wide("shl.b64 %rd7, %rd4, 9;"), *wide("neg.s64 %rd7, %rd4;"),
+    *wide("cvt.s64.s32 %rd8, %r1; shl.b64 %rd8, %rd8, 2; add.s64 %rd7, %rd8, %rd5;"), *wide("min.s64 %rd7, %rd4, %rd5;"),
+    *wide("add.u64 %rd8, %rd4, %rd5; mov.b64 %rd9, {%r2, %r3}; add.u64 %rd7, %rd8, %rd9;"), *wide("mul.hi.u64 %rd7, %rd4, %rd5;"),
+    *(predicate(f"setp.{c}.{t} %p1, %rd4, %rd5;") for c in ("eq", "ne", "lt", "le", "gt", "ge") for t in ("s64", "u64")),
+]  # fmt: skip
+
+_DIVISIONS = [
+    "div.u32 $, %r1, %r2;", "div.s32 $, %r1, %r2;", "or.b32 %r50, %r2, 1; rem.u32 $, %r1, %r50;",
+    "or.b32 %r50, %r2, 1; rem.s32 $, %r1, %r50;", "div.u32 $, %r1, 24;",
+    *wide("div.s64 %rd7, %rd4, %rd5;"), *wide("div.u64 %rd7, %rd4, %rd5;"),
+]  # fmt: skip
+
+
+def floating(line: str) -> str:
+    """Return a line that sets %f9, and the move of its bits."""
+    return f"{line} mov.b32 $, %f9;"
+
+
+_FLOATS = [
+    *(floating(f"{f}.{r}.f32 %f9, %f1, %f2;") for f in ("add", "sub", "mul") for r in ("rn", "rz", "rm", "rp", "rn.ftz")),
+    *(floating(f"fma.{r}.f32 %f9, %f1, %f2, %f3;") for r in ("rn", "rz", "rm", "rp", "rn.ftz")),
+    *(floating(f"{f}.f32 %f9, %f1, %f2;") for f in ("min", "max", "max.NaN", "min.NaN", "max.ftz")), floating("neg.f32 %f9, %f1;"),
+    floating("abs.f32 %f8, %f1; add.rn.f32 %f9, %f8, %f2;"), floating("fma.rn.f32 %f9, %f1, 0f40200000, 0fBF800000;"),
+    *(predicate(f"setp.{c}.f32 %p1, %f1, %f2;") for c in
+      ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "lt.ftz")),
+    floating("setp.lt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, %f4, %p1;"),
+    floating("setp.gt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, 0f7FFFFFFF, %p1;"),
+    floating("div.rn.f32 %f9, %f1, %f2;"), floating("rcp.rn.f32 %f9, %f1;"), floating("rcp.approx.ftz.f32 %f9, %f1;"),
+    floating("ex2.approx.ftz.f32 %f9, %f1;"), floating("abs.f32 %f8, %f1; lg2.approx.ftz.f32 %f9, %f8;"),
+    floating("abs.f32 %f8, %f1; rsqrt.approx.ftz.f32 %f9, %f8;"),
+    "cvt.rn.bf16x2.f32 $, %f1, %f2;", "cvt.rn.f16x2.f32 $, %f1, %f2;", "cvt.rzi.u32.f32 $, %f1;", "cvt.rzi.s32.f32 $, %f1;",
+    "cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f2; cvt.rn.satfinite.e4m3x2.f32 %h2, %f3, %f4; mov.b32 $, {%h1, %h2};",
+    floating("cvt.rn.f32.s32 %f9, %r1;"), floating("cvt.rn.f32.u32 %f9, %r1;"),
+]  # fmt: skip
+
+_BYTES = [
+    "mov.b32 {%h1, %h2}, %r1; cvt.rn.f16x2.e4m3x2 $, %h1;", "mov.b32 {%h1, %h2}, %r1; cvt.rn.f16x2.e4m3x2 $, %h2;",
+    "mov.b32 {%h1, %h2}, %r1; cvt.f32.f16 %f9, %h1; mov.b32 $, %f9;", "mov.b32 {%h1, %h2}, %r1; cvt.f32.f16 %f9, %h2; mov.b32 $, %f9;",
+]  # fmt: skip
+
+_WARPS = [
+    *(f"shfl.sync.{m}.b32 $, %r1, {b}, 0x1f, -1;" for m, b in (("bfly", 5), ("idx", 3), ("down", 2))), "shfl.sync.up.b32 $, %r1, 4, 0, -1;",
+    "shfl.sync.idx.b32 $, %r1, %r2, 0x1f, -1;", predicate("shfl.sync.down.b32 %r50|%p1, %r1, 7, 0x1f, -1;"),
+    predicate("setp.lt.s32 %p2, %r1, %r2; vote.sync.any.pred %p1, %p2, -1;"),
+    predicate("setp.lt.s32 %p2, %r1, -9; vote.sync.all.pred %p1, %p2, -1;"),
+    "setp.lt.s32 %p2, %r1, %r2; vote.sync.ballot.b32 $, %p2, -1;", predicate("elect.sync _|%p1, -1;"), "mov.u32 $, %laneid;",
+    "mov.u32 $, %tid.x;",
+]  # fmt: skip
+
+_MEMORY = """
+mul.wide.u32 %rd7, %r0, 16; mov.u64 %rd8, smem; mov.u32 %r60, smem; shl.b32 %r61, %r0, 4; add.u32 %r60, %r60, %r61;
+st.shared.v4.u32 [%r60], {%r1, %r2, %r3, %r4}; bar.sync 0;
+xor.b32 %r62, %r61, 496; mov.u32 %r63, smem; add.u32 %r63, %r63, %r62;
+ld.shared.u32 %r100, [%r63]; ld.shared.v2.u32 {%r101, %r102}, [%r63+8]; ld.shared.v4.u32 {%r103, %r104, %r105, %r106}, [%r63];
+ld.shared.u8 %r107, [%r63+1]; ld.shared.u16 %r108, [%r63+2]; ld.shared.s8 %r109, [%r63+3]; ld.shared.s16 %r110, [%r63+6];
+bar.sync 1, 128; cvt.u16.u32 %h3, %r3; st.shared.u16 [%r60+2], %h3; cvt.u16.u32 %h4, %r2; st.shared.u8 [%r60+5], %h4;
+st.shared.v2.u32 [%r60+8], {%r3, %r1};
+bar.sync 0; ld.shared.v2.u32 {%r124, %r125}, [%r60+8]; ld.shared.v4.u32 {%r111, %r112, %r113, %r114}, [%r63];
+mul.wide.u32 %rd9, %r0, 12; add.s64 %rd9, %rd2, %rd9; ld.global.v4.u32 {%r115, %r116, %r117, %r118}, [%rd9];
+ld.global.u8 %r119, [%rd9+5]; ld.global.s16 %r120, [%rd9+6]; ld.global.u16 %r121, [%rd9+10]; ld.global.v2.u32 {%r122, %r123}, [%rd9+8];
+"""
+
+_CONTROL = """
+mov.u32 %r100, 0; and.b32 %r50, %r1, 15;
+LOOP: setp.eq.u32 %p1, %r50, 0; @%p1 bra DONE; add.u32 %r100, %r100, %r2; sub.u32 %r50, %r50, 1; xor.b32 %r100, %r100, %r50; bra LOOP;
+DONE: bar.warp.sync -1; shfl.sync.bfly.b32 %r101, %r100, 3, 0x1f, -1;
+setp.lt.s32 %p2, %r1, %r2; mov.u32 %r102, 7; @!%p2 bra ELSE;
+and.b32 %r51, %r3, 7; INNER: add.u32 %r102, %r102, %r51; setp.gt.u32 %p3, %r51, 3; @%p3 bra OUT; add.u32 %r51, %r51, 1; bra INNER;
+OUT: mad.lo.u32 %r102, %r102, %r102, %r4; bra JOIN;
+ELSE: div.u32 %r102, %r3, %r4; JOIN: bar.warp.sync -1; shfl.sync.down.b32 %r103, %r102, 1, 0x1f, -1;
+"""
+
+_UNIFORM = """
+mov.u32 %r70, %ctaid.x; add.u32 %r70, %r70, 5; mov.u32 %r71, %nctaid.x; ld.param.u32 %r72, [p2]; ld.param.u32 %r73, [p2+4];
+mad.lo.u32 %r100, %r70, %r72, %r73; add.u32 %r100, %r100, %r0; shl.b32 %r74, %r72, 5; xor.b32 %r74, %r74, %r73; add.u32 %r101, %r74, %r0;
+setp.lt.s32 %p1, %r72, %r73; selp.b32 %r75, %r72, %r73, %p1; add.u32 %r102, %r75, %r0; div.u32 %r76, %r72, %r70; add.u32 %r103, %r76, %r0;
+ld.param.u64 %rd11, [p2]; add.s64 %rd11, %rd11, 77; mul.lo.u64 %rd11, %rd11, 3; mov.b64 {%r104, %r105}, %rd11;
+setp.gt.u64 %p2, %rd11, 12345678; selp.b32 %r106, %r74, %r72, %p2; shr.s32 %r77, %r72, 3; min.s32 %r77, %r77, %r73;
+sub.u32 %r107, %r77, %r0;
+"""
+
+
+def _of(name: str, lines: list[str], opcodes: str, floats: bool = False) -> Evidence:
+    return Evidence(name, *numbered(lines), tuple(opcodes.split()), floats)
+
+
+EVIDENCE = (
+    _of("integers", _INTEGERS, "IADD3 IMAD IMAD.HI SHF.R.U32.HI SHF.R.S32.HI LOP3.LUT VIMNMX VIADDMNMX IABS POPC PRMT ISETP.GE SEL"),
+    _of("wide", _WIDE, "IADD3.X IMAD.WIDE.U32 IMAD.WIDE IMAD.X SHF.L.U64.HI ISETP.GE.U32.AND.EX ISETP.GE.AND.EX LEA"),
+    _of("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
+    _of("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU FSETP.GTU "
+        "FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
+        floats=True),
+    _of("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
+    _of("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
+    Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
+    "STS.U16", "BAR.SYNC",
+                                     "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
+    Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),
+    Evidence("uniform", _UNIFORM, 8, ("UIADD3",)),
+)  # fmt: skip

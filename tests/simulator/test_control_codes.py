@@ -1,0 +1,173 @@
+"""Static checks of control codes: what ptxas makes passes, and edits that let a register be touched too early are found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cute_mla.simulator.findings import SassError
+from cute_mla.simulator.sass.accesses import accesses
+from cute_mla.simulator.sass.control_codes import hazards
+from cute_mla.simulator.sass.latencies import check_latencies
+from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Control, Immediate, Listing, read_listing
+from cute_mla.simulator.sass.scoreboards import check_scoreboards
+from tests.simulator.machine_code import edited, listing_of
+
+KERNELS = ("split_plan_sm90_i32", "cache_gather_sm100_bf16_fp8_656")
+SAMPLE = 40
+
+
+def program(*lines: tuple[str, Control]) -> Listing:
+    """Return a listing of instructions with these control codes."""
+    text = ["k:"]
+    for index, (code, control) in enumerate(lines):
+        boards = control.write_board << 5 | control.read_board << 8
+        high = (control.stall | (not control.yields) << 4 | boards | control.waits << 11) << 41
+        text += [f"  /*{index * 16:04x}*/  {code} ; /* 0x{0:016x} */", f"  /* 0x{high:016x} */"]
+    return read_listing("\n".join(text))
+
+
+def control(stall: int = 1, write: int = NO_BOARD, read: int = NO_BOARD, waits: int = 0) -> Control:
+    return Control(stall, False, write, read, waits)
+
+
+LOAD = ("LDG.E R4, desc[UR4][R2.64]", control(write=0, read=1))
+EXIT = ("EXIT", control(5))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_built_kernel_has_no_hazard(kernel: str) -> None:
+    assert hazards(listing_of(kernel)) == ()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_dropped_waits_are_found(kernel: str) -> None:
+    listing = listing_of(kernel)
+    sites = [(index, board) for index, ins in enumerate(listing.instructions) for board in range(BOARDS) if ins.control.waits >> board & 1]
+    sample = random.Random(0).sample(sites, min(SAMPLE, len(sites)))
+    found = 0
+    for index, board in sample:
+        waits = listing.instructions[index].control.waits & ~(1 << board)
+        found += bool(check_scoreboards(edited(listing, index, waits=waits)))
+    assert found >= 0.9 * len(sample)  # the others guard nothing that an instruction names, such as memory behind a fence
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_shrunk_stalls_are_found(kernel: str) -> None:
+    listing = listing_of(kernel)
+    jumps = ("BAR", "BRA", "BSYNC", "CALL", "EXIT", "RET", "WARPSYNC")
+    sites = [index for index, ins in enumerate(listing.instructions) if ins.control.stall >= 4 and ins.base not in jumps]
+    sample = random.Random(0).sample(sites, SAMPLE)
+    found = sum(bool(check_latencies(edited(listing, index, stall=1))) for index in sample)
+    assert found >= 0.8 * SAMPLE  # the others wait for more than a register
+
+
+def test_a_result_is_waited_for_before_it_is_read_or_overwritten() -> None:
+    for use in ("FADD R5, R4, R4", "MOV R4, R9"):
+        assert not check_scoreboards(program(LOAD, (use, control(waits=1)), EXIT))
+        (hazard,) = check_scoreboards(program(LOAD, (use, control(waits=2)), EXIT))
+        assert str(hazard).startswith(f"0x10 {use}: it waits for no scoreboard that guards R4, result of 0x0 LDG.E R4")
+
+
+def test_an_operand_is_waited_for_before_it_is_overwritten() -> None:
+    assert not check_scoreboards(program(LOAD, ("MOV R3, R9", control(waits=2)), EXIT))
+    assert not check_scoreboards(program(LOAD, ("MOV R3, R9", control(waits=1)), EXIT))  # its result is there
+    (hazard,) = check_scoreboards(program(LOAD, ("MOV R3, R9", control(waits=4)), EXIT))
+    assert hazard.what == "operand"
+    assert hazard.registers == ("R3",)
+
+
+def test_a_wait_on_one_path_does_not_serve_the_other() -> None:
+    code = (LOAD, ("@P0 BRA `(k)", control(5)), ("MOV R4, R9", control(waits=1)), EXIT)
+    assert not check_scoreboards(program(*code[:1], *code[2:]))
+    assert check_scoreboards(program(LOAD, ("@P0 BRA `(k)", control(5)), EXIT))  # the loop loads over its own address and result
+
+
+def test_opposite_guards_exclude_each_other_until_the_predicate_changes() -> None:
+    load = ("@P0 LDG.E R4, desc[UR4][R2.64]", control(write=0))
+    move = ("@!P0 MOV R4, R9", control(13))
+    assert not check_scoreboards(program(load, move, EXIT))
+    assert check_scoreboards(program(load, ("ISETP.GE.AND P0, PT, R8, RZ, PT", control(13)), move, EXIT))
+
+
+def test_a_later_load_of_the_pipe_answers_for_an_earlier_one() -> None:
+    first = ("MUFU.EX2 R4, R5", control(stall=2))
+    second = ("MUFU.EX2 R6, R7", control(write=2))
+    assert not check_scoreboards(program(first, second, ("FADD R8, R4, R6", control(waits=4)), EXIT))
+    assert check_scoreboards(program(second, first, ("FADD R8, R4, R6", control(waits=4)), EXIT))
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "least"),
+    [
+        ("IMAD R4, R5, R6, R7", "IMAD R8, R5, R6, R4", 2),
+        ("IADD3 R4, R5, R6, RZ", "LDG.E R9, desc[UR4][R4.64]", 4),
+        ("FADD R4, R5, R6", "FMUL R8, R4, R4", 4),
+        ("ISETP.GE.AND P0, PT, R4, R5, PT", "@P0 MOV R8, R9", 13),
+        ("ISETP.GE.AND P0, PT, R4, R5, PT", "SEL R8, R9, RZ, P0", 4),
+        ("R2UR UR4, R5", "UIADD3 UR6, UR4, 0x1, URZ", 13),
+        ("UISETP.GE.AND UP0, UPT, UR4, UR5, UPT", "@UP0 UMOV UR7, URZ", 11),
+        ("ULEA UR4, UR5, UR6, 0x3", "IMAD R8, R9, UR4, RZ", 6),
+    ],
+)
+def test_a_result_of_fixed_latency_is_used_no_earlier_than_seen(producer: str, consumer: str, least: int) -> None:
+    assert not check_latencies(program((producer, control(least)), (consumer, control(write=0)), EXIT))
+    (early,) = check_latencies(program((producer, control(least - 1)), (consumer, control(write=0)), EXIT))
+    assert str(early).endswith(f"; the smallest distance seen is {least}")
+    assert early.distance == least - 1
+
+
+def test_stalls_add_up_along_the_shorter_path() -> None:
+    compare = ("ISETP.GE.AND P0, PT, R4, R5, PT", control(8))
+    assert not check_latencies(program(compare, ("MOV R6, R7", control(5)), ("@P0 MOV R8, R9", control(1)), EXIT))
+    assert check_latencies(program(compare, ("@P1 BRA `(k)", control(4)), ("@P0 MOV R8, R9", control(1)), EXIT))
+
+
+def test_widths_that_the_text_does_not_show() -> None:
+    names = {
+        "IMAD.WIDE.U32 R14, P0, R18, R25, R16": ("R18 R25 R16 R17", "R14 R15 P0"),
+        "LDG.E.128 R8, desc[UR4][R2.64+0x10]": ("UR4 UR5 R2 R3", "R8 R9 R10 R11"),
+        "STSM.16.M88.4 [R9], R32": ("R9 R32 R33 R34 R35", ""),
+        "CS2R R4, SRZ": ("", "R4 R5"),
+        "@!P2 R2P PR, R4.B1, 0x5": ("R4 P2", "P0 P2"),
+        "UTMALDG.4D [UR8], [UR14]": ("UR8 UR9 UR10 UR11 UR12 UR13 UR14 UR15", ""),
+        "SYNCS.EXCH.64 URZ, [UR4+0x8], UR6": ("UR4 UR6 UR7", ""),
+        "FFMA2 R28, R36.F32x2.HI_LO, UR13.F32, R30.reuse.F32": ("R36 R37 UR13 R30", "R28 R29"),
+    }
+    for code, (reads, writes) in names.items():
+        found = accesses(program((code, control())).instructions[0])
+        assert ({item.name for item in found.reads}, {item.name for item in found.writes}) == (set(reads.split()), set(writes.split())), (
+            code
+        )
+
+
+def test_a_product_reads_b_behind_the_place_of_a() -> None:
+    found = accesses(program(("HGMMA.64x64x16.F32.BF16 R24, R128, gdesc[UR8], R24, gsb0", control())).instructions[0])
+    assert {item.name for item in found.reads} == {"R128", "R129", "R130", "R131", "UR10", "UR11"}
+    assert [item.name for item in found.accumulators] == [f"R{number}" for number in range(24, 56)]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("FROB R4, R5", "no entry for the opcode of 'FROB R4, R5'"),
+        ("MOV R4, {R5}", r"cannot read operand '\{R5\}' of 'MOV R4, \{R5\}'"),
+        ("BRX R4", "indirect control flow is not supported"),
+        ("F2F.F64.F32 R4, R6", "double precision is not supported"),
+    ],
+)
+def test_unknown_code_is_refused(code: str, message: str) -> None:
+    with pytest.raises(SassError, match=message):
+        hazards(program((code, control()), EXIT))
+
+
+def test_text_without_encodings_is_refused() -> None:
+    with pytest.raises(SassError, match="the output of `nvdisasm -c -hex` is needed"):
+        read_listing("k:\n  /*0000*/  EXIT ;\n")
+
+
+def test_a_literal_float_is_taken_from_the_encoding() -> None:
+    lines = ("k:", "/*0000*/  FMUL R4, R5, 1.4426950216293334961 ; /* 0x3fb8aa3b00000000 */", "/* 0x0 */".replace("0x0", f"0x{0:016x}"))
+    operand = read_listing("\n".join(lines)).instructions[0].operands[2]
+    assert operand == Immediate(0x3FB8AA3B)
