@@ -221,6 +221,14 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
+def _hazards(listing: str) -> tuple[str, ...]:
+    """Return the hazards of a disassembly; where an instruction is unknown, that."""
+    try:
+        return hazards(read_listing(listing))
+    except SassError as error:
+        return (str(error),)
+
+
 def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
     """Collect the input of the gates. The PTX is assembled again if ptxas of the DSL's own release is installed."""
     cubin = read_cubin(compiled.cubin)
@@ -239,7 +247,7 @@ def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compi
         sass=read_sass(listing),
         overlapped=source.overlapped,
         overlap=read_overlap(listing),
-        hazards=hazards(read_listing(listing)),
+        hazards=_hazards(listing),
         reassembled=None if again is None else read_cubin(again),
     )
 

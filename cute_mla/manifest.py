@@ -233,9 +233,9 @@ def _string(value: Any, where: str) -> str:
 
 
 def _setting(value: Any, where: str) -> str | int:
-    if not isinstance(value, str | int):
-        raise _Mismatch(where, value, "a string, an integer, true or false")
-    return _string(value, where) if isinstance(value, str) else value
+    if not isinstance(value, str | int) or (isinstance(value, str) and not value.isprintable()):
+        raise _Mismatch(where, value, "a string of printable characters, an integer, true or false")
+    return value
 
 
 def _matching(pattern: str, expected: str) -> _Decoder:

@@ -18,10 +18,13 @@ KIND = "block_table"
 
 
 def findings_of(kernel: KernelEntry, args: Sequence[Any]) -> list[Finding]:
-    """Return a finding if an entry that a request uses lies outside [0, pages). args: of a launch, in the order of the parameters."""
+    """Return a finding if an entry that a request uses lies outside [0, pages). args: of a launch, in the order of the parameters.
+
+    A table without a shape, such as the address in a recorded launch, is not looked at.
+    """
     named = dict(zip((param.name for param in kernel.params), args, strict=True))
     table, pages = named.get("block_table"), named.get("pages")
-    if table is None or pages is None:
+    if not isinstance(table, torch.Tensor) or pages is None:
         return []
     outside = _used(named) & ((table < 0) | (table >= pages))
     count = int(outside.sum())

@@ -109,7 +109,8 @@ ALLOWED_FINDINGS: dict[Verify, str] = {overwritten_plan: "poison", same_slots: "
 def allowed_findings(verify: Verify, arguments: Arguments) -> set[str]:
     """Return the kinds of findings that a right call may have: of its judge, and of used block-table entries outside the cache."""
     kinds = {ALLOWED_FINDINGS[verify]} if verify in ALLOWED_FINDINGS else set()
-    if isinstance(arguments.get("block_table"), Tensor) and arguments.get("indices") is None and _uses_no_page(arguments):
+    read = "k_cache" in arguments and isinstance(arguments.get("block_table"), Tensor) and arguments.get("indices") is None
+    if read and _uses_no_page(arguments):
         kinds.add("block_table")
     return kinds
 
