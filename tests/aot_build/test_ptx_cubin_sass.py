@@ -64,6 +64,23 @@ def test_ptx_opcodes_behind_labels_predicates_and_braces_but_not_in_comments() -
     }
 
 
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f4, %f1, %f5;", ("sub.f32 %f4, %f1, %f5;",)),
+        ("@%p1 mul.ftz.f32 %f1, %f2, %f3; @%p2 add.ftz.f32 %f4, %f5, %f1;", ("add.ftz.f32 %f4, %f5, %f1;",)),
+        ("mul.f32x2 %rd1, %rd2, %rd3; neg.f32x2 %rd4, %rd1; add.f32x2 %rd5, %rd4, %rd6;", ("add.f32x2 %rd5, %rd4, %rd6;",)),
+        ("mul.rn.f32 %f1, %f2, %f3; sub.f32 %f4, %f1, %f5;", ()),
+        ("mul.f32 %f1, %f2, %f3; sub.rn.f32 %f4, %f1, %f5;", ()),
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f4, %f2, %f3;", ()),
+        ("mul.f32 %f1, %f2, %f3; fma.rn.f32 %f4, %f1, %f2, %f3; add.f32 %f5, %f4, %f3;", ()),
+        ("mul.lo.s32 %r1, %r2, %r3; add.s32 %r4, %r1, %r5;", ()),
+    ],
+)
+def test_sums_of_products_whose_rounding_the_ptx_leaves_open(body: str, found: tuple[str, ...]) -> None:
+    assert read_ptx(f".visible .entry k() {{ {body} ret; }}").contractible == found
+
+
 def test_ptx_without_a_required_block() -> None:
     assert read_ptx(PTX.replace(".reqntid 384, 1, 1", "")).block is None
     assert read_ptx(PTX.replace(".reqntid 384, 1, 1", ".reqntid 64")).block == (64, 1, 1)
