@@ -40,7 +40,7 @@ class Evidence:
     """Input of the gates.
 
     params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
-    overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see read_overlap).
+    overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see count_overlap).
     reassembled: cubin that the ptxas program makes of the PTX, or None without that program. hazards: registers that the machine code
     touches too early by its control codes (see simulator/sass).
     """

@@ -10,7 +10,7 @@ import pytest
 
 from cute_mla.aot_build.gates import FLOATS, RELATIONS, ROUTINES, Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
-from cute_mla.aot_build.sass import read_sass
+from cute_mla.aot_build.sass import count_opcodes
 from cute_mla.aot_build.tools import assemble
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.simulator.sass.control_codes import hazards
@@ -36,7 +36,7 @@ def evidence(ptx: str, cubin: bytes) -> Evidence:
         expected={"UTMALDG": 1, "mbarrier.init": 1},
         ptx=read_ptx(ptx),
         cubin=info,
-        sass=read_sass(disassemble(cubin)),
+        sass=count_opcodes(read_listing(disassemble(cubin))),
         reassembled=info,
     )
 
@@ -205,7 +205,7 @@ def of_body(evidence: Evidence, body: str) -> Evidence:
     if cubin is None:
         pytest.skip("ptxas is not installed")
     small = replace(read_ptx(text), entries=evidence.ptx.entries, params=evidence.ptx.params, block=evidence.ptx.block)
-    return replace(evidence, ptx=small, sass=read_sass(disassemble(cubin)), expected={})
+    return replace(evidence, ptx=small, sass=count_opcodes(read_listing(disassemble(cubin))), expected={})
 
 
 def test_contraction_by_ptxas(evidence: Evidence) -> None:
