@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_mla.kernels.definition import KernelDefinition
-from cute_mla.manifest import KernelEntry, Manifest, ManifestError
+from cute_mla.manifest import KernelEntry, Manifest, ManifestError, read_verified
 from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
@@ -167,10 +167,8 @@ def _is_intact(out: Path, entry: KernelEntry) -> bool:
     """Return whether an entry's files exist with the hashes of the manifest."""
     for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
         try:
-            content = (out / name).read_bytes()
-        except OSError:
-            return False
-        if hashlib.sha256(content).hexdigest() != sha256:
+            read_verified(out / name, sha256)
+        except ManifestError:
             return False
     return True
 
