@@ -54,7 +54,7 @@ def vote(e: Emitter, ins: SassInstruction) -> None:
     value, there = e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
     e.line(f"{value} = logical_and({source(e, ins.operands[count], 'pred')}, {there})")
-    e.check_taint(registers_of(ins.operands[count]), "a vote")
+    e.check_taint(registers_of(ins.operands[count]), "a vote", there)
     for operand in ins.operands[:count]:
         if not isinstance(operand, Register) or operand.number is None:
             continue
@@ -86,7 +86,7 @@ def to_uniform(e: Emitter, ins: SassInstruction) -> None:
         raise Unsupported("R2UR with a predicate")
     there = e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a uniform register")
+    e.check_taint(registers_of(value), "a uniform register", there)
     keep(e, result, "u32", f"first_lanes(w, {source(e, value, 'u32')}, {there})", there, ins)
 
 
@@ -113,7 +113,7 @@ def reduce(e: Emitter, ins: SassInstruction) -> None:
     assert isinstance(result, Register)
     there = e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a reduction")
+    e.check_taint(registers_of(value), "a reduction", there)
     keep(e, result, "u32", f"reduce_lanes(w, {source(e, value, 'u32')}, {there}, {e.constants.thing(function)})", there, ins)
 
 
