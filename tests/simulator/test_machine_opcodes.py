@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from functools import cache
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cute_mla.aot_build.tools import assemble
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, load_module, run
+from cute_mla.simulator.engine.counts import NO_ROLE, class_of
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import INSTRUCTION_BYTES, Listing, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
@@ -97,6 +99,20 @@ def test_machine_code_gives_the_bits_of_the_ptx(evidence: Evidence) -> None:
     found = shown_by(evidence)
     missing = [opcode for opcode in evidence.opcodes if not any(f"{name}.".startswith(f"{opcode}.") for name in found)]
     assert not missing, sorted(found)
+
+
+@pytest.mark.parametrize("name", ["bits", "synchronisation"])
+def test_every_machine_instruction_of_a_warp_counts_once(arch: Arch, name: str) -> None:
+    """Also one with a guard, of which the simulator makes several."""
+    evidence = next(evidence for evidence in EVIDENCE if evidence.name == name)
+    module, listing = assembled(evidence, arch)
+    _, report = results(module, evidence, "round_robin")
+    straight = next(index for index, ins in enumerate(listing.instructions) if ins.opcode == "EXIT") + 1
+    expected: Counter[str] = Counter()
+    for ins in listing.instructions[:straight]:
+        expected[class_of(ins.opcode)] += THREADS // 32
+    assert report.executed.by_role() == {NO_ROLE: expected}
+    assert "other" not in expected
 
 
 # Spellings for which the built kernels are the only evidence: their machine code leaves memory as their PTX does. Why -> which.
