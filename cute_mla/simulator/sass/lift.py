@@ -2,6 +2,7 @@
 
 Control flow becomes branches and exits: a branch under two predicates first joins them, a return compares its address with the places
 behind calls, and a guard on an instruction that blocks or gathers becomes a branch around it. Instructions that never execute are dropped.
+A wait for a scoreboard that loads of tensor memory release becomes an instruction of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
 from .accesses import accesses
 from .flow import is_never
-from .listing import Immediate, Listing, Register, SassInstruction, Target
+from .listing import NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
 from .table import MachineInstruction, lookup
 
 SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
@@ -35,6 +36,8 @@ class Lift:
         self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
         targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "CALL") for operand in ins.operands
                    if isinstance(operand, Target)}  # fmt: skip
+        boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
+        self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
         self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
 
     def run(self) -> Lift:
@@ -42,6 +45,8 @@ class Lift:
         for ins in self.listing.instructions:
             if ins.address in self.places:
                 self.labels[label_at(ins.address)] = len(self.decoded)
+            if ins.control.waits & self.load_boards:
+                self._ordinary(replace(ins, opcode="AWAIT", operands=(), guard=None), None)
             if not is_never(ins):
                 self._lift(ins)
         return self
