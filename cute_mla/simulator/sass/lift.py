@@ -106,7 +106,11 @@ class Lift:
             self.labels[skip] = len(self.decoded)
 
     def _branch(self, ins: SassInstruction) -> None:
-        """Lift a branch or call under its guard, its predicate operand, or any lane's guard (ANY)."""
+        """Lift a branch or call under its guard and its predicate operand.
+
+        A warp that takes BRA.U takes it whole: when all its lanes would, with ANY when some would. Behind a BRA.U that is not taken
+        ptxas tests the predicate again.
+        """
         *conditions, target = ins.operands
         supported = ins.opcode in ("BRA", "BRA.U", "BRA.U.ANY", "CALL.REL.NOINC") and isinstance(target, Target)
         if not supported or len(conditions) > 1 or not all(isinstance(item, Register) and item.is_predicate for item in conditions):
@@ -115,12 +119,13 @@ class Lift:
         assert isinstance(target, Target)
         label = label_at(self.listing.instructions[self.listing.index(target.label)].address)
         tests = [item for item in (ins.guard, *conditions) if isinstance(item, Register) and item != _TRUE]
-        if len(tests) == 2 or (tests and ins.opcode == "BRA.U.ANY"):
-            if ins.opcode == "BRA.U.ANY":
-                test = replace(ins, opcode="VOTE.ANY", operands=(SCRATCH, *tests), guard=None)
-            else:
-                test = replace(ins, opcode="PLOP3.LUT", operands=(SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0)), guard=None)
-            self._ordinary(test, None)
+        if len(tests) == 2:
+            both = (SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0))
+            self._ordinary(replace(ins, opcode="PLOP3.LUT", operands=both, guard=None), None)
+            tests = [SCRATCH]
+        if tests and tests[0].kind == "P" and ins.opcode != "BRA" and ins.base == "BRA":
+            vote = "VOTE.ANY" if ins.opcode == "BRA.U.ANY" else "VOTE.ALL"
+            self._ordinary(replace(ins, opcode=vote, operands=(SCRATCH, *tests), guard=None), None)
             tests = [SCRATCH]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
 
