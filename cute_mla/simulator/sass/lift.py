@@ -13,12 +13,15 @@ from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
 from .accesses import accesses
-from .flow import is_never
+from .flow import is_conditional, is_never, spans
 from .listing import NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
+from .listing import Operand as SassOperand
 from .table import MachineInstruction, lookup
 
 SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
+_PREDICATES = ("FSETP", "ISETP", "PLOP3")  # under a guard, poison of any source is poison of the result
+_MOVES = ("MOV", "IMAD.MOV", "IMAD.U32", "NOP")
 _OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
 
 Guard = tuple[Reg, bool] | None
@@ -38,6 +41,7 @@ class Lift:
                    if isinstance(operand, Target)}  # fmt: skip
         boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
         self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
+        self.routines = checks_of_routines(listing)
         self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
 
     def run(self) -> Lift:
@@ -74,7 +78,7 @@ class Lift:
             self._ordinary(replace(ins, guard=None), None)
             self.labels[skip] = len(self.decoded)
             return
-        if guard is not None and spec.taint == "own" and spec.pure:
+        if guard is not None and spec.taint == "own" and spec.pure and ins.base not in _PREDICATES:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
         access = accesses(ins)
         instruction = MachineInstruction(ins.opcode, [], guard, 0, f"{ins.address:#x} {ins.text}", ins)
@@ -120,13 +124,18 @@ class Lift:
         label = label_at(self.listing.instructions[self.listing.index(target.label)].address)
         tests = [item for item in (ins.guard, *conditions) if isinstance(item, Register) and item != _TRUE]
         if len(tests) == 2:
-            both = (SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0))
+            both: tuple[SassOperand, ...] = (SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0))
             self._ordinary(replace(ins, opcode="PLOP3.LUT", operands=both, guard=None), None)
             tests = [SCRATCH]
         if tests and tests[0].kind == "P" and ins.opcode != "BRA" and ins.base == "BRA":
             vote = "VOTE.ANY" if ins.opcode == "BRA.U.ANY" else "VOTE.ALL"
             self._ordinary(replace(ins, opcode=vote, operands=(SCRATCH, *tests), guard=None), None)
             tests = [SCRATCH]
+        if tests and ins.address in self.routines:
+            jumps = self.routines[ins.address] != tests[0].negative  # as the predicate without its sign
+            plain = replace(tests[0], negative=False)
+            self._ordinary(replace(ins, opcode="QUICK", operands=(SCRATCH, plain, Immediate(int(jumps))), guard=None), None)
+            tests = [replace(SCRATCH, negative=tests[0].negative)]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
 
     def _return(self, ins: SassInstruction) -> None:
@@ -138,6 +147,31 @@ class Lift:
             self._jump(ins, label_at(place), guard_of(SCRATCH))
         self._ordinary(replace(ins, opcode="NOWHERE", operands=(), guard=None), None)
         self._control(ins, "exit", [], None)
+
+
+def checks_of_routines(listing: Listing) -> dict[int, bool]:
+    """Return the branches that decide whether a routine of arithmetic is called: address -> whether taking the branch leaves it out.
+
+    Such a branch leads to a block of moves that ends with the call, or steps over it.
+    """
+    code, blocks = listing.instructions, spans(listing)
+    found: dict[int, bool] = {}
+    for block in blocks:
+        last = code[block.stop - 1]
+        moves = all(ins.opcode.startswith(_MOVES) for ins in code[block.start : block.stop - 1])
+        if last.base != "CALL" or not moves or not is_arithmetic(last):
+            continue
+        for other in blocks:
+            branch = code[other.stop - 1]
+            if branch.base == "BRA" and is_conditional(branch) and block in [blocks[number] for number in other.successors]:
+                found[branch.address] = other.stop == block.start
+    return found
+
+
+def is_arithmetic(call: SassInstruction) -> bool:
+    """Return True for the call of a routine of ptxas's that computes, and does not trap."""
+    labels = [item.label for item in call.operands if isinstance(item, Target)]
+    return all(label.startswith("$__internal_") and "trap" not in label for label in labels)
 
 
 def label_at(address: int) -> str:

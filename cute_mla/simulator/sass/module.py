@@ -12,14 +12,28 @@ from ..frontend.layout import SHARED_BASE, Layout
 from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
-from . import asynchronous, floats, integers, memory, moves, products, tensor_allocation, tensor_moves, tensor_products, warps
+from . import (
+    asynchronous,
+    floats,
+    integers,
+    memory,
+    moves,
+    predicates,
+    products,
+    tensor_allocation,
+    tensor_moves,
+    tensor_products,
+    warps,
+)
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
 from .table import MachineInstruction
 
 # importing them fills the instruction table
-FAMILIES = (asynchronous, floats, integers, memory, moves, products, tensor_allocation, tensor_moves, tensor_products, warps)
+FAMILIES = (
+    asynchronous, floats, integers, memory, moves, predicates, products, tensor_allocation, tensor_moves, tensor_products, warps,
+)  # fmt: skip
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
