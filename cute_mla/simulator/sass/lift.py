@@ -15,6 +15,7 @@ from .accesses import accesses
 from .flow import is_never
 from .listing import Immediate, Listing, Register, SassInstruction, Target
 from .table import MachineInstruction, lookup
+from .trace import traced
 
 SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
@@ -24,10 +25,14 @@ Guard = tuple[Reg, bool] | None
 
 
 class Lift:
-    """Lifting of one listing. decoded: the result. labels: name -> index in it. problems: unknown instructions -> their addresses."""
+    """Lifting of one listing. is_traced: pseudo-instructions hand operands to a MachineTrace.
 
-    def __init__(self, listing: Listing) -> None:
+    decoded: the result. labels: name -> index in it. problems: unknown instructions -> their addresses.
+    """
+
+    def __init__(self, listing: Listing, is_traced: bool = False) -> None:
         self.listing = listing
+        self.is_traced = is_traced
         self.decoded: list[Decoded] = []
         self.labels: dict[str, int] = {}
         self.problems: dict[str, list[int]] = {}
@@ -72,6 +77,9 @@ class Lift:
         if guard is not None and spec.taint == "own" and spec.pure:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
         access = accesses(ins)
+        record = traced(ins) if self.is_traced else None
+        if record is not None:
+            self.decoded.append(record)
         instruction = MachineInstruction(ins.opcode, [], guard, 0, f"{ins.address:#x} {ins.text}", ins)
         self.decoded.append(Decoded(instruction, spec, match, access.reads, access.writes, access.accumulators))
 
