@@ -76,7 +76,7 @@ class MachineTrace(Observer):
     def operands(self, w: Window, address: int, names: tuple[str, ...], rows: Sequence[np.ndarray]) -> None:
         """Note the registers that an instruction is about to read, for each warp of a window."""
         self._boxes = []
-        if not self._records(w.cta):
+        if not self.records(w.cta):
             return
         for warp in w.warps:
             where = slice(None) if len(w.warps) == 1 else w.lane_warps == warp
@@ -90,7 +90,7 @@ class MachineTrace(Observer):
 
     def executed(self, cta: Cta, block: int, warps: tuple[int, ...]) -> None:
         """Append the instructions of a block to the steps of warps, with their operands."""
-        if not self._records(cta):
+        if not self.records(cta):
             return
         for warp in warps:
             place = cta.rank, warp
@@ -122,7 +122,8 @@ class MachineTrace(Observer):
         engine.wake(self._questions[rank, warp])
         return True
 
-    def _records(self, cta: Cta) -> bool:
+    def records(self, cta: Cta) -> bool:
+        """Return True for a CTA of the cluster that is recorded."""
         if self._cluster is None:
             self._cluster = cta.cluster
         return cta.cluster is self._cluster
@@ -163,7 +164,7 @@ def trace_operands(w: Window, address: int, names: tuple[str, ...], rows: tuple[
 def test_phase_now(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray) -> bool:
     """Execute a test of a phase that does not wait. Return False when the warp is blocked and executes this again."""
     observer = w.observer
-    if not isinstance(observer, MachineTrace) or observer.oracle is None:
+    if not isinstance(observer, MachineTrace) or observer.oracle is None or not observer.records(w.cta):
         return mbarrier_wait(w, address, expected, out, True, False)
     if w.engine.must_separate(w.lane_warps):
         return False
