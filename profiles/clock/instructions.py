@@ -12,16 +12,16 @@ from .constants import Constants
 
 # Pipes of a scheduler. Every opcode stands in one; an unknown one is refused.
 _PIPES = {
-    "fma": "FADD FFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2",
+    "fma": "FADD FFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2 HMUL2",
     "multiply": "IMAD",
     "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
     "convert": "F2FP I2FP",
-    "transcendental": "F2F F2I FCHK I2F MUFU POPC",
+    "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
     "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
-    "memory": "ATOMS ATOMG LDG LDGSTS LDS LDSM RED REDG SHFL STAS STG STS STSM",
-    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP ARRIVES LDGDEPBAR UVIRTCOUNT",
+    "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
+    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP ARRIVES LDGDEPBAR UVIRTCOUNT",
     "tensor": "HGMMA QGMMA LDTM STTM",
-    "control": "ACQBULK BAR BPT BRA BREAK BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDC LDCU MEMBAR NANOSLEEP NOP PREEXIT REDUX "
+    "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LEPC LDC LDCU MEMBAR NANOSLEEP NOP PREEXIT REDUX "
     "CREDUX RET S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
 }  # fmt: skip
 PIPE_OF = {opcode: pipe for pipe, opcodes in _PIPES.items() for opcode in opcodes.split()}
@@ -30,8 +30,8 @@ PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
 # Classes of instructions that a unit executes; the others are plain.
 _KINDS = {
     "shared": "LDS LDSM STS STSM ATOMS",
-    "global load": "LDG",
-    "global store": "STG RED REDG ATOMG",
+    "global load": "LD LDG",
+    "global store": "ST STG RED REDG ATOMG",
     "copy": "LDGSTS",
     "copies arrive": "ARRIVES",
     "copies commit": "LDGDEPBAR",
@@ -46,7 +46,7 @@ _KINDS = {
     "remote store": "STAS",
     "cluster arrive": "UCGABAR_ARV",
     "cluster wait": "UCGABAR_WAIT",
-    "branch": "BRA CALL RET BREAK BSYNC",
+    "branch": "BRA BRX CALL RET BREAK BSYNC",
     "exit": "EXIT",
 }
 _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
@@ -142,6 +142,8 @@ def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
 def latency_of(ins: SassInstruction, constants: Constants) -> int:
     """Return the clocks from issue to the results of an instruction without a unit of its own."""
     return {
+        "FLO": constants.mufu_latency,
+        "LDL": constants.l1_latency,
         "MUFU": constants.mufu_latency,
         "F2F": constants.mufu_latency,
         "F2I": constants.mufu_latency,

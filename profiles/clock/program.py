@@ -141,7 +141,7 @@ class Decoder:
             total = total + words[0] + (words[1] << 32 if operand.wide else 0)
         if operand.uniform is not None and operand.uniform.number is not None:
             total = total + step.values[operand.uniform.registers()[0].name][active].astype(np.int64)
-        return total if operand.wide else total & 0xFFFFFFFF
+        return total if operand.wide else total & 0xFFFFFFFF  # generic addresses of shared memory lie far above both
 
     def _run(self, operand: Operand, index: int, step: Step, active: np.ndarray) -> int:
         """Return a word of the run of uniform registers behind an operand, in the first active lane."""
