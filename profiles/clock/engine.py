@@ -453,6 +453,14 @@ class Engine:
                 self._signal(end, Arrival(rank, offset, 0, -box.nbytes))
         return clock + op.stall
 
+    def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        """Store a box: it has been read from shared memory some time after the unit has taken it."""
+        sent = warp.sm.copies.accept(clock)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, sent, op.base)
+        warp.last_copy = max(warp.last_copy, int(sent) + self.constants.remote_latency)
+        return clock + op.stall
+
     def _do_bulk_copy(self, clock: int, warp: Warp, op: TimedInstruction, arrival: Arrival) -> int:
         sent = warp.sm.copies.accept(clock)
         if op.read_board >= 0:

@@ -34,7 +34,7 @@ _KINDS = {
     "global store": "ST STG RED REDG ATOMG",
     "copy": "LDGSTS",
     "copies arrive": "ARRIVES",
-    "copies commit": "LDGDEPBAR",
+    "copies commit": "LDGDEPBAR UTMACMDFLUSH",
     "copies wait": "DEPBAR",
     "tensor copy": "UTMALDG",
     "tensor store": "UTMASTG UTMAREDG",
