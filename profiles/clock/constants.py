@@ -43,6 +43,7 @@ class Constants:
     shared_bytes: int
     store_read_clocks: int
     memory_queue_clocks: int
+    port_slack_clocks: int
     # tensor core
     product_flops: int
     product_tail: int

@@ -27,22 +27,34 @@ class Server:
 
 
 class Port:
-    """The port of shared memory. Loads, stores and copies go first; what they take lengthens the operand fetch of the tensor core."""
+    """The port of shared memory, which loads, stores, copies and the operands of the tensor core share.
+
+    owed: turns of the others that have not been fitted in yet beside the operands. They take the turns that the tensor core leaves; what
+    is owed beyond port_slack_clocks makes it wait.
+    """
 
     def __init__(self, constants: Constants) -> None:
         self.bytes = constants.shared_bytes
+        self.slack = constants.port_slack_clocks
         self.queue = Server()
-        self.taken = 0.0
+        self.owed = 0.0
 
     def access(self, clock: int, turns: int) -> float:
         """Return the end of an access of a warp that takes so many turns."""
-        self.taken += turns
+        self.owed += turns
         return self.queue.serve(clock, turns)
 
     def write(self, nbytes: int) -> None:
         """Take the turns of a copy that arrives."""
-        self.taken += nbytes / self.bytes
+        self.owed += nbytes / self.bytes
         self.queue.busy += nbytes / self.bytes
+
+    def share(self, idle: float, clocks: float, operands: float) -> float:
+        """Return the clocks of a product that fetches operands for so many turns, after the tensor core was idle."""
+        owed = max(0.0, self.owed - max(0.0, idle))
+        clocks = max(clocks, operands + max(0.0, owed - self.slack))
+        self.owed = max(0.0, owed - (clocks - operands))
+        return clocks
 
 
 class Memory:
@@ -98,9 +110,6 @@ class TensorCore:
         self.in_flight = 0
         self.busy_until = 0
         self.busy = 0
-        self._fetched = 0.0
-        self._last_start = 0
-        self._taken = 0.0
         self._last_warpgroup = -1
         self._waiting: list[Callable[[int], None]] = []
         self.spans: list[tuple[int, int, int, int]] = []
@@ -139,11 +148,8 @@ class TensorCore:
         flops = 2 * 64 * product.n * product.k
         rate = constants.product_flops * 2 // product.element_bytes
         nbytes = (product.n + (0 if product.from_registers else 64)) * product.k * product.element_bytes
-        taken = self.port.taken - self._taken
-        self._taken = self.port.taken
-        self._fetched = max(self._fetched, float(self._last_start)) + taken + nbytes / self.port.bytes
-        end = int(max(clock + flops / rate, self._fetched))
-        self._last_start = clock
+        clocks = self.port.share(clock - self.busy_until, flops / rate, nbytes / self.port.bytes)
+        end = int(clock + clocks)
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
