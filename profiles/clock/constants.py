@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+from ...spec.arch import ARCHS
 from ..model.machines import FILE
 
 NOMINAL, FAST, SLOW = "value", "fast", "slow"
@@ -85,7 +86,7 @@ def _document() -> dict[str, Any]:
 
 def gpus() -> tuple[str, ...]:
     """Return the GPUs that the clock knows."""
-    return tuple(name for name in _document()["clock"] if name not in ("common", "sm90", "sm100"))
+    return tuple(name for name in _document()["clock"] if name not in ("common", *ARCHS))
 
 
 def constants(gpu: str, end: str = NOMINAL) -> Constants:

@@ -19,14 +19,17 @@ WARPGROUP = 4
 FOREVER = 1 << 60
 
 
-class Deadlock(RuntimeError):
+class StandstillError(RuntimeError):
     """Warps that wait for something that never comes; the message names them."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Circumstances of a run. hbm_bytes: a clock, of each SM. cold: the first load of a line comes from HBM. order: of warpgroups in
-    the tensor core. spans: whether to keep what a timeline shows."""
+    """Circumstances of a run.
+
+    hbm_bytes: a clock, of each SM. cold: the first load of a line comes from HBM. order: of warpgroups in the tensor core.
+    spans: whether to keep what a timeline shows.
+    """
 
     hbm_bytes: float
     cold: bool = True
@@ -90,8 +93,22 @@ class Warp:
     """A warp and its place in its program. ready: when it may issue by its stall count. pending: unresolved results by scoreboard."""
 
     __slots__ = (
-        "boards", "causes", "copy_groups", "copy_open", "last_copy", "pc", "pending", "program", "ready", "rank", "scheduler", "sm",
-        "starved", "stopped", "warp", "why",
+        "boards",
+        "causes",
+        "copy_groups",
+        "copy_open",
+        "last_copy",
+        "pc",
+        "pending",
+        "program",
+        "rank",
+        "ready",
+        "scheduler",
+        "sm",
+        "starved",
+        "stopped",
+        "warp",
+        "why",
     )  # fmt: skip
 
     def __init__(self, sm: Sm, warp: int) -> None:
@@ -111,6 +128,13 @@ class Warp:
         self.copy_open = 0
         self.copy_groups: list[int] = []
         self.last_copy = 0
+
+    def place(self) -> str:
+        """Return where the warp is, for messages."""
+        if not self.program:
+            return f"CTA {self.rank} warp {self.warp} has no program"
+        op = self.program[min(self.pc, len(self.program) - 1)][0]
+        return f"CTA {self.rank} warp {self.warp} is at {op.address:#x} {op.text}"
 
 
 class Engine:
@@ -164,11 +188,10 @@ class Engine:
         return self.answer
 
     def result(self) -> Result:
-        """Return the times once all programs are whole and have run. Deadlock if a warp never got to its end."""
+        """Return the times once all programs are whole and have run. StandstillError if a warp never got to its end."""
         left = [warp for warp in self.warps.values() if not warp.starved or (warp.rank, warp.warp) not in self.exits]
         if left:
-            places = (f"CTA {warp.rank} warp {warp.warp} at {warp.program[min(warp.pc, len(warp.program) - 1)][0].text}" for warp in left if warp.program)
-            raise Deadlock("the clock stands still: " + "; ".join(places))
+            raise StandstillError("the clock stands still: " + "; ".join(warp.place() for warp in left))
         first = self.sms[0]
         end = max(self.exits.values())
         return Result(end, self.exits, self.stalls, self.issued, first.tensor.busy, first.port.queue.busy, self.spans)

@@ -27,8 +27,10 @@ from .listing import SassInstruction
 from .table import MachineInstruction, lookup, op
 
 TRACED = frozenset(
-    "SYNCS UTMALDG UTMASTG UTMAREDG UBLKCP LDGSTS LD LDG ST STG LDS STS LDSM STSM ATOMG ATOMS RED REDG BAR ARRIVES STAS UTCBAR UTCHMMA UTCQMMA"
-    " HGMMA QGMMA LDTM STTM".split()
+    (
+        "SYNCS BAR ARRIVES STAS UTCBAR UTMALDG UTMASTG UTMAREDG UBLKCP LDGSTS LD LDG ST STG LDS STS LDSM STSM ATOMG ATOMS RED REDG "
+        "UTCHMMA UTCQMMA HGMMA QGMMA LDTM STTM"
+    ).split()
 )
 
 Values = dict[str, np.ndarray]  # register -> its value in the lanes that execute
@@ -59,8 +61,8 @@ class Step:
 class MachineTrace(Observer):
     """Observer that records what the warps of the first cluster of a launch execute.
 
-    blocks: of the traced module. oracle: asked when no warp can go on; it may give the answer, true or false, to the question of one warp of
-    one CTA whether a phase is complete now (rank, warp, answer). Without an oracle such questions are answered as they stand.
+    blocks: of the traced module. oracle: asked when no warp can go on; it may give the answer to the question of one warp whether a phase
+    is complete now, as the rank of its CTA, its number and the answer. Without an oracle such questions are answered as they stand.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
