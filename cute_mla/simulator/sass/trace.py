@@ -26,12 +26,11 @@ from .accesses import accesses
 from .listing import SassInstruction
 from .table import MachineInstruction, lookup, op
 
-TRACED = frozenset(
-    (
-        "SYNCS BAR ARRIVES STAS UTCBAR UTMALDG UTMASTG UTMAREDG UBLKCP LDGSTS LD LDG ST STG LDS STS LDSM STSM ATOMG ATOMS RED REDG "
-        "UTCHMMA UTCQMMA HGMMA QGMMA LDTM STTM"
-    ).split()
-)
+_BARRIERS = {"ARRIVES", "BAR", "SYNCS", "UTCBAR"}
+_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UTMALDG", "UTMAREDG", "UTMASTG"}
+_MEMORY = {"ATOMG", "ATOMS", "LD", "LDG", "LDS", "LDSM", "RED", "REDG", "ST", "STG", "STS", "STSM"}
+_PRODUCTS = {"HGMMA", "LDTM", "QGMMA", "STTM", "UTCHMMA", "UTCQMMA"}
+TRACED = frozenset(_BARRIERS | _COPIES | _MEMORY | _PRODUCTS)
 
 Values = dict[str, np.ndarray]  # register -> its value in the lanes that execute
 
