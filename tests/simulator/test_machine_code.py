@@ -58,11 +58,19 @@ def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule
     assert not launches.unchecked
 
 
-@pytest.mark.parametrize(("op", "schedule"), [*in_turn(ATTENTION), ("dense_prefill", "adversarial"), ("dense_decode", "lazy")])
-def test_an_attention_kernel_gives_the_bytes_of_its_ptx(op: str, schedule: str) -> None:
+OTHER_SCHEDULES = {
+    "sm90": [("dense_prefill", "adversarial"), ("dense_decode", "lazy")],
+    "sm100": [("sparse_decode", "adversarial"), ("dense_prefill", "lazy"), ("dense_decode", "random")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "schedule"), [(name, *run) for name, others in OTHER_SCHEDULES.items() for run in (*in_turn(ATTENTION), *others)]
+)
+def test_an_attention_kernel_gives_the_bytes_of_its_ptx(name: str, op: str, schedule: str) -> None:
     case = near_case(op)
     tensors = operation(case).make_tensors(case, "cpu")
-    with cute_mla.simulate("sm90", case.sm_count, schedule=schedule), both_codes(op) as launches:
+    with cute_mla.simulate(name, case.sm_count, schedule=schedule), both_codes(op) as launches:
         call(case, tensors)
     assert launches.kernels
     assert not launches.findings
