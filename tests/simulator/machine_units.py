@@ -134,6 +134,8 @@ _PACKED = [
     floating("min.f32 %f9, %f1, %f2, %f3;"),
 ]
 
+_PACKED_BYTES = ["mov.b32 {%h1, %h2}, %r1; cvt.rn.bf16x2.e4m3x2 $, %h1;", "mov.b32 {%h1, %h2}, %r1; cvt.rn.bf16x2.e4m3x2 $, %h2;"]
+
 _BARRIER = """
 mov.u32 %r60, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra MADE; mbarrier.init.shared.b64 [%r60+8192], COUNT;
 fence.mbarrier_init.release.cluster; MADE: bar.sync 0;
@@ -169,6 +171,12 @@ setp.lt.u32 %p1, %r0, 64; @%p1 bra FIRST; bar.sync 2, 128; bra BEHIND; FIRST: ba
 griddepcontrol.launch_dependents;
 """
 
+_ATOMICS = """
+mov.u32 %r60, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra ZERO; st.shared.v4.u32 [%r60], {0x7fffffff, 0, 0, 0}; ZERO: bar.sync 0;
+atom.shared.and.b32 %r62, [%r60], %r1; and.b32 %r63, %r2, 0xff; red.shared.or.b32 [%r60+4], %r63; red.shared.xor.b32 [%r60+8], %r3;
+bar.sync 0; ld.shared.v4.u32 {%r100, %r101, %r102, %r103}, [%r60];
+"""
+
 _MATRICES = """
 mov.u32 %r60, smem; shl.b32 %r61, %r0, 4; add.u32 %r62, %r60, %r61; st.shared.v4.u32 [%r62], {%r1, %r2, %r3, %r4}; bar.sync 0;
 ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r100, %r101, %r102, %r103}, [%r62];
@@ -202,6 +210,16 @@ mov.u32 %r61, %cluster_ctarank; xor.b32 %r62, %r61, 1; barrier.cluster.arrive.al
 add.u32 %r63, %r60, 8192; mapa.shared::cluster.u32 %r64, %r63, %r62;
 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r64]; mbarrier.arrive.shared.b64 %rd7, [%r60+8192];
 {wait("HERE", "0").replace("try_wait.parity", "try_wait.parity.acquire.cluster")} mov.u32 %r100, %r61;
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+"""
+
+_SENT = f"""{barrier(129)}
+mov.u32 %r61, %cluster_ctarank; xor.b32 %r62, %r61, 1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+add.u32 %r63, %r60, 8192; mapa.shared::cluster.u32 %r64, %r63, %r62; shl.b32 %r65, %r0, 2; add.u32 %r66, %r60, %r65;
+mapa.shared::cluster.u32 %r67, %r66, %r62; @%p20 bra REMOTE; mbarrier.arrive.expect_tx.shared.b64 %rd7, [%r60+8192], 512; REMOTE:
+st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r67], %r1, [%r64];
+mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r64];
+{wait("HERE", "0")} ld.shared.u32 %r100, [%r66]; mov.u32 %r101, %r61;
 barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 """
 
@@ -250,6 +268,14 @@ _SHARED_BOX = _box(
     f"""@%p20 bra SENT; shl.b32 %r71, %r69, 8; add.u32 %r71, %r60, %r71; mov.u16 %h1, 3;
 {_ISSUE.format(4, ".multicast::cluster")} [%r71], [%rd20, {{0, 1, %r69, 0}}], [%r60+8192], %h1; SENT:""",
 )
+
+_PAIRS_BOX = f"""{barrier(1)} mov.u64 %rd20, p3; cvta.param.u64 %rd20, %rd20; mov.u32 %r69, %cluster_ctarank;
+setp.ne.u32 %p22, %r69, 0; or.pred %p23, %p20, %p22; @%p23 bra ASKED; mbarrier.arrive.expect_tx.shared.b64 %rd7, [%r60+8192], 512; ASKED:
+barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; add.u32 %r68, %r60, 8192; and.b32 %r68, %r68, 0xfeffffff;
+@%p20 bra SENT; {_ISSUE.format(4, ".cta_group::2")} [%r60], [%rd20, {{0, 1, %r69, 0}}], [%r68]; SENT:
+@%p22 bra JOINED; {wait("BROUGHT", "0")} JOINED: barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+shl.b32 %r61, %r0, 2; and.b32 %r61, %r61, 255; add.u32 %r61, %r61, %r60; ld.shared.u32 %r100, [%r61];
+"""
 
 _WORDS = """
 mov.u32 %r60, smem; shl.b32 %r61, %r0, 4; add.u32 %r62, %r60, %r61;
@@ -328,6 +354,9 @@ UNITS = (
         5,
         ("NANOSLEEP", "WARPSYNC.ALL", "MEMBAR.ALL.CTA", "CCTL.IVALL", "CCTL.E.PF2", "BAR.ARV", "CS2R", "PREEXIT"),
     ),
+    gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B", archs=("sm100",)),
+    Evidence("atomics on one word", _ATOMICS, 4, ("ATOMS.AND", "ATOMS.OR", "ATOMS.XOR", "REDUX", "VOTEU.ANY", "UFLO.U32")),
+    Evidence("asynchronous stores", _SENT, 2, ("STAS",), cluster=2),
     Evidence("matrices", _MATRICES, 12, ("LDSM.16.M88.4", "LDSM.16.MT88.4", "STSM.16.M88.4")),
     Evidence("stores", _STORES, 4, ("STG.E.128", "STG.E.64", "STG.E.U16", "STG.E.U8", "LDG.E.64", "STS", "LDS"), extra=10),
     Evidence("phases", _PHASES, 4, ("SYNCS.ARRIVE.TRANS64", "SYNCS.ARRIVE.TRANS64.A1T0", "UBLKCP.S.S", "FENCE.VIEW.ASYNC.S")),
@@ -338,6 +367,7 @@ UNITS = (
     Evidence("box", _BOX, 1, ("UTMALDG.4D", "UTMACCTL.PF")),
     Evidence("box of three dimensions", _LOW_BOX, 1, ("UTMALDG.3D",)),
     Evidence("box of each lane", _EACH_LANES_BOX, 1, ("BRA.U.ANY", "R2UR", "R2UR.BROADCAST")),
+    Evidence("boxes of a pair", _PAIRS_BOX, 1, ("UTMALDG.4D.2CTA",), cluster=2, archs=("sm100",)),
     Evidence("box for two CTAs", _SHARED_BOX, 1, ("UTMALDG.4D.MULTICAST",), cluster=2),
     _product("bf16 product", "HGMMA.64x64x16.F32.BF16 WARPGROUP.ARRIVE WARPGROUP.DEPBAR.LE", 64, 16, "f32.bf16.bf16", "bf16x2"),
     _product("f16 product", "HGMMA.64x64x16.F32", 64, 16, "f32.f16.f16", "f16x2", from_registers=True, transposed=True),

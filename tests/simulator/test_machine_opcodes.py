@@ -22,6 +22,7 @@ from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.machine_opcodes import PLAIN, THREADS, Evidence, words
 from tests.simulator.machine_units import UNITS
 from tests.simulator.small_kernels import Kernel, aligned
+from tests.simulator.test_machine_tensor import EVIDENCE as TENSOR_EVIDENCE
 
 EVIDENCE = (*PLAIN, *UNITS)
 SMEM = 9216
@@ -117,10 +118,6 @@ def test_every_machine_instruction_of_a_warp_counts_once(arch: Arch, name: str) 
 
 # Spellings for which the built kernels are the only evidence: their machine code leaves memory as their PTX does. Why -> which.
 ONLY_IN_BUILT_KERNELS = {
-    "tensor memory": "FENCE.VIEW.ASYNC.T LDTM LDTM.x16 LDTM.x32 LDTM.x64 STTM STTM.x8 STTM.x16 STTM.x32 STTM.x64 UTCATOMSWS.AND "
-    "UTCATOMSWS.2CTA.FIND_AND_SET.ALIGN UTCATOMSWS.FIND_AND_SET.ALIGN UTCBAR UTCBAR.2CTA.MULTICAST UTCHMMA UTCHMMA.2CTA UTCQMMA.2CTA "
-    "UTMALDG.4D.2CTA UVIRTCOUNT.DEALLOC.SMPOOL ATOMS.AND ATOMS.OR ATOMS.XOR REDUX UFLO.U32 VOTEU.ANY STAS SYNCS.ARRIVE.TRANS64.RED "
-    "F2FP.BF16.E4M3.UNPACK_B",
     "a trap that no kernel reaches": "BPT.TRAP",
     "a hint to the scheduler": "YIELD",
     "ptxas writes others in small kernels": "LDCU.128 P2R UIMAD.X UPLOP3.LUT",
@@ -131,6 +128,7 @@ ONLY_IN_BUILT_KERNELS = {
 def test_every_spelling_of_the_built_kernels_has_evidence() -> None:
     """Reads all cubins: half a minute of nvdisasm where their texts are not kept."""
     shown = {opcode for evidence in EVIDENCE for opcode in shown_by(evidence)}
+    shown |= {opcode for _, opcodes in TENSOR_EVIDENCE.values() for opcode in opcodes.split()}
     shipped = {
         ins.opcode for path in artifacts_folder().glob("*.cubin") for ins in read_listing(disassembly(path.read_bytes())).instructions
     }

@@ -52,8 +52,12 @@ EVIDENCE: dict[str, tuple[Callable[[], None], str]] = {
     "never any room": (misuse.test_allocation_that_never_gets_room_is_a_deadlock, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
     "not freed": (misuse.test_not_freed_at_exit, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
     "four allocations": (misuse.test_several_warps_allocate_one_after_the_other, "UVIRTCOUNT.DEALLOC.SMPOOL ATOMS.OR ATOMS.AND"),
-    "pairs allocate": (partial(misuse.test_pair_allocates_together, ADVERSARIAL), "STAS"),
+    "pairs allocate": (partial(misuse.test_pair_allocates_together, ADVERSARIAL), "STAS SYNCS.ARRIVE.TRANS64.RED"),
     "all columns": (partial(moves.test_load, "32x32b", 128, False), "LDTM.x128"),
+    **{f"load {count} columns": (partial(moves.test_load, "32x32b", count, False), f"LDTM{f'.x{count}' * (count > 1)}")
+       for count in (1, 16, 64)},
+    **{f"store {count} columns": (partial(moves.test_store, "32x32b", count, False), f"STTM{f'.x{count}' * (count > 1)} FENCE.VIEW.ASYNC.T")
+       for count in (1, 8, 16, 64)},
     "packed columns": (partial(moves.test_load, "32x32b", 8, True), "LDTM.x8.PACK16BIT"),
     **{f"load {shape}": (partial(moves.test_load, shape, 8, False), f"LDTM.{name}.x8") for shape, name in (
         ("16x64b", "16dp64bit"), ("16x128b", "16dp128bit"), ("16x256b", "16dp256bit"))},
