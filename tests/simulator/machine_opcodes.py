@@ -180,6 +180,15 @@ sub.u32 %r107, %r77, %r0;
 """
 
 
+_ATOMICS = """
+mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1; bar.sync 0;
+atom.shared.or.b32 %r100, [%r62], %r2; atom.shared.and.b32 %r101, [%r62], %r3; atom.shared.xor.b32 %r102, [%r62], %r4;
+bar.sync 0; and.b32 %r63, %r0, 7; shl.b32 %r63, %r63, 2; add.u32 %r64, %r60, %r63;
+red.shared.or.b32 [%r64], %r1; red.shared.and.b32 [%r64+32], %r2; red.shared.xor.b32 [%r64+64], %r3; bar.sync 0;
+ld.shared.u32 %r103, [%r62];
+"""
+
+
 def gathered(name: str, lines: list[str], opcodes: str, before: str = "", **options: Any) -> Evidence:
     """Return the evidence of lines with one result each. opcodes: separated by spaces. before: what the lines share."""
     body, results = numbered(lines)
@@ -198,6 +207,7 @@ PLAIN = (
     gathered("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
     Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
                                      "STS.U16", "BAR.SYNC", "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
+    Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR")),
     Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),
     Evidence("uniform", _UNIFORM, 8, ("UIADD3",)),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -190,6 +191,32 @@ def test_a_deallocation_of_other_columns_is_found(mask: int, text: str) -> None:
     with as_machine_code(edit):
         report = misuse.report_of(fill(32), output=False)
     assert any(finding.kind == "tensor_memory" and text in finding.message for finding in report.findings), report.findings
+
+
+# ---------------------------------------------------------------- conversions
+
+WIDEN = "ld.global.u32 %r5, [%rd2]; mov.b32 {%h1, %h2}, %r5; cvt.rn.bf16x2.e4m3x2 %r6, %h1; cvt.rn.bf16x2.e4m3x2 %r7, %h2;"
+WIDEN += "st.global.u32 [%rd2+256], %r6; st.global.u32 [%rd2+512], %r7;"
+
+
+def test_8_bit_floats_become_bf16() -> None:
+    results = []
+    for code in ("ptx", "sass"):
+        array = aligned(192, np.uint32)
+        array[:64] = np.arange(256, dtype=np.uint8).view(np.uint32)
+        with as_machine_code() if code == "sass" else nullcontext([]) as texts:
+            assert not Kernel(WIDEN, 64).run(array).findings
+        results.append(array)
+    assert any("F2FP.BF16.E4M3.UNPACK_B" in text for text in texts)
+    assert np.array_equal(*results)
+
+
+def test_scales_of_8_bit_floats_are_refused() -> None:
+    with (
+        as_machine_code(lambda text: text.replace("/* 0x00007f7f", "/* 0x00007f80")),
+        pytest.raises(UnsupportedInstruction, match="scales"),
+    ):
+        Kernel(WIDEN, 64).run(aligned(192, np.uint32))
 
 
 # ---------------------------------------------------------------- undefined values
