@@ -48,7 +48,10 @@ class Places:
         """Learn from every launch of the kernel inside."""
         run = simulator.run
 
-        def watched(launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy) -> simulator.Report:
+        def watched(
+            launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy, observer: simulator.Observer | None
+        ) -> simulator.Report:
+            assert observer is None
             if launch.entry != self.kernel.entry:
                 return run(launch, memory, policy)
             report = run(launch, memory, policy, _Listener(self, launch.names))
