@@ -64,7 +64,9 @@ def _targets(listing: Listing, ins: SassInstruction) -> tuple[int, ...]:
     if ins.base in ("EXIT", "RET") or is_foreign(ins):
         return ()
     found = [operand for operand in ins.operands if isinstance(operand, Target)]
-    if ins.base == "BRX" and found:
+    if ins.base == "BRX":
+        if not found:
+            raise SassError(f"{ins.address:#x}: {ins.text!r} without a list of its targets: indirect control flow is not supported")
         return tuple(listing.index(operand.label) for operand in found)
     if len(found) != 1:
         raise SassError(f"{ins.address:#x}: {ins.text!r} without one target")
