@@ -48,6 +48,12 @@ def guarded(e: Emitter, ins: SassInstruction) -> str:
     return "ones(w.n, bool)" if ins.guard is None else source(e, ins.guard, "pred")
 
 
+def check_guarded(e: Emitter, operand: object, there: str, what: str) -> None:
+    """Emit a check that a source is defined in the lanes that take part. what: the decision that depends on it."""
+    for register in registers_of(operand) if e.tainted else ():
+        e.line(f"check_poison(w, {what!r}, logical_and({e.taint(register)}, {there}))")
+
+
 @op(r"VOTEU?.(ANY|ALL)", taint="own", pure=False)
 def vote(e: Emitter, ins: SassInstruction) -> None:
     """Emit a vote of the lanes under the guard. A register result is the ballot; a predicate is the answer."""
@@ -55,7 +61,7 @@ def vote(e: Emitter, ins: SassInstruction) -> None:
     value, there = e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
     e.line(f"{value} = logical_and({source(e, ins.operands[count], 'pred')}, {there})")
-    e.check_taint(registers_of(ins.operands[count]), "a vote")
+    check_guarded(e, ins.operands[count], there, "a vote")
     for operand in ins.operands[:count]:
         if not isinstance(operand, Register) or operand.number is None:
             continue
@@ -90,13 +96,13 @@ def to_uniform(e: Emitter, ins: SassInstruction) -> None:
         raise Unsupported("R2UR without a uniform register")
     there, chosen = e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a uniform register")
+    check_guarded(e, value, there, "a uniform register")
     e.line(f"{chosen} = first_lanes(w, {source(e, value, 'u32')}, {there})")
     for operand in others:
         assert isinstance(operand, Register)
         differs = f"array({source(e, value, 'u32')} != {chosen})"
         if "OR" in ins.modifiers:
-            e.check_taint(registers_of(operand), "a uniform register")
+            check_guarded(e, operand, there, "a uniform register")
             differs = f"logical_or({differs}, {source(e, operand, 'pred')})"
         keep(e, operand, "pred", differs, there, ins)
     keep(e, result, "u32", chosen, there, ins)
@@ -125,7 +131,7 @@ def reduce(e: Emitter, ins: SassInstruction) -> None:
     assert isinstance(result, Register)
     there = e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a reduction")
+    check_guarded(e, value, there, "a reduction")
     keep(e, result, "u32", f"reduce_lanes(w, {source(e, value, 'u32')}, {there}, {e.constants.thing(function)})", there, ins)
 
 
