@@ -82,6 +82,11 @@ def test_reloaded_mutants_are_those_loaded_whole(kernel: str, step: int, monkeyp
         assert_equal(reloader.load(text), load_module(text))
 
 
+def numbers(function: Any) -> list[int]:
+    """Return the numbers that a function of a block is given: rows of registers, and the blocks that it leads to."""
+    return [value for value in function.__defaults__ if isinstance(value, int)]
+
+
 def test_functions_of_a_mutant_lead_to_its_own_blocks() -> None:
     """A deleted barrier joins two blocks: those behind it have other numbers than in the kernel, and the same source."""
     ptx = shipped("split_plan_sm90_i32")
@@ -90,9 +95,7 @@ def test_functions_of_a_mutant_lead_to_its_own_blocks() -> None:
         (first,), (second,) = (module.entries.values() for module in (reloader.load(text), load_module(text)))
         for one, other in zip(first.flow.blocks, second.flow.blocks, strict=True):
             for tainted in (False, True):
-                mine, whole = first.translator.compile(one, tainted), second.translator.compile(other, tainted)
-                numbers = [[value for value in function.__defaults__ if isinstance(value, int)] for function in (mine, whole)]
-                assert numbers[0] == numbers[1]
+                assert numbers(first.translator.compile(one, tainted)) == numbers(second.translator.compile(other, tainted))
     assert len(reloader.written) < 3 * len(second.flow.blocks), "blocks of the mutant were written anew"
 
 
@@ -100,7 +103,7 @@ def test_functions_of_a_mutant_lead_to_its_own_blocks() -> None:
     "edit", [(".reg .pred \t%p<", ".reg .pred \t%q<"), ("ret;", "retire;"), ("ret;", "ret"), ("\n", "\n\n"), ("ret;", "{ ret;")]
 )
 def test_texts_that_are_no_mutants_are_loaded_whole(edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = []
+    loaded: list[str] = []
     monkeypatch.setattr(reloading, "load_module", loaded.append)
     ptx = shipped("combine_sm90_bf16")
     text = ptx.replace(*edit)
