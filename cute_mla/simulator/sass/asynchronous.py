@@ -80,7 +80,10 @@ def test_phase(e: Emitter, ins: SassInstruction) -> None:
     out = e.temp()
     e.line(f"{out} = empty(w.n, bool)")
     expected = f"array({source(e, parity, 'u32')} >> {constant(e, 'u32', 31)})"
-    e.line(f"if not mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False): return BLOCKED")
+    wait = f"mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False)"
+    if "TRYWAIT" not in ins.modifiers:
+        wait = f"test_phase_now(w, {own(e, ins, 1)}, {expected}, {out})"
+    e.line(f"if not {wait}: return BLOCKED")
     if e.tainted:
         for register in result.registers():
             e.line(f"{e.taint(register)}.fill(False)")
@@ -164,22 +167,28 @@ def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, 
 ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
 
 
-@op(r"UBLKCP.S.S", pure=False, taint="own", writes=())
+@op(r"UBLKCP.S.[SG]", pure=False, taint="own", writes=())
 def copy_bytes(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a bulk copy between shared memories: destination and mbarrier in a run, the source, and the bytes / 16."""
+    """Emit a bulk copy to shared memory: destination and mbarrier in a run, the source, for global memory a pair, and the bytes / 16."""
     place, start, size = ins.operands
     assert isinstance(place, Address)
     assert isinstance(start, Address)
-    e.line(f"copy_shared_bytes(w, {uniform_words(e, place, 2)}, {uniform_words(e, start, 1)}[0], {source(e, size, 'u32')})")
+    words = uniform_words(e, place, 2)
+    first = f"{uniform_words(e, start, 1)}[0]"
+    if ins.modifiers[-1] == "G":
+        uniform_words(e, start, 2)
+        assert start.uniform is not None
+        first = pair(e, start.uniform)
+    e.line(f"copy_shared_bytes(w, {words}, {first}, {source(e, size, 'u32')}, {ins.modifiers[-1] == 'S'})")
 
 
 @runtime
-def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray) -> None:
-    """Execute UBLKCP in the first lane of each warp."""
+def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray, between: bool) -> None:
+    """Execute UBLKCP in the first lane of each warp. between: the source is shared memory."""
     window, where = leaders(w)
     destination, barrier = (word[where] for word in words)
     nbytes = np.broadcast_to(size, (w.n,))[where] << np.uint32(4)
-    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, True, True)
+    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
 @op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())

@@ -12,9 +12,9 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.floats import APPROXIMATIONS
 from ..isa.table import runtime
 from ..numerics import elementwise
-from .integers import assign_compared
 from .listing import Immediate, Operand, Register, SassInstruction
 from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
+from .predicates import assign_compared
 from .table import op
 
 _SCALES_OF_1 = 0x7F7F  # two ue8m0 of 2^0
@@ -71,10 +71,10 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)")
+@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own")
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
-    first, second, left, right, other = ins.operands
+    left, right, other = ins.operands[2:]
     a, b = floats(e, ins, (left, right))
     name = ins.modifiers[0].lower()
     if name in _UNORDERED:
@@ -83,7 +83,7 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
         value = f"not_equal_ordered({a}, {b})"
     else:
         value = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
-    assign_compared(e, (first, second), value, source(e, other, "pred"), ins.modifiers)
+    assign_compared(e, ins, value, [left, right], other)
 
 
 @op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)")

@@ -19,6 +19,7 @@ from . import (
     local_memory,
     memory,
     moves,
+    predicates,
     products,
     stores,
     tensor_allocation,
@@ -33,15 +34,16 @@ from .table import MachineInstruction
 
 # importing them fills the instruction table
 FAMILIES = (
-    asynchronous, floats, integers, local_memory, memory, moves, products, stores, tensor_allocation, tensor_moves, tensor_products, warps,
+    asynchronous, floats, integers, local_memory, memory, moves, predicates, products, stores, tensor_allocation, tensor_moves,
+    tensor_products, warps,
 )  # fmt: skip
 LARGEST_ACCESS = 16  # bytes; the stack ends at a multiple of it
 JUMP_TABLES = 2  # constant bank of the tables of indirect branches
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
-def load_machine_code(cubin: bytes, text: str) -> Module:
-    """Load a cubin with its disassembly (`nvdisasm -c -hex`).
+def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
+    """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
     list of everything unknown.
@@ -52,7 +54,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         (name,) = info.entries
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
-        lift = Lift(listing).run()
+        lift = Lift(listing, is_traced).run()
         layout = make_layout(info, lift.decoded)
         problems = lift.problems
         check_operands(lift.decoded, layout, problems)
