@@ -120,12 +120,12 @@ _PACKED = [
     *(
         line
         for text in (
-            "fma.rn.f32x2 %rd7, %rd4, %rd5, %rd6;",
-            "mul.rn.f32x2 %rd7, %rd4, %rd6;",
+            "fma.rn.f32x2 %rd7, %rd4, %rd5, %rd40;",
+            "mul.rn.f32x2 %rd7, %rd4, %rd40;",
             "add.rn.f32x2 %rd7, %rd4, %rd5;",
             "mov.b64 %rd8, 0x4020000040200000; fma.rn.f32x2 %rd7, %rd8, %rd4, %rd5;",
-            "fma.rn.f32x2 %rd7, %rd6, %rd4, %rd5;",
-            "mov.b64 %rd8, {%r72, %r72}; fma.rn.f32x2 %rd7, %rd4, %rd8, %rd6;",
+            "fma.rn.f32x2 %rd7, %rd40, %rd4, %rd5;",
+            "mov.b64 %rd8, {%r72, %r72}; fma.rn.f32x2 %rd7, %rd4, %rd8, %rd40;",
             "mov.b64 %rd8, {%r72, %r72}; mul.f32x2 %rd7, %rd4, %rd8;",
         )
         for line in wide(text)
@@ -332,7 +332,7 @@ UNITS = (
         "FADD2 FFMA2 FMUL2 FMNMX3",
         floats=True,
         archs=("sm100",),
-        before="mov.b64 %rd6, {%r3, %r3}; ld.param.u32 %r72, [p2+4];\n",
+        before="mov.b64 %rd40, {%r3, %r3}; ld.param.u32 %r72, [p2+4];\n",
     ),
     Evidence(
         "copies",

@@ -31,6 +31,8 @@ EXTRA = 0x0000_0123_4567_89AB  # the third parameter, for uniform arithmetic
 def source(evidence: Evidence, arch: Arch) -> str:
     text = Kernel(evidence.text(), THREADS, SMEM).text([np.zeros(1), np.zeros(1), 0, *boxes(0)])
     text = text.replace(".version 9.0", ".version 9.2").replace("sm_90a", arch.gpu_arch)
+    if evidence.registers:
+        text = text.replace(".reqntid", f".maxnreg {evidence.registers}\n.reqntid")
     if "setmaxnreg" in text:  # which ptxas drops unless it knows how many registers a thread may have
         text = text.replace(f".reqntid {THREADS}, 1, 1", f".reqntid {THREADS}, 1, 1\n.minnctapersm 1")
     return text

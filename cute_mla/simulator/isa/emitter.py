@@ -248,11 +248,10 @@ class Emitter:
             expression = f"logical_or({expression}, {name})"
         return expression
 
-    def check_taint(self, registers: tuple[Reg, ...] | list[Reg], what: str, lanes: str | None = None) -> None:
-        """Emit, in the tainted version, a report when any of these registers is poisoned in any lane, or any of a mask of `lanes`."""
+    def check_taint(self, registers: tuple[Reg, ...] | list[Reg], what: str) -> None:
+        """Emit, in the tainted version, a report when any of these registers is poisoned in any lane."""
         if self.tainted and registers:
-            rows = [str(self.taint(register)) for register in registers]
-            names = ", ".join(row if lanes is None else f"logical_and({row}, {lanes})" for row in rows)
+            names = ", ".join(str(self.taint(register)) for register in registers)
             self.line(f"check_poison(w, {what!r}, {names})")
 
     def taint_from(self, writes: tuple[Reg, ...] | list[Reg], reads: tuple[Reg, ...] | list[Reg]) -> None:
