@@ -19,7 +19,7 @@ from .listing import read_listing
 from .table import MachineInstruction
 
 FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
-_KINDS = ("P", "UP", "R", "UR", "B", "SB")
+_KINDS = ("P", "UP", "R", "UR", "B")
 
 
 def load_machine_code(cubin: bytes, text: str) -> Module:
@@ -42,6 +42,8 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
             lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
             raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
+        masks = {row for name, row in layout.rows.items() if name.startswith("B")}  # of regions: none at the start, not undefined
+        flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
     return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
 
