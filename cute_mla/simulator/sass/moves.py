@@ -65,7 +65,7 @@ def load_constant(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], [bank_word(e, place.offset + 4 * index, "u32") for index in range(width(ins, 0))])
 
 
-@op(r"(U?SEL|FSEL)", taint="own")
+@op(r"(U?SEL|FSEL)", taint="own", batch=True)
 def select(e: Emitter, ins: SassInstruction) -> None:
     """Emit p ? a : b; FSEL's operands may be negated. Poison of the operand that is not selected is dropped."""
     result, a, b, condition = ins.operands
@@ -86,7 +86,7 @@ def poison_of(e: Emitter, operand: Operand) -> str:
     return e.taint_of(registers) or "False"
 
 
-@op(r"U?PRMT", taint="own")
+@op(r"U?PRMT", taint="own", batch=True)
 def permute(e: Emitter, ins: SassInstruction) -> None:
     """Emit a choice of four bytes out of b:a.
 
