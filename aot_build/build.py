@@ -224,7 +224,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
 def _hazards(listing: str) -> tuple[str, ...]:
     """Return the hazards of a disassembly; where an instruction is unknown, that."""
     try:
-        return hazards(read_listing(listing))
+        return tuple(map(str, hazards(read_listing(listing))))
     except SassError as error:
         return (str(error),)
 

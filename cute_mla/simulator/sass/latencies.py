@@ -44,9 +44,14 @@ class EarlyUse:
     distance: int
     least: int
 
+    @property
+    def reason(self) -> str:
+        """Return what the instruction does too early."""
+        used = f"uses {self.register} {self.distance} cycles after {self.producer.place}"
+        return f"{used}; the smallest distance seen is {self.least}"
+
     def __str__(self) -> str:
-        used = f"{self.ins.address:#x} {self.ins.text}: uses {self.register} {self.distance} cycles after"
-        return f"{used} {self.producer.address:#x} {self.producer.text}; the smallest distance seen is {self.least}"
+        return f"{self.ins.place}: {self.reason}"
 
 
 Ages = dict[str, dict[int, int]]  # register -> index of the instruction that made it -> cycles since its issue

@@ -132,6 +132,11 @@ class SassInstruction:
     text: str
 
     @property
+    def place(self) -> str:
+        """Return address and text, as findings name the instruction."""
+        return f"{self.address:#x} {self.text}"
+
+    @property
     def base(self) -> str:
         """Return the opcode without its modifiers."""
         return self.opcode.partition(".")[0]

@@ -13,6 +13,7 @@ from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
 from . import asynchronous, floats, integers, memory, moves, products, warps
+from .control_codes import findings
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
@@ -26,7 +27,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
     """Load a cubin with its disassembly (`nvdisasm -c -hex`).
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
-    list of everything unknown.
+    list of everything unknown. Registers that the control codes do not guard are findings of every launch.
     """
     info = read_cubin(cubin)
     with collection_paused():
@@ -45,7 +46,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         masks = {row for name, row in layout.rows.items() if name.startswith("B")}  # of regions: none at the start, not undefined
         flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
-    return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing))})
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
