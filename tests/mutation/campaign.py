@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
-from tests.mutation import numeric
+from tests.mutation import machine, numeric
 from tests.mutation.bench import UNNOTICED, Outcome, Subject, orders, prepare
 from tests.mutation.equality import is_equal
-from tests.mutation.places import structure
+from tests.mutation.places import NOT_RUN, structure
 from tests.mutation.sites import Mutation, find
 from tests.mutation.smoke import SmokeSubject
 
@@ -28,7 +28,8 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 class Line:
     """Record of one mutation.
 
-    ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and Outcome.
+    ptx: digest of the text that was broken, or of the cubin whose machine code was. place: from Places.of_all. line: of PTX, or the
+    address in machine code. Other fields: see Mutation and Outcome.
     """
 
     kernel: str
@@ -84,8 +85,8 @@ def _subject(kernel: str) -> tuple[Subject, dict[Mutation, Line]]:
     entry = load_artifacts().manifest.kernels[kernel]
     subject = Subject(entry)
     lines = {}
-    for mutation, place in subject.places.of_all(find(subject.ptx)).items():
-        code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
+    for mutation, place in subject.places.of_all(find(subject.text)).items():
+        code = " ".join(subject.text[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, place, mutation.line)
         lines[mutation] = Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(UNNOTICED))
     return subject, lines
@@ -115,6 +116,30 @@ def judge_numbers(kernel: str, mutations: Sequence[Mutation], suite: str) -> lis
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
         lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
+    return lines
+
+
+@lru_cache(1)
+def _machine_subject(kernel: str) -> tuple[Subject, list[Mutation]]:
+    """Return a kernel as machine code, and the mutations of what its trials run, or whose control codes are checked without."""
+    subject = Subject(load_artifacts().manifest.kernels[kernel], "sass")
+    found = machine.find(subject.text)
+    return subject, [item for item in found if item.kind in machine.STATIC or subject.places.of(item.line) != NOT_RUN]
+
+
+def judge_machine_code(kernel: str, turns: Sequence[int], seed: int, seeds: int, done: frozenset[tuple[str, str, str, int]]) -> list[Line]:
+    """Break a kernel's machine code, one mutation at a time. turns: which of those that the seed draws. done: keys of records to skip."""
+    prepare()
+    subject, found = _machine_subject(kernel)
+    entry = subject.kernel
+    chosen = numeric.drawn(kernel, found, max(turns) + 1, seed)
+    lines = []
+    for mutation in [chosen[turn] for turn in turns if turn < len(chosen)]:
+        code = " ".join(subject.text[mutation.start : mutation.stop].split())
+        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
+        line = Line(entry.name, entry.cubin_sha256[:12], *where, f"{code} => {' '.join(mutation.replacement.split())}", **asdict(UNNOTICED))
+        if line.key not in done:
+            lines.append(_judged(subject, line, mutation, seeds))
     return lines
 
 

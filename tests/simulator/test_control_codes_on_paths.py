@@ -14,7 +14,7 @@ from cute_mla.simulator.sass.accesses import accesses
 from cute_mla.simulator.sass.flow import is_never
 from cute_mla.simulator.sass.latencies import check_latencies, least_distance
 from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Control, Listing, Target
-from cute_mla.simulator.sass.scoreboards import PIPES, UNORDERED, ScoreboardCheck
+from cute_mla.simulator.sass.scoreboards import PIPES, UNORDERED, ScoreboardCheck, comes_before
 from tests.simulator.machine_code import program
 
 PROGRAMS, WALKS, STEPS, LENGTH = 150, 8, 60, 14
@@ -70,7 +70,8 @@ def walk(check: ScoreboardCheck, listing: Listing, draw: random.Random) -> tuple
                 early.add((place, earlier, "result" if is_result else "operand"))
         for earlier, is_result in flying if ins.base in PIPES else ():
             other = check.facts[earlier]
-            if other.pipe == facts.pipe and not (other.result_boards if is_result else other.read_boards):
+            in_order = comes_before(listing.instructions[earlier], ins) if is_result else other.pipe == facts.pipe
+            if in_order and not (other.result_boards if is_result else other.read_boards):
                 flying[earlier, is_result] |= facts.result_boards | (0 if is_result else facts.read_boards)
         if executes:
             values.update({name: draw.random() < 0.5 for name in facts.written_predicates})

@@ -9,8 +9,9 @@ all paths of the control flow and keeps what may be in flight. Six rules come fr
 3. The load-store unit and the mbarrier unit read uniform registers at issue; the TMA and bulk copies do not.
 4. Instructions under @P and under @!P exclude each other while P does not change.
 5. Instructions of one in-order pipe need no wait before one overwrites what an earlier one reads.
-6. Without a scoreboard for its results, or for its operands, an instruction is done with them when a later one of its pipe is, whose
-   guard may be false: ptxas lets loads under one predicate answer for those under another.
+6. Without a scoreboard for its operands, an instruction has read them when a later one of its pipe has. Results without one come before
+   those of a later instruction in the same order; loads from global memory have none. The guard of the later instruction may be false:
+   ptxas lets loads under one predicate answer for those under another.
 7. A fence, and the initialisation of an mbarrier, hold a scoreboard until they have taken effect. Barriers, mbarrier operations and the
    asynchronous units, which let others see it, wait for it.
 
@@ -35,6 +36,17 @@ PIPES = {
         "tensor memory": "LDTM STTM",
         "transcendental": "F2F F2I FCHK I2F MUFU POPC",
         "tensor copy": "UTMALDG",
+    }.items()
+    for opcode in opcodes.split()
+}
+# Opcodes whose results also come in the order of their issue, by what orders them. Loads from global memory may overtake each other.
+RESULT_ORDERS = {
+    opcode: order
+    for order, opcodes in {
+        "shared memory": "LDS LDSM SHFL",
+        "constant": "LDC",
+        "tensor memory": "LDTM",
+        "transcendental": "F2F F2I FCHK I2F MUFU POPC",
     }.items()
     for opcode in opcodes.split()
 }
@@ -180,7 +192,7 @@ class ScoreboardCheck:
         for (earlier, is_result), (boards, guard) in state.items():
             other = self.facts[earlier]
             bare = not (other.result_boards if is_result else other.read_boards)
-            if bare and other.pipe == facts.pipe:
+            if bare and (comes_before(self.code[earlier], self.code[index]) if is_result else other.pipe == facts.pipe):
                 state[earlier, is_result] = boards | facts.result_boards | (0 if is_result else facts.read_boards), guard
 
     def _report(self, state: Events, index: int) -> None:
@@ -196,6 +208,12 @@ class ScoreboardCheck:
             names = tuple(name for number, name in enumerate(self.names) if hit >> number & 1)
             what = "result" if is_result else "operand"
             self.found[index, earlier, what] = Hazard(self.code[index], self.code[earlier], names, what)
+
+
+def comes_before(earlier: SassInstruction, later: SassInstruction) -> bool:
+    """Return True when the results of the earlier instruction come before those of the later one."""
+    order = RESULT_ORDERS.get(earlier.base)
+    return order is not None and order == RESULT_ORDERS.get(later.base)
 
 
 def _issue(state: Events, key: tuple[int, bool], boards: int, guard: str | None) -> None:
