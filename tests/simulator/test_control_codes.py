@@ -125,6 +125,13 @@ def test_a_result_of_fixed_latency_is_used_no_earlier_than_seen(producer: str, c
     assert early.distance == least - 1
 
 
+def test_a_wait_that_comes_before_its_scoreboard_is_held_is_found() -> None:
+    use = ("FADD R5, R4, R4", control(waits=1))
+    assert not check_latencies(program(("LDG.E R4, desc[UR4][R2.64]", control(2, write=0)), use, EXIT))
+    (early,) = check_latencies(program(("LDG.E R4, desc[UR4][R2.64]", control(1, write=0)), use, EXIT))
+    assert str(early).startswith("0x10 FADD R5, R4, R4: uses scoreboard 0 1 cycles after 0x0 LDG.E R4")
+
+
 def test_stalls_add_up_along_the_shorter_path() -> None:
     compare = ("ISETP.GE.AND P0, PT, R4, R5, PT", control(8))
     assert not check_latencies(program(compare, ("MOV R6, R7", control(5)), ("@P0 MOV R8, R9", control(1)), EXIT))

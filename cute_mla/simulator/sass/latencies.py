@@ -4,6 +4,9 @@ Such a result has no scoreboard: the code that waits is made of the stall counts
 the latencies. The table below holds the smallest distances, in cycles between the two issues, that ptxas 13.5 leaves in this project's
 126 cubins of sm_90a and sm_100f, by group of opcodes. A distance below them has been seen nowhere, so it is reported; the table proves
 nothing beyond that.
+
+A scoreboard is held some cycles after the issue of its instruction: a wait that comes earlier finds it free. Here, too, the smallest
+distance seen counts.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from dataclasses import dataclass
 from ..frontend.ptx import Reg
 from .accesses import accesses
 from .flow import is_never, spans
-from .listing import Listing, SassInstruction
+from .listing import BOARDS, NO_BOARD, Listing, SassInstruction
 from .scoreboards import PIPES, UNORDERED
 
 HORIZON = 16  # cycles after which every result is there
+LEAST_HOLD = 2  # cycles from the issue of an instruction to a wait that sees its scoreboard held
 
 _INTEGER = ("IABS", "IADD3", "LEA", "LOP3", "MOV", "PRMT", "SEL", "SHF", "VIADDMNMX", "VIMNMX")
 _GROUPS = {
@@ -105,6 +109,11 @@ def check_latencies(listing: Listing) -> tuple[EarlyUse, ...]:
 def _issue(code: tuple[SassInstruction, ...], index: int, ages: Ages, found: dict[tuple[int, int, str], EarlyUse]) -> None:
     """Issue one instruction: look at the ages of its sources, add its results, and let its stall count pass."""
     ins = code[index]
+    for board in range(BOARDS):
+        for producer, age in ages.get(f"scoreboard {board}", {}).items() if ins.control.waits >> board & 1 else ():
+            least = 1 if code[producer].base == "USETMAXREG" else LEAST_HOLD
+            if age < least:
+                found[index, producer, f"scoreboard {board}"] = EarlyUse(ins, code[producer], f"scoreboard {board}", age, least)
     if not is_never(ins):
         access = accesses(ins)
         for item in access.reads:
@@ -112,6 +121,8 @@ def _issue(code: tuple[SassInstruction, ...], index: int, ages: Ages, found: dic
                 least = least_distance(code[producer], ins, item)
                 if age < least:
                     found[index, producer, item.name] = EarlyUse(ins, code[producer], item.name, age, least)
+        for board in {ins.control.write_board, ins.control.read_board} - {NO_BOARD}:
+            ages[f"scoreboard {board}"] = {index: 0}
         fixed = ins.base not in PIPES and ins.base not in UNORDERED
         for item in access.writes:
             if ins.guard is None:
