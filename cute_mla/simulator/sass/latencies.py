@@ -28,7 +28,7 @@ _GROUPS = {
     for group, opcodes in {
         "multiply": "IMAD",
         "integer": " ".join(_INTEGER),
-        "uniform move": "UMOV ULDC",
+        "uniform move": "ELECT UMOV ULDC",
         "uniform vote": "VOTEU",
         "to uniform": "R2UR",
         "clear": "CS2R",
@@ -69,7 +69,9 @@ def least_distance(producer: SassInstruction, consumer: SassInstruction, item: R
             return 1
         return 11 if is_guard(consumer, item) else 9 if consumer.base == "BRA" else 4
     if item.bank == "p":
-        return 13 if is_guard(consumer, item) or consumer.base in _TESTS else 4
+        if is_guard(consumer, item) or consumer.base in _TESTS:
+            return 13
+        return 2 if consumer.base == "R2UR" else 4
     if item.name.startswith("UR"):
         early = {"uniform vote": 1, "uniform move": 2, "to uniform": 13}.get(group)
         return early if early is not None else 4 if consumer.base.startswith("U") else 6

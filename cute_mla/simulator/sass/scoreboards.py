@@ -31,7 +31,7 @@ from .listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruc
 PIPES = {
     opcode: pipe
     for pipe, opcodes in {
-        "memory": "ATOMS LDG LDGSTS LDS LDSM SHFL STAS STG STS STSM",
+        "memory": "ATOMS LDG LDGSTS LDS LDSM SHFL STAS STG STS STSM SYNCS",
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
         "transcendental": "F2F F2I FCHK I2F MUFU POPC",
@@ -51,7 +51,7 @@ RESULT_ORDERS = {
     for opcode in opcodes.split()
 }
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "SYNCS", "UBLKCP", "USETMAXREG", "UTCATOMSWS", "UTCBAR", "UTCHMMA",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "USETMAXREG", "UTCATOMSWS", "UTCBAR", "UTCHMMA",
     "UTCQMMA", "UTMACCTL",
 })  # fmt: skip
 # Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
@@ -149,10 +149,10 @@ class ScoreboardCheck:
         late = tuple(item for item in access.reads if _is_read_late(ins, item))
         own = 0 if control.write_board == NO_BOARD else 1 << control.write_board
         reading = 0 if control.read_board == NO_BOARD else 1 << control.read_board
-        effect = _effect(ins)
+        effect = _effect(ins) if own or reading else ()  # MEMBAR.ALL.GPU of older versions of ptxas holds none
         never = is_never(ins)
         return _Facts(
-            pipe=None if never else ins.base if effect else pipe,
+            pipe=None if never else pipe or (ins.base if effect else None),
             results=self._mask((*access.writes, *effect)),
             operands=self._mask(late),
             reads=0 if never else self._mask((*access.reads, *_awaited(ins))),
