@@ -129,6 +129,7 @@ OPERANDS = (
 KINDS = (*CONTROL, *SYNCHRONISATION, *OPERANDS)
 STATIC = frozenset(kind.name for kind in CONTROL)  # noticed when the code is loaded, whether it runs or not
 
+OF_OPERANDS = frozenset(kind.name for kind in OPERANDS)  # their trials need values that tell
 _ADDRESS = re.compile(r"/\*([0-9a-f]{4,})\*/")
 
 
@@ -143,3 +144,12 @@ def find(text: str, kinds: Sequence[Edit] = KINDS) -> list[Mutation]:
                 index += 1
             found.append(replace(mutation, line=places[index][1]))
     return found
+
+
+def describe(text: str, mutation: Mutation) -> str:
+    """Return the broken instruction before and after; of an edit of a control code the upper word of the encoding too."""
+    broken = mutation.apply(text)
+    head = f"/*{mutation.line:04x}*/"
+    before, after = (" ".join(found[found.index(head) + len(head) :].split("\n", 2)[:2]) for found in (text, broken))
+    (old, first), (new, second) = ((part.split(";", 1)[0].strip(), part.rsplit("/*", 1)[1].strip(" */")) for part in (before, after))
+    return f"{old} => {new}" if old != new else f"{old}, {first} => {second}"

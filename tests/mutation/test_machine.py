@@ -53,7 +53,9 @@ def test_what_is_broken_and_how() -> None:
     for mutation in machine.find(text):
         line = mutation.apply(text).splitlines()[1 + mutation.line // 16 * 2 :]
         changed = " ".join(line[0].split("*/", 1)[1].split(";", maxsplit=1)[0].split())
-        broken[mutation.kind, mutation.line // 16] = changed if changed != LINES[mutation.line // 16][0] else int(line[1].split()[1], 16) >> 41
+        broken[mutation.kind, mutation.line // 16] = (
+            changed if changed != LINES[mutation.line // 16][0] else int(line[1].split()[1], 16) >> 41
+        )
     expected = {
         ("arrival dropped", 0): "NOP",
         ("guard turned", 0): "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x8], RZ",
