@@ -20,8 +20,8 @@ from cute_mla.runtime import simulated_device
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.current import simulate
 from cute_mla.simulator.engine import recorder
-from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.cases.base import BaseCase
@@ -67,7 +67,7 @@ def first_notice(trials: Iterable[Trial], ptx: str, schedules: Iterable[Schedule
 def text_of(kernel: KernelEntry, code: str) -> str:
     """Return the PTX of a kernel, or its machine code ("sass") as nvdisasm prints it."""
     artifacts = load_artifacts()
-    return artifacts.ptx(kernel) if code == "ptx" else disassemble(artifacts.cubin(kernel))
+    return artifacts.ptx(kernel) if code == "ptx" else disassembly(artifacts.cubin(kernel))
 
 
 def key_of(kernel: KernelEntry, code: str) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 
 from cute_mla import simulator
 from cute_mla.runtime.artifacts import artifacts_folder
-from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.text_cache import disassembly
 
 MAX_BYTES = 1 << 28
 
@@ -30,7 +30,7 @@ def unchanged(text: str) -> str:
 def machine_code_of(kernel: str, edit: Edit) -> simulator.Module:
     """Return the loaded machine code of a built kernel, whose text is edited first."""
     cubin = (artifacts_folder() / f"{kernel}.cubin").read_bytes()
-    return load_machine_code(cubin, edit(disassemble(cubin)))
+    return load_machine_code(cubin, edit(disassembly(cubin)))
 
 
 @dataclass
@@ -58,10 +58,12 @@ def both_codes(*ops: str, edit: Edit = unchanged) -> Iterator[Launches]:
     launches = Launches()
     run_once = simulator.run
 
-    def run(launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy) -> simulator.Report:
+    def run(
+        launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy, observer: simulator.Observer | None
+    ) -> simulator.Report:
         kernel = launch.entry.rpartition("_")[0]
         if not kernel.startswith(ops):
-            return run_once(launch, memory, given)
+            return run_once(launch, memory, given, observer)
         buffers = [buffer for buffer in memory.buffers if buffer.nbytes < MAX_BYTES]
         launches.unchecked += [f"{kernel}: {buffer.name}" for buffer in memory.buffers if buffer.nbytes >= MAX_BYTES]
         before = [(buffer.data.copy(), None if buffer.valid is None else buffer.valid.copy()) for buffer in buffers]

@@ -12,19 +12,34 @@ from ..frontend.layout import SHARED_BASE, Layout
 from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
-from . import asynchronous, floats, integers, memory, moves, products, warps
+from . import (
+    asynchronous,
+    floats,
+    integers,
+    memory,
+    moves,
+    predicates,
+    products,
+    tensor_allocation,
+    tensor_moves,
+    tensor_products,
+    warps,
+)
 from .control_codes import findings
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
 from .table import MachineInstruction
 
-FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
+# importing them fills the instruction table
+FAMILIES = (
+    asynchronous, floats, integers, memory, moves, predicates, products, tensor_allocation, tensor_moves, tensor_products, warps,
+)  # fmt: skip
 _KINDS = ("P", "UP", "R", "UR", "B")
 
 
-def load_machine_code(cubin: bytes, text: str) -> Module:
-    """Load a cubin with its disassembly (`nvdisasm -c -hex`).
+def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
+    """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
     list of everything unknown. Registers that the control codes do not guard are findings of every launch.
@@ -35,7 +50,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         (name,) = info.entries
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
-        lift = Lift(listing).run()
+        lift = Lift(listing, is_traced).run()
         layout = make_layout(info, lift.decoded)
         problems = lift.problems
         check_operands(lift.decoded, layout, problems)
@@ -46,7 +61,9 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         masks = {row for name, row in layout.rows.items() if name.startswith("B")}  # of regions: none at the start, not undefined
         flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
-    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing))})
+    allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
+    prepare = tensor_allocation.prepare if allocates else None
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing), prepare=prepare)})
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
