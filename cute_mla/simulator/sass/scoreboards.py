@@ -2,7 +2,7 @@
 
 An instruction of variable latency, such as a load, names a write scoreboard that holds until its results are there, and a read
 scoreboard that holds until its operands have been read. A later instruction that needs either waits with its mask. The check follows
-all paths of the control flow and keeps what may be in flight. Six rules come from the code that ptxas makes:
+all paths of the control flow and keeps what may be in flight. Seven rules come from the code that ptxas makes:
 
 1. Guards and source predicates are read at issue.
 2. Whoever waits for an instruction's results may also overwrite its operands.
