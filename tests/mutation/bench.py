@@ -31,6 +31,7 @@ from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
 from tests.mutation.planting import Planted, survivors
+from tests.mutation.reloading import Reloader
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -75,11 +76,16 @@ def key_of(kernel: KernelEntry, code: str) -> str:
     return kernel.ptx_sha256 if code == "ptx" else kernel.cubin_sha256
 
 
+@lru_cache(4)
+def _reloader(shipped: str) -> Reloader:
+    return Reloader(shipped)
+
+
 @lru_cache(1)
 def _loaded(kernel: str, text: str, code: str) -> simulator.Module:
-    if code == "ptx":
-        return simulator.load_module(text)
     artifacts = load_artifacts()
+    if code == "ptx":
+        return _reloader(artifacts.ptx(artifacts.manifest.kernels[kernel])).load(text)
     return load_machine_code(artifacts.cubin(artifacts.manifest.kernels[kernel]), text)
 
 
