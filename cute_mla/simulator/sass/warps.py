@@ -180,6 +180,9 @@ def reconverge(e: Emitter, ins: SassInstruction) -> None:
 @runtime
 def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
     """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave."""
+    if w.whole:
+        mask[...] = 0
+        return True
     stored = w.cta.registers.banks["r"][row]
     for index, masks in per_warp(w, mask):
         lanes = w.lanes[index]
