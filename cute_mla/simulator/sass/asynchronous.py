@@ -80,7 +80,10 @@ def test_phase(e: Emitter, ins: SassInstruction) -> None:
     out = e.temp()
     e.line(f"{out} = empty(w.n, bool)")
     expected = f"array({source(e, parity, 'u32')} >> {constant(e, 'u32', 31)})"
-    e.line(f"if not mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False): return BLOCKED")
+    wait = f"mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False)"
+    if "TRYWAIT" not in ins.modifiers:
+        wait = f"test_phase_now(w, {own(e, ins, 1)}, {expected}, {out})"
+    e.line(f"if not {wait}: return BLOCKED")
     if e.tainted:
         for register in result.registers():
             e.line(f"{e.taint(register)}.fill(False)")

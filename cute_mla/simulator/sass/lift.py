@@ -17,6 +17,7 @@ from .flow import is_conditional, is_never, spans
 from .listing import NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
 from .listing import Operand as SassOperand
 from .table import MachineInstruction, lookup
+from .trace import traced
 
 SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
@@ -28,10 +29,14 @@ Guard = tuple[Reg, bool] | None
 
 
 class Lift:
-    """Lifting of one listing. decoded: the result. labels: name -> index in it. problems: unknown instructions -> their addresses."""
+    """Lifting of one listing. is_traced: pseudo-instructions hand operands to a MachineTrace.
 
-    def __init__(self, listing: Listing) -> None:
+    decoded: the result. labels: name -> index in it. problems: unknown instructions -> their addresses.
+    """
+
+    def __init__(self, listing: Listing, is_traced: bool = False) -> None:
         self.listing = listing
+        self.is_traced = is_traced
         self.decoded: list[Decoded] = []
         self.labels: dict[str, int] = {}
         self.problems: dict[str, list[int]] = {}
@@ -81,6 +86,9 @@ class Lift:
         if guard is not None and spec.taint == "own" and spec.pure and ins.base not in _PREDICATES:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
         access = accesses(ins)
+        record = traced(ins) if self.is_traced else None
+        if record is not None:
+            self.decoded.append(record)
         instruction = MachineInstruction(ins.opcode, [], guard, 0, f"{ins.address:#x} {ins.text}", ins)
         self.decoded.append(Decoded(instruction, spec, match, access.reads, access.writes, access.accumulators))
 

@@ -37,8 +37,8 @@ FAMILIES = (
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
-def load_machine_code(cubin: bytes, text: str) -> Module:
-    """Load a cubin with its disassembly (`nvdisasm -c -hex`).
+def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
+    """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
     list of everything unknown.
@@ -49,7 +49,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         (name,) = info.entries
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
-        lift = Lift(listing).run()
+        lift = Lift(listing, is_traced).run()
         layout = make_layout(info, lift.decoded)
         problems = lift.problems
         check_operands(lift.decoded, layout, problems)

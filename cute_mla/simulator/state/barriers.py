@@ -184,3 +184,13 @@ class ClusterBarrier:
     def state(self) -> str:
         """Return in words how far the round is."""
         return f"{self.arrived} of {self.threads - self.exited} threads have arrived"
+
+
+class Question:
+    """Question of a warp whether a phase is complete now, which waits for the observer that keeps the time."""
+
+    name = "the answer whether a phase is complete"
+
+    def state(self) -> str:
+        """Return the state as findings show it."""
+        return "not answered"
