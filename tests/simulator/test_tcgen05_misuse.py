@@ -351,7 +351,7 @@ MACHINE_CODE: dict[str, Evidence] = {
     "never any room": (test_allocation_that_never_gets_room_is_a_deadlock, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
     "not freed": (test_not_freed_at_exit, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
     "four allocations": (test_several_warps_allocate_one_after_the_other, "UVIRTCOUNT.DEALLOC.SMPOOL ATOMS.OR ATOMS.AND"),
-    "pairs allocate": (partial(test_pair_allocates_together, SCHEDULES[3]), "STAS"),
+    "pairs allocate": (partial(test_pair_allocates_together, SCHEDULES[3]), "STAS SYNCS.ARRIVE.TRANS64.RED"),
 }
 
 

@@ -189,6 +189,10 @@ def test_refused_at_load(text: str) -> None:
 
 MACHINE_CODE: dict[str, Evidence] = {
     "all columns": (partial(test_load, "32x32b", 128, False), "LDTM.x128"),
+    **{f"load {count} columns": (partial(test_load, "32x32b", count, False), f"LDTM{f'.x{count}' * (count > 1)}")
+       for count in (1, 16, 64)},
+    **{f"store {count} columns": (partial(test_store, "32x32b", count, False), f"STTM{f'.x{count}' * (count > 1)} FENCE.VIEW.ASYNC.T")
+       for count in (1, 8, 16, 64)},
     "packed columns": (partial(test_load, "32x32b", 8, True), "LDTM.x8.PACK16BIT"),
     **{f"load {shape}": (partial(test_load, shape, 8, False), f"LDTM.{name}.x8") for shape, name in (
         ("16x64b", "16dp64bit"), ("16x128b", "16dp128bit"), ("16x256b", "16dp256bit"))},
