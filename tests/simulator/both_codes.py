@@ -58,7 +58,10 @@ def both_codes(*ops: str, edit: Edit = unchanged) -> Iterator[Launches]:
     launches = Launches()
     run_once = simulator.run
 
-    def run(launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy) -> simulator.Report:
+    def run(
+        launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy, observer: simulator.Observer | None
+    ) -> simulator.Report:
+        assert observer is None
         kernel = launch.entry.rpartition("_")[0]
         if not kernel.startswith(ops):
             return run_once(launch, memory, given)
