@@ -80,14 +80,18 @@ def keep(e: Emitter, operand: Register, kind: str, value: str, there: str, ins: 
 
 @op(r"R2UR(.BROADCAST)?", taint="own", pure=False)
 def to_uniform(e: Emitter, ins: SassInstruction) -> None:
-    """Emit the move of the first lane under the guard to a uniform register of its warp."""
+    """Emit the move of the first lane under the guard to a uniform register of its warp, with its poison."""
     result, value = ins.operands
     if not isinstance(result, Register) or result.is_predicate:
         raise Unsupported("R2UR with a predicate")
     there = e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a uniform register")
+    taint, mark = e.taint_of(registers_of(value)) if e.tainted else None, e.temp()
+    if taint is not None:
+        e.line(f"{mark} = first_lanes(w, {taint}, {there})")
     keep(e, result, "u32", f"first_lanes(w, {source(e, value, 'u32')}, {there})", there, ins)
+    for register in result.registers() if taint is not None else ():
+        e.line(f"copyto({e.taint(register)}, {mark}, where=vote_any(w, {there}))")
 
 
 @runtime
