@@ -168,6 +168,11 @@ _HALVES = [
     "fma.rn.bf16x2 $, %r1, %r2, %r3;", "mul.f16x2 $, %r1, %r2;", "add.f16x2 $, %r1, %r2;", "fma.rn.f16x2 $, %r1, %r2, %r3;",
 ]  # fmt: skip
 
+_PACKED = [
+    *(line for f in ("add.rn", "add.rm", "add.rn.ftz", "sub.rn", "mul.rn") for line in wide(f"{f}.f32x2 %rd7, %rd4, %rd5;")),
+    *wide("fma.rn.f32x2 %rd7, %rd4, %rd5, %rd4;"), *wide("fma.rn.ftz.f32x2 %rd7, %rd4, %rd4, %rd5;"),
+]  # fmt: skip
+
 _WORDS = [
     *wide("shr.u64 %rd7, %rd4, %r3;"), *wide("shr.u64 %rd7, %rd4, 3;"), "clz.b32 $, %r1;", "mov.u32 $, %lanemask_lt;",
 ]  # fmt: skip
@@ -249,6 +254,7 @@ PLAIN = (
                                      "STS.U16", "BAR.SYNC", "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
     Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR")),
     gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
+    gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
     Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
