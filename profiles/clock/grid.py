@@ -1,14 +1,15 @@
 """Time of a row on a GPU, from the clocks of one cluster and the work that the plan gives to each CTA. Pure arithmetic.
 
-    kernel  = fixed part + blocks and seams of the longest CTA, or the bytes over the rate of memory if that is longer
-    call    = launch + kernel + the combine after it
-    stream  = waves of CTAs, or bytes over the rate of memory, for a kernel without a loop over keys
+kernel  = fixed part + blocks and seams of the longest CTA, or the bytes over the rate of memory if that is longer
+call    = launch + kernel + the combine after it
+stream  = waves of CTAs, or bytes over the rate of memory, for a kernel without a loop over keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..model.partition import CtaWork
 from ..model.prediction import Combine, Launch
@@ -45,7 +46,7 @@ def clock_ghz(constants: Constants, use: float) -> float:
     )
     if use <= points[0][0]:
         return points[0][1]
-    for (low, above), (high, below) in zip(points, points[1:], strict=False):
+    for (low, above), (high, below) in pairwise(points):
         if use <= high:
             return above + (below - above) * (use - low) / (high - low)
     return points[-1][1]
@@ -86,7 +87,9 @@ def row_time(launch: Launch, times: KernelTimes, seam: float, constants: Constan
         "blocks": work.blocks * times.block / ghz / 1e3,
         "seams": seams / ghz / 1e3,
         "memory beyond them": max(memory - (own - times.fixed / ghz / 1e3), 0.0),
-        "combine": 0.0 if launch.combine is None or combine is None else constants.dependent_us + stream_us(launch.combine, combine, constants),
+        "combine": 0.0
+        if launch.combine is None or combine is None
+        else constants.dependent_us + stream_us(launch.combine, combine, constants),
     }
     us = sum(terms.values())
     return RowTime(us, ghz, terms, _binds(terms, us, times))

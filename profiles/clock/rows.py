@@ -151,12 +151,17 @@ def markdown(rows: Sequence[dict[str, Any]], gpu: str) -> str:
         if found.get("kernel"):
             kernels.setdefault(found["kernel"], found)
     units = list(next(iter(kernels.values()))["use"]) if kernels else []
-    lines = [f"| kernel | clocks a block | {' | '.join(f'{unit}, %' for unit in units)} | fixed part | seam |", "|---" * (len(units) + 4) + "|"]
+    lines = [
+        f"| kernel | clocks a block | {' | '.join(f'{unit}, %' for unit in units)} | fixed part | seam |",
+        "|---" * (len(units) + 4) + "|",
+    ]
     for name, found in kernels.items():
         block = found["block_clocks"]
         use = " | ".join(f"{100 * found['use'][unit]:.0f}" for unit in units)
         seam = f"{found['seam_clocks']:,.0f}" if found["seam_clocks"] else "-"
-        lines.append(f"| {name} | {block['nominal']:,.0f} ({between(block['low'], block['high'])}) | {use} | {found['fixed_clocks']:,.0f} | {seam} |")
+        lines.append(
+            f"| {name} | {block['nominal']:,.0f} ({between(block['low'], block['high'])}) | {use} | {found['fixed_clocks']:,.0f} | {seam} |"
+        )
     lines += ["", "| row | problem | roofline us | model us | clock us | range | GHz | binds |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         found, model = row["clock"][gpu], row["model"][gpu]

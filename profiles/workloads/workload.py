@@ -47,7 +47,8 @@ class Check:
 class Workload(ABC, Generic[OperandsT]):
     """A case on a device with several operand sets of equal shapes, which differ in values and addresses.
 
-    sets: their number; None: enough that no launch finds its operands in L2 (rotation_sets). Timed calls share lengths, plan and workspace. tolerances: by name of the result.
+    Timed calls share lengths, plan and workspace. tolerances: by name of the result. sets: number of operand sets; None: enough that no
+    launch finds its own in L2.
     """
 
     tolerances: Mapping[str, Tolerance]
