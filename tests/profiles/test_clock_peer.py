@@ -47,8 +47,8 @@ def merge_description(states: int = 2) -> dict[str, Any]:
         else:
             parameters.append({kinds[param.kind]: numbers.get(param.name, 0)})
     return {
-        "name": "merge", "blocks": states, "grid": [1, 1, 1], "block": list(entry.block), "smem_bytes": entry.smem_bytes, "buffers": buffers,
-        "parameters": parameters,
+        "name": "merge", "blocks": states, "grid": [1, 1, 1], "block": list(entry.block), "smem_bytes": entry.smem_bytes,
+        "buffers": buffers, "parameters": parameters,
     }  # fmt: skip
 
 
