@@ -164,6 +164,7 @@ _PACKED = [
 
 _WORDS = [
     *wide("shr.u64 %rd7, %rd4, %r3;"), *wide("shr.u64 %rd7, %rd4, 3;"), "clz.b32 $, %r1;", "mov.u32 $, %lanemask_lt;",
+    "cvt.s32.s8 $, %r1;", "cvt.s32.s16 $, %r2;",
 ]  # fmt: skip
 
 _GLOBAL = """

@@ -75,7 +75,7 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     ),
     _one: (
         "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
+        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SGXT SHF "
         "SYNCS UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
@@ -208,6 +208,8 @@ def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
         return 2
     if ins.base in ("UTMALDG", "UTMAPF", "UTMASTG"):
         dimensions = next(int(word[0]) for word in ins.modifiers if re.fullmatch(r"\dD", word))
+        if "GATHER4" in ins.modifiers:
+            dimensions = 5  # a column and four rows
         return dimensions + (2 if ins.base == "UTMALDG" else 1) if index == 0 else 2
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"
