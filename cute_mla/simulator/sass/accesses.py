@@ -109,7 +109,7 @@ def accesses(ins: SassInstruction) -> Access:
     writes: list[Reg] = []
     count = destinations(ins)
     for index, operand in enumerate(ins.operands):
-        if isinstance(operand, Register):
+        if isinstance(operand, Register) and operand.kind != "SB":  # a scoreboard is no register
             (writes if index < count else reads).extend(operand.registers(width(ins, index)))
         elif isinstance(operand, Address):
             reads.extend(_address(ins, index, operand))
