@@ -175,7 +175,6 @@ _PACKED = [
 
 _WORDS = [
     *wide("shr.u64 %rd7, %rd4, %r3;"), *wide("shr.u64 %rd7, %rd4, 3;"), "clz.b32 $, %r1;", "mov.u32 $, %lanemask_lt;",
-    "cvt.s32.s8 $, %r1;", "cvt.s32.s16 $, %r2;",
 ]  # fmt: skip
 
 _GLOBAL = """
@@ -256,7 +255,7 @@ PLAIN = (
     Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR")),
     gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
-    gathered("words", _WORDS, "SHF.R.U64 FLO.U32 SGXT"),
+    gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
     Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
     Evidence("spilled", _SPILLED, _MANY, ("STL", "LDL"), registers=32),

@@ -298,18 +298,6 @@ def floored(e: Emitter, ins: SassInstruction, value: str, kind: str) -> str:
     return f"maximum({value}, {constant(e, kind, 0)})" if "RELU" in ins.modifiers else value
 
 
-@op(r"SGXT(.U32)?")
-def extend_sign(e: Emitter, ins: SassInstruction) -> None:
-    """Emit the extension of the lowest bits of a word, as many as a literal says, by their sign or by zeros."""
-    result, value, bits = ins.operands
-    if not isinstance(bits, Immediate) or not 0 < bits.bits < 32:
-        raise Unsupported("SGXT of other than 1 to 31 bits")
-    left = f"({source(e, value, 'u32')} << {constant(e, 'u32', 32 - bits.bits)})"
-    kind = "u32" if "U32" in ins.modifiers else "s32"
-    moved = left if kind == "u32" else f"{left}.view({e.constants.thing(np.dtype('i4'))})"
-    assign(e, result, kind, f"{moved} >> {constant(e, kind, 32 - bits.bits)}")
-
-
 @op(r"IABS")
 def absolute(e: Emitter, ins: SassInstruction) -> None:
     """Emit |a|."""
