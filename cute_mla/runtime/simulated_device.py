@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from .uninitialized import UninitializedMemory
 if TYPE_CHECKING:
     from ..simulator import Finding, Module
     from ..simulator.engine.counts import Counts
+    from ..simulator.sass.trace import MachineTrace
 
 _ON_FINDING = ("raise", "collect")
 _CODES = ("ptx", "sass")
@@ -69,6 +71,7 @@ class SimulatedDevice:
         self.seconds = 0.0
         self.launches = 0
         self.counts: dict[str, Counts] | None = None
+        self._attach: Callable[[KernelEntry, MachineTrace], None] | None = None
         self.call_cache = CallCache(exact=True)
         self._policy = simulator.Policy.named(schedule, seed)
         self._order = f"schedule {schedule}, seed {seed}"
@@ -109,7 +112,7 @@ class SimulatedDevice:
             self._uninitialized.register(memory, name, start, stop)
         launch = self._simulator_launch(kernel, grid, args, pdl)
         misuse = findings_of(kernel, args)
-        report = simulator.run(launch, memory, self._policy)
+        report = simulator.run(launch, memory, self._policy, self._trace(kernel, launch))
         for _, start, stop in regions:
             self._uninitialized.update(memory, start, stop)
         self.launches += 1
@@ -126,6 +129,26 @@ class SimulatedDevice:
     def count_by_role(self) -> None:
         """Count the warp instructions of all later launches, by kernel, role and class."""
         self.counts = {}
+
+    def trace_machine_code(self, attach: Callable[[KernelEntry, MachineTrace], None]) -> None:
+        """Record the instructions of the first cluster of all later launches. ValueError unless the code is "sass".
+
+        attach: called with the kernel and the empty trace of each launch, before it runs.
+        """
+        if self.code != "sass":
+            raise ValueError(f'the device runs {self.code!r}; machine code is traced inside simulate(.., code="sass")')
+        self._attach = attach
+        self._policy = replace(self._policy, waits_block=True)
+
+    def _trace(self, kernel: KernelEntry, launch: simulator.Launch) -> MachineTrace | None:
+        """Return the observer of a launch: its trace, or None."""
+        if self._attach is None:
+            return None
+        from ..simulator.sass.trace import MachineTrace
+
+        trace = MachineTrace(launch.target.flow.blocks)
+        self._attach(kernel, trace)
+        return trace
 
     def _report(self, kernel: KernelEntry, grid: tuple[int, int, int], findings: Sequence[Finding]) -> None:
         """Collect the findings of a launch. SimulationError if there are any and on_finding is "raise"."""
@@ -167,7 +190,7 @@ class SimulatedDevice:
             raise ArtifactError(f"{kernel.name} cannot be launched on grid {grid}: {error}") from error
 
     def _module(self, kernel: KernelEntry) -> Module:
-        key = kernel.ptx_sha256 if self.code == "ptx" else kernel.cubin_sha256
+        key = kernel.ptx_sha256 if self.code == "ptx" else kernel.cubin_sha256 + " traced" * (self._attach is not None)
         with _modules_lock:
             module = _modules.pop(key, None) or self._load(kernel)
             _modules[key] = module
@@ -178,11 +201,11 @@ class SimulatedDevice:
     def _load(self, kernel: KernelEntry) -> Module:
         if self.code == "ptx":
             return simulator.load_module(self._artifacts.ptx(kernel))
-        from ..simulator.sass.disassembler import disassemble
         from ..simulator.sass.module import load_machine_code
+        from ..simulator.sass.text_cache import disassembly
 
         cubin = self._artifacts.cubin(kernel)
-        return load_machine_code(cubin, disassemble(cubin))
+        return load_machine_code(cubin, disassembly(cubin), is_traced=self._attach is not None)
 
 
 def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Finding]:

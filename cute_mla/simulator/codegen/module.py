@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from ..frontend.layout import Layout, make_layout
 from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded, decode
+from ..state.cta import Cta
 from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
@@ -25,6 +26,7 @@ class Entry:
     """One kernel.
 
     undefined: names of registers that some path reads before writing them (they start poisoned). unfenced: wgmmas that lack a fence.
+    prepare: sets what shared memory a CTA finds set when it starts.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Entry:
     translator: Translator
     undefined: tuple[str, ...] = ()
     unfenced: tuple[Instruction, ...] = ()
+    prepare: Callable[[Cta], None] | None = None
 
 
 @dataclass
@@ -92,7 +95,11 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
-    translator = Translator(text.name, flow, layout)
+    return make_entry(text, flow, layout, Translator(text.name, flow, layout))
+
+
+def make_entry(text: EntryText, flow: Flow, layout: Layout, translator: Translator) -> Entry:
+    """Put an entry together from its analysis."""
     names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))

@@ -53,6 +53,7 @@ class Machine:
         self.blocks = self.entry.flow.blocks
         self.memory = memory
         self.policy = policy
+        self.observer = observer
         self.splits_convoys = policy.splits_convoys
         self.dependent = launch.dependent
         self.rng = np.random.default_rng(policy.seed)
@@ -143,7 +144,7 @@ class Machine:
                 if result >= 0:
                     group.pc = result
                 elif result == EXIT:
-                    self.executed.add(block, warps)
+                    self._count(cta, block, warps)
                     self._exit(group)
                     return
                 else:
@@ -152,13 +153,19 @@ class Machine:
             else:
                 assert isinstance(result, Split)
                 self.convoys.split(group, result)
-            budget -= self.executed.add(block, warps)
+            budget -= self._count(cta, block, warps)
             if self.splits_convoys and len(group.warps) > 1:
                 self.convoys.scatter(group)
             if budget <= 0 or group.rejoins:
                 group.yielded, group.rejoins = True, False
                 self.scheduler.add(group)
                 return
+
+    def _count(self, cta: Cta, block: Block, warps: tuple[int, ...]) -> int:
+        """Count an executed block. Return the warp instructions that were executed."""
+        if self.observer is not None:
+            self.observer.executed(cta, block.index, warps)
+        return self.executed.add(block, warps)
 
     def _translate(self, block: Block, tainted: bool) -> Callable[[Window], object]:
         function = self.entry.translator.compile(block, tainted)
@@ -213,6 +220,8 @@ class Machine:
         except Fault as fault:
             self._stop(fault, fault.__traceback__)
         if len(self.clusters.running) < MAX_CLUSTERS and self._start_cluster():
+            return True
+        if self.observer is not None and self.observer.stuck(self):
             return True
         groups = [group for cluster in self.clusters.running for cta in cluster.ctas for group in self.clusters.groups(cta)]
         waiting = [group for group in groups if can_time_out(group)]
@@ -298,7 +307,7 @@ class Machine:
 
     def refuse_wait(self, barriers: Sequence[Mbarrier], hint: bool) -> bool:
         """Return True when a wait whose phases are not complete may answer false now; else block the running group."""
-        if self.running.may_fail(barriers, hint):
+        if self.running.may_fail(barriers, hint or self.policy.waits_block):
             return True
         self.wait_lists.block(self.running, barriers)
         return False
@@ -332,7 +341,7 @@ class Machine:
         """Move the groups inside a named barrier behind it, and wake them. Return their warps."""
         warps = []
         for group in self.wait_lists.groups(barrier):
-            self.executed.add(self.blocks[group.pc], group.warps)
+            self._count(group.cta, self.blocks[group.pc], group.warps)
             group.pc += 1
             warps.append(group.warps)
         self.wake(barrier)

@@ -17,12 +17,14 @@ class Policy:
         "adversarial" splits convoys and runs one warp as far as possible before any other moves.
     async_mode: asynchronous work completes at issue ("eager"), as late as is legal ("lazy") or at a seeded time between.
     quantum: warp instructions that a convoy runs before another gets its turn (ignored by "adversarial").
+    waits_block: a wait for a phase of an mbarrier does not answer false while something can still go on.
     """
 
     schedule: str = "round_robin"
     seed: int = 0
     async_mode: str = "eager"
     quantum: int = DEFAULT_QUANTUM
+    waits_block: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

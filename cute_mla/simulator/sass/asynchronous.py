@@ -10,12 +10,13 @@ from ..isa.table import runtime
 from ..isa.tensor_copies import Form, tma_load
 from ..state.registers import WARP
 from ..state.window import Window
-from .accesses import destinations, width
+from .accesses import accesses, destinations, width
 from .listing import Address, Immediate, Register, SassInstruction
 from .memory import assign_loaded, stored
 from .operands import address, assign, constant, memory_operand, pair, source
 from .table import ignored, op
 
+_ROOM = Immediate(0x36)
 MAX_COUNT = 1 << 20  # a raw mbarrier holds this minus the count of arrivals, from bit 1 on
 
 
@@ -79,7 +80,10 @@ def test_phase(e: Emitter, ins: SassInstruction) -> None:
     out = e.temp()
     e.line(f"{out} = empty(w.n, bool)")
     expected = f"array({source(e, parity, 'u32')} >> {constant(e, 'u32', 31)})"
-    e.line(f"if not mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False): return BLOCKED")
+    wait = f"mbarrier_wait(w, {own(e, ins, 1)}, {expected}, {out}, True, False)"
+    if "TRYWAIT" not in ins.modifiers:
+        wait = f"test_phase_now(w, {own(e, ins, 1)}, {expected}, {out})"
+    e.line(f"if not {wait}: return BLOCKED")
     if e.tainted:
         for register in result.registers():
             e.line(f"{e.taint(register)}.fill(False)")
@@ -130,7 +134,7 @@ def uniform_words(e: Emitter, operand: Address, count: int) -> str:
     return f"({', '.join(e.row(register, 'u32') for register in registers)},)"
 
 
-@op(r"UTMALDG.[1-5]D(.MULTICAST)?", pure=False, taint="own", writes=())
+@op(r"UTMALDG.[1-5]D(.MULTICAST)?(.2CTA)?", pure=False, taint="own", writes=())
 def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
     """Emit a TMA load: destination, mbarrier and coordinates in a run, the address of the map in a pair, a mask << 16."""
     place, plan, *others = ins.operands
@@ -141,50 +145,56 @@ def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
     if "MULTICAST" in ins.modifiers:
         mask = source(e, others[0], "u32")
         others = others[1:]
-    if others:
-        raise Unsupported("a TMA load with a cache hint")
+    if len(others) > 1 or not all(isinstance(operand, Address) and operand.space == "desc" for operand in others):
+        raise Unsupported(f"operands {others} of a TMA load")  # a cache policy is a hint
     dimensions = int(ins.modifiers[0][0])
     uniform_words(e, plan, 2)
-    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask})")
+    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask}, {'2CTA' in ins.modifiers})")
 
 
-FORM = Form(cluster=True, pair=False, gather=False)
+FORMS = {pair: Form(cluster=True, pair=pair, gather=False) for pair in (False, True)}
 
 
 @runtime
-def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None) -> None:
+def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None, pair: bool) -> None:
     """Execute UTMALDG in the first lane of each warp."""
     window, where = leaders(w)
     destination, barrier, *coordinates = (word[where] for word in words)
     chosen = None if mask is None else (mask[where] >> np.uint32(16)).astype(np.uint16)
-    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORM)
+    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORMS[pair])
 
 
 ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
 
 
-@op(r"UBLKCP.S.S", pure=False, taint="own", writes=())
+@op(r"UBLKCP.S.[SG]", pure=False, taint="own", writes=())
 def copy_bytes(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a bulk copy between shared memories: destination and mbarrier in a run, the source, and the bytes / 16."""
+    """Emit a bulk copy to shared memory: destination and mbarrier in a run, the source, for global memory a pair, and the bytes / 16."""
     place, start, size = ins.operands
     assert isinstance(place, Address)
     assert isinstance(start, Address)
-    e.line(f"copy_shared_bytes(w, {uniform_words(e, place, 2)}, {uniform_words(e, start, 1)}[0], {source(e, size, 'u32')})")
+    words = uniform_words(e, place, 2)
+    first = f"{uniform_words(e, start, 1)}[0]"
+    if ins.modifiers[-1] == "G":
+        uniform_words(e, start, 2)
+        assert start.uniform is not None
+        first = pair(e, start.uniform)
+    e.line(f"copy_shared_bytes(w, {words}, {first}, {source(e, size, 'u32')}, {ins.modifiers[-1] == 'S'})")
 
 
 @runtime
-def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray) -> None:
-    """Execute UBLKCP in the first lane of each warp."""
+def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray, between: bool) -> None:
+    """Execute UBLKCP in the first lane of each warp. between: the source is shared memory."""
     window, where = leaders(w)
     destination, barrier = (word[where] for word in words)
     nbytes = np.broadcast_to(size, (w.n,))[where] << np.uint32(4)
-    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, True, True)
+    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
-@op(r"LDGSTS.E.BYPASS.128", pure=False, taint="own", writes=())
+@op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
     """Emit cp.async of 16 bytes per thread; where the predicate is false, of zeros."""
-    condition = source(e, ins.operands[2], "pred")
+    condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")
 
@@ -197,11 +207,30 @@ def commit_copies(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"DEPBAR.LE", pure=False, starts=True, writes=())
 def wait_for_copies(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a wait for all but the newest n cp.async groups."""
+    """Emit a wait for all but the newest n cp.async groups, and until all but the newest n groups of asynchronous stores have been read.
+
+    A count of 54 waits for nothing: ptxas puts it in front of UTCATOMSWS, on the scoreboard that this takes, and no code has so much in
+    flight.
+    """
     board, count = ins.operands
+    if count == _ROOM and isinstance(board, Register) and board.kind == "SB":
+        return
     if not (isinstance(board, Register) and board.number == 0 and isinstance(count, Immediate)):
         raise Unsupported("DEPBAR on another scoreboard than SB0")
     e.line(f"cp_async_wait(w, {count.bits}, False)")
+    e.line(f"bulk_wait_group(w, {count.bits}, 1)")
+
+
+@op(r"STAS(.64|.128)?", pure=False, taint="own", writes=())
+def store_async(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a store to any CTA of the cluster that counts at an mbarrier: the pair holds the address of each."""
+    place = memory_operand(ins, 0)
+    if not place.wide or place.base is None or place.base.number is None or place.uniform is not None or place.offset:
+        raise Unsupported(f"operand {place} of STAS")
+    destination, barrier = place.base.registers(2)
+    values, _ = stored(e, ins)
+    e.check_taint(list(accesses(ins).reads), "an asynchronous copy")
+    e.line(f"st_async(w, {e.row(destination, 'u32')}, {values}, {e.row(barrier, 'u32')})")
 
 
 # ---------------------------------------------------------------- matrices, fences, registers
@@ -247,6 +276,23 @@ def take_registers(e: Emitter, ins: SassInstruction) -> None:
 
 ignored(r"USETMAXREG.DEALLOC.CTAPOOL", "moves registers between warps: no effect on values", needs="warp", writes=())
 ignored(r"CCTL.E.PF2", "a hint: no effect on results", writes=())
-ignored(r"CCTL.IVALL", "memory has no caches here", writes=())
+
+
+@op(r"CCTL.IVALL", pure=False, writes=())
+def invalidate(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the second half of a wait until asynchronous stores are in memory; memory has no caches here."""
+    e.line("finish_stores(w)")
+
+
+@runtime
+def finish_stores(w: Window) -> None:
+    """Complete the groups of asynchronous stores whose sources the threads have waited for."""
+    for lane in w.lanes if w.cta.bulk else ():
+        groups = w.cta.bulk.get(int(lane))
+        if groups is not None:
+            waited = [all(copy.waited for copy in group) for group in groups.committed]
+            groups.wait(len(waited) - (waited.index(False) if False in waited else len(waited)), 2)
+
+
 ignored(r"ERRBAR", "orders error reports", writes=())
 ignored(r"CGAERRBAR", "orders error reports", writes=())

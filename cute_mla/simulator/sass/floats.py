@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,11 +12,12 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.floats import APPROXIMATIONS
 from ..isa.table import runtime
 from ..numerics import elementwise
-from .integers import assign_compared
-from .listing import Operand, Register, SassInstruction
+from .listing import Immediate, Operand, Register, SassInstruction
 from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
+from .predicates import assign_compared
 from .table import op
 
+_SCALES_OF_1 = 0x7F7F  # two ue8m0 of 2^0
 _ROUNDINGS = {"RM": "rm", "RP": "rp", "RZ": "rz"}
 
 
@@ -69,10 +71,10 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)")
+@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own")
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
-    first, second, left, right, other = ins.operands
+    left, right, other = ins.operands[2:]
     a, b = floats(e, ins, (left, right))
     name = ins.modifiers[0].lower()
     if name in _UNORDERED:
@@ -81,7 +83,7 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
         value = f"not_equal_ordered({a}, {b})"
     else:
         value = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
-    assign_compared(e, (first, second), value, source(e, other, "pred"), ins.modifiers)
+    assign_compared(e, ins, value, [left, right], other)
 
 
 @op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)")
@@ -137,19 +139,64 @@ def packed(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], values, "f32")
 
 
+# ---------------------------------------------------------------- 16-bit
+
+
+@op(r"(HADD2|HMUL2)(.BF16_V2)?")
+def halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit arithmetic on pairs of 16-bit floats. H0_H0, H1_H1: one half of an operand for both."""
+    kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
+    function = elementwise.half_arithmetic({"HADD2": "add", "HMUL2": "mul"}[ins.base], kind, nan=False)
+    values = ", ".join(half_pair(e, operand) for operand in ins.operands[1:])
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {values})")
+
+
+@op(r"HFMA2(.MMA)?(.BF16_V2)?")
+def fused_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a * b + c on pairs of 16-bit floats. A literal is printed as two halves; -0 * 0 plus a literal is a move."""
+    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
+    literals = len(ins.operands) - 1 - len(sources)
+    if len(sources) + literals // 2 != 3 or literals not in (0, 2):
+        raise Unsupported("HFMA2 with other literals")
+    pairs = [half_pair(e, operand) for operand in sources]
+    if literals:
+        literal = constant(e, "u32", ins.low >> 32)
+        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
+        if place == 2 and all(isinstance(operand, Register) and operand.number is None for operand in sources):
+            assign(e, ins.operands[0], "u32", literal)
+            return
+        pairs.insert(place, literal)
+    function = elementwise.half_arithmetic("fma", "bf16" if "BF16_V2" in ins.modifiers else "f16", nan=False)
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(pairs)})")
+
+
+def half_pair(e: Emitter, operand: Operand) -> str:
+    """Return the expression of a pair of 16-bit floats."""
+    if not isinstance(operand, Register) or operand.absolute or operand.inverted:
+        raise Unsupported(f"operand {operand} as a pair of halves")
+    value = source(e, replace(operand, negative=False, suffixes=()), "u32")
+    if operand.suffixes == ("H0_H0",):
+        value = f"(({value} & {constant(e, 'u32', 0xFFFF)}) * {constant(e, 'u32', 0x10001)})"
+    elif operand.suffixes == ("H1_H1",):
+        value = f"(({value} >> {constant(e, 'u32', 16)}) * {constant(e, 'u32', 0x10001)})"
+    elif operand.suffixes:
+        raise Unsupported(f"halves {operand.suffixes}")
+    return f"({value} ^ {constant(e, 'u32', 0x80008000)})" if operand.negative else value
+
+
 # ---------------------------------------------------------------- conversions
 
 
-@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)")
+@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?")
 def from_integer(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a conversion of integers to f32, to nearest or upwards."""
+    """Emit a conversion of integers to f32, to nearest, upwards or towards zero."""
     words = ins.modifiers
     if "U64" in words or "S64" in words:
         value = pair(e, ins.operands[1])
         value = f"{value}.view({e.constants.thing(np.dtype('i8'))})" if "S64" in words else value
     else:
         value = source(e, ins.operands[1], "u32" if "U32" in words else "s32")
-    function = "integer_to_f32_up" if "RP" in words else "integer_to_f32"
+    function = "integer_to_f32_up" if "RP" in words else "integer_to_f32_short" if "RZ" in words else "integer_to_f32"
     assign(e, ins.operands[0], "f32", f"{function}({value})")
 
 
@@ -160,6 +207,15 @@ def integer_to_f32_up(x: np.ndarray) -> np.ndarray:
     # longdouble holds every integer of 64 bits, so that the comparison is exact.
     short = near.astype(np.longdouble) < x.astype(np.longdouble)
     result: np.ndarray = np.where(short, np.nextafter(near, np.float32(np.inf)), near)
+    return result
+
+
+@runtime
+def integer_to_f32_short(x: np.ndarray) -> np.ndarray:
+    """Round integers to f32 towards zero."""
+    near = x.astype(np.float32)
+    far = np.abs(near.astype(np.longdouble)) > np.abs(x.astype(np.longdouble))
+    result: np.ndarray = np.where(far, np.nextafter(near, np.float32(0)), near)
     return result
 
 
@@ -193,16 +249,18 @@ def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"{merged} | f32_to_fp8x2({a}, {b}, {kind!r})")
 
 
-@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B")
+@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B")
 def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16."""
-    operand = ins.operands[1]
+    """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16 or bf16. bf16 has two scales, which must be 1."""
+    operand, *scales = ins.operands[1:]
     assert isinstance(operand, Register)
+    if scales not in ([], [Immediate(_SCALES_OF_1, ("H0",))]):
+        raise Unsupported(f"scales {scales}")
     value = source(e, operand, "u32")
     if operand.suffixes == ("H1",):
         value = f"({value} >> {constant(e, 'u32', 16)})"
     narrow = e.constants.thing(np.dtype("u2"))
-    assign(e, ins.operands[0], "u32", f"fp8x2_to_f16x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
+    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
 
 
 @op(r"HADD2.F32")

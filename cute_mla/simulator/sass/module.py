@@ -12,18 +12,38 @@ from ..frontend.layout import SHARED_BASE, Layout
 from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
-from . import asynchronous, floats, integers, memory, moves, products, warps
+from . import (
+    asynchronous,
+    floats,
+    integers,
+    local_memory,
+    memory,
+    moves,
+    predicates,
+    products,
+    stores,
+    tensor_allocation,
+    tensor_moves,
+    tensor_products,
+    warps,
+)
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
 from .table import MachineInstruction
 
-FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
+# importing them fills the instruction table
+FAMILIES = (
+    asynchronous, floats, integers, local_memory, memory, moves, predicates, products, stores, tensor_allocation, tensor_moves,
+    tensor_products, warps,
+)  # fmt: skip
+LARGEST_ACCESS = 16  # bytes; the stack ends at a multiple of it
+JUMP_TABLES = 2  # constant bank of the tables of indirect branches
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
-def load_machine_code(cubin: bytes, text: str) -> Module:
-    """Load a cubin with its disassembly (`nvdisasm -c -hex`).
+def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
+    """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
     list of everything unknown.
@@ -34,7 +54,7 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
         (name,) = info.entries
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
-        lift = Lift(listing).run()
+        lift = Lift(listing, is_traced).run()
         layout = make_layout(info, lift.decoded)
         problems = lift.problems
         check_operands(lift.decoded, layout, problems)
@@ -43,7 +63,9 @@ def load_machine_code(cubin: bytes, text: str) -> Module:
             raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
         translator = Translator(name, flow, layout)
-    return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
+    allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
+    prepare = tensor_allocation.prepare if allocates else None
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, prepare=prepare)})
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
@@ -53,7 +75,7 @@ def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
 
 def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
     """Lay out registers in the order of their numbers, and parameters where constant bank 0 has them."""
-    layout = Layout(params_begin=info.param_base, dynamic_base=SHARED_BASE)
+    layout = Layout(params_begin=info.param_base, dynamic_base=max(SHARED_BASE, info.shared_bytes))
     registers = {register for item in decoded for register in (*item.reads, *item.writes, *item.accumulators)}
     for register in sorted(registers, key=place_of):
         layout.place(register)
@@ -63,6 +85,10 @@ def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
         layout.params[declared.name] = info.param_base + offset
         ends.append(info.param_base + offset + size)
     layout.param_bytes = max(ends)
+    layout.local_bytes = -(-info.stack_bytes // LARGEST_ACCESS) * LARGEST_ACCESS
+    table = info.sections.get(f".nv.constant2.{info.entries[0]}")
+    if table is not None:
+        layout.tables[JUMP_TABLES] = table
     return layout
 
 

@@ -14,14 +14,14 @@ import numpy as np
 from ..findings import Finding
 from ..numerics.tma import BoxPlan
 from .async_work import PendingCopy
-from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
+from .barriers import ClusterBarrier, Mbarrier, NamedBarrier, Question
 from .cta import Cta
 from .global_trace import EventLog
 from .memory import GlobalMemory
 from .origin import Origin
 from .tensor_memory import TensorMemory
 
-Waitable = Mbarrier | NamedBarrier | ClusterBarrier | TensorMemory  # what a group of lanes can be blocked on
+Waitable = Mbarrier | NamedBarrier | ClusterBarrier | TensorMemory | Question  # what a group of lanes can be blocked on
 
 
 class Engine(Protocol):

@@ -53,6 +53,13 @@ class Observer:
     def fence(self, w: Window, opcode: str) -> None:
         """Note a fence."""
 
+    def executed(self, cta: Cta, block: int, warps: tuple[int, ...]) -> None:
+        """Note that warps of a CTA have executed the block of this index together."""
+
+    def stuck(self, engine: Engine) -> bool:
+        """Note that no warp can go on. Return True if the observer has woken one."""
+        return False
+
     def async_write(self, target: Cta, box: Box) -> None:
         """Note that a TMA load takes effect in target's shared memory."""
 

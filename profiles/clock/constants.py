@@ -1,0 +1,114 @@
+"""Constants of the clock, from the tables [clock.*] of definitions/machines.toml: each with a nominal value, a range and a source."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from ...spec.arch import ARCHS
+from ..model.machines import FILE
+
+NOMINAL, FAST, SLOW = "value", "fast", "slow"
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Timing of one GPU. *_clocks: clocks of the SM that a unit is held. *_latency: clocks from issue, or arrival, to the result.
+
+    The meaning of each constant stands with its source in the file.
+    """
+
+    gpu: str
+    arch: str
+    sm_count: int
+    # issue
+    alu_clocks: int
+    fma_clocks: int
+    multiply_clocks: int
+    convert_clocks: int
+    mufu_clocks: int
+    uniform_clocks: int
+    memory_issue_clocks: int
+    branch_clocks: int
+    operand_read_clocks: int
+    mufu_latency: int
+    shuffle_latency: int
+    special_latency: int
+    constant_latency: int
+    fence_clocks: int
+    # shared memory
+    shared_latency: int
+    shared_bytes: int
+    store_read_clocks: int
+    memory_queue_clocks: int
+    port_slack_clocks: int
+    # tensor core
+    product_flops: int
+    product_tail: int
+    product_tail_registers: int
+    product_depth: int
+    product_depth_registers: int
+    tensor_bytes: int
+    tensor_latency: int
+    commit_latency: int
+    # barriers
+    arrive_latency: int
+    phase_latency: int
+    barrier_latency: int
+    remote_latency: int
+    remote_bytes: float
+    cluster_latency: int
+    # copies and memory
+    copy_issue_clocks: int
+    copy_l2_latency: int
+    copy_hbm_latency: int
+    multicast_latency: int
+    l1_latency: int
+    l2_latency: int
+    hbm_latency: int
+    l1_bytes: int
+    l2_bytes: int
+    hbm_bytes: float
+    # the grid and the clock
+    boost_ghz: float
+    loaded_ghz: float
+    launch_us: float
+    dependent_us: float
+    cta_start_clocks: int
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+def gpus() -> tuple[str, ...]:
+    """Return the GPUs that the clock knows."""
+    return tuple(name for name in _document()["clock"] if name not in ("common", *ARCHS))
+
+
+def constants(gpu: str, end: str = NOMINAL) -> Constants:
+    """Return the constants of a GPU: nominal, or every one at its fast or its slow end. ValueError for an unknown GPU."""
+    clock = _document()["clock"]
+    if gpu not in gpus():
+        raise ValueError(f"the clock has no GPU {gpu!r}; supported: {', '.join(gpus())}")
+    own = clock[gpu]
+    arch = own["arch"]
+    table = {**clock["common"], **clock[arch], **own}
+    plain = {"gpu": gpu, "arch": arch, "sm_count": own["sm_count"]}
+    names = [field.name for field in fields(Constants) if field.name not in plain]
+    wrong = set(names) ^ (table.keys() - {"arch", "sm_count"})
+    if wrong:
+        raise ValueError(f"clock constants of {gpu}: {', '.join(sorted(wrong))} missing or unknown")
+    return Constants(**plain, **{name: _value(gpu, name, table[name], end) for name in names})
+
+
+def _value(gpu: str, name: str, entry: Mapping[str, Any], end: str) -> Any:
+    if not entry.get("source"):
+        raise ValueError(f"clock constant {name} of {gpu} has no source")
+    if NOMINAL not in entry or entry.keys() - {NOMINAL, FAST, SLOW, "source"}:
+        raise ValueError(f"clock constant {name} of {gpu} has {', '.join(sorted(entry))}; supported: value, fast, slow, source")
+    return entry.get(end, entry[NOMINAL])

@@ -1,0 +1,543 @@
+"""Event loop of the clock: the warps of a cluster issue their programs in order, under scoreboards, pipes and units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from .barriers import Mbarrier, NamedBarrier
+from .constants import Constants
+from .instructions import PIPE_NUMBERS, TimedInstruction
+from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
+from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+
+SCHEDULERS = 4
+WARPGROUP = 4
+FOREVER = 1 << 60
+
+
+class StandstillError(RuntimeError):
+    """Warps that wait for something that never comes; the message names them."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Circumstances of a run.
+
+    hbm_bytes: a clock, of each SM. cold: the first load of a line comes from HBM. order: of warpgroups in the tensor core.
+    spans: whether to keep what a timeline shows.
+    """
+
+    hbm_bytes: float
+    cold: bool = True
+    order: str = "fifo"
+    spans: bool = False
+
+
+@dataclass
+class Result:
+    """Times of a run, in clocks. end: the last exit. stalls: clocks by (role's warp, address, cause) of the first CTA.
+
+    product_clocks: of the tensor core of the first CTA. spans: (track, name, start, end, address) when asked for.
+    """
+
+    end: int
+    exits: dict[tuple[int, int], int]
+    stalls: Counter[tuple[int, int, str]]
+    issued: Counter[tuple[int, int]]
+    product_clocks: int
+    port_clocks: float
+    spans: list[tuple[str, str, int, int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """One of the four schedulers of an SM: issues an instruction a clock. pipes: when each is free."""
+
+    __slots__ = ("free", "pipes")
+
+    def __init__(self) -> None:
+        self.free = 0
+        self.pipes = [0] * len(PIPE_NUMBERS)
+
+
+class Sm:
+    """Units of one SM, with the state of the CTA that runs on it."""
+
+    def __init__(self, rank: int, constants: Constants, setting: Setting, at: Callable[[int, Callable[[int], None]], None]) -> None:
+        self.rank = rank
+        self.schedulers = [Scheduler() for _ in range(SCHEDULERS)]
+        self.port = Port(constants)
+        self.memory = Memory(constants, setting.hbm_bytes, setting.cold)
+        self.tensor = TensorCore(constants, self.port, at, setting.order)
+        self.copies = CopyEngine(constants)
+        self.remote = Server()
+        self.queue = TensorQueue(constants, at)
+        self.tensor_memory = [Server() for _ in range(SCHEDULERS)]
+        self.mbarriers: dict[int, Mbarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        self.warpgroups: dict[int, Warpgroup] = {}
+        self.threads = 0
+
+
+class Warpgroup:
+    """Matrix products of four warps. issued: products by warp. groups: the products that end a group."""
+
+    def __init__(self) -> None:
+        self.issued = [0] * WARPGROUP
+        self.products: list[QueuedProduct] = []
+        self.groups: list[int] = []
+        self.closed = [0] * WARPGROUP
+
+
+class Warp:
+    """A warp and its place in its program. ready: when it may issue by its stall count. pending: unresolved results by scoreboard."""
+
+    __slots__ = (
+        "boards",
+        "causes",
+        "copy_groups",
+        "copy_open",
+        "last_copy",
+        "pc",
+        "pending",
+        "program",
+        "rank",
+        "ready",
+        "scheduler",
+        "sm",
+        "starved",
+        "stopped",
+        "warp",
+        "why",
+    )  # fmt: skip
+
+    def __init__(self, sm: Sm, warp: int) -> None:
+        self.sm = sm
+        self.rank = sm.rank
+        self.warp = warp
+        self.program: list[Issue] = []
+        self.starved = True  # its program has ended, or is not known further
+        self.scheduler = sm.schedulers[warp % SCHEDULERS]
+        self.pc = 0
+        self.ready = 0
+        self.boards = [0] * 6
+        self.pending = [0] * 6
+        self.causes = [""] * 6
+        self.stopped = False  # until a scoreboard resolves
+        self.why = ""
+        self.copy_open = 0
+        self.copy_groups: list[int] = []
+        self.last_copy = 0
+
+    def place(self) -> str:
+        """Return where the warp is, for messages."""
+        if not self.program:
+            return f"CTA {self.rank} warp {self.warp} has no program"
+        op = self.program[min(self.pc, len(self.program) - 1)][0]
+        return f"CTA {self.rank} warp {self.warp} is at {op.address:#x} {op.text}"
+
+
+class Engine:
+    """A cluster of CTAs, one on each SM. ctas: their number. warps: of each CTA. Programs grow while the kernel is executed (extend)."""
+
+    def __init__(self, ctas: int, warps: int, constants: Constants, setting: Setting) -> None:
+        self.constants = constants
+        self.setting = setting
+        self.heap: list[tuple[int, int, Callable[..., None], Any]] = []
+        self.serial = 0
+        self.sms = [Sm(rank, constants, setting, self.at) for rank in range(ctas)]
+        self.warps = {(sm.rank, number): Warp(sm, number) for sm in self.sms for number in range(warps)}
+        self.answer: tuple[int, int, bool] | None = None
+        self.cluster = NamedBarrier()
+        self.exits: dict[tuple[int, int], int] = {}
+        self.stalls: Counter[tuple[int, int, str]] = Counter()
+        self.issued: Counter[tuple[int, int]] = Counter()
+        self.spans: list[tuple[str, str, int, int, int]] = []
+        self.handlers = {name[4:].replace("_", " "): getattr(self, name) for name in dir(self) if name.startswith("_do_")}
+        for sm in self.sms:
+            sm.threads = WARP * warps
+
+    # ------------------------------------------------------------ events
+
+    def at(self, clock: float, call: Callable[[int], None]) -> None:
+        """Call a function with the clock, at that clock."""
+        self.serial += 1
+        heappush(self.heap, (int(clock), self.serial, _call, call))
+
+    def resume(self, warp: Warp, clock: float) -> None:
+        """Let a warp go on at a clock."""
+        self.serial += 1
+        heappush(self.heap, (int(clock), self.serial, self._issue, warp))
+
+    def extend(self, rank: int, warp: int, program: Sequence[Issue]) -> None:
+        """Append to the program of a warp."""
+        target = self.warps[rank, warp]
+        if program:
+            target.program.extend(program)
+            if target.starved:
+                target.starved = False
+                self.resume(target, target.ready)
+
+    def run(self) -> tuple[int, int, bool] | None:
+        """Run until a warp asks whether a phase is complete, or nothing is left to do. Return rank, warp and answer of a question."""
+        heap = self.heap
+        self.answer = None
+        while heap and self.answer is None:
+            clock, _, function, argument = heappop(heap)
+            function(clock, argument)
+        return self.answer
+
+    def result(self) -> Result:
+        """Return the times once all programs are whole and have run. StandstillError if a warp never got to its end."""
+        left = [warp for warp in self.warps.values() if not warp.starved or (warp.rank, warp.warp) not in self.exits]
+        if left:
+            raise StandstillError("the clock stands still: " + "; ".join(warp.place() for warp in left))
+        first = self.sms[0]
+        end = max(self.exits.values())
+        return Result(end, self.exits, self.stalls, self.issued, first.tensor.busy or first.queue.busy, first.port.queue.busy, self.spans)
+
+    def _issue(self, clock: int, warp: Warp) -> None:
+        """Issue instructions of a warp until another event comes first, or it has to wait."""
+        heap, program, scheduler = self.heap, warp.program, warp.scheduler
+        boards, pending, pipes = warp.boards, warp.pending, scheduler.pipes
+        while True:
+            if warp.pc == len(program):
+                warp.starved = True
+                return
+            op, operands = program[warp.pc]
+            time = clock
+            for board in op.waits:
+                if pending[board]:
+                    warp.stopped = True
+                    warp.why = warp.causes[board]
+                    return
+                if boards[board] > time:
+                    time = boards[board]
+                    warp.why = warp.causes[board]
+            if scheduler.free > time:
+                time = scheduler.free
+                warp.why = warp.why or "issue"
+            if pipes[op.pipe] > time:
+                time = pipes[op.pipe]
+                warp.why = "pipe"
+            if heap and heap[0][0] < time:
+                self.resume(warp, time)
+                return
+            if op.kind and operands is not None:
+                following = self.handlers[op.kind](time, warp, op, operands)
+                if following is None:  # not issued: it will be tried again
+                    return
+            else:
+                following = time + op.stall
+                if op.write_board >= 0:
+                    self.hold(warp, op.write_board, time + op.latency, op.base)
+                if op.read_board >= 0:
+                    self.hold(warp, op.read_board, time + op.read, op.base)
+            scheduler.free = time + 1
+            pipes[op.pipe] = time + op.occupancy
+            if time > warp.ready and warp.rank == 0:
+                self.stalls[warp.warp, op.address, warp.why or "issue"] += time - warp.ready
+            if warp.rank == 0:
+                self.issued[warp.warp, op.address] += 1
+            warp.why = ""
+            warp.pc += 1
+            warp.ready = clock = following
+            if following >= FOREVER or self.answer is not None:
+                if following < FOREVER:
+                    self.resume(warp, following)
+                return
+            if heap and heap[0][0] < clock:
+                self.resume(warp, clock)
+                return
+
+    def hold(self, warp: Warp, board: int, until: float, cause: str) -> None:
+        """Let a scoreboard hold until a clock."""
+        if until > warp.boards[board]:
+            warp.boards[board] = int(until)
+            warp.causes[board] = cause
+
+    def hold_open(self, warp: Warp, board: int, cause: str) -> Callable[[float], None]:
+        """Let a scoreboard hold until the function that is returned has been called with the clock at which it is free."""
+        warp.pending[board] += 1
+        warp.causes[board] = cause
+
+        def release(clock: float) -> None:
+            warp.pending[board] -= 1
+            self.hold(warp, board, clock, cause)
+            if warp.stopped and not warp.pending[board]:
+                warp.stopped = False
+                self.resume(warp, max(clock, warp.ready))
+
+        return release
+
+    # ------------------------------------------------------------ instructions: each returns when the warp may issue again
+
+    def _do_branch(self, clock: int, warp: Warp, op: TimedInstruction, taken: bool) -> int:
+        return clock + op.stall + (self.constants.branch_clocks if taken else 0)
+
+    def _do_exit(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int | None:
+        self.exits[warp.rank, warp.warp] = clock
+        return clock + op.stall
+
+    def _do_shared(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
+        port, constants = warp.sm.port, self.constants
+        if port.queue.free - clock > constants.memory_queue_clocks:
+            warp.why = "memory queue"
+            self.resume(warp, port.queue.free - constants.memory_queue_clocks)
+            return None
+        end = port.access(clock, turns)
+        if op.write_board >= 0:
+            self.hold(warp, op.write_board, end - turns + constants.shared_latency + turns - 1, op.base)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
+        return clock + op.stall
+
+    def _do_global_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
+        constants, sm = self.constants, warp.sm
+        sm.port.queue.serve(clock, access.wavefronts * 128 / constants.l1_bytes)
+        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
+        if op.write_board >= 0:
+            self.hold(warp, op.write_board, end, op.base)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, clock + op.read, op.base)
+        return clock + op.stall
+
+    def _do_global_store(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
+        end = warp.sm.port.queue.serve(clock, access.wavefronts * 128 / self.constants.l1_bytes)
+        warp.sm.memory.link.serve(clock, access.sectors * 32 / self.constants.l2_bytes)
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, end + self.constants.store_read_clocks, op.base)
+        return clock + op.stall
+
+    def _do_copy(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int:
+        constants, sm = self.constants, warp.sm
+        sm.port.queue.serve(clock, access.wavefronts)
+        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
+        sm.port.write(access.wavefronts * 128)
+        warp.last_copy = max(warp.last_copy, int(end))
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, clock + op.read, op.base)
+        return clock + op.stall
+
+    def _do_copies_arrive(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
+        for arrival in arrivals:
+            self._signal(max(clock, warp.last_copy) + self.constants.arrive_latency, arrival)
+        return clock + op.stall
+
+    def _do_copies_commit(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        warp.copy_groups.append(warp.last_copy)
+        if op.write_board >= 0:
+            self.hold(warp, op.write_board, clock + op.latency, op.base)
+        return clock + op.stall
+
+    def _do_copies_wait(self, clock: int, warp: Warp, op: TimedInstruction, remaining: int) -> int | None:
+        done = warp.copy_groups[: len(warp.copy_groups) - remaining] if remaining < len(warp.copy_groups) else []
+        until = max(done, default=0)
+        if until > clock:
+            warp.why = "cp.async"
+            self.resume(warp, until)
+            return None
+        return clock + op.stall
+
+    # barriers
+
+    def _signal(self, clock: float, arrival: Arrival) -> None:
+        """Let arrivals or bytes reach an mbarrier at a clock."""
+        barrier = self.sms[arrival.rank].mbarriers.setdefault(arrival.offset, Mbarrier(1))
+
+        def take(now: int) -> None:
+            barrier.signal(now, arrival.number, arrival.tx)
+
+        self.at(clock, take)
+
+    def _do_initialise(self, clock: int, warp: Warp, op: TimedInstruction, barriers: Sequence[tuple[int, int]]) -> int:
+        for offset, count in barriers:
+            warp.sm.mbarriers[offset] = Mbarrier(count)
+        return clock + op.stall
+
+    def _do_arrive(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
+        for arrival in arrivals:
+            latency = self.constants.arrive_latency if arrival.rank == warp.rank else self.constants.remote_latency
+            self._signal(clock + latency, arrival)
+        self._plain_boards(clock, warp, op)
+        return clock + op.stall
+
+    def _plain_boards(self, clock: int, warp: Warp, op: TimedInstruction) -> None:
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, clock + op.read, op.base)
+
+    def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
+        offset, parity = wait
+        barrier = warp.sm.mbarriers.setdefault(offset, Mbarrier(1))  # the one in reserved shared memory is never initialised
+        latency = self.constants.phase_latency
+        if barrier.is_complete(parity):
+            self.hold(warp, op.write_board, clock + latency, "mbarrier")
+        else:
+            release = self.hold_open(warp, op.write_board, "mbarrier")
+            barrier.wait(parity, lambda now: release(max(now, clock) + latency))
+        return clock + op.stall
+
+    def _do_phase_test(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
+        offset, parity = wait
+        self.answer = warp.rank, warp.warp, warp.sm.mbarriers[offset].is_complete(parity)
+        self.hold(warp, op.write_board, clock + self.constants.phase_latency, "mbarrier")
+        return clock + op.stall
+
+    def _do_barrier_arrive(self, clock: int, warp: Warp, op: TimedInstruction, operands: tuple[int, int]) -> int:
+        number, threads = operands
+        warp.sm.named.setdefault(number, NamedBarrier()).arrive(clock, WARP, threads or warp.sm.threads)
+        return clock + op.stall
+
+    def _do_barrier_sync(self, clock: int, warp: Warp, op: TimedInstruction, operands: tuple[int, int]) -> int:
+        number, threads = operands
+        barrier = warp.sm.named.setdefault(number, NamedBarrier())
+        barrier.arrive(clock, WARP, threads or warp.sm.threads, self._restart(clock, warp, op, "barrier", self.constants.barrier_latency))
+        return FOREVER
+
+    def _restart(self, clock: int, warp: Warp, op: TimedInstruction, cause: str, latency: int) -> Callable[[int], None]:
+        """Return a function that lets a warp go on `latency` after the clock that it is called with."""
+
+        def go(now: int) -> None:
+            until = max(now + latency, clock + op.stall)
+            if warp.rank == 0:
+                self.stalls[warp.warp, op.address, cause] += until - clock - op.stall
+            warp.ready = until
+            self.resume(warp, until)
+
+        return go
+
+    def _do_cluster_arrive(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        self.cluster.arrive(clock, 1, len(self.warps))
+        return clock + op.stall
+
+    def _do_cluster_wait(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        # The arrival stands before: the round may be over, and then nobody is left to wake this warp.
+        if self.cluster.arrived == 0:
+            return clock + max(op.stall, self.constants.barrier_latency)
+        self.cluster.arrive(clock, 0, len(self.warps), self._restart(clock, warp, op, "cluster barrier", self.constants.cluster_latency))
+        return FOREVER
+
+    # products
+
+    def _do_product(self, clock: int, warp: Warp, op: TimedInstruction, product: Product) -> int | None:
+        sm, lane = warp.sm, warp.warp % WARPGROUP
+        group = sm.warpgroups.setdefault(warp.warp // WARPGROUP, Warpgroup())
+        number = group.issued[lane]
+        if number == max(group.issued):  # the first of the four warps: the queue must have room
+            if not sm.tensor.has_room(product):
+                warp.why = "tensor core queue"
+                sm.tensor.when_room(lambda now: self.resume(warp, max(now, clock)))
+                return None
+            sm.tensor.in_flight += 1
+            group.products.append(QueuedProduct(warp.warp // WARPGROUP, product, clock))
+            if product.ends:
+                group.groups.append(number)
+        group.issued[lane] += 1
+        if min(group.issued) > number:
+            item = group.products[number]
+            item.clock = clock
+            sm.tensor.issue(clock, item)
+        if product.ends:
+            group.closed[lane] += 1
+        return clock + op.stall
+
+    def _do_products_wait(self, clock: int, warp: Warp, op: TimedInstruction, remaining: int) -> int:
+        group = warp.sm.warpgroups.get(warp.warp // WARPGROUP)
+        closed = 0 if group is None else group.closed[warp.warp % WARPGROUP] - remaining
+        if group is None or closed <= 0:
+            return clock + op.stall
+        item = group.products[group.groups[closed - 1]]
+        go = self._restart(clock, warp, op, "products", 0)
+        if item.end >= 0:
+            if item.end <= clock:
+                return clock + op.stall
+            go(item.end)
+        else:
+            item.wakes.append(go)
+        return FOREVER
+
+    def _do_tensor_product(self, clock: int, warp: Warp, op: TimedInstruction, product: TensorProduct) -> int:
+        ports = [self.sms[warp.rank & ~1 | index].port for index in range(2)] if product.ctas == 2 else [warp.sm.port]
+        warp.sm.queue.issue(clock, (product, ports))
+        self._plain_boards(clock, warp, op)
+        return clock + op.stall
+
+    def _do_commit(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
+        def signal(now: int) -> None:
+            for arrival in arrivals:
+                self._signal(now + (0 if arrival.rank == warp.rank else self.constants.remote_latency), arrival)
+
+        warp.sm.queue.issue(clock, signal)
+        self._plain_boards(clock, warp, op)
+        return clock + op.stall
+
+    def _do_tensor_move(self, clock: int, warp: Warp, op: TimedInstruction, registers: int) -> int:
+        """Move registers from or to the lanes of tensor memory that belong to the warp's scheduler."""
+        lanes = warp.sm.tensor_memory[warp.warp % SCHEDULERS]
+        end = lanes.serve(clock, registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS))
+        if op.write_board >= 0:
+            self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, end, op.base)
+        return clock + op.stall
+
+    def _do_tensor_stores_wait(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        """Wait until the warp's stores to tensor memory are done."""
+        until = max(clock, warp.sm.tensor_memory[warp.warp % SCHEDULERS].free) + self.constants.tensor_latency
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, until, op.base)
+        return clock + op.stall
+
+    # copies
+
+    def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
+        constants, sm = self.constants, warp.sm
+        sent = sm.copies.accept(clock)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, sent, op.base)
+        if load.signals:
+            end = sm.memory.arrival(sent, load.nbytes, load.lines, constants.copy_l2_latency, constants.copy_hbm_latency)
+            if len(load.signals) > 1:
+                end += constants.multicast_latency
+            for rank, arrival in load.signals:
+                self.sms[rank].port.write(load.nbytes)
+                self._signal(end, arrival)
+        return clock + op.stall
+
+    def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        """Store a box: it has been read from shared memory some time after the unit has taken it."""
+        sent = warp.sm.copies.accept(clock)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, sent, op.base)
+        warp.last_copy = max(warp.last_copy, int(sent) + self.constants.remote_latency)
+        return clock + op.stall
+
+    def _do_bulk_copy(self, clock: int, warp: Warp, op: TimedInstruction, arrival: Arrival) -> int:
+        sent = warp.sm.copies.accept(clock)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, sent, op.base)
+        warp.sm.port.write(-arrival.tx)
+        self.sms[arrival.rank].port.write(-arrival.tx)
+        end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
+        self._signal(end, arrival)
+        return clock + op.stall
+
+    def _do_remote_store(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
+        for arrival in arrivals:
+            end = warp.sm.remote.serve(clock, -arrival.tx / self.constants.remote_bytes)
+            self.sms[arrival.rank].port.write(-arrival.tx)
+            self._signal(end + self.constants.remote_latency, arrival)
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, warp.sm.remote.free + op.read, op.base)
+        return clock + op.stall
+
+
+def _call(clock: int, function: Callable[[int], None]) -> None:
+    function(clock)

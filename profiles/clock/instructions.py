@@ -1,0 +1,188 @@
+"""Static timing of machine instructions: pipe, rate, and the class that says which unit executes them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...simulator.sass.accesses import accesses
+from ...simulator.sass.flow import is_never
+from ...simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
+from .constants import Constants
+
+# Pipes of a scheduler. Every opcode stands in one; an unknown one is refused.
+_PIPES = {
+    "fma": "FADD FFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2 HMUL2",
+    "multiply": "IMAD",
+    "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
+    "convert": "F2FP I2FP",
+    "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+    "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
+    "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
+    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP ARRIVES "
+    "LDGDEPBAR UVIRTCOUNT",
+    "tensor": "HGMMA QGMMA LDTM STTM",
+    "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC MEMBAR "
+    "NANOSLEEP NOP PREEXIT REDUX CREDUX RET S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
+}  # fmt: skip
+PIPE_OF = {opcode: pipe for pipe, opcodes in _PIPES.items() for opcode in opcodes.split()}
+PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
+
+# Classes of instructions that a unit executes; the others are plain.
+_KINDS = {
+    "shared": "LDS LDSM STS STSM ATOMS",
+    "global load": "LD LDG",
+    "global store": "ST STG RED REDG ATOMG",
+    "copy": "LDGSTS",
+    "copies arrive": "ARRIVES",
+    "copies commit": "LDGDEPBAR UTMACMDFLUSH",
+    "copies wait": "DEPBAR",
+    "tensor copy": "UTMALDG",
+    "tensor store": "UTMASTG UTMAREDG",
+    "bulk copy": "UBLKCP",
+    "product": "HGMMA QGMMA",
+    "tensor product": "UTCHMMA UTCQMMA",
+    "commit": "UTCBAR",
+    "tensor move": "LDTM STTM",
+    "remote store": "STAS",
+    "cluster arrive": "UCGABAR_ARV",
+    "cluster wait": "UCGABAR_WAIT",
+    "branch": "BRA BRX CALL RET BREAK BSYNC",
+    "exit": "EXIT",
+}
+_KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
+
+PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+class UnknownTimeError(ValueError):
+    """Machine code that the clock cannot time; the message says which instructions."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedInstruction:
+    """One instruction as the clock issues it.
+
+    stall: clocks until the warp may issue again. waits: scoreboards to wait for. write_board, read_board: -1 for none. pipe: number of the
+    scheduler's pipe. occupancy: clocks that it holds the pipe. latency: clocks from issue to its results, for one whose time is constant.
+    read: clocks from issue until its operands have been read. kind: class of the unit that executes it, "" for none.
+    """
+
+    address: int
+    text: str
+    base: str
+    stall: int
+    waits: tuple[int, ...]
+    write_board: int
+    read_board: int
+    pipe: int
+    occupancy: int
+    latency: int
+    read: int
+    kind: str
+
+
+def time_listing(listing: Listing, constants: Constants) -> dict[int, TimedInstruction]:
+    """Return the instructions of a kernel by address. UnknownTimeError with all opcodes that have no time."""
+    unknown = sorted({ins.base for ins in listing.instructions if ins.base not in PIPE_OF and not is_never(ins)})
+    if unknown:
+        raise UnknownTimeError(f"{listing.name}: the clock does not know {', '.join(unknown)}")
+    if not any(ins.control.stall for ins in listing.instructions):
+        raise UnknownTimeError(f"{listing.name}: the machine code has no control codes")
+    return {ins.address: time_instruction(ins, constants) for ins in listing.instructions if not is_never(ins)}
+
+
+def time_instruction(ins: SassInstruction, constants: Constants) -> TimedInstruction:
+    """Return the static timing of one instruction."""
+    control = ins.control
+    kind = kind_of(ins)
+    pipe = PIPE_OF[ins.base]
+    return TimedInstruction(
+        ins.address,
+        ins.text,
+        ins.base,
+        max(1, control.stall),
+        tuple(board for board in range(BOARDS) if control.waits >> board & 1),
+        -1 if control.write_board == NO_BOARD else control.write_board,
+        -1 if control.read_board == NO_BOARD else control.read_board,
+        PIPE_NUMBERS[pipe],
+        occupancy_of(ins, pipe, constants),
+        latency_of(ins, constants),
+        constants.operand_read_clocks,
+        kind,
+    )
+
+
+def kind_of(ins: SassInstruction) -> str:
+    """Return the class of an instruction."""
+    if ins.base == "SYNCS":
+        if ins.modifiers[0] == "PHASECHK":
+            return "phase wait" if "TRYWAIT" in ins.modifiers else "phase test"
+        return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
+    if ins.base == "BAR":
+        return "barrier arrive" if "ARV" in ins.modifiers else "barrier sync"
+    if ins.base == "FENCE" and ins.modifiers[-1] == "T":
+        return "tensor stores wait"
+    if ins.base == "WARPGROUP":
+        return "products wait" if "DEPBAR" in ins.modifiers else ""
+    return _KIND_OF.get(ins.base, "")
+
+
+def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
+    """Return the clocks that an instruction holds its pipe."""
+    if pipe == "fma":
+        return constants.fma_clocks * (2 if ins.base.endswith("2") and ins.base[0] == "F" else 1)
+    return {
+        "multiply": constants.multiply_clocks,
+        "alu": constants.alu_clocks,
+        "convert": constants.convert_clocks,
+        "transcendental": constants.mufu_clocks,
+        "uniform": constants.uniform_clocks,
+        "memory": constants.memory_issue_clocks,
+    }.get(pipe, 1)
+
+
+def latency_of(ins: SassInstruction, constants: Constants) -> int:
+    """Return the clocks from issue to the results of an instruction without a unit of its own."""
+    return {
+        "FLO": constants.mufu_latency,
+        "LDL": constants.l1_latency,
+        "MUFU": constants.mufu_latency,
+        "F2F": constants.mufu_latency,
+        "F2I": constants.mufu_latency,
+        "I2F": constants.mufu_latency,
+        "POPC": constants.mufu_latency,
+        "FCHK": constants.mufu_latency,
+        "SHFL": constants.shuffle_latency,
+        "REDUX": constants.shuffle_latency,
+        "CREDUX": constants.shuffle_latency,
+        "S2R": constants.special_latency,
+        "S2UR": constants.special_latency,
+        "LDC": constants.constant_latency,
+        "LDCU": constants.constant_latency,
+        "MEMBAR": constants.fence_clocks,
+        "FENCE": constants.fence_clocks,
+    }.get(ins.base, constants.operand_read_clocks)
+
+
+def shape_of(ins: SassInstruction) -> tuple[int, int, int]:
+    """Return m, n, k of a matrix product of a warpgroup."""
+    found = next(match for word in ins.modifiers if (match := PRODUCT_SHAPE.fullmatch(word)))
+    m, n, k = (int(number) for number in found.groups())
+    return m, n, k
+
+
+def count_of(ins: SassInstruction) -> int:
+    """Return the literal of a wait for groups: how many may stay in flight."""
+    found = next(operand for operand in ins.operands if isinstance(operand, Immediate))
+    return found.bits
+
+
+def reads_registers(ins: SassInstruction) -> bool:
+    """Return True for a matrix product whose A is in registers."""
+    return isinstance(ins.operands[1], Register)
+
+
+def registers_of(ins: SassInstruction) -> int:
+    """Return the number of registers that an instruction writes."""
+    return len(accesses(ins).writes)

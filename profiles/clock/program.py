@@ -1,0 +1,319 @@
+"""Programs of the clock: what each warp of a CTA or cluster issues, in order, with the operands that decide its time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...simulator.sass.accesses import fragment
+from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
+from ...simulator.sass.trace import Step
+from .instructions import TimedInstruction, count_of, reads_registers, shape_of
+
+BANKS, BANK_BYTES, WARP = 32, 4, 32
+SECTOR, LINE = 32, 128
+RANK_SHIFT = 24
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+
+Issue = tuple[TimedInstruction, Any]  # an instruction, and what its unit needs to know; None for one that has no effect
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Arrivals at one mbarrier. rank: of its CTA. tx: expected bytes."""
+
+    rank: int
+    offset: int
+    number: int
+    tx: int
+
+
+@dataclass(frozen=True)
+class GlobalAccess:
+    """An access of a warp to global memory. sectors: of 32 bytes. lines: of 128 bytes, distinct. wavefronts: turns in the port."""
+
+    sectors: int
+    lines: tuple[int, ...]
+    wavefronts: int
+
+
+@dataclass(frozen=True)
+class TensorLoad:
+    """A TMA load. nbytes: for each destination. lines: of 128 bytes, the first of each box. signals: (destination's rank, arrival)."""
+
+    nbytes: int
+    lines: tuple[int, ...]
+    signals: tuple[tuple[int, Arrival], ...]
+
+
+@dataclass(frozen=True)
+class TensorProduct:
+    """A product of the tensor core of a CTA, or of a pair.
+
+    rows: that each of its CTAs has the time of. n, k: of its shape. ctas: that work on it. operands: bytes from each CTA.
+    """
+
+    rows: int
+    n: int
+    k: int
+    element_bytes: int
+    ctas: int
+    operands: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of a warpgroup. n, k: of its shape. from_registers: A is in registers. ends: it ends a group."""
+
+    n: int
+    k: int
+    element_bytes: int
+    from_registers: bool
+    ends: bool
+
+
+class Decoder:
+    """Decoder of the traced steps of one kernel. timed: its instructions by address."""
+
+    def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction]) -> None:
+        self.code = {ins.address: ins for ins in listing.instructions}
+        self.timed = timed
+        self._waves: dict[tuple[bytes, int], int] = {}
+
+    def program(self, rank: int, steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
+        """Return what a warp of the CTA of this rank issues from a step on, and the first step that is left.
+
+        Unless the steps are whole, the last one is left: what follows may still change it, or show where it branches to. Only a test of a
+        phase, which waits for the clock's answer, is taken.
+        """
+        found: list[Issue] = []
+        stop = len(steps)
+        if not is_whole and stop > start and not self.is_question(steps[-1]):
+            stop -= 1
+        for index in range(start, stop):
+            step = steps[index]
+            timed = self.timed.get(step.address)
+            if timed is None:
+                continue
+            if timed.kind == "branch":
+                taken = index + 1 < len(steps) and steps[index + 1].address != step.address + INSTRUCTION_BYTES
+                found.append((timed, taken))
+            elif not timed.kind:
+                found.append((timed, None))
+            else:
+                found.append((timed, self.operands(rank, self.code[step.address], timed.kind, step)))
+        return found, stop
+
+    def is_question(self, step: Step) -> bool:
+        """Return True for a test of a phase that does not wait."""
+        timed = self.timed.get(step.address)
+        return timed is not None and timed.kind == "phase test" and step.values is not None
+
+    def operands(self, rank: int, ins: SassInstruction, kind: str, step: Step) -> Any:
+        """Return what the unit of an instruction needs; None where no lane executes it."""
+        if kind in ("products wait", "copies wait"):
+            return count_of(ins)
+        decode = getattr(self, "_" + kind.replace(" ", "_"), None)
+        if decode is None:
+            return True
+        if step.values is None or step.lanes is None:
+            return None
+        active = self._active(ins, step)
+        if not active.any():
+            return None
+        return decode(rank, ins, step, active)
+
+    def _active(self, ins: SassInstruction, step: Step) -> np.ndarray:
+        assert step.values is not None
+        assert step.lanes is not None
+        if ins.guard is None or ins.guard.number is None:
+            return np.full(len(step.lanes), ins.guard is None or not ins.guard.negative)
+        guard = step.values.get(ins.guard.registers()[0].name)
+        if guard is None:  # a branch around the instruction stands for its guard
+            return np.full(len(step.lanes), True)
+        return ~guard if ins.guard.negative else guard
+
+    # ------------------------------------------------------------ operands
+
+    def _value(self, operand: Operand, step: Step, active: np.ndarray) -> np.ndarray:
+        """Return a 32-bit operand in the active lanes."""
+        assert step.values is not None
+        if isinstance(operand, Immediate):
+            return np.full(int(active.sum()), operand.bits, np.int64)
+        assert isinstance(operand, Register)
+        if operand.number is None:
+            return np.zeros(int(active.sum()), np.int64)
+        return step.values[operand.registers()[0].name][active].astype(np.int64)
+
+    def _address(self, operand: Operand, step: Step, active: np.ndarray) -> np.ndarray:
+        """Return an address in the active lanes: of shared memory, with the rank in its upper byte, or of global memory."""
+        assert isinstance(operand, Address)
+        assert step.values is not None
+        total = np.full(int(active.sum()), operand.offset, np.int64)
+        if operand.base is not None and operand.base.number is not None:
+            words = [step.values[register.name][active].astype(np.int64) for register in operand.base.registers(1 + operand.wide)]
+            total = total + words[0] + (words[1] << 32 if operand.wide else 0)
+        if operand.uniform is not None and operand.uniform.number is not None:
+            total = total + step.values[operand.uniform.registers()[0].name][active].astype(np.int64)
+        return total if operand.wide else total & 0xFFFFFFFF  # generic addresses of shared memory lie far above both
+
+    def _run(self, operand: Operand, index: int, step: Step, active: np.ndarray) -> int:
+        """Return a word of the run of uniform registers behind an operand, in the first active lane."""
+        assert isinstance(operand, Address)
+        assert operand.uniform is not None
+        assert step.values is not None
+        return int(step.values[operand.uniform.registers(index + 1)[index].name][active][0])
+
+    # ------------------------------------------------------------ barriers
+
+    def _arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
+        places = self._address(ins.operands[1], step, active)
+        values = self._value(ins.operands[2], step, active)
+        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR") else "A1TR"
+        remote = "RED" in ins.modifiers
+        found: dict[tuple[int, int], list[int]] = {}
+        for place, value in zip(places.tolist(), values.tolist(), strict=True):
+            target = found.setdefault((place >> RANK_SHIFT if remote else rank, place & OFFSET_MASK), [0, 0])
+            target[0] += {"A1T0": 1, "A1TR": 1, "ART0": value, "A0TR": 0}[form]
+            target[1] += value if form in ("A1TR", "A0TR") else 0
+        return tuple(Arrival(*place, *counts) for place, counts in found.items())
+
+    def _initialise(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[tuple[int, int], ...]:
+        states = self._value(ins.operands[2], step, active)
+        counts = (1 << 20) - (states >> 1 & (1 << 20) - 1)
+        places = self._address(ins.operands[1], step, active) & OFFSET_MASK
+        return tuple(dict.fromkeys(zip(places.tolist(), counts.tolist(), strict=True)))
+
+    def _phase_wait(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int]:
+        place = int(self._address(ins.operands[1], step, active)[0]) & OFFSET_MASK
+        return place, int(self._value(ins.operands[2], step, active)[0]) >> 31 & 1
+
+    _phase_test = _phase_wait
+
+    def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int]:
+        values = [int(self._value(operand, step, active)[0]) for operand in ins.operands if isinstance(operand, Register | Immediate)]
+        return values[0], values[1] if len(values) > 1 else 0
+
+    _barrier_arrive = _barrier_sync
+
+    def _copies_arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
+        places = (self._address(ins.operands[0], step, active) & OFFSET_MASK).tolist()
+        return tuple(Arrival(rank, place, places.count(place), 0) for place in dict.fromkeys(places))
+
+    def _remote_store(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
+        place = ins.operands[0]
+        assert isinstance(place, Address)
+        assert place.base is not None
+        assert step.values is not None
+        signal = step.values[place.base.registers(2)[1].name][active].tolist()
+        size = next((int(word) // 8 for word in ins.modifiers if word in ("64", "128")), 4)
+        return tuple(Arrival(item >> RANK_SHIFT, item & OFFSET_MASK, 0, -size * signal.count(item)) for item in dict.fromkeys(signal))
+
+    # ------------------------------------------------------------ memory
+
+    def _shared(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> int:
+        operand = next(item for item in ins.operands if isinstance(item, Address))
+        places = self._address(operand, step, active)
+        if ins.base in ("LDSM", "STSM"):
+            return self._matrix_waves(places, int(ins.modifiers[-1]) if ins.modifiers[-1].isdigit() else 1)
+        return self._wavefronts(places, width_of(ins))
+
+    def _matrix_waves(self, places: np.ndarray, matrices: int) -> int:
+        """Return the turns of ldmatrix or stmatrix: lanes 8i to 8i + 7 give the rows of matrix i."""
+        return sum(self._wavefronts(places[8 * index : 8 * index + 8], 16) for index in range(matrices))
+
+    def _wavefronts(self, places: np.ndarray, size: int) -> int:
+        """Return the turns of an access in the port: lanes that together take 128 bytes go together unless they share a bank."""
+        key = places.tobytes(), size
+        found = self._waves.get(key)
+        if found is None:
+            lanes = BANKS * BANK_BYTES // max(size, BANK_BYTES)
+            found = self._waves[key] = sum(bank_turns(places[first : first + lanes], size) for first in range(0, len(places), lanes))
+        return found
+
+    def _global_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> GlobalAccess:
+        operand = next(item for item in ins.operands if isinstance(item, Address))
+        places = self._address(operand, step, active)
+        size = width_of(ins)
+        sectors = np.unique(np.concatenate([places // SECTOR, (places + size - 1) // SECTOR]))
+        lines = tuple(np.unique(sectors * SECTOR // LINE).tolist())
+        return GlobalAccess(len(sectors), lines, max(1, -(-len(places) * size // LINE)))
+
+    _global_store = _global_load
+
+    def _copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> GlobalAccess:
+        places = self._address(ins.operands[1], step, active)
+        condition = ins.operands[2] if len(ins.operands) > 2 else None
+        if isinstance(condition, Register) and condition.number is not None:
+            assert step.values is not None
+            holds = step.values[condition.registers()[0].name][active]
+            places = places[~holds if condition.negative else holds]
+        sectors = np.unique(places // SECTOR)
+        return GlobalAccess(len(sectors), tuple(np.unique(places // LINE).tolist()), max(1, -(-int(active.sum()) * 16 // LINE)))
+
+    # ------------------------------------------------------------ asynchronous units
+
+    def _tensor_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
+        signal = self._run(ins.operands[0], 1, step, active)
+        offset, parity = signal & OFFSET_MASK, signal >> RANK_SHIFT & 1
+        ranks = tuple(dict.fromkeys(box.rank for box in step.boxes))
+        nbytes = sum(box.nbytes for box in step.boxes) // max(1, len(ranks))
+        places = [(item, item & ~1 | parity if "2CTA" in ins.modifiers else item) for item in ranks]
+        signals = tuple((item, Arrival(signalled, offset, 0, -nbytes)) for item, signalled in places)
+        return TensorLoad(nbytes, tuple(dict.fromkeys(box.start // LINE for box in step.boxes)), signals)
+
+    def _bulk_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Arrival:
+        signal = self._run(ins.operands[0], 1, step, active)
+        size = int(self._value(ins.operands[2], step, active)[0]) << 4
+        return Arrival(signal >> RANK_SHIFT, signal & OFFSET_MASK, 0, -size)
+
+    def _product(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Product:
+        _, n, k = shape_of(ins)
+        return Product(n, k, 32 // k, reads_registers(ins), "gsb0" in ins.text)
+
+    def _tensor_product(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorProduct:
+        """Read the shape from the instruction descriptor (PTX ISA, "Instruction descriptor": N / 8 from bit 17, M / 16 from bit 24).
+
+        D of 64 rows in one CTA takes half of the lanes (layout F), and so the time of 128. All other shapes fill the lanes.
+        """
+        descriptor = int(self._uniform(ins.operands[4], step, active))
+        m, n = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
+        k, size = (32, 1) if ins.base == "UTCQMMA" else (16, 2)
+        ctas = 2 if "2CTA" in ins.modifiers else 1
+        first = ins.operands[0]
+        from_tensor = isinstance(first, Address) and first.space == "tmem"
+        rows = max(m, 128) if ctas == 1 and "WS" not in ins.modifiers else m // ctas
+        return TensorProduct(rows, n, k, size, ctas, ((0 if from_tensor else m) + n) * k * size // ctas)
+
+    def _commit(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
+        place = int(self._uniform(ins.operands[0], step, active))
+        ranks = [place >> RANK_SHIFT]
+        if "MULTICAST" in ins.modifiers:
+            mask = int(self._value(ins.operands[2], step, active)[0])
+            ranks = [item for item in range(16) if mask >> item & 1]
+        return tuple(Arrival(item, place & OFFSET_MASK, 1, 0) for item in ranks)
+
+    def _tensor_move(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> int:
+        """Return the registers that a load or store of tensor memory moves in each lane."""
+        return fragment(ins).registers
+
+    def _uniform(self, operand: Operand, step: Step, active: np.ndarray) -> int:
+        """Return the uniform register of an operand in brackets, in the first active lane."""
+        return self._run(operand, 0, step, active)
+
+
+def width_of(ins: SassInstruction) -> int:
+    """Return the bytes that each lane of an access moves."""
+    words = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    return next((words[word] for word in ins.modifiers if word in words), 4)
+
+
+def bank_turns(places: np.ndarray, size: int) -> int:
+    """Return the turns of lanes that would go together: the most distinct words that any bank has to give."""
+    if not len(places):
+        return 0
+    words = np.unique((places[:, None] // BANK_BYTES + np.arange(max(1, size // BANK_BYTES))[None, :]).ravel())
+    return int(np.bincount(words % BANKS).max())
