@@ -48,9 +48,11 @@ class Places:
         """Learn from every launch of the kernel inside."""
         run = simulator.run
 
-        def watched(launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy) -> simulator.Report:
+        def watched(
+            launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy, observer: Observer | None = None
+        ) -> simulator.Report:
             if launch.entry != self.kernel.entry:
-                return run(launch, memory, policy)
+                return run(launch, memory, policy, observer)
             report = run(launch, memory, policy, _Listener(self, launch.names))
             for index, warps in report.executed.times:
                 for item in report.executed.blocks[index].instructions:
