@@ -159,7 +159,7 @@ _LARGE: tuple[DenseDecodeCase, ...] = (
     # A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
     # Two of the plan's cuts lie behind the only multiple at which the call may cut.
     DenseDecodeCase(
-        batch=2, lengths=(_TWO_SPLITS + 2 * TILE_KEYS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=144
+        batch=2, lengths=(100, _TWO_SPLITS + 2 * TILE_KEYS + 17), page_size=128, batch_invariant=True, metadata="tensors", sm_count=144
     ),
     DenseDecodeCase(batch=0, h_q=64),
     # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
