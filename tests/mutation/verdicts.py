@@ -26,17 +26,20 @@ NOTICED, EQUAL, EXPLAINED, OPEN = VERDICTS = ("noticed", "equal", "explained", "
 class NumberExplanation:
     """Why no practical input shows mutations of these kinds.
 
-    code: of the whole expression that expressions.py makes of the instruction, or of the edit of machine code.
+    place: of the roles that run the instruction. code: of the whole expression that expressions.py makes of the instruction, or of the edit
+    of machine code.
     """
 
     kernel: re.Pattern[str]
     kind: re.Pattern[str]
+    place: re.Pattern[str]
     code: re.Pattern[str]
     reason: str
 
-    def covers(self, kernel: str, kind: str, code: str) -> bool:
+    def covers(self, line: Line, code: str) -> bool:
         """Return whether the explanation is about a mutation."""
-        return bool(self.kind.fullmatch(kind) and self.kernel.fullmatch(kernel) and self.code.fullmatch(code))
+        found = ((self.kernel, line.kernel), (self.kind, line.kind), (self.place, line.place), (self.code, code))
+        return all(pattern.fullmatch(text) for pattern, text in found)
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class Verdict:
 
 def explanations(path: Path = EXPLANATIONS) -> list[NumberExplanation]:
     """Return the contents of numbers.toml, or of machine.toml."""
+    names = ("kernel", "kind", "place", "code")
     return [
-        NumberExplanation(**{name: re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "code")}, reason=entry["reason"])
+        NumberExplanation(**{name: re.compile(entry.get(name, ".*")) for name in names}, reason=entry["reason"])
         for entry in tomllib.loads(path.read_text())["survivor"]
     ]
 
@@ -85,7 +89,7 @@ def judged(lines: Iterable[Line]) -> Iterator[Verdict]:
             yield Verdict(line, EQUAL)
         else:
             code = expression(entry, mutation_of(line))
-            why = next((item for item in known if item.covers(line.kernel, line.kind, code)), None)
+            why = next((item for item in known if item.covers(line, code)), None)
             yield Verdict(line, OPEN if why is None else EXPLAINED, code, why)
 
 
@@ -95,7 +99,7 @@ def judged_machine_code(lines: Iterable[Line]) -> Iterator[Verdict]:
     kernels = load_artifacts().manifest.kernels
     for line in lines:
         if line.kernel in kernels and kernels[line.kernel].cubin_sha256.startswith(line.ptx):
-            why = next((item for item in known if item.covers(line.kernel, line.kind, line.code)), None)
+            why = next((item for item in known if item.covers(line, line.code)), None)
             yield Verdict(line, NOTICED if line.noticed else OPEN if why is None else EXPLAINED, line.code, why)
 
 
