@@ -79,7 +79,9 @@ def least_distance(producer: SassInstruction, consumer: SassInstruction, item: R
         return 2 if consumer.base == "IMAD" else 3 if consumer.base in _INTEGER else 4
     if group == "integer":
         return 3 if consumer.base == "IMAD" else 4
-    return 7 if group == "clear" else 4
+    if group == "clear":
+        return 5 if "32" in producer.modifiers else 7
+    return 4
 
 
 def is_guard(ins: SassInstruction, item: Reg) -> bool:
