@@ -57,6 +57,11 @@ class Product:
     from_registers: bool
     ends: bool
 
+    @property
+    def name(self) -> str:
+        """Return its shape, and where A comes from: registers (RS) or shared memory (SS)."""
+        return f"m64n{self.n}k{self.k} {'RS' if self.from_registers else 'SS'}"
+
 
 class Decoder:
     """Decoder of the traced steps of one kernel. timed: its instructions by address."""

@@ -90,6 +90,7 @@ class QueuedProduct:
     warpgroup: int
     product: Product
     clock: int
+    address: int
     end: int = -1
     start: int = -1
     wakes: list[Callable[[int], None]] = field(default_factory=list)
@@ -112,7 +113,7 @@ class TensorCore:
         self.busy = 0
         self._last_warpgroup = -1
         self._waiting: list[Callable[[int], None]] = []
-        self.spans: list[tuple[int, int, int, int]] = []
+        self.spans: list[tuple[int, int, QueuedProduct]] = []
 
     def has_room(self, product: Product) -> bool:
         """Return True if another product may be issued."""
@@ -153,7 +154,7 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        self.spans.append((clock, end, item.warpgroup, product.n))
+        self.spans.append((clock, end, item))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
