@@ -59,6 +59,7 @@ class Constants:
     phase_latency: int
     barrier_latency: int
     remote_latency: int
+    remote_bytes: float
     cluster_latency: int
     # copies and memory
     copy_issue_clocks: int

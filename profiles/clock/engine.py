@@ -13,7 +13,7 @@ from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
 from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad
 from .spans import ISSUE, PORT, TENSOR_CORE, TMA, Span, mbarrier_track
-from .units import CopyEngine, Memory, Port, QueuedProduct, TensorCore
+from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore
 
 SCHEDULERS = 4
 WARPGROUP = 4
@@ -74,6 +74,7 @@ class Sm:
         self.memory = Memory(constants, setting.hbm_bytes, setting.cold)
         self.tensor = TensorCore(constants, self.port, at, setting.order)
         self.copies = CopyEngine(constants)
+        self.remote = Server()
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}
@@ -512,15 +513,19 @@ class Engine:
             self.hold(warp, op.read_board, sent, op.base)
         warp.sm.port.write(-arrival.tx)
         self.sms[arrival.rank].port.write(-arrival.tx)
-        end = sent + self.constants.remote_latency - arrival.tx / self.constants.l2_bytes
+        end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
         self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
         self._signal(end, arrival)
         return clock + op.stall
 
     def _do_remote_store(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
         for arrival in arrivals:
-            self._signal(clock + self.constants.remote_latency, arrival)
-        self._plain_boards(clock, warp, op)
+            end = warp.sm.remote.serve(clock, -arrival.tx / self.constants.remote_bytes)
+            self.sms[arrival.rank].port.write(-arrival.tx)
+            self._signal(end + self.constants.remote_latency, arrival)
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, warp.sm.remote.free + op.read, op.base)
         return clock + op.stall
 
 
