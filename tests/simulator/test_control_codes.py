@@ -10,22 +10,12 @@ from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.accesses import accesses
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.latencies import check_latencies
-from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Control, Immediate, Listing, read_listing
+from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Control, Immediate, read_listing
 from cute_mla.simulator.sass.scoreboards import check_scoreboards
-from tests.simulator.machine_code import edited, listing_of
+from tests.simulator.machine_code import edited, listing_of, program
 
 KERNELS = ("split_plan_sm90_i32", "cache_gather_sm100_bf16_fp8_656")
 SAMPLE = 40
-
-
-def program(*lines: tuple[str, Control]) -> Listing:
-    """Return a listing of instructions with these control codes."""
-    text = ["k:"]
-    for index, (code, control) in enumerate(lines):
-        boards = control.write_board << 5 | control.read_board << 8
-        high = (control.stall | (not control.yields) << 4 | boards | control.waits << 11) << 41
-        text += [f"  /*{index * 16:04x}*/  {code} ; /* 0x{0:016x} */", f"  /* 0x{high:016x} */"]
-    return read_listing("\n".join(text))
 
 
 def control(stall: int = 1, write: int = NO_BOARD, read: int = NO_BOARD, waits: int = 0) -> Control:
