@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from cute_mla.kernels.definition import KernelDefinition
-from cute_mla.manifest import KernelEntry, Manifest, ManifestError
+from cute_mla.manifest import KernelEntry, Manifest, ManifestError, read_verified
 from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.exposed_loads import exposed_loads
-from cute_mla.simulator.sass.listing import read_listing
+from cute_mla.simulator.sass.listing import Listing, read_listing
 from cute_mla.spec.arch import ARCHS
 
 from .build_times import seconds_of
@@ -39,7 +39,7 @@ from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
 from .opcode_counts import by_mnemonic
 from .ptx import read_ptx
-from .sass import read_overlap, read_sass
+from .sass import count_opcodes, count_overlap
 from .tools import ToolError, assemble, assembler_version, tool_versions
 from .variants import OPS, Variant, closed_variants
 
@@ -169,10 +169,8 @@ def _is_intact(out: Path, entry: KernelEntry) -> bool:
     """Return whether an entry's files exist with the hashes of the manifest."""
     for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
         try:
-            content = (out / name).read_bytes()
-        except OSError:
-            return False
-        if hashlib.sha256(content).hexdigest() != sha256:
+            read_verified(out / name, sha256)
+        except ManifestError:
             return False
     return True
 
@@ -223,10 +221,9 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
-def _findings(text: str) -> tuple[tuple[str, ...], Counter[str]]:
-    """Return the hazards of a disassembly and its exposed loads by opcode; where an instruction is unknown, that as a hazard."""
+def _findings(listing: Listing) -> tuple[tuple[str, ...], Counter[str]]:
+    """Return the hazards of machine code and its exposed loads by opcode; where an instruction is unknown, that as a hazard."""
     try:
-        listing = read_listing(text)
         return hazards(listing), Counter(found.load.opcode for found in exposed_loads(listing))
     except SassError as error:
         return (str(error),), Counter()
@@ -235,7 +232,7 @@ def _findings(text: str) -> tuple[tuple[str, ...], Counter[str]]:
 def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
     """Collect the input of the gates. The PTX is assembled again if ptxas of the DSL's own release is installed."""
     cubin = read_cubin(compiled.cubin)
-    listing = disassemble(compiled.cubin)
+    listing = read_listing(disassemble(compiled.cubin))
     found, exposed = _findings(listing)
     again = assemble(compiled.ptx, variant.arch.gpu_arch) if assembler_version() == cubin.tool else None
     return Evidence(
@@ -248,9 +245,9 @@ def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compi
         expected=source.expected,
         ptx=read_ptx(compiled.ptx),
         cubin=cubin,
-        sass=read_sass(listing),
+        sass=count_opcodes(listing),
         overlapped=source.overlapped,
-        overlap=read_overlap(listing),
+        overlap=count_overlap(listing),
         hazards=found,
         exposed=exposed,
         reassembled=None if again is None else read_cubin(again),

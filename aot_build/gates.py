@@ -10,6 +10,7 @@ How ptxas 13.4 translates the counted instructions, found on 26 PTX files of NVI
 - at least one: tensor copies from shared memory -> UTMASTG, because ptxas unrolls their loops; mbarrier.arrive -> SYNCS.ARRIVE,
   mbarrier waits -> SYNCS.PHASECHK...TRYWAIT and bar -> BAR, because ptxas may duplicate the code around one (for a wait, a first try
   before the loop), and because a cluster barrier adds a BAR; likewise fence.proxy.async -> FENCE;
+- products and sums in fp32, one to one, except where ptxas contracts a product and a sum, and the routines of divisions (see ROUTINES);
 - wgmma.wait_group -> WARPGROUP.DEPBAR. If ptxas cannot prove that the accumulators stay untouched, it serialises the MMAs: a DEPBAR
   follows each of them (44 for 2 waits in the PTX), and the kernel is much slower.
 
@@ -41,7 +42,7 @@ class Evidence:
     """Input of the gates.
 
     params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
-    overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see read_overlap).
+    overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see count_overlap).
     reassembled: cubin that the ptxas program makes of the PTX, or None without that program. hazards: registers that the machine code
     touches too early by its control codes. exposed: global loads of main loops that are waited for at once, by opcode (both simulator/sass).
     """
@@ -220,6 +221,44 @@ def translation(evidence: Evidence) -> Iterator[Finding]:
             yield f"{made} {relation.meaning} in the SASS", f"{'' if relation.exact else 'at least '}the {written} of the PTX"
 
 
+# Products and sums in fp32: opcode of the SASS, those of the PTX that become one each, and those that may become one.
+FLOATS = (
+    ("FMUL", r"mul(\.rn)?\.f32\b", None),
+    ("FADD", r"(add|sub)(\.rn)?\.f32\b", r"(neg|abs)\.f32\b"),
+    ("FFMA", r"fma\.rn\.f32\b", None),
+    ("FMUL2", r"mul(\.rn)?\.f32x2\b", None),
+    ("FADD2", r"add(\.rn)?\.f32x2\b", None),
+    ("FFMA2", r"fma\.rn\.f32x2\b", None),
+)
+# Further ones of the code that ptxas puts in place of one PTX instruction.
+ROUTINES = {
+    "div.rn.f32": {"FFMA": 5},
+    "rcp.rn.f32": {"FFMA": 2},
+    "sqrt.rn.f32": {"FFMA": 2},
+    "rcp.approx.f32": {"FMUL": 2},
+    "rsqrt.approx.f32": {"FMUL": 2},
+    "ex2.approx.f32": {"FMUL": 2},
+    "lg2.approx.f32": {"FMUL": 1, "FADD": 1},
+}
+
+
+def float_counts(evidence: Evidence) -> Iterator[Finding]:
+    """Require equal numbers of products, sums and fmas in PTX and SASS. A contraction makes an fma of a product and a sum."""
+    for opcode, pattern, optional in FLOATS:
+        routines = sum(evidence.ptx.opcodes[name] * further.get(opcode, 0) for name, further in ROUTINES.items())
+        written = evidence.ptx.count(pattern) + routines
+        spare = evidence.ptx.count(optional) if optional else 0
+        made = count_matching(evidence.sass, rf"{opcode}(?!\w|\.FTZ|\.R[MPZ])")
+        if not written <= made <= written + spare:
+            yield f"{made} {opcode} in the SASS", f"the {written} of the PTX" + (f" and at most {spare} for negations" if spare else "")
+
+
+def contraction(evidence: Evidence) -> Iterator[Finding]:
+    """Require that no rounding is left to ptxas: the simulator rounds a product and a sum apart where ptxas may use one fma."""
+    for statement in evidence.ptx.contractible:
+        yield f"{statement} takes a product that is not rounded by its own modifier", "an fma, or .rn on both"
+
+
 def serialisation(evidence: Evidence) -> Iterator[Finding]:
     """Require that ptxas left the MMAs asynchronous."""
     allowed = evidence.ptx.count(r"wgmma\.(wait_group|commit_group)")
@@ -296,6 +335,8 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     block_size,
     parameters,
     translation,
+    float_counts,
+    contraction,
     serialisation,
     expected_counts,
     overlap,

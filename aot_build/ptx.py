@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .contraction import contractible
 from .opcode_counts import count_matching
 
 
@@ -27,6 +28,7 @@ class PtxInfo:
 
     block: .reqntid of the kernel, or None. opcodes: occurrences of each opcode with all its modifiers.
     tmem_columns: columns of each tcgen05.alloc; None unless the operand is an immediate or a register that only ever holds one.
+    contractible: sums that ptxas may contract with a product (see contraction).
     """
 
     entries: tuple[str, ...]
@@ -34,6 +36,7 @@ class PtxInfo:
     block: tuple[int, int, int] | None
     opcodes: Counter[str]
     tmem_columns: tuple[int | None, ...] = ()
+    contractible: tuple[str, ...] = ()
 
     def count(self, *patterns: str) -> int:
         """Return the number of instructions whose opcode begins with one of the patterns."""
@@ -66,7 +69,7 @@ def read_ptx(text: str) -> PtxInfo:
         found = _OPCODE.match(statement)
         if found:
             opcodes[found[1]] += 1
-    return PtxInfo(tuple(entries), params, block, opcodes, tuple(_tmem_columns(text)))
+    return PtxInfo(tuple(entries), params, block, opcodes, tuple(_tmem_columns(text)), contractible(text))
 
 
 def _tmem_columns(text: str) -> Iterator[int | None]:

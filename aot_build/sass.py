@@ -1,45 +1,43 @@
-"""Reader of SASS as nvdisasm prints it: instruction counts, and the instructions that overlap products."""
+"""Figures of machine code: instruction counts, and the instructions that overlap products."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
-_SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Za-z0-9_.]*)")
-_SASS_FUNCTION = re.compile(r"^([\w$.]+):$")
+from cute_mla.simulator.sass.listing import INSTRUCTION_BYTES, Immediate, Listing, SassInstruction
+
 _HELPER = "$__internal_"  # prefix of functions that ptxas adds, such as traps for misuse of tensor memory
+_LOCAL = ".L_"  # prefix of labels inside a function
 
 
-def read_sass(text: str) -> Counter[str]:
-    """Count the instructions, with their modifiers, in nvdisasm's output. Helper functions that ptxas adds are left out."""
+def count_opcodes(listing: Listing) -> Counter[str]:
+    """Count the instructions by opcode with its modifiers. Helper functions that ptxas adds are left out."""
+    helper_at = {address: name.startswith(_HELPER) for name, address in listing.labels.items() if not name.startswith(_LOCAL)}
     counts: Counter[str] = Counter()
     in_helper = False
-    for line in text.splitlines():
-        label = _SASS_FUNCTION.match(line)
-        if label is not None and not label[1].startswith(".L_"):
-            in_helper = label[1].startswith(_HELPER)
-        elif not in_helper:
-            counts.update(_SASS_LINE.findall(line))
+    for index, ins in enumerate(listing.instructions):
+        in_helper = helper_at.get(index * INSTRUCTION_BYTES, in_helper)
+        if not in_helper:
+            counts[ins.opcode] += 1
     return counts
 
 
-_PRODUCT = re.compile(r"[A-Z]GMMA\b")
-_WAIT_FOR_ALL = re.compile(r"WARPGROUP\.DEPBAR\S* gsb0, 0x0\b")
-
-
-def read_overlap(text: str) -> Counter[str]:
-    """Count the instructions between a WGMMA and the next wait for all WGMMAs in nvdisasm's output.
+def count_overlap(listing: Listing) -> Counter[str]:
+    """Count the instructions between a WGMMA and the next wait for all WGMMAs.
 
     A warp executes them while its products are in flight, as far as it does not branch.
     """
     counts: Counter[str] = Counter()
     in_flight = False
-    for line in text.splitlines():
-        opcodes = _SASS_LINE.findall(line)
-        if any(_PRODUCT.match(opcode) for opcode in opcodes):
+    for ins in listing.instructions:
+        if ins.base.endswith("GMMA"):
             in_flight = True
-        elif _WAIT_FOR_ALL.search(line):
+        elif _waits_for_all(ins):
             in_flight = False
         elif in_flight:
-            counts.update(opcodes)
+            counts[ins.opcode] += 1
     return counts
+
+
+def _waits_for_all(ins: SassInstruction) -> bool:
+    return ins.opcode.startswith("WARPGROUP.DEPBAR") and ins.operands[-1] == Immediate(0)

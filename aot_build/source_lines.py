@@ -7,7 +7,6 @@ if the machine code beside it equals the built kernel's, byte for byte.
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.simulator.sass.cubin import read_cubin
-from cute_mla.simulator.sass.disassembler import find_program
+from cute_mla.simulator.sass.disassembler import find_program, output_of
 from cute_mla.spec.arch import ARCHS
 
 from .compile import compile_source
@@ -108,10 +107,7 @@ def _annotated(cubin: bytes, option: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        done = subprocess.run([str(program), "-c", option, str(path)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ToolError(f"nvdisasm {option} failed with exit code {done.returncode}: {done.stderr.strip()[:2000]}")
-    return done.stdout
+        return output_of(program, "-c", option, str(path), error=ToolError)
 
 
 def _in_package(path: str) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tempfile
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cute_mla.simulator.sass.disassembler import PACKAGE as DISASSEMBLER
-from cute_mla.simulator.sass.disassembler import find_program
+from cute_mla.simulator.sass.disassembler import find_program, output_of
 
 GENERATORS = ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-core", "nvidia-cutlass-dsl-libs-cu13")
 ASSEMBLER = "nvidia-cuda-nvcc"
@@ -34,7 +33,7 @@ def tool_versions() -> dict[str, str]:
     return {package: package_version(package) for package in (*GENERATORS, DISASSEMBLER, ASSEMBLER)}
 
 
-def assemble(ptx: str, gpu_arch: str) -> bytes | None:
+def assemble(ptx: str, gpu_arch: str, *options: str) -> bytes | None:
     """Return the cubin that the ptxas program makes of a PTX text, or None if ptxas is not installed. ToolError if it fails."""
     program = find_program("ptxas")
     if program is None:
@@ -42,7 +41,7 @@ def assemble(ptx: str, gpu_arch: str) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        _run(program, "-O3", "-arch", gpu_arch, str(source), "-o", str(target))
+        output_of(program, "-O3", "-arch", gpu_arch, *options, str(source), "-o", str(target), error=ToolError)
         return target.read_bytes()
 
 
@@ -52,12 +51,5 @@ def assembler_version() -> str | None:
     program = find_program("ptxas")
     if program is None:
         return None
-    found = re.search(r"V(\d+\.\d+\.\d+)", _run(program, "--version"))
+    found = re.search(r"V(\d+\.\d+\.\d+)", output_of(program, "--version", error=ToolError))
     return found[1] if found else None
-
-
-def _run(program: Path, *arguments: str) -> str:
-    done = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ToolError(f"{program.name} {' '.join(arguments)} failed with exit code {done.returncode}: {done.stderr.strip()[:2000]}")
-    return done.stdout

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from cute_mla.manifest import Manifest, ManifestError, Provenance, manifest_sha256, read_file
+from cute_mla.manifest import Manifest, ManifestError, Provenance, manifest_sha256, read_verified
 from cute_mla.spec.arch import ARCHS
 
 from .fingerprint import PACKAGE, fingerprint
@@ -39,7 +39,7 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
     """Pack a checkout with these artefacts, and return the wheel in the folder `out`.
 
     Untracked files that git does not ignore are packed as well; the provenance then records local changes.
-    ToolError if git or pip fails, or if a file is not the one that the manifest describes; ManifestError without artefacts.
+    ToolError if git or pip fails; ManifestError without artefacts, or if a file is not the one that the manifest describes.
     """
     commit = git(tree, "rev-parse", "HEAD").strip()
     manifest = Manifest.load(artifacts)
@@ -50,7 +50,7 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
         target.mkdir()
         for entry in manifest.kernels.values():
             for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
-                (target / name).write_bytes(_described(artifacts / name, sha256))
+                (target / name).write_bytes(read_verified(artifacts / name, sha256))
                 (target / name).chmod(0o644)
         manifest.save(target)
         _provenance(tree, commit, target).save(target)
@@ -60,18 +60,6 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
         (wheel,) = made.glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(wheel, out / wheel.name))
-
-
-def _described(path: Path, sha256: str) -> bytes:
-    """Return the content of a file. ToolError unless it has this sha256, the manifest's."""
-    try:
-        content = read_file(path)
-    except OSError as error:
-        raise ToolError(f"cannot read {path}: {error.strerror}") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ToolError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}; run `cute-mla build`")
-    return content
 
 
 def stale_kernels(manifest: Manifest) -> list[str]:

@@ -147,6 +147,18 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def read_verified(path: Path, sha256: str) -> bytes:
+    """Return the content of a regular file. ManifestError if it cannot be read, or its sha256 is not this one, the manifest's."""
+    try:
+        content = read_file(path)
+    except OSError as error:
+        raise ManifestError(f"cannot read {path}: {error.strerror}") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ManifestError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}")
+    return content
+
+
 @dataclass(frozen=True)
 class Provenance:
     """Origin of a wheel's kernels, as far as the manifest does not say it.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256, read_file
+from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256, read_verified
 from ..spec.abi import Param
 from ..spec.arch import ARCHS
 from ..spec.kernel_params import PARAMS_OF
@@ -97,15 +96,10 @@ class Artifacts:
             raise ArtifactError(f"{self.folder / entry.ptx} is not text: {error}; {_REBUILD}") from error
 
     def _read(self, name: str, sha256: str) -> bytes:
-        path = self.folder / name
         try:
-            content = read_file(path)
-        except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {error.strerror}; {_REBUILD}") from error
-        found = hashlib.sha256(content).hexdigest()
-        if found != sha256:
-            raise ArtifactError(f"{path} is damaged: sha256 {found}, the manifest says {sha256}; {_REBUILD}")
-        return content
+            return read_verified(self.folder / name, sha256)
+        except ManifestError as error:
+            raise ArtifactError(f"{error}; {_REBUILD}") from error
 
 
 def _params_text(found: tuple[Param, ...], expected: tuple[Param, ...]) -> str:

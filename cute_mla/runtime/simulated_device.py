@@ -201,11 +201,11 @@ class SimulatedDevice:
     def _load(self, kernel: KernelEntry) -> Module:
         if self.code == "ptx":
             return simulator.load_module(self._artifacts.ptx(kernel))
-        from ..simulator.sass.disassembler import disassemble
         from ..simulator.sass.module import load_machine_code
+        from ..simulator.sass.text_cache import disassembly
 
         cubin = self._artifacts.cubin(kernel)
-        return load_machine_code(cubin, disassemble(cubin), is_traced=self._attach is not None)
+        return load_machine_code(cubin, disassembly(cubin), is_traced=self._attach is not None)
 
 
 def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Finding]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from cute_mla.aot_build.gates import RELATIONS, Evidence, GateError, check
+from cute_mla.aot_build.gates import FLOATS, RELATIONS, ROUTINES, Evidence, GateError, check
 from cute_mla.aot_build.known_exposed_loads import KNOWN_EXPOSED_LOADS
 from cute_mla.aot_build.ptx import read_ptx
-from cute_mla.aot_build.sass import read_sass
+from cute_mla.aot_build.sass import count_opcodes
 from cute_mla.aot_build.tools import assemble
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.simulator.sass.control_codes import hazards
@@ -37,7 +37,7 @@ def evidence(ptx: str, cubin: bytes) -> Evidence:
         expected={"UTMALDG": 1, "mbarrier.init": 1},
         ptx=read_ptx(ptx),
         cubin=info,
-        sass=read_sass(disassemble(cubin)),
+        sass=count_opcodes(read_listing(disassemble(cubin))),
         reassembled=info,
     )
 
@@ -183,6 +183,51 @@ def test_a_fence_of_tensor_memory_is_no_proxy_fence(evidence: Evidence) -> None:
     more = replace(evidence, ptx=replace(evidence.ptx, opcodes=evidence.ptx.opcodes + Counter({"fence.proxy.async.shared::cta": 50})))
     check(replace(more, sass=evidence.sass + Counter({"FENCE.VIEW.ASYNC.S": 50})))
     fails(replace(more, sass=evidence.sass + Counter({"FENCE.VIEW.ASYNC.T": 50})), "gate translation: \\d+ proxy fences in the SASS")
+
+
+ROUNDED = """
+.version 8.8
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 .ptr .global out)
+.reqntid 32, 1, 1
+{ .reg .f32 %f<9>; .reg .b32 %r<9>; .reg .b64 %rd<4>;
+ld.param.u64 %rd1, [out]; mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 12; add.u64 %rd1, %rd1, %rd2;
+ld.global.f32 %f1, [%rd1]; ld.global.f32 %f2, [%rd1+4]; ld.global.f32 %f3, [%rd1+8];
+BODY
+st.global.f32 [%rd1], %f8; ret; }
+"""
+
+
+def of_body(evidence: Evidence, body: str) -> Evidence:
+    """Return evidence with the counts of a small kernel's PTX and of what ptxas makes of it."""
+    text = ROUNDED.replace("BODY", body)
+    cubin = assemble(text, SM90.gpu_arch)
+    if cubin is None:
+        pytest.skip("ptxas is not installed")
+    small = replace(read_ptx(text), entries=evidence.ptx.entries, params=evidence.ptx.params, block=evidence.ptx.block)
+    return replace(evidence, ptx=small, sass=count_opcodes(read_listing(disassemble(cubin))), expected={})
+
+
+def test_contraction_by_ptxas(evidence: Evidence) -> None:
+    apart = of_body(evidence, "mul.f32 %f4, %f1, %f2; sub.f32 %f8, %f4, %f3;")
+    fails(apart, "gate float_counts: 0 FMUL in the SASS, limit: the 1 of the PTX")
+    fails(apart, "gate float_counts: 1 FFMA in the SASS, limit: the 0 of the PTX")
+    fails(apart, "gate contraction: sub.f32 %f8, %f4, %f3; takes a product that is not rounded .*, limit: an fma, or .rn on both")
+    check(of_body(evidence, "mul.rn.f32 %f4, %f1, %f2; sub.f32 %f8, %f4, %f3;"))
+    check(of_body(evidence, "neg.f32 %f4, %f3; fma.rn.f32 %f8, %f1, %f2, %f4;"))
+    check(of_body(evidence, "neg.f32 %f8, %f3;"))
+
+
+@pytest.mark.parametrize("opcode", ROUTINES)
+def test_float_counts_of_routines(evidence: Evidence, opcode: str) -> None:
+    check(of_body(evidence, f"{opcode} %f8, %f1{', %f2' if opcode.startswith('div') else ''};"))
+
+
+@pytest.mark.parametrize("opcode", [opcode for opcode, _, _ in FLOATS])
+def test_float_counts_find_one_more(evidence: Evidence, opcode: str) -> None:
+    more = replace(evidence, sass=evidence.sass + Counter({opcode: 1}))
+    fails(more, f"gate float_counts: 1 {opcode} in the SASS, limit: the 0 of the PTX")
 
 
 def test_serialised_mmas(evidence: Evidence) -> None:

@@ -8,11 +8,13 @@ import pytest
 
 from cute_mla.aot_build.gates import Evidence, GateError, check
 from cute_mla.aot_build.ptx import read_ptx
-from cute_mla.aot_build.sass import read_sass
+from cute_mla.aot_build.sass import count_opcodes
 from cute_mla.aot_build.tools import assemble
 from cute_mla.simulator.sass.cubin import read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble, find_program
+from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.listings import listing_of
 from tests.support.params import pointers
 
 pytestmark = pytest.mark.skipif(find_program("ptxas") is None, reason="needs the ptxas program of the build extra")
@@ -77,7 +79,7 @@ def assembled(ptx: str) -> Evidence:
         expected={"UTCHMMA": 2},
         ptx=read_ptx(ptx),
         cubin=replace(info, options=f"-O 3 -arch {SM100.gpu_arch}"),
-        sass=read_sass(disassemble(cubin)),
+        sass=count_opcodes(read_listing(disassemble(cubin))),
         reassembled=info,
     )
 
@@ -110,8 +112,8 @@ def test_what_ptxas_adds_is_not_counted(evidence: Evidence) -> None:
 
 
 def test_a_kernel_behind_a_helper_is_counted() -> None:
-    text = "$__internal_0_$trap:\n  /*0010*/ BPT.TRAP 0x1 ;\n.L_x_1:\n  /*0020*/ NOP ;\nkernel:\n.text.kernel:\n  /*0030*/ EXIT ;\n"
-    assert read_sass(text) == {"EXIT": 1}
+    listing = listing_of("$__internal_0_$trap:", "BPT.TRAP 0x1 ;", ".L_x_1:", "NOP ;", "kernel:", ".text.kernel:", "EXIT ;")
+    assert count_opcodes(listing) == {"EXIT": 1}
 
 
 @pytest.mark.parametrize(

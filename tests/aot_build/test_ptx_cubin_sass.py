@@ -8,10 +8,12 @@ import pytest
 
 from cute_mla.aot_build.opcode_counts import by_mnemonic, count_matching
 from cute_mla.aot_build.ptx import KernelParam, read_ptx
-from cute_mla.aot_build.sass import read_overlap, read_sass
+from cute_mla.aot_build.sass import count_opcodes, count_overlap
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.listing import read_listing
 from tests.aot_build.tma_copy import GOOD
+from tests.support.listings import listing_of
 
 PTX = """
 .version 9.4
@@ -64,6 +66,23 @@ def test_ptx_opcodes_behind_labels_predicates_and_braces_but_not_in_comments() -
     }
 
 
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f4, %f1, %f5;", ("sub.f32 %f4, %f1, %f5;",)),
+        ("@%p1 mul.ftz.f32 %f1, %f2, %f3; @%p2 add.ftz.f32 %f4, %f5, %f1;", ("add.ftz.f32 %f4, %f5, %f1;",)),
+        ("mul.f32x2 %rd1, %rd2, %rd3; neg.f32x2 %rd4, %rd1; add.f32x2 %rd5, %rd4, %rd6;", ("add.f32x2 %rd5, %rd4, %rd6;",)),
+        ("mul.rn.f32 %f1, %f2, %f3; sub.f32 %f4, %f1, %f5;", ()),
+        ("mul.f32 %f1, %f2, %f3; sub.rn.f32 %f4, %f1, %f5;", ()),
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f4, %f2, %f3;", ()),
+        ("mul.f32 %f1, %f2, %f3; fma.rn.f32 %f4, %f1, %f2, %f3; add.f32 %f5, %f4, %f3;", ()),
+        ("mul.lo.s32 %r1, %r2, %r3; add.s32 %r4, %r1, %r5;", ()),
+    ],
+)
+def test_sums_of_products_whose_rounding_the_ptx_leaves_open(body: str, found: tuple[str, ...]) -> None:
+    assert read_ptx(f".visible .entry k() {{ {body} ret; }}").contractible == found
+
+
 def test_ptx_without_a_required_block() -> None:
     assert read_ptx(PTX.replace(".reqntid 384, 1, 1", "")).block is None
     assert read_ptx(PTX.replace(".reqntid 384, 1, 1", ".reqntid 64")).block == (64, 1, 1)
@@ -95,38 +114,31 @@ def test_a_file_that_is_no_cubin_is_refused() -> None:
 
 
 def test_sass_of_a_real_cubin(cubin: bytes) -> None:
-    sass = read_sass(disassemble(cubin))
+    sass = count_opcodes(read_listing(disassemble(cubin)))
     assert sass["UTMALDG.2D"] == 1
     assert by_mnemonic(sass)["LDS"] == 32  # 64 x 64 elements, one by one, over 128 threads
     assert by_mnemonic(sass)["STG"] == 32
 
 
 def test_overlap_is_what_stands_between_products_and_the_wait_for_all_of_them() -> None:
-    text = """
-        /*0000*/                   MUFU.EX2 R1, R2 ;
-        /*0010*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;
-        /*0020*/                   FADD R1, R2, R3 ;
-        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
-        /*0040*/              @!P0 MUFU.EX2 R1, R2 ;
-.L_x_1:
-        /*0050*/                   QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;
-        /*0060*/                   MUFU.EX2 R1, R2 ;
-        /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
-        /*0080*/                   MUFU.EX2 R1, R2 ;
-"""
-    assert read_overlap(text) == {"FADD": 1, "WARPGROUP.DEPBAR.LE": 1, "MUFU.EX2": 2}
+    listing = listing_of(
+        "MUFU.EX2 R1, R2 ;",
+        "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;",
+        "FADD R1, R2, R3 ;",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x1 ;",
+        "@!P0 MUFU.EX2 R1, R2 ;",
+        ".L_x_1:",
+        "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24, gsb0 ;",
+        "MUFU.EX2 R1, R2 ;",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;",
+        "MUFU.EX2 R1, R2 ;",
+    )
+    assert count_overlap(listing) == {"FADD": 1, "WARPGROUP.DEPBAR.LE": 1, "MUFU.EX2": 2}
 
 
-def test_sass_lines_with_predicates_and_without_instructions() -> None:
-    text = """
-.text.k:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*00d0*/              @!UP0 SYNCS.EXCH.64 URZ, [UR13], UR4 ;
-        /*10e0*/               @P0 BRA `(.L_x_1) ;
-        /* 0x000fe200078e00ff */
-.L_x_1:
-"""
-    assert read_sass(text) == {"LDC": 1, "SYNCS.EXCH.64": 1, "BRA": 1}
+def test_opcodes_behind_predicates_and_labels() -> None:
+    listing = listing_of(".text.k:", "LDC R1, c[0x0][0x28] ;", "@!UP0 SYNCS.EXCH.64 URZ, [UR13], UR4 ;", "@P0 BRA `(.L_x_1) ;", ".L_x_1:")
+    assert count_opcodes(listing) == {"LDC": 1, "SYNCS.EXCH.64": 1, "BRA": 1}
 
 
 def test_counts_by_pattern_and_by_mnemonic() -> None:

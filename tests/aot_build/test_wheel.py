@@ -22,7 +22,7 @@ from cute_mla.aot_build import wheel as packing
 from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.wheel import git, make_wheel, stage, stale_kernels
-from cute_mla.manifest import Manifest, Provenance, manifest_sha256
+from cute_mla.manifest import Manifest, ManifestError, Provenance, manifest_sha256
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
 from tests.support.tree import ROOT
@@ -130,7 +130,7 @@ def test_a_damaged_file_is_not_packed(checkout: Path, tmp_path: Path, kind: str)
     Manifest({SMALL: entry}).save(folder)
     with (folder / getattr(entry, kind)).open("ab") as file:
         file.write(b"\n")
-    with pytest.raises(ToolError, match=rf"{SMALL}\.{kind} is damaged: sha256 [0-9a-f]{{64}}, the manifest says"):
+    with pytest.raises(ManifestError, match=rf"{SMALL}\.{kind} is damaged: sha256 [0-9a-f]{{64}}, the manifest says"):
         make_wheel(checkout, folder, tmp_path / "dist")
     assert not (tmp_path / "dist").exists()
 

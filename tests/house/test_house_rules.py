@@ -69,7 +69,7 @@ DEVICE_DECORATORS = {"kernel", "jit"}
 # are those of a kernel on one of them.
 KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/current.py", "profiles/roofline.py", "profiles/model/tile_costs.py"}
 
-READS_ENVIRONMENT = ("runtime/artifacts.py", "cli/")
+READS_ENVIRONMENT = ("runtime/artifacts.py", "simulator/sass/text_cache.py", "cli/")
 
 
 def sources() -> dict[str, str]:
@@ -130,7 +130,7 @@ def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def environment(name: str, text: str) -> Iterator[str]:
-    """Behaviour that depends on the environment: only the artefacts' place and the log level may."""
+    """Behaviour that depends on the environment: only the places of artefacts and disassemblies and the log level may."""
     if name.startswith(READS_ENVIRONMENT):
         return
     for node in ast.walk(ast.parse(text)):

@@ -12,8 +12,8 @@ import numpy as np
 
 from cute_mla import simulator
 from cute_mla.runtime.artifacts import artifacts_folder
-from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.text_cache import disassembly
 
 MAX_BYTES = 1 << 28
 
@@ -30,7 +30,7 @@ def unchanged(text: str) -> str:
 def machine_code_of(kernel: str, edit: Edit) -> simulator.Module:
     """Return the loaded machine code of a built kernel, whose text is edited first."""
     cubin = (artifacts_folder() / f"{kernel}.cubin").read_bytes()
-    return load_machine_code(cubin, edit(disassemble(cubin)))
+    return load_machine_code(cubin, edit(disassembly(cubin)))
 
 
 @dataclass

@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any
 
 from cute_mla.runtime.artifacts import artifacts_folder
-from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Control, Listing, SassInstruction, read_listing
+from cute_mla.simulator.sass.text_cache import disassembly
 
 
 @cache
 def listing_of(kernel: str) -> Listing:
     """Return the machine code of a built kernel."""
-    return read_listing(disassemble((artifacts_folder() / f"{kernel}.cubin").read_bytes()))
+    return read_listing(disassembly((artifacts_folder() / f"{kernel}.cubin").read_bytes()))
 
 
 def edited(listing: Listing, index: int, **control: Any) -> Listing:

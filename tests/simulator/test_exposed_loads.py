@@ -92,7 +92,9 @@ def test_a_wait_that_moves_up_in_a_built_kernel_is_found() -> None:
     listing = listing_of("dense_decode_sm90_bf16_cluster2")
     assert not exposed_loads(listing)
     code, blocks = listing.instructions, spans(listing)
-    inside = [index for loop in main_loops(code, blocks) for number in loop.blocks for index in range(blocks[number].start, blocks[number].stop)]
+    inside = [
+        index for loop in main_loops(code, blocks) for number in loop.blocks for index in range(blocks[number].start, blocks[number].stop)
+    ]
     load = next(index for index in sorted(inside) if code[index].base == "LDG" and code[index].control.write_board != NO_BOARD)
     planted = edited(listing, load + 1, waits=code[load + 1].control.waits | 1 << code[load].control.write_board)
     (found,) = exposed_loads(planted)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import cute_mla
-from cute_mla.runtime.artifacts import Artifacts, artifacts_folder
+from cute_mla.manifest import MANIFEST_NAME
+from cute_mla.runtime import simulated_device
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE, artifacts_folder
+from cute_mla.runtime.errors import ArtifactError
 from cute_mla.simulator.findings import SassError, UnsupportedInstruction
 from cute_mla.simulator.sass import disassembler
 from cute_mla.simulator.sass.cubin import CubinError
-from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
@@ -53,11 +58,19 @@ def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule
     assert not launches.unchecked
 
 
-@pytest.mark.parametrize(("op", "schedule"), [*in_turn(ATTENTION), ("dense_prefill", "adversarial"), ("dense_decode", "lazy")])
-def test_an_attention_kernel_gives_the_bytes_of_its_ptx(op: str, schedule: str) -> None:
+OTHER_SCHEDULES = {
+    "sm90": [("dense_prefill", "adversarial"), ("dense_decode", "lazy")],
+    "sm100": [("sparse_decode", "adversarial"), ("dense_prefill", "lazy"), ("dense_decode", "random")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "schedule"), [(name, *run) for name, others in OTHER_SCHEDULES.items() for run in (*in_turn(ATTENTION), *others)]
+)
+def test_an_attention_kernel_gives_the_bytes_of_its_ptx(name: str, op: str, schedule: str) -> None:
     case = near_case(op)
     tensors = operation(case).make_tensors(case, "cpu")
-    with cute_mla.simulate("sm90", case.sm_count, schedule=schedule), both_codes(op) as launches:
+    with cute_mla.simulate(name, case.sm_count, schedule=schedule), both_codes(op) as launches:
         call(case, tensors)
     assert launches.kernels
     assert not launches.findings
@@ -111,9 +124,14 @@ def merged(**options: Any) -> torch.Tensor:
         return cute_mla.merge_states(torch.stack(outs), torch.stack(lses))[0]
 
 
-def test_simulate_runs_machine_code_without_the_ptx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulate_runs_machine_code_without_the_ptx(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     expected = merged()
-    monkeypatch.setattr(Artifacts, "ptx", lambda self, entry: pytest.fail("the PTX was read"))
+    for path in (artifacts_folder() / MANIFEST_NAME, *artifacts_folder().glob("merge_states_*.cubin")):
+        shutil.copyfile(path, tmp_path / path.name)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(simulated_device, "_modules", {})  # the kernels loaded so far
+    with pytest.raises(ArtifactError, match=r"cannot read .*merge_states_sm90_bf16_d128\.ptx"):
+        merged()
     assert torch.equal(merged(code="sass"), expected)
 
 
@@ -130,7 +148,7 @@ def test_without_nvdisasm_the_error_says_what_to_install(monkeypatch: pytest.Mon
 
 def kernel(name: str) -> tuple[bytes, str]:
     cubin = (artifacts_folder() / f"{name}.cubin").read_bytes()
-    return cubin, disassemble(cubin)
+    return cubin, disassembly(cubin)
 
 
 def test_unknown_opcodes_and_operands_are_listed() -> None:

@@ -1,6 +1,6 @@
 """Merging of results over disjoint sets of keys, each with its lse: a warp merges one row.
 
-    m = max_s lse_s     w_s = 2^(lse_s - m)     out = sum_s w_s out_s / (sum_s w_s + 2^(sink - m))     lse_s, sink in base 2
+    m = max_s lse_s     w_s = 2^(lse_s - m)     out = sum_s w_s out_s / (sum_s w_s + 2^(sink log2 e - m))     lse_s in base 2
 
     lane     columns 128 g + 4 lane + {0..3}: loads and stores that a warp makes contiguous
     weights  lane l holds w_s of result 32 k + l; a shuffle hands them round, so any number of results fits in registers
@@ -16,6 +16,8 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
+
+from .softmax import sink_weight
 
 VECTOR = 4  # elements that a lane loads at a time
 GROUP = 32 * VECTOR  # columns that a warp covers with one load
@@ -123,10 +125,10 @@ def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
 
 
 @cute.jit
-def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32, groups: cutlass.Constexpr):
+def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32 | None, groups: cutlass.Constexpr):
     """Merge `groups` groups of columns of a row and return (m, sum of the weights). out_row: this lane's first column.
 
-    count: results. sink: base 2, -inf for none; it weighs on out alone.
+    count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone.
     """
     steps = BUFFER // (VECTOR * groups)
     shape = cute.make_layout((VECTOR, groups, steps))
@@ -145,6 +147,8 @@ def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32, 
             held = lane_weight(results, following + lane, count, shift)
         fill(even, even_weights, results, following, held)
         accumulate(sums, odd, odd_weights)
-    below = total + cute.math.exp2(sink - shift, fastmath=True)
+    below = total
+    if cutlass.const_expr(sink is not None):
+        below = total + sink_weight(sink, shift)
     store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
     return shift, total

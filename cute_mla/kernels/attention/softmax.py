@@ -86,6 +86,14 @@ class SinkScale:
         return 1.0 / with_sink(operands, work_tile(), row, total, reference)
 
 
+def sink_weight(sink: Float32, reference: Float32) -> Float32:
+    """Return 2^(sink log2 e - reference). sink: natural logarithm.
+
+    The product and the difference are one fma: ptxas may round them apart or once, and what is verified must be what it emits.
+    """
+    return cute.math.exp2(cute.math.fma(sink, Float32(LOG2E), -reference), fastmath=True)
+
+
 @cute.jit
 def with_sink(operands: LatentOperands, work_tile: WorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
     """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output.
@@ -95,7 +103,7 @@ def with_sink(operands: LatentOperands, work_tile: WorkTile, row: Int32, total: 
     divisor = total
     if work_tile.direct and operands.attn_sink.toint() != 0 and row < operands.rows():
         sink = (operands.attn_sink + row).load()
-        divisor = total + cute.math.exp2(sink * LOG2E - reference, fastmath=True)
+        divisor = total + sink_weight(sink, reference)
     return divisor
 
 

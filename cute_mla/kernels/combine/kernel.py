@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
-from ...spec.mla import D_V, LOG2E
+from ...spec.mla import D_V
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths
@@ -96,7 +96,7 @@ def combine(args: CombineArguments):
     keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
     sink = Float32(-math.inf)
     if args.attn_sink.toint() != 0 and head < args.h_q:
-        sink = args.attn_sink[head] * LOG2E
+        sink = args.attn_sink[head]
     begin = first_token
     while begin < args.batch * args.s_q:
         mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
@@ -154,6 +154,6 @@ def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
         barriers=(),
         named_barriers=(),
         roles=(Role("merge", 0, ROWS_PER_BLOCK),),
-        # Two code paths, each sums two buffers, and fills three times: before the loop and twice in it.
-        expected={"FFMA": 2 * 2 * BUFFER, "LDG.E.128": 2 * 3 * BUFFER // VECTOR},
+        # Two code paths, each sums two buffers, weighs the sink, and fills three times: before the loop and twice in it.
+        expected={"FFMA": 2 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR},
     )

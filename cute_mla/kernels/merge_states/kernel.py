@@ -138,7 +138,7 @@ class MergeStates:
             strides = (args.out_stride_batch, args.out_stride_token, args.out_stride_head)
             out_row = args.out + (offset(strides, req, token, head) + lane * VECTOR)
             groups = self.config.head_dim // GROUP
-            shift, total = merge_row(out_row, results, args.states, -Float32.inf, groups)
+            shift, total = merge_row(out_row, results, args.states, None, groups)
             if lane == 0:
                 value = args.empty_lse
                 if total != 0:  # true for NaN

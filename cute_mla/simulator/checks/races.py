@@ -5,7 +5,8 @@ warp the time of its last read (state/shared_trace.py). The clocks (state/clocks
 reach tensor cores and bulk copies only through fence.proxy.async, by the writer before it arrives or by the reader after it has waited;
 the clocks keep a second time for that.
 
-Left out: stores that leave the same value, atomic operations among themselves, the lanes of one warp.
+Left out: stores that leave the same value, atomic operations among themselves, the lanes of one warp, and the reserved shared memory below
+a kernel's own, where the code that ptxas makes of an allocation looks at words that other warps change.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from __future__ import annotations
 import numpy as np
 
 from ..findings import Fault
+from ..frontend.layout import SHARED_BASE
 from ..numerics.wgmma import Operand
 from ..state.access import WORD, SharedPattern
 from ..state.clocks import Clocks
 from ..state.cta import Cta
 from ..state.shared_trace import WHOLE
 from ..state.window import Window
+
+OWN_WORDS = SHARED_BASE // WORD
 
 
 class Overwrite:
@@ -73,7 +77,7 @@ def accesses(w: Window, target: Cta, warps: np.ndarray, pattern: SharedPattern, 
         check_readers(w, target, clocks, words, row, nbytes < WORD)
         record(target, words, row, time, w.line(), masks)
         return found
-    if late is not None:
+    if late is not None and int(words[late][0]) >= OWN_WORDS:
         report(w, "a load reads", target, clocks, int(words[late][0]))
     if target is w.cta and not isinstance(row, int):
         target.trace.note_reads(warps, words, time, pattern.distinct(nbytes))
@@ -141,6 +145,8 @@ def check_readers(w: Window, target: Cta, clocks: Clocks, words: np.ndarray, row
         late = (times.take(words) > known) & (np.asarray(row) != reader)
         if np.count_nonzero(late):
             place = tuple(int(part) for part in np.argwhere(late)[0])
+            if int(words[place]) < OWN_WORDS:
+                return
             who = clocks.name(int(np.broadcast_to(row, words.shape)[place]))
             where = f"shared memory at {int(words[place]) * WORD:#x}"
             message = f"a store of {who} overwrites {where} that {clocks.name(reader)} may still read: nothing orders the two"

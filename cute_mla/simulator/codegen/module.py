@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from ..frontend.layout import Layout, make_layout
 from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded, decode
+from ..state.cta import Cta
 from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
 from .wgmma_fences import unfenced
@@ -25,6 +26,7 @@ class Entry:
     """One kernel.
 
     undefined: names of registers that some path reads before writing them (they start poisoned). unfenced: wgmmas that lack a fence.
+    prepare: sets what shared memory a CTA finds set when it starts.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Entry:
     translator: Translator
     undefined: tuple[str, ...] = ()
     unfenced: tuple[Instruction, ...] = ()
+    prepare: Callable[[Cta], None] | None = None
 
 
 @dataclass

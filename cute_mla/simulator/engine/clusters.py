@@ -105,6 +105,8 @@ class Clusters:
         constants = Constants(self.params, special_values(launch, cluster, rank, index, home.storage.smem.nbytes), launch.names)
         cta = Cta(home.storage, constants, cluster, rank, index)
         cluster.ctas.append(cta)
+        if launch.target.prepare is not None:
+            launch.target.prepare(cta)
         home.slot.occupy(cta, self.engine, self.observer)
         self._homes[cta] = home
         lanes = np.arange(launch.threads)

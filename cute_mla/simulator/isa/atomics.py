@@ -16,11 +16,12 @@ from .table import op, registers_of, runtime
 
 Match = re.Match[str]
 
+_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _ATOMIC = rf"(.(relaxed|acquire|release|acq_rel))?({SCOPE})?{SPACE}"
 
 
 @op(
-    rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas).(?P<t>b(32|64))",
+    rf"atom{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"atom{_ATOMIC}.(?P<f>exch|cas|and|or|xor).(?P<t>b(32|64))",
     rf"atom{_ATOMIC}.(?P<f>min|max).(?P<t>[us]32)", rf"atom.(?P<space>global|shared){SCOPE}.(?P<f>min|max).(?P<t>[us]32)",
     pure=False, taint="own", loads=True,
 )  # fmt: skip
@@ -29,7 +30,7 @@ def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
     emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
 
 
-@op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", writes=(), pure=False, taint="own")
+@op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"red{_ATOMIC}.(?P<f>and|or|xor).(?P<t>b(32|64))", writes=(), pure=False, taint="own")
 def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit a read-modify-write without a result."""
     emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
@@ -74,6 +75,8 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
         after = operands[-1][lane : lane + 1].view(before.dtype)
         if name == "add":
             after = before + after
+        elif name in _BITWISE:
+            after = _BITWISE[name](before, after)
         elif name in ("min", "max"):
             function = np.minimum if name == "min" else np.maximum
             after = function(before.view(operands[-1].dtype), operands[-1][lane : lane + 1]).view(before.dtype)

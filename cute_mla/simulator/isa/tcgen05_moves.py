@@ -11,6 +11,7 @@ from ..findings import Fault
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Vec
 from ..numerics import tensor_fragments
 from ..numerics.tensor_fragments import Fragment
+from ..state.cta import Cta
 from ..state.registers import WARP
 from ..state.tensor_memory import COLUMNS, split_address
 from ..state.tensor_queue import Cells, TensorMove
@@ -78,8 +79,11 @@ def wait(e: Emitter, ins: Instruction, m: Match) -> None:
 # ---------------------------------------------------------------- runtime
 
 
-def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, registers: int) -> list[tuple[int, int, int]]:
-    """Return number, lane and column of each warp of the window; record the move and report hazards.
+Place = tuple[int, int, int]  # warp, lane, column
+
+
+def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, registers: int) -> tuple[list[Place], list[TensorMove]]:
+    """Return the place of each warp of the window and the moves there; record them and report hazards.
 
     registers: bit mask of the rows of bank "r". Raises Fault for cells that a warp may not access.
     """
@@ -93,7 +97,7 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
         raise Fault("divergence", f"the address of a {verb} differs between the lanes of a warp")
     firsts = [int(address)] * len(w.warps) if address.ndim == 0 else [int(value) for value in address[::WARP]]
     origin = None
-    places = []
+    places, moves = [], []
     for warp, first in zip(w.warps, firsts, strict=True):
         lane, column = split_address(first)
         own = WARP * (warp % 4)
@@ -110,12 +114,13 @@ def warp_places(w: Window, where: Fragment, address: np.ndarray, write: bool, re
             tensor_hazards.check_move(w, warp, cells, write)
             origin = origin or w.origin()
             issued = int(clocks.now[clocks.row(cta.rank, warp), clocks.row(cta.rank, warp)]) + 1
-            cta.moves[warp, write, cells] = TensorMove(warp, write, cells, origin, issued, {"r": registers})
+            moves.append(TensorMove(warp, write, cells, origin, issued, {"r": registers}))
+            cta.moves[warp, write, cells] = moves[-1]
         places.append((warp, lane, column))
-    return places
+    return places, moves
 
 
-def together(places: list[tuple[int, int, int]]) -> bool:
+def together(places: list[Place]) -> bool:
     """Return whether the warps are one warpgroup at the same column."""
     return len(places) == 4 and all(lane == 32 * i and column == places[0][2] for i, (_, lane, column) in enumerate(places))
 
@@ -123,9 +128,14 @@ def together(places: list[tuple[int, int, int]]) -> bool:
 @runtime
 def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int, address: np.ndarray, tainted: bool) -> None:
     """Execute tcgen05.ld; the values are taken at once."""
-    cta = w.cta
-    memory = cta.tensor_memory()
-    places = warp_places(w, where, address, False, mask)
+    places, _ = warp_places(w, where, address, False, mask)
+    read_cells(w, where, rows, places, tainted)
+    w.cta.loading = True
+
+
+def read_cells(w: Window, where: Fragment, rows: np.ndarray | slice, places: list[Place], tainted: bool) -> None:
+    """Copy cells of tensor memory to registers, with their poison."""
+    memory = w.cta.tensor_memory()
     bank = w.banks["r"]
     known: np.ndarray
     if where.shape == "32x32b" and not where.packed and together(places):
@@ -138,7 +148,6 @@ def tensor_load(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int,
             part = slice(WARP * index, WARP * index + WARP)
             bank[rows, part] = tensor_fragments.load(memory.data, where, lane, column)
             known[:, part] = tensor_fragments.load_known(memory.valid, where, lane, column)
-    cta.loading = True
     spread(w, rows, None if known.all() else ~known, tainted)
 
 
@@ -156,7 +165,7 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
     memory = w.cta.tensor_memory()
     values = w.banks["r"][rows]
     poison = w.taints["r"][rows] if tainted else None
-    for index, (_, lane, column) in enumerate(warp_places(w, where, address, True, mask)):
+    for index, (_, lane, column) in enumerate(warp_places(w, where, address, True, mask)[0]):
         part = slice(WARP * index, WARP * index + WARP)
         tensor_fragments.store(memory.data, values[:, part], where, lane, column)
         tensor_fragments.store_known(memory.valid, None if poison is None else ~poison[:, part], where, lane, column)
@@ -166,10 +175,14 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
 def tensor_wait(w: Window, write: bool) -> None:
     """Execute tcgen05.wait::ld and tcgen05.wait::st."""
     cta = w.cta
-    clocks = cta.cluster.clocks
     for warp in w.warps:
         waited = [move for move in cta.moves.values() if move.time is None and move.write == write and move.warp == warp]
-        if waited:
-            time = clocks.tick(cta.rank, warp)
-            for move in waited:
-                move.time = time
+        finish_moves(cta, warp, waited)
+
+
+def finish_moves(cta: Cta, warp: int, moves: list[TensorMove]) -> None:
+    """Record that a warp knows moves of its own to be done."""
+    if moves:
+        time = cta.cluster.clocks.tick(cta.rank, warp)
+        for move in moves:
+            move.time = time

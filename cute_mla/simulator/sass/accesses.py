@@ -13,6 +13,8 @@ from functools import cache
 
 from ..findings import SassError
 from ..frontend.ptx import Reg
+from ..numerics import tensor_fragments
+from ..numerics.tensor_fragments import Fragment
 from .listing import Address, Immediate, Operand, Register, SassInstruction, register
 
 PREDICATES = 7
@@ -67,13 +69,13 @@ def _is_predicate(operand: Operand) -> bool:
 _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _none: (
         "ACQBULK ARRIVES BAR BPT BRA BREAK BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR NANOSLEEP NOP "
-        "PREEXIT RET STAS STG STS STSM STTM UBLKCP UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCHMMA UTCQMMA UTMACCTL UTMALDG UVIRTCOUNT "
+        "PREEXIT RET STAS STG STS STSM STTM UBLKCP UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG UVIRTCOUNT "
         "WARPGROUP WARPSYNC YIELD "
-        "LEAVE NOWHERE"  # parts of a lifted exit and return
+        "AWAIT LEAVE NOWHERE"  # parts of a lifted wait, exit and return
     ),
     _one: (
         "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "LDC LDCU LDG LDS LDSM LDTM MOV MUFU P2R POPC PRMT QGMMA R2P REDUX RETURN S2R S2UR SEL SHF SYNCS UFLO ULDC UMOV UPOPC "
+        "LDC LDCU LDG LDS LDSM LDTM MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN S2R S2UR SEL SHF SYNCS UFLO ULDC UMOV UPOPC "
         "UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
@@ -86,6 +88,9 @@ _LENGTHS = {"64": 2, "128": 4}
 _MEMORY = ("ATOMS", "LDC", "LDCU", "LDG", "LDS", "STAS", "STG", "STS", "ULDC")
 _MATRIX_MOVE = ("LDSM", "STSM")
 _TENSOR_MOVE = ("LDTM", "STTM")
+_TENSOR_PRODUCT = ("UTCHMMA", "UTCQMMA")
+_FRAGMENTS = {"": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b"}
+_FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
 _PAIRS = ("FADD2", "FFMA2", "FMUL2")
 _PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -135,10 +140,20 @@ def width(ins: SassInstruction, index: int) -> int:
     if base in _MATRIX_MOVE:
         return int(words[-1]) if words[-1].isdigit() else 1
     if base in _TENSOR_MOVE:
-        return next((int(word[1:]) for word in words if re.fullmatch(r"x\d+", word)), 1)
+        return fragment(ins).registers
+    if base in _TENSOR_PRODUCT and operand.kind == "UR":
+        return 2 if "WS" in words else 8 if "2CTA" in words else 4
     if base in _PAIRS:
         return 2 if index == 0 or "HI_LO" in operand.suffixes else 1
     return _arithmetic_width(ins, index)
+
+
+def fragment(ins: SassInstruction) -> Fragment:
+    """Return the shape of a move between registers and tensor memory. SassError for one that is not supported."""
+    found = _FRAGMENT.fullmatch(ins.opcode)
+    if found is None:
+        raise SassError(f"{ins.address:#x}: a move of an unknown shape: {ins.text!r}")
+    return tensor_fragments.fragment(_FRAGMENTS[found[1] or ""], int(found[2] or 1), bool(found[3]))
 
 
 def _arithmetic_width(ins: SassInstruction, index: int) -> int:

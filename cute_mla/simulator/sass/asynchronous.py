@@ -10,12 +10,13 @@ from ..isa.table import runtime
 from ..isa.tensor_copies import Form, tma_load
 from ..state.registers import WARP
 from ..state.window import Window
-from .accesses import destinations, width
+from .accesses import accesses, destinations, width
 from .listing import Address, Immediate, Register, SassInstruction
 from .memory import assign_loaded, stored
 from .operands import address, assign, constant, memory_operand, pair, source
 from .table import ignored, op
 
+_ROOM = Immediate(0x36)
 MAX_COUNT = 1 << 20  # a raw mbarrier holds this minus the count of arrivals, from bit 1 on
 
 
@@ -133,7 +134,7 @@ def uniform_words(e: Emitter, operand: Address, count: int) -> str:
     return f"({', '.join(e.row(register, 'u32') for register in registers)},)"
 
 
-@op(r"UTMALDG.[1-5]D(.MULTICAST)?", pure=False, taint="own", writes=())
+@op(r"UTMALDG.[1-5]D(.MULTICAST)?(.2CTA)?", pure=False, taint="own", writes=())
 def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
     """Emit a TMA load: destination, mbarrier and coordinates in a run, the address of the map in a pair, a mask << 16."""
     place, plan, *others = ins.operands
@@ -148,40 +149,46 @@ def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
         raise Unsupported("a TMA load with a cache hint")
     dimensions = int(ins.modifiers[0][0])
     uniform_words(e, plan, 2)
-    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask})")
+    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask}, {'2CTA' in ins.modifiers})")
 
 
-FORM = Form(cluster=True, pair=False, gather=False)
+FORMS = {pair: Form(cluster=True, pair=pair, gather=False) for pair in (False, True)}
 
 
 @runtime
-def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None) -> None:
+def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None, pair: bool) -> None:
     """Execute UTMALDG in the first lane of each warp."""
     window, where = leaders(w)
     destination, barrier, *coordinates = (word[where] for word in words)
     chosen = None if mask is None else (mask[where] >> np.uint32(16)).astype(np.uint16)
-    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORM)
+    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORMS[pair])
 
 
 ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
 
 
-@op(r"UBLKCP.S.S", pure=False, taint="own", writes=())
+@op(r"UBLKCP.S.[SG]", pure=False, taint="own", writes=())
 def copy_bytes(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a bulk copy between shared memories: destination and mbarrier in a run, the source, and the bytes / 16."""
+    """Emit a bulk copy to shared memory: destination and mbarrier in a run, the source, for global memory a pair, and the bytes / 16."""
     place, start, size = ins.operands
     assert isinstance(place, Address)
     assert isinstance(start, Address)
-    e.line(f"copy_shared_bytes(w, {uniform_words(e, place, 2)}, {uniform_words(e, start, 1)}[0], {source(e, size, 'u32')})")
+    words = uniform_words(e, place, 2)
+    first = f"{uniform_words(e, start, 1)}[0]"
+    if ins.modifiers[-1] == "G":
+        uniform_words(e, start, 2)
+        assert start.uniform is not None
+        first = pair(e, start.uniform)
+    e.line(f"copy_shared_bytes(w, {words}, {first}, {source(e, size, 'u32')}, {ins.modifiers[-1] == 'S'})")
 
 
 @runtime
-def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray) -> None:
-    """Execute UBLKCP in the first lane of each warp."""
+def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarray, size: np.ndarray, between: bool) -> None:
+    """Execute UBLKCP in the first lane of each warp. between: the source is shared memory."""
     window, where = leaders(w)
     destination, barrier = (word[where] for word in words)
     nbytes = np.broadcast_to(size, (w.n,))[where] << np.uint32(4)
-    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, True, True)
+    bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
 @op(r"LDGSTS.E.BYPASS.128", pure=False, taint="own", writes=())
@@ -200,11 +207,29 @@ def commit_copies(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"DEPBAR.LE", pure=False, starts=True, writes=())
 def wait_for_copies(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a wait for all but the newest n cp.async groups."""
+    """Emit a wait for all but the newest n cp.async groups.
+
+    A count of 54 waits for nothing: ptxas puts it in front of UTCATOMSWS, on the scoreboard that this takes, and no code has so much in
+    flight.
+    """
     board, count = ins.operands
+    if count == _ROOM and isinstance(board, Register) and board.kind == "SB":
+        return
     if not (isinstance(board, Register) and board.number == 0 and isinstance(count, Immediate)):
         raise Unsupported("DEPBAR on another scoreboard than SB0")
     e.line(f"cp_async_wait(w, {count.bits}, False)")
+
+
+@op(r"STAS(.64|.128)?", pure=False, taint="own", writes=())
+def store_async(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a store to any CTA of the cluster that counts at an mbarrier: the pair holds the address of each."""
+    place = memory_operand(ins, 0)
+    if not place.wide or place.base is None or place.base.number is None or place.uniform is not None or place.offset:
+        raise Unsupported(f"operand {place} of STAS")
+    destination, barrier = place.base.registers(2)
+    values, _ = stored(e, ins)
+    e.check_taint(list(accesses(ins).reads), "an asynchronous copy")
+    e.line(f"st_async(w, {e.row(destination, 'u32')}, {values}, {e.row(barrier, 'u32')})")
 
 
 # ---------------------------------------------------------------- matrices, fences, registers

@@ -11,11 +11,12 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.floats import APPROXIMATIONS
 from ..isa.table import runtime
 from ..numerics import elementwise
-from .integers import assign_compared
-from .listing import Operand, Register, SassInstruction
+from .listing import Immediate, Operand, Register, SassInstruction
 from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
+from .predicates import assign_compared
 from .table import op
 
+_SCALES_OF_1 = 0x7F7F  # two ue8m0 of 2^0
 _ROUNDINGS = {"RM": "rm", "RP": "rp", "RZ": "rz"}
 
 
@@ -69,10 +70,10 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)")
+@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own")
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
-    first, second, left, right, other = ins.operands
+    left, right, other = ins.operands[2:]
     a, b = floats(e, ins, (left, right))
     name = ins.modifiers[0].lower()
     if name in _UNORDERED:
@@ -81,7 +82,7 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
         value = f"not_equal_ordered({a}, {b})"
     else:
         value = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
-    assign_compared(e, (first, second), value, source(e, other, "pred"), ins.modifiers)
+    assign_compared(e, ins, value, [left, right], other)
 
 
 @op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)")
@@ -193,16 +194,18 @@ def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"{merged} | f32_to_fp8x2({a}, {b}, {kind!r})")
 
 
-@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B")
+@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B")
 def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16."""
-    operand = ins.operands[1]
+    """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16 or bf16. bf16 has two scales, which must be 1."""
+    operand, *scales = ins.operands[1:]
     assert isinstance(operand, Register)
+    if scales not in ([], [Immediate(_SCALES_OF_1, ("H0",))]):
+        raise Unsupported(f"scales {scales}")
     value = source(e, operand, "u32")
     if operand.suffixes == ("H1",):
         value = f"({value} >> {constant(e, 'u32', 16)})"
     narrow = e.constants.thing(np.dtype("u2"))
-    assign(e, ins.operands[0], "u32", f"fp8x2_to_f16x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
+    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
 
 
 @op(r"HADD2.F32")

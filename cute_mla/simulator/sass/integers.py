@@ -9,7 +9,8 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from .accesses import destinations
 from .listing import Immediate, Operand, Register, SassInstruction
-from .operands import WIDE, WORD, assign, assign_pair, constant, pair, plain, source
+from .operands import WIDE, WORD, assign, assign_pair, constant, is_dropped, pair, plain, source
+from .predicates import assign_compared
 from .table import op
 
 PLAIN_MULTIPLY = ("", "MOV", "MOV.U32", "U32", "IADD", "SHL", "SHL.U32")
@@ -45,11 +46,6 @@ def assign_total(e: Emitter, result: Operand, carries: tuple[Operand, ...], term
     e.line(f"{low} = {total}.astype({e.constants.thing(WORD)})")
     assign_carries(e, carries, total)
     assign(e, result, "u32", low)
-
-
-def is_dropped(operands: tuple[Operand, ...]) -> bool:
-    """Return True when all of these predicate results are PT or UPT."""
-    return all(isinstance(operand, Register) and operand.number is None for operand in operands)
 
 
 def carry_in(e: Emitter, operand: Operand) -> str:
@@ -229,34 +225,10 @@ def logic(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[count - 1], "u32", value)
 
 
-@op(r"U?PLOP3.LUT")
-def predicate_logic(e: Emitter, ins: SassInstruction) -> None:
-    """Emit two functions of three predicates, one truth table for each result."""
-    first, second, a, b, c, table, other = ins.operands
-    sources = [f"array({source(e, operand, 'pred')})" for operand in (a, b, c)]
-    values = []
-    for item in (table, other):
-        assert isinstance(item, Immediate)
-        values.append(f"predicate_table({', '.join(sources)}, {item.bits})")
-    names = [e.temp(), e.temp()]
-    for name, value in zip(names, values, strict=True):
-        e.line(f"{name} = {value}")
-    assign(e, first, "pred", names[0])
-    assign(e, second, "pred", names[1])
-
-
-@runtime
-def predicate_table(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
-    """Return the function of three predicates with this truth table: bit 4a + 2b + c."""
-    index = a.astype(np.uint8) * 4 + b.astype(np.uint8) * 2 + c.astype(np.uint8)
-    result: np.ndarray = (table >> index & 1).astype(bool)
-    return result
-
-
-@op(r"U?ISETP.(EQ|NE|LT|LE|GT|GE)(.U32)?.(AND|OR|XOR)(.EX)?")
+@op(r"U?ISETP.(EQ|NE|LT|LE|GT|GE)(.U32)?.(AND|OR|XOR)(.EX)?", taint="own")
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison combined with a predicate, and its negation combined. EX: of high words, behind the result of the low words."""
-    first, second, a, b, *others = ins.operands
+    a, b, *others = ins.operands[2:]
     words = ins.modifiers
     name = words[0].lower()
     kind = "u32" if "U32" in words else "s32"
@@ -264,7 +236,7 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
     value = f"{COMPARE[name]}({left}, {right})"
     if "EX" in words:
         value = extended(e, name, left, right, source(e, others[1], "pred"))
-    assign_compared(e, (first, second), value, source(e, others[0], "pred"), words)
+    assign_compared(e, ins, value, [a, b, *others[1:]], others[0])
 
 
 def extended(e: Emitter, name: str, left: str, right: str, low: str) -> str:
@@ -273,19 +245,6 @@ def extended(e: Emitter, name: str, left: str, right: str, low: str) -> str:
         return f"logical_{'and' if name == 'eq' else 'or'}({COMPARE[name]}({left}, {right}), {low})"
     strict = "less" if name in ("lt", "le") else "greater"
     return f"logical_or({strict}({left}, {right}), logical_and(equal({left}, {right}), {low}))"
-
-
-def assign_compared(e: Emitter, results: tuple[Operand, Operand], value: str, other: str, words: tuple[str, ...]) -> None:
-    """Store a comparison and its negation, each combined with a predicate."""
-    function = next(f"logical_{word.lower()}" for word in words if word in ("AND", "OR", "XOR"))
-    compared = e.temp()
-    e.line(f"{compared} = {value}")
-    names = [e.temp(), e.temp()]
-    e.line(f"{names[0]} = {function}({compared}, {other})")
-    if not is_dropped((results[1],)):
-        e.line(f"{names[1]} = {function}(logical_not({compared}), {other})")
-        assign(e, results[1], "pred", names[1])
-    assign(e, results[0], "pred", names[0])
 
 
 @op(r"VIMNMX3?(.U32|.RELU)?")

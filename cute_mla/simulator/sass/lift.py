@@ -2,6 +2,7 @@
 
 Control flow becomes branches and exits: a branch under two predicates first joins them, a return compares its address with the places
 behind calls, and a guard on an instruction that blocks or gathers becomes a branch around it. Instructions that never execute are dropped.
+A wait for a scoreboard that loads of tensor memory release becomes an instruction of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
 from .accesses import accesses
-from .flow import is_never
-from .listing import Immediate, Listing, Register, SassInstruction, Target
+from .flow import is_conditional, is_never, spans
+from .listing import NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
+from .listing import Operand as SassOperand
 from .table import MachineInstruction, lookup
 from .trace import traced
 
 SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
+_PREDICATES = ("FSETP", "ISETP", "PLOP3")  # under a guard, poison of any source is poison of the result
+_MOVES = ("MOV", "IMAD.MOV", "IMAD.U32", "NOP")
 _OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
 
 Guard = tuple[Reg, bool] | None
@@ -40,6 +44,9 @@ class Lift:
         self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
         targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "CALL") for operand in ins.operands
                    if isinstance(operand, Target)}  # fmt: skip
+        boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
+        self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
+        self.routines = checks_of_routines(listing)
         self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
 
     def run(self) -> Lift:
@@ -47,6 +54,8 @@ class Lift:
         for ins in self.listing.instructions:
             if ins.address in self.places:
                 self.labels[label_at(ins.address)] = len(self.decoded)
+            if ins.control.waits & self.load_boards:
+                self._ordinary(replace(ins, opcode="AWAIT", operands=(), guard=None), None)
             if not is_never(ins):
                 self._lift(ins)
         return self
@@ -74,7 +83,7 @@ class Lift:
             self._ordinary(replace(ins, guard=None), None)
             self.labels[skip] = len(self.decoded)
             return
-        if guard is not None and spec.taint == "own" and spec.pure:
+        if guard is not None and spec.taint == "own" and spec.pure and ins.base not in _PREDICATES:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
         access = accesses(ins)
         record = traced(ins) if self.is_traced else None
@@ -109,7 +118,11 @@ class Lift:
             self.labels[skip] = len(self.decoded)
 
     def _branch(self, ins: SassInstruction) -> None:
-        """Lift a branch or call under its guard, its predicate operand, or any lane's guard (ANY)."""
+        """Lift a branch or call under its guard and its predicate operand.
+
+        A warp that takes BRA.U takes it whole: when all its lanes would, with ANY when some would. Behind a BRA.U that is not taken
+        ptxas tests the predicate again.
+        """
         *conditions, target = ins.operands
         supported = ins.opcode in ("BRA", "BRA.U", "BRA.U.ANY", "CALL.REL.NOINC") and isinstance(target, Target)
         if not supported or len(conditions) > 1 or not all(isinstance(item, Register) and item.is_predicate for item in conditions):
@@ -118,13 +131,19 @@ class Lift:
         assert isinstance(target, Target)
         label = label_at(self.listing.instructions[self.listing.index(target.label)].address)
         tests = [item for item in (ins.guard, *conditions) if isinstance(item, Register) and item != _TRUE]
-        if len(tests) == 2 or (tests and ins.opcode == "BRA.U.ANY"):
-            if ins.opcode == "BRA.U.ANY":
-                test = replace(ins, opcode="VOTE.ANY", operands=(SCRATCH, *tests), guard=None)
-            else:
-                test = replace(ins, opcode="PLOP3.LUT", operands=(SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0)), guard=None)
-            self._ordinary(test, None)
+        if len(tests) == 2:
+            both: tuple[SassOperand, ...] = (SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0))
+            self._ordinary(replace(ins, opcode="PLOP3.LUT", operands=both, guard=None), None)
             tests = [SCRATCH]
+        if tests and tests[0].kind == "P" and ins.opcode != "BRA" and ins.base == "BRA":
+            vote = "VOTE.ANY" if ins.opcode == "BRA.U.ANY" else "VOTE.ALL"
+            self._ordinary(replace(ins, opcode=vote, operands=(SCRATCH, *tests), guard=None), None)
+            tests = [SCRATCH]
+        if tests and ins.address in self.routines:
+            jumps = self.routines[ins.address] != tests[0].negative  # as the predicate without its sign
+            plain = replace(tests[0], negative=False)
+            self._ordinary(replace(ins, opcode="QUICK", operands=(SCRATCH, plain, Immediate(int(jumps))), guard=None), None)
+            tests = [replace(SCRATCH, negative=tests[0].negative)]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
 
     def _return(self, ins: SassInstruction) -> None:
@@ -136,6 +155,31 @@ class Lift:
             self._jump(ins, label_at(place), guard_of(SCRATCH))
         self._ordinary(replace(ins, opcode="NOWHERE", operands=(), guard=None), None)
         self._control(ins, "exit", [], None)
+
+
+def checks_of_routines(listing: Listing) -> dict[int, bool]:
+    """Return the branches that decide whether a routine of arithmetic is called: address -> whether taking the branch leaves it out.
+
+    Such a branch leads to a block of moves that ends with the call, or steps over it.
+    """
+    code, blocks = listing.instructions, spans(listing)
+    found: dict[int, bool] = {}
+    for block in blocks:
+        last = code[block.stop - 1]
+        moves = all(ins.opcode.startswith(_MOVES) for ins in code[block.start : block.stop - 1])
+        if last.base != "CALL" or not moves or not is_arithmetic(last):
+            continue
+        for other in blocks:
+            branch = code[other.stop - 1]
+            if branch.base == "BRA" and is_conditional(branch) and block in [blocks[number] for number in other.successors]:
+                found[branch.address] = other.stop == block.start
+    return found
+
+
+def is_arithmetic(call: SassInstruction) -> bool:
+    """Return True for the call of a routine of ptxas's that computes, and does not trap."""
+    labels = [item.label for item in call.operands if isinstance(item, Target)]
+    return all(label.startswith("$__internal_") and "trap" not in label for label in labels)
 
 
 def label_at(address: int) -> str:

@@ -36,9 +36,11 @@ def assign_loaded(e: Emitter, ins: SassInstruction, value: str) -> None:
             item = f"{item}.view({e.constants.thing(np.dtype(f'i{_NARROW[signed]}'))})"
         e.line(f"{e.dst(register, 's32' if signed else 'u32')}[...] = {item}")
     where = tuple(range(len(registers)))
+    if not registers:
+        return
     if e.tainted:
         e.line(f"take_poison(w, {where}, ({', '.join(str(e.taint(register)) for register in registers)},))")
-    elif registers:
+    else:
         rows = tuple((register.bank, e.layout.row(register)) for register in registers)
         e.line(f"if w.cta.poison is not None: meet_poison(w, {where}, {rows})")
 
@@ -102,6 +104,19 @@ def own_shared(w: Window, place: np.ndarray) -> np.ndarray:
         raise Fault("out_of_bounds", "an address of another CTA of the cluster in an instruction on the CTA's own shared memory")
     own: np.ndarray = place & np.uint32((1 << RANK_SHIFT) - 1) | np.uint32(w.cta.rank << RANK_SHIFT)
     return own
+
+
+@op(r"ATOMS.(AND|OR|XOR)", pure=False, taint="own", loads=True)
+def change_shared(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a read-modify-write of a word of shared memory that returns the old value; lanes act in order."""
+    _, _, value = ins.operands
+    if not isinstance(value, Register):
+        raise Unsupported(f"an atomic operation with {value}")
+    e.check_taint(list(value.registers()), "an atomic operation")
+    old = e.temp()
+    place = f"own_shared(w, {address(e, memory_operand(ins, 1))})"
+    e.line(f"{old} = atomic_lanes(w, {place}, {ins.modifiers[0].lower()!r}, 'shared', [array({source(e, value, 'u32')})])")
+    assign_loaded(e, ins, old)
 
 
 @op(r"BAR.SYNC.DEFER_BLOCKING", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())

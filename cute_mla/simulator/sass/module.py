@@ -12,13 +12,28 @@ from ..frontend.layout import SHARED_BASE, Layout
 from ..frontend.ptx import ParamDecl, Reg
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded
-from . import asynchronous, floats, integers, memory, moves, products, warps
+from . import (
+    asynchronous,
+    floats,
+    integers,
+    memory,
+    moves,
+    predicates,
+    products,
+    tensor_allocation,
+    tensor_moves,
+    tensor_products,
+    warps,
+)
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
 from .table import MachineInstruction
 
-FAMILIES = (asynchronous, floats, integers, memory, moves, products, warps)  # importing them fills the instruction table
+# importing them fills the instruction table
+FAMILIES = (
+    asynchronous, floats, integers, memory, moves, predicates, products, tensor_allocation, tensor_moves, tensor_products, warps,
+)  # fmt: skip
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
@@ -43,7 +58,9 @@ def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Mo
             raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
         translator = Translator(name, flow, layout)
-    return Module({name: Entry(name, parameters(info), None, flow, layout, translator)})
+    allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
+    prepare = tensor_allocation.prepare if allocates else None
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, prepare=prepare)})
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:

@@ -6,7 +6,7 @@ from ..frontend.layout import SHARED_WINDOW
 from ..isa.emitter import Emitter, Unsupported
 from .accesses import PREDICATES, width
 from .listing import Constant, Immediate, Operand, Register, SassInstruction, SystemRegister, register
-from .operands import WORD, assign, assign_run, bank_word, constant, source
+from .operands import WORD, assign, assign_run, bank_word, constant, poison_of, source
 from .table import op
 
 
@@ -72,18 +72,10 @@ def select(e: Emitter, ins: SassInstruction) -> None:
     kind = "f32" if ins.base == "FSEL" else "u32"
     chosen = source(e, condition, "pred")
     if e.tainted and isinstance(result, Register):
-        marks = [
-            (e.taint_of(list(operand.registers())) if isinstance(operand, Register) else None) or "False" for operand in (a, b, condition)
-        ]
+        marks = [poison_of(e, operand) for operand in (a, b, condition)]
         for register in result.registers():
             e.line(f"{e.taint(register)}[...] = logical_or(where({chosen}, {marks[0]}, {marks[1]}), {marks[2]})")
     assign(e, result, kind, f"where({chosen}, {source(e, a, kind)}, {source(e, b, kind)})")
-
-
-def poison_of(e: Emitter, operand: Operand) -> str:
-    """Return the expression of an operand's poison."""
-    registers = operand.registers() if isinstance(operand, Register) else ()
-    return e.taint_of(registers) or "False"
 
 
 @op(r"U?PRMT", taint="own")

@@ -59,6 +59,16 @@ def signed(operand: Register, value: str, kind: str) -> str:
     return f"negative({value})" if operand.negative else value
 
 
+def poison_of(e: Emitter, operand: Operand) -> str:
+    """Return the expression of an operand's poison."""
+    return (e.taint_of(operand.registers()) if isinstance(operand, Register) else None) or "False"
+
+
+def is_dropped(operands: tuple[Operand, ...]) -> bool:
+    """Return True when all of these predicate results are PT or UPT."""
+    return all(isinstance(operand, Register) and operand.number is None for operand in operands)
+
+
 def plain(e: Emitter, operand: Operand, kind: str) -> str:
     """Return the expression of an operand without its signs, which the caller applies."""
     if isinstance(operand, Register) and not operand.is_predicate:

@@ -79,6 +79,7 @@ class Cta:
     bulk: copy groups by thread; copies: cp.async groups by warp. reading: bulk stores that may still read shared memory.
     outgoing: sources [start, stop) of copies to other CTAs -> agent, its number there, origin.
     moves: the latest load and store of tensor memory, by warp and cells. loading: some load of tensor memory may not be done.
+    awaited: in machine code, loads of tensor memory whose scoreboard nobody has waited for.
     poison: poison of the values that the last load returned, None for none.
     """
 
@@ -110,6 +111,7 @@ class Cta:
         self.tensor_queue: TensorQueue | None = None
         self.moves: dict[tuple[int, bool, Cells], TensorMove] = {}
         self.loading = False
+        self.awaited: list[TensorMove] = []
         self.poison: np.ndarray | None = None
         self._storage = storage
 

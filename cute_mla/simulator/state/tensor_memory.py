@@ -29,7 +29,8 @@ class TensorMemory:
     """Cells and allocations. allocations: first column -> columns.
 
     With cta_group::2 both CTAs of a pair allocate together: requested is what this CTA has asked for, granted the first column that it
-    got and has not taken yet. freed: deallocations with cta_group::2, on which both CTAs must agree.
+    got and has not taken yet. freed: deallocations with cta_group::2, on which both CTAs must agree. refused: in machine code, warps that
+    found no room since the last deallocation.
     """
 
     data: np.ndarray = field(default_factory=lambda: np.full((LANES, COLUMNS), NAN_WORD, np.uint32))
@@ -40,6 +41,7 @@ class TensorMemory:
     requested: int | None = None
     granted: int | None = None
     freed: list[tuple[int, int]] = field(default_factory=list)
+    refused: set[int] = field(default_factory=set)
     knowledge: Knowledge = field(default_factory=Knowledge)  # handed over by warps that free columns
     name: str = "tensor memory"
 
@@ -52,6 +54,7 @@ class TensorMemory:
         self.group = 0
         self.requested = self.granted = None
         self.freed = []
+        self.refused = set()
         self.knowledge = Knowledge()
 
     def state(self) -> str:
@@ -94,6 +97,7 @@ class TensorMemory:
             have = ", ".join(f"{count} columns at {first:#x}" for first, count in sorted(self.allocations.items())) or "nothing"
             raise Fault("tensor_memory", f"tcgen05.dealloc of {columns} columns at {address:#x}; allocated is {have}")
         del self.allocations[column]
+        self.refused.clear()
 
     def require(self, low: int, high: int, what: str) -> None:
         """Raise Fault unless the columns [low, high) are allocated."""

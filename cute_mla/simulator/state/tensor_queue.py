@@ -121,7 +121,8 @@ class TensorMove:
     """A tcgen05.ld or tcgen05.st of one warp.
 
     issued: time of the warp from which on it is behind this move. time: when the warp knew the move to be done; None before.
-    fresh: issued in the block that runs now. holders: registers that hold what was loaded, a bit mask per bank.
+    fresh: issued in the block that runs now. holders: registers that hold what was loaded, a bit mask per bank. boards: in machine code
+    the mask of the scoreboards that a load releases; to wait for one of them is to wait for the load.
     """
 
     warp: int
@@ -132,6 +133,7 @@ class TensorMove:
     holders: dict[str, int] = field(default_factory=dict)
     time: int | None = None
     fresh: bool = True
+    boards: int = 0
 
     @property
     def what(self) -> str:
