@@ -11,9 +11,9 @@ from typing import Any
 from .barriers import Mbarrier, NamedBarrier
 from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
-from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad
-from .spans import ISSUE, PORT, TENSOR_CORE, TMA, Span, mbarrier_track
-from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore
+from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
+from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
+from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
 WARPGROUP = 4
@@ -75,6 +75,8 @@ class Sm:
         self.tensor = TensorCore(constants, self.port, at, setting.order)
         self.copies = CopyEngine(constants)
         self.remote = Server()
+        self.queue = TensorQueue(constants, at)
+        self.tensor_memory = [Server() for _ in range(SCHEDULERS)]
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         self.warpgroups: dict[int, Warpgroup] = {}
@@ -199,9 +201,10 @@ class Engine:
         end = max(self.exits.values())
         if self.keeps_spans:
             for sm in self.sms:
-                for begin, done, item in sm.tensor.spans:
-                    self.record(sm.rank, TENSOR_CORE, item.product.name, begin, done, item.address)
-        return Result(end, self.exits, self.stalls, self.issued, first.tensor.busy, first.port.queue.busy, self.spans)
+                for begin, done, name, address in (*sm.tensor.spans, *sm.queue.spans):
+                    self.record(sm.rank, TENSOR_CORE, name, begin, done, address)
+        busy = first.tensor.busy or first.queue.busy
+        return Result(end, self.exits, self.stalls, self.issued, busy, first.port.queue.busy, self.spans)
 
     def _issue(self, clock: int, warp: Warp) -> None:
         """Issue instructions of a warp until another event comes first, or it has to wait."""
@@ -389,7 +392,7 @@ class Engine:
 
     def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
         offset, parity = wait
-        barrier = warp.sm.mbarriers[offset]
+        barrier = warp.sm.mbarriers.setdefault(offset, Mbarrier(1))  # the one in reserved shared memory is never initialised
         latency = self.constants.phase_latency
         if barrier.is_complete(parity):
             self.hold(warp, op.write_board, clock + latency, "mbarrier")
@@ -479,6 +482,41 @@ class Engine:
             item.wakes.append(go)
         return FOREVER
 
+    def _do_tensor_product(self, clock: int, warp: Warp, op: TimedInstruction, product: TensorProduct) -> int:
+        ports = [self.sms[warp.rank & ~1 | index].port for index in range(2)] if product.ctas == 2 else [warp.sm.port]
+        warp.sm.queue.issue(clock, (product, ports, op.address))
+        self._plain_boards(clock, warp, op)
+        return clock + op.stall
+
+    def _do_commit(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
+        def signal(now: int) -> None:
+            for arrival in arrivals:
+                self._signal(now + (0 if arrival.rank == warp.rank else self.constants.remote_latency), arrival)
+
+        warp.sm.queue.issue(clock, signal)
+        self._plain_boards(clock, warp, op)
+        return clock + op.stall
+
+    def _do_tensor_move(self, clock: int, warp: Warp, op: TimedInstruction, registers: int) -> int:
+        """Move registers from or to the lanes of tensor memory that belong to the warp's scheduler."""
+        lanes = warp.sm.tensor_memory[warp.warp % SCHEDULERS]
+        clocks = registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS)
+        end = lanes.serve(clock, clocks)
+        self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
+        if op.write_board >= 0:
+            self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
+        if op.read_board >= 0:
+            self.hold(warp, op.read_board, end, op.base)
+        return clock + op.stall
+
+    def _do_tensor_stores_wait(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
+        """Wait until the warp's stores to tensor memory are done."""
+        until = max(clock, warp.sm.tensor_memory[warp.warp % SCHEDULERS].free) + self.constants.tensor_latency
+        for board in (op.read_board, op.write_board):
+            if board >= 0:
+                self.hold(warp, board, until, op.base)
+        return clock + op.stall
+
     # copies
 
     def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
@@ -486,16 +524,14 @@ class Engine:
         sent = sm.copies.accept(clock)
         if op.read_board >= 0:
             self.hold(warp, op.read_board, sent, op.base)
-        if load.boxes:
-            nbytes = load.boxes[0].nbytes
-            line = load.boxes[0].start // 128
-            end = sm.memory.arrival(sent, nbytes, (line,), constants.copy_l2_latency, constants.copy_hbm_latency)
-            if len(load.boxes) > 1:
+        if load.signals:
+            end = sm.memory.arrival(sent, load.nbytes, load.lines, constants.copy_l2_latency, constants.copy_hbm_latency)
+            if len(load.signals) > 1:
                 end += constants.multicast_latency
-            for box, (rank, offset) in zip(load.boxes, load.signals, strict=True):
-                self.sms[box.rank].port.write(box.nbytes)
-                self._signal(end, Arrival(rank, offset, 0, -box.nbytes))
-            self.record(warp.rank, TMA, f"load {nbytes} bytes", sent, end, op.address)
+            for rank, arrival in load.signals:
+                self.sms[rank].port.write(load.nbytes)
+                self._signal(end, arrival)
+            self.record(warp.rank, TMA, f"load {load.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
 
     def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:

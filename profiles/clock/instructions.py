@@ -121,6 +121,8 @@ def kind_of(ins: SassInstruction) -> str:
         return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
     if ins.base == "BAR":
         return "barrier arrive" if "ARV" in ins.modifiers else "barrier sync"
+    if ins.base == "FENCE" and ins.modifiers[-1] == "T":
+        return "tensor stores wait"
     if ins.base == "WARPGROUP":
         return "products wait" if "DEPBAR" in ins.modifiers else ""
     return _KIND_OF.get(ins.base, "")

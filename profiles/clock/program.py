@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ...simulator.sass.accesses import fragment
 from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
-from ...simulator.sass.trace import LoadedBox, Step
+from ...simulator.sass.trace import Step
 from .instructions import TimedInstruction, count_of, reads_registers, shape_of
 
 BANKS, BANK_BYTES, WARP = 32, 4, 32
@@ -41,10 +42,31 @@ class GlobalAccess:
 
 @dataclass(frozen=True)
 class TensorLoad:
-    """A TMA load. boxes: one for each destination. signals: (rank, offset) of the mbarriers, one for each box."""
+    """A TMA load. nbytes: for each destination. lines: of 128 bytes, the first of each box. signals: (destination's rank, arrival)."""
 
-    boxes: tuple[LoadedBox, ...]
-    signals: tuple[tuple[int, int], ...]
+    nbytes: int
+    lines: tuple[int, ...]
+    signals: tuple[tuple[int, Arrival], ...]
+
+
+@dataclass(frozen=True)
+class TensorProduct:
+    """A product of the tensor core of a CTA, or of a pair.
+
+    rows: that each of its CTAs has the time of. n, k: of its shape. ctas: that work on it. operands: bytes from each CTA.
+    """
+
+    rows: int
+    n: int
+    k: int
+    element_bytes: int
+    ctas: int
+    operands: int
+
+    @property
+    def name(self) -> str:
+        """Return the shape."""
+        return f"n{self.n}k{self.k}{' of a pair' if self.ctas == 2 else ''}"
 
 
 @dataclass(frozen=True)
@@ -246,9 +268,12 @@ class Decoder:
 
     def _tensor_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
         signal = self._run(ins.operands[0], 1, step, active)
-        pair = "2CTA" in ins.modifiers
-        ranks = [box.rank & ~1 | signal >> RANK_SHIFT & 1 if pair else box.rank for box in step.boxes]
-        return TensorLoad(tuple(step.boxes), tuple((item, signal & OFFSET_MASK) for item in ranks))
+        offset, parity = signal & OFFSET_MASK, signal >> RANK_SHIFT & 1
+        ranks = tuple(dict.fromkeys(box.rank for box in step.boxes))
+        nbytes = sum(box.nbytes for box in step.boxes) // max(1, len(ranks))
+        places = [(item, item & ~1 | parity if "2CTA" in ins.modifiers else item) for item in ranks]
+        signals = tuple((item, Arrival(signalled, offset, 0, -nbytes)) for item, signalled in places)
+        return TensorLoad(nbytes, tuple(dict.fromkeys(box.start // LINE for box in step.boxes)), signals)
 
     def _bulk_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Arrival:
         signal = self._run(ins.operands[0], 1, step, active)
@@ -258,6 +283,36 @@ class Decoder:
     def _product(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Product:
         _, n, k = shape_of(ins)
         return Product(n, k, 32 // k, reads_registers(ins), "gsb0" in ins.text)
+
+    def _tensor_product(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorProduct:
+        """Read the shape from the instruction descriptor (PTX ISA, "Instruction descriptor": N / 8 from bit 17, M / 16 from bit 24).
+
+        D of 64 rows in one CTA takes half of the lanes (layout F), and so the time of 128. All other shapes fill the lanes.
+        """
+        descriptor = int(self._uniform(ins.operands[4], step, active))
+        m, n = (descriptor >> 24 & 31) << 4, (descriptor >> 17 & 63) << 3
+        k, size = (32, 1) if ins.base == "UTCQMMA" else (16, 2)
+        ctas = 2 if "2CTA" in ins.modifiers else 1
+        first = ins.operands[0]
+        from_tensor = isinstance(first, Address) and first.space == "tmem"
+        rows = max(m, 128) if ctas == 1 and "WS" not in ins.modifiers else m // ctas
+        return TensorProduct(rows, n, k, size, ctas, ((0 if from_tensor else m) + n) * k * size // ctas)
+
+    def _commit(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
+        place = int(self._uniform(ins.operands[0], step, active))
+        ranks = [place >> RANK_SHIFT]
+        if "MULTICAST" in ins.modifiers:
+            mask = int(self._value(ins.operands[2], step, active)[0])
+            ranks = [item for item in range(16) if mask >> item & 1]
+        return tuple(Arrival(item, place & OFFSET_MASK, 1, 0) for item in ranks)
+
+    def _tensor_move(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> int:
+        """Return the registers that a load or store of tensor memory moves in each lane."""
+        return fragment(ins).registers
+
+    def _uniform(self, operand: Operand, step: Step, active: np.ndarray) -> int:
+        """Return the uniform register of an operand in brackets, in the first active lane."""
+        return self._run(operand, 0, step, active)
 
 
 def width_of(ins: SassInstruction) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 ISSUE = ""  # name of a span in which a warp issues an instruction; other spans of warps are waits, named by their cause
 TENSOR_CORE, PORT, TMA = "tensor core", "shared-memory port", "TMA"
+TENSOR_MEMORY = "tensor memory"  # with the number of a scheduler: the lanes of its warps
 _MBARRIER = "mbarrier "
 
 

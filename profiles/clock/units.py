@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .constants import Constants
-from .program import Product
+from .program import Product, TensorProduct
 
 At = Callable[[int, Callable[[int], None]], None]  # calls a function at a clock
 
@@ -99,6 +99,8 @@ class QueuedProduct:
 class TensorCore:
     """The tensor cores of an SM as one unit for products of warpgroups. order: "fifo" or "alternate" among warpgroups.
 
+    spans: (start, end, name, address) of the products.
+
     Operands of the next product are fetched from shared memory while one runs, so a product takes the longer of the two.
     """
 
@@ -113,7 +115,7 @@ class TensorCore:
         self.busy = 0
         self._last_warpgroup = -1
         self._waiting: list[Callable[[int], None]] = []
-        self.spans: list[tuple[int, int, QueuedProduct]] = []
+        self.spans: list[tuple[int, int, str, int]] = []
 
     def has_room(self, product: Product) -> bool:
         """Return True if another product may be issued."""
@@ -154,7 +156,7 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        self.spans.append((clock, end, item))
+        self.spans.append((clock, end, product.name, item.address))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
@@ -180,3 +182,50 @@ class CopyEngine:
     def accept(self, clock: int) -> float:
         """Return when the unit sends the requests of an instruction."""
         return self.queue.serve(clock, self.constants.copy_issue_clocks)
+
+
+QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of the CTAs that give operands, and its address
+
+
+class TensorQueue:
+    """The tensor core of Blackwell, in the order of issue: products of one CTA or a pair, and commits that signal behind them.
+
+    A product waits for the one before, a commit for its results. spans: (start, end, name, address) of the products.
+    """
+
+    def __init__(self, constants: Constants, at: At) -> None:
+        self.constants = constants
+        self.at = at
+        self.queue: deque[QueuedTensorProduct | Callable[[int], None]] = deque()
+        self.busy_until = 0
+        self.busy = 0
+        self.running = False
+        self.spans: list[tuple[int, int, str, int]] = []
+
+    def issue(self, clock: int, item: QueuedTensorProduct | Callable[[int], None]) -> None:
+        """Queue a product, or the function that a commit calls with the clock of its arrival."""
+        self.queue.append(item)
+        if not self.running:
+            self._next(max(clock, self.busy_until))
+
+    def _next(self, clock: int) -> None:
+        self.running = False
+        while self.queue:
+            item = self.queue.popleft()
+            if isinstance(item, tuple):
+                self._start(clock, *item)
+                return
+            done = self.busy_until + self.constants.product_tail if self.busy else clock
+            item(max(clock, done) + self.constants.commit_latency)
+
+    def _start(self, clock: int, product: TensorProduct, ports: list[Port], address: int) -> None:
+        """Run a product on all tensor cores that it takes."""
+        rate = self.constants.product_flops * 2 // product.element_bytes
+        needed = 2 * product.rows * product.n * product.k / rate
+        idle = clock - self.busy_until
+        end = int(clock + max(port.share(idle, needed, product.operands / port.bytes) for port in ports))
+        self.busy += end - clock
+        self.busy_until = end
+        self.running = True
+        self.spans.append((clock, end, product.name, address))
+        self.at(end, self._next)
