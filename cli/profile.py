@@ -13,7 +13,9 @@ import click
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import ARCHS, Arch
 
+from .clock_tables import show_clock
 from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
+from .peer import read_peer, time_peer_on
 from .profile_tables import show
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ OPS = (
 )
 GPUS = ("H200", "H100", "H800", "B200")
 
+CLOCK = "clock"
 _DEFAULT_BUDGET_S = 300.0
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -41,6 +44,8 @@ class Options:
     budget: float
     json: Path | None
     plot: Path | None
+    peer_cubin: Path | None
+    peer_launch: tuple[Path, ...]
 
     @property
     def archs(self) -> list[Arch]:
@@ -58,9 +63,10 @@ class Options:
 @click.option("--op", type=Name([*OPS, ALL]), default=ALL, help="Operation to report.")
 @click.option(
     "--device",
-    type=Name(["auto", "cuda", "model"]),
+    type=Name(["auto", "cuda", "model", "clock"]),
     default="auto",
-    help="cuda: time on the GPU. model: static figures and predictions, nothing is timed. auto: cuda if there is a matching GPU.",
+    help="cuda: time on the GPU. model: static figures and predictions, nothing is timed. clock: predictions from machine code, clock by "
+    "clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
 )
 @click.option(
     "--gpu", type=Name([*GPUS, ALL]), multiple=True, help="GPU to predict for; may be repeated. Default: the first one of the architecture."
@@ -76,6 +82,13 @@ class Options:
     show_default="none",
     help="SVG file for the roofline. Times against batch and length go to NAME-latency.svg in the same folder.",
 )
+@click.option("--peer-cubin", type=_FILE, show_default="none", help="With --device clock: cubin of another kernel to time as well.")
+@click.option(
+    "--peer-launch",
+    type=_FILE,
+    multiple=True,
+    help="JSON description of a launch of that kernel; given twice, the difference is the time of a block.",
+)
 def profile(**chosen: Any) -> None:
     """Report static figures of the built kernels and the bounds of each problem, and time problems on a GPU.
 
@@ -88,6 +101,11 @@ def profile(**chosen: Any) -> None:
     check_writable("--plot", options.plot, make_folder=True)
     cases = _cases(options)
     gpus = _shown_gpus(options)
+    if bool(options.peer_cubin) != bool(options.peer_launch) or (options.peer_cubin and options.device != CLOCK):
+        raise click.UsageError("--peer-cubin, --peer-launch and --device clock belong together")
+    if options.device == CLOCK:
+        _profile_clock(options, cases, gpus)
+        return
     try:
         if _is_timed(options.device, options.archs):
             progress = partial(_show_progress, options.json)
@@ -105,6 +123,26 @@ def profile(**chosen: Any) -> None:
         if latency is not None:
             _write(options.plot.with_stem(f"{options.plot.stem}-latency"), latency)
     show(document, gpus)
+    if not succeeded(document):
+        raise SystemExit(1)
+
+
+def _profile_clock(options: Options, cases: list[Case], gpus: list[str]) -> None:
+    """Predict the rows by the clock, one after the other. Exit 1 if the clock could time none of them, or not the peer."""
+    from cute_mla.profiles.clock import rows as clock
+
+    if options.plot is not None:
+        raise click.UsageError("--plot: --device clock draws nothing; supported: --device model, cuda")
+    launches, cubin = read_peer(options.peer_cubin, options.peer_launch)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        click.echo(f"predicting {case.name}", err=True)
+        rows += clock.clock_rows([case], gpus)
+        _write_document(options.json, clock.document([arch.name for arch in options.archs], gpus, rows, None))
+    peer = {gpu: time_peer_on(gpu, cubin, launches) for gpu in gpus} if launches else None
+    document = clock.document([arch.name for arch in options.archs], gpus, rows, peer)
+    _write_document(options.json, document)
+    show_clock(document, gpus)
     if not succeeded(document):
         raise SystemExit(1)
 
@@ -139,9 +177,14 @@ def _shown_gpus(options: Options) -> list[str]:
 
 
 def succeeded(document: dict[str, Any]) -> bool:
-    """Return whether a document counts as success: nothing to time, or rows timed and none wrong or failed."""
+    """Return whether a document counts as success: nothing to time, or rows timed and none wrong or failed.
+
+    Of the clock: a row or the peer was timed on each GPU, or nothing was asked for.
+    """
     if document["device"] == "model":
         return True
+    if document["device"] == CLOCK:
+        return all(any("us" in row["clock"][gpu] for row in document["rows"]) or not document["rows"] for gpu in document["constants"])
     states = {row["status"] for row in document["rows"]}
     return "timed" in states and not states & {"wrong", "failed"}
 

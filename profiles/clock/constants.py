@@ -74,7 +74,12 @@ class Constants:
     hbm_bytes: float
     # the grid and the clock
     boost_ghz: float
+    middle_ghz: float
     loaded_ghz: float
+    boost_use: float
+    middle_use: float
+    loaded_use: float
+    l2_mbytes: float
     launch_us: float
     dependent_us: float
     cta_start_clocks: int

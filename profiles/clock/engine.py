@@ -181,6 +181,7 @@ class Engine:
             target.program.extend(program)
             if target.starved:
                 target.starved = False
+                target.why = "mbarrier" if target.program[target.pc][0].kind == "phase wait" else ""
                 self.resume(target, target.ready)
 
     def run(self) -> tuple[int, int, bool] | None:

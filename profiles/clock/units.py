@@ -30,7 +30,7 @@ class Port:
     """The port of shared memory, which loads, stores, copies and the operands of the tensor core share.
 
     owed: turns of the others that have not been fitted in yet beside the operands. They take the turns that the tensor core leaves; what
-    is owed beyond port_slack_clocks makes it wait.
+    is owed beyond port_slack_clocks makes it wait. fetched: turns of operands so far.
     """
 
     def __init__(self, constants: Constants) -> None:
@@ -38,6 +38,7 @@ class Port:
         self.slack = constants.port_slack_clocks
         self.queue = Server()
         self.owed = 0.0
+        self.fetched = 0.0
 
     def access(self, clock: int, turns: int) -> float:
         """Return the end of an access of a warp that takes so many turns."""
@@ -51,6 +52,7 @@ class Port:
 
     def share(self, idle: float, clocks: float, operands: float) -> float:
         """Return the clocks of a product that fetches operands for so many turns, after the tensor core was idle."""
+        self.fetched += operands
         owed = max(0.0, self.owed - max(0.0, idle))
         clocks = max(clocks, operands + max(0.0, owed - self.slack))
         self.owed = max(0.0, owed - (clocks - operands))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 from ...manifest import KernelEntry
 from ...runtime.current import simulate
@@ -67,7 +68,7 @@ class DynamicCounts:
 
 def dynamic_counts(entry: KernelEntry) -> DynamicCounts | None:
     """Run a built kernel on the simulated device and count its instructions; None for a kernel without a loop over keys."""
-    make = _case_of(entry)
+    make = case_of(entry)
     if make is None:
         return None
     few, many = (_executed(entry, make(blocks)) for blocks in (FEW, MANY))
@@ -96,8 +97,15 @@ def _row_tiles(case: BaseCase) -> int:
     return -(-requests * tokens * heads // TILE_ROWS)
 
 
-def _case_of(entry: KernelEntry) -> Callable[[int], BaseCase] | None:
-    """Return a factory of cases that the kernel serves with one CTA or one CTA pair; its argument is the number of key blocks."""
+class CaseFactory(Protocol):
+    """Factory of cases that a kernel serves with one CTA or one CTA pair."""
+
+    def __call__(self, blocks: int, pieces: int = 1) -> BaseCase:
+        """Return a case over so many blocks of 64 keys. pieces: requests, query tokens or items, each over that many blocks."""
+
+
+def case_of(entry: KernelEntry) -> CaseFactory | None:
+    """Return the factory of cases for a kernel; None for a kernel without a loop over keys."""
     arch = ARCHS[entry.arch]
     for make in _CASES.get(entry.op, lambda _: iter(()))(arch):
         if entry.name.endswith(f"_{arch.name}_{make(FEW).problem(arch).config.name}"):
@@ -105,36 +113,36 @@ def _case_of(entry: KernelEntry) -> Callable[[int], BaseCase] | None:
     return None
 
 
-def _dense_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, operands, (heads, layout) in product(DTYPES, OPERANDS, _ROWS):
-        yield lambda blocks, d=dtype, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
-            d, s_k=blocks * TILE_KEYS, h_q=h, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
+        yield lambda blocks, pieces=1, d=dtype, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
+            d, batch=pieces, s_k=blocks * TILE_KEYS, h_q=h, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
         )
 
 
-def _sparse_decode(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+def _sparse_decode(arch: Arch) -> Iterator[CaseFactory]:
     for (dtype, cache), (heads, layout) in product(QUERY_AND_CACHE, _ROWS):
-        yield lambda blocks, d=dtype, c=cache, h=heads, q=layout: SparseDecodeCase(  # type: ignore[misc]
-            d, cache=c, h_q=h, main=Pool(blocks * TILE_KEYS, blocks * TILE_KEYS), q_layout=q, sm_count=h // TILE_ROWS
+        yield lambda blocks, pieces=1, d=dtype, c=cache, h=heads, q=layout: SparseDecodeCase(  # type: ignore[misc]
+            d, batch=pieces, cache=c, h_q=h, main=Pool(blocks * TILE_KEYS, blocks * TILE_KEYS), q_layout=q, sm_count=h // TILE_ROWS
         )
 
 
-def _sparse_prefill(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, (heads, layout) in product(DTYPES, (D_QK, D_LATENT), _ROWS):
-        yield lambda blocks, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
-            d, d_qk=c, h_q=h, s_kv=blocks * TILE_KEYS, topk=blocks * TILE_KEYS, q_layout=q, sm_count=h // TILE_ROWS
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
+            d, s_q=pieces, d_qk=c, h_q=h, s_kv=blocks * TILE_KEYS, topk=blocks * TILE_KEYS, q_layout=q, sm_count=h // TILE_ROWS
         )
 
 
-def _dense_prefill(arch: Arch) -> Iterator[Callable[[int], BaseCase]]:
+def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
-        yield lambda blocks, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),), q_layout=q, sm_count=1
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
         )
 
 
 _ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), ("packed", "odd")))  # (heads, layout of q) that together select every variant
-_CASES: dict[str, Callable[[Arch], Iterator[Callable[[int], BaseCase]]]] = {
+_CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,

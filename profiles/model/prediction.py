@@ -33,6 +33,8 @@ class Combine:
 
     ctas: of the grid. ctas_per_sm: resident at a time. bytes: moved by all CTAs. busiest_bytes: moved by the busiest CTA.
     cold: the bytes come from memory; otherwise the kernel before may have left them in L2. loads: dependent loads of a CTA.
+    lookups, merges: of the busiest CTA of combine: rounds that look up query tokens, and tokens that it merges. splits: of such a token.
+    columns: CTAs that share a row's columns.
     """
 
     ctas: int
@@ -41,6 +43,10 @@ class Combine:
     busiest_bytes: float
     cold: bool = False
     loads: int = 3
+    lookups: int = 1
+    merges: int = 0
+    splits: int = 0
+    columns: int = 1
 
 
 @dataclass(frozen=True)

@@ -47,17 +47,18 @@ class Check:
 class Workload(ABC, Generic[OperandsT]):
     """A case on a device with several operand sets of equal shapes, which differ in values and addresses.
 
-    Timed calls share lengths, plan and workspace. tolerances: by name of the result.
+    Timed calls share lengths, plan and workspace. tolerances: by name of the result. sets: number of operand sets; None: enough that no
+    launch finds its own in L2.
     """
 
     tolerances: Mapping[str, Tolerance]
 
-    def __init__(self, case: Case, device: torch.device, l2_bytes: int) -> None:
+    def __init__(self, case: Case, device: torch.device, l2_bytes: int, sets: int | None = None) -> None:
         self.case = case
         self.device = device
         self.workspace: torch.Tensor | None = None
         self.prepare()
-        self.sets = [self.make_operands(case.seed + index) for index in range(rotation_sets(self.set_bytes, l2_bytes))]
+        self.sets = [self.make_operands(case.seed + index) for index in range(sets or rotation_sets(self.set_bytes, l2_bytes))]
 
     @property
     def set_bytes(self) -> int:

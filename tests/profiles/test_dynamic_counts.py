@@ -8,8 +8,7 @@ import pytest
 
 from cute_mla.aot_build.variants import closed_variants
 from cute_mla.manifest import KernelEntry
-from cute_mla.profiles.kernel_stats import dynamic_counts as module
-from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, dynamic_counts
+from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, case_of, dynamic_counts
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 
@@ -25,7 +24,7 @@ def test_every_kernel_over_keys_has_a_case_with_one_cta_or_pair(arch: Arch) -> N
     kernels = [variant for variant in closed_variants(arch) if variant.op in WITH_KEYS]
     assert len(kernels) > 20
     for variant in kernels:
-        make = module._case_of(entry(variant.name))
+        make = case_of(entry(variant.name))
         assert make is not None, variant.name
         few, many = make(FEW), make(MANY)
         assert few.problem(arch).config == many.problem(arch).config == variant.config

@@ -9,7 +9,7 @@ import pytest
 
 from cute_mla import simulator
 from cute_mla.profiles.kernel_stats import dynamic_counts as module
-from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY
+from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, case_of
 from cute_mla.profiles.model.tile_costs import block_of
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import Observer
@@ -33,7 +33,7 @@ class Bytes(Observer):
 def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
     """Return the bytes that a kernel moves per 64 keys and CTA: (by TMA, stored by lanes)."""
     entry, run = load_artifacts().manifest.kernels[name], simulator.run
-    make = module._case_of(entry)
+    make = case_of(entry)
     assert make is not None
     sums = []
     for blocks in (FEW, MANY):

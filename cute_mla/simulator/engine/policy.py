@@ -18,6 +18,7 @@ class Policy:
     async_mode: asynchronous work completes at issue ("eager"), as late as is legal ("lazy") or at a seeded time between.
     quantum: warp instructions that a convoy runs before another gets its turn (ignored by "adversarial").
     waits_block: a wait for a phase of an mbarrier does not answer false while something can still go on.
+    most_findings: a run ends with this many findings; None: the recorder's MAX_FINDINGS.
     """
 
     schedule: str = "round_robin"
@@ -25,6 +26,7 @@ class Policy:
     async_mode: str = "eager"
     quantum: int = DEFAULT_QUANTUM
     waits_block: bool = False
+    most_findings: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

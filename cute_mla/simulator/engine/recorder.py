@@ -14,10 +14,11 @@ class Stop(Exception):
 
 
 class Recorder:
-    """The findings of a run. names: of the launch."""
+    """The findings of a run. names: of the launch. most: findings that end the run, MAX_FINDINGS by default."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, most: int | None = None) -> None:
         self.names = names
+        self._most = most
         self.findings: list[Finding] = []
         self._seen: set[tuple[object, ...]] = set()
 
@@ -35,5 +36,5 @@ class Recorder:
             return
         self._seen.add(key)
         self.findings.append(finding)
-        if len(self.findings) >= MAX_FINDINGS:
+        if len(self.findings) >= (MAX_FINDINGS if self._most is None else self._most):
             raise Stop

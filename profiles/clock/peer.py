@@ -1,0 +1,103 @@
+"""Times of a kernel that is not ours: its cubin on the simulated device, and the clock beside it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ...simulator import Launch, Policy, SimulationError, run
+from ...simulator.findings import SassError
+from ...simulator.sass.cubin import CubinError, read_cubin
+from ...simulator.sass.disassembler import disassemble
+from ...simulator.sass.listing import read_listing
+from ...simulator.sass.module import load_machine_code
+from ...simulator.sass.trace import MachineTrace
+from .cluster_run import ClusterRun, cluster_run, kernel_clock
+from .constants import Constants
+from .engine import Setting, StandstillError
+from .instructions import UnknownTimeError
+from .peer_launch import PeerError, PeerLaunch, PeerRole
+
+_MOST_FINDINGS = 1 << 30  # other libraries may lack fences that the simulator asks for; their launches run on
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """A launch that has run. findings: what the simulator says of it, one line each."""
+
+    launch: PeerLaunch
+    run: ClusterRun
+    findings: tuple[str, ...]
+
+
+def time_peer(cubin: bytes, launches: Sequence[PeerLaunch], constants: Constants) -> dict[str, Any]:
+    """Time launches of one kernel and return their figures: clocks a block by the difference of the first and the last launch.
+
+    PeerError, with the reason, for a cubin or a launch that cannot be timed.
+    """
+    runs = [_timed(cubin, launch, constants) for launch in launches]
+    return peer_figures(runs)
+
+
+def peer_figures(runs: Sequence[PeerRun]) -> dict[str, Any]:
+    """Return the figures of the launches of one kernel. use and waits are of the last launch as a whole, beside its clocks."""
+    first, last = runs[0], runs[-1]
+    found: dict[str, Any] = {
+        "name": last.launch.name,
+        "clocks": [item.run.end for item in runs],
+        "blocks": [item.launch.blocks for item in runs],
+        "block_clocks": None,
+        "use": {unit: clocks / last.run.end for unit, clocks in last.run.busy.items()},
+        "waits": {role.name: _waits(role, last.run) for role in last.launch.roles or _every_group(last.launch)},
+        "findings": sorted({line for item in runs for line in item.findings}),
+    }
+    if first.launch.blocks is not None and last.launch.blocks is not None and first.launch.blocks != last.launch.blocks:
+        found["block_clocks"] = (last.run.end - first.run.end) / (last.launch.blocks - first.launch.blocks)
+    return found
+
+
+def _waits(role: PeerRole, run: ClusterRun) -> dict[str, float]:
+    warps = range(role.first_warp, role.first_warp + role.warps)
+    causes = sorted({cause for warp, cause in run.waits if warp in warps})
+    return {cause: sum(run.waits.get((warp, cause), 0) for warp in warps) / role.warps / run.end for cause in causes}
+
+
+def _every_group(launch: PeerLaunch) -> list[PeerRole]:
+    """Return the warpgroups of a CTA, for a description without roles."""
+    warps = -(-prod(launch.block) // 32)
+    return [PeerRole(f"warps {first} to {min(first + 4, warps) - 1}", first, min(4, warps - first)) for first in range(0, warps, 4)]
+
+
+def _timed(cubin: bytes, peer: PeerLaunch, constants: Constants) -> PeerRun:
+    """Run a launch and time its first cluster."""
+    try:
+        _check_arch(cubin, constants)
+        text = disassemble(cubin)
+        module, listing = load_machine_code(cubin, text, is_traced=True), read_listing(text)
+        (entry,) = module.entries
+        launch = Launch(module, entry, peer.grid, peer.block, peer.cluster, peer.smem_bytes, list(peer.parameters))
+        ctas = min(prod(peer.grid), constants.sm_count)
+        share = min(constants.hbm_bytes * peer.sharing / ctas, float(constants.l2_bytes))
+        clock = kernel_clock(listing, prod(peer.cluster), prod(peer.block), constants, Setting(share, cold=peer.cold))
+        trace = MachineTrace(launch.target.flow.blocks)
+        clock.attach(trace)
+        report = run(launch, peer.global_memory(), Policy(waits_block=True, most_findings=_MOST_FINDINGS), trace)
+        findings = tuple(str(finding).splitlines()[0] for finding in report.findings)
+        try:
+            return PeerRun(peer, cluster_run(clock), findings)
+        except StandstillError as error:
+            raise PeerError("; ".join([f"{peer.name} did not end: {error}", *findings[:3]])) from error
+    except (CubinError, SassError, SimulationError, UnknownTimeError) as error:
+        raise PeerError(f"{peer.name}: {error}") from error
+    except ValueError as error:
+        raise error if isinstance(error, PeerError) else PeerError(f"{peer.name}: {error}") from error
+
+
+def _check_arch(cubin: bytes, constants: Constants) -> None:
+    found = re.search(r"\bsm_(\d+)", read_cubin(cubin).options)
+    expected = constants.arch.removeprefix("sm")
+    if found is not None and found[1] != expected:
+        raise PeerError(f"the cubin is of sm_{found[1]}; a {constants.gpu} runs sm_{expected}")

@@ -1,0 +1,71 @@
+"""Clocks of one CTA of the kernels without a loop over keys: combine, merge_states and cache_write, run on small shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ...manifest import KernelEntry
+from ...runtime.artifacts import load_artifacts
+from ...spec.arch import ARCHS
+from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
+from ...spec.combine import BLOCKS_PER_SM, CombineConfig
+from ...spec.combine import ROWS_PER_BLOCK as COMBINE_ROWS
+from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from ..model.prediction import Combine
+from ..rows import Case
+from ..shapes import CacheWriteShape, CombineShape, MergeShape, Shape
+from ..workloads import WORKLOADS
+from .cluster_run import run_call
+from .constants import Constants
+from .engine import Setting
+
+_clocks: dict[tuple[str, Constants, Setting, Shape], int] = {}  # by kernel, circumstances and shape
+
+
+def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: Setting) -> float:
+    """Return the clocks of the busiest CTA of combine: its first look-up and merge, and what further ones add."""
+    entry = load_artifacts().entry("combine", constants.arch, CombineConfig(dtype).name)
+    if not combine.merges:
+        found = float(_run("combine", entry, dtype, _combine_shape(combine, 1, 0), constants, setting))
+    else:
+        one = _run("combine", entry, dtype, _combine_shape(combine, 1, combine.splits), constants, setting)
+        more = combine.merges - 1
+        step = _run("combine", entry, dtype, _combine_shape(combine, 2, combine.splits), constants, setting) - one if more else 0
+        found = float(one + more * step)
+    return found + (combine.lookups - 1) * constants.l2_latency
+
+
+def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
+    """Return the shape whose CTAs on one SM take so many query tokens each, with the columns divided as in `combine`."""
+    return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, COMBINE_ROWS, splits)
+
+
+def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
+    """Return the clocks of one CTA of a row of merge_states or cache_write. ValueError for another op."""
+    shape = case.shape
+    config: MergeStatesConfig | CacheRowsConfig
+    if isinstance(shape, MergeShape):
+        config = MergeStatesConfig(case.dtype, shape.head_dim)
+        small: Shape = replace(shape, tokens=1, h_q=min(shape.h_q, ROWS_PER_BLOCK))
+    elif isinstance(shape, CacheWriteShape):
+        config = config_of(shape.format, case.dtype)
+        small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
+    else:
+        raise ValueError(f"{case.op} is no stream: it has a loop over keys")
+    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)
+    return float(_run(case.op, entry, case.dtype, small, constants, setting))
+
+
+def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting) -> int:
+    key = entry.cubin_sha256, constants, setting, shape
+    if key not in _clocks:
+        case = Case(op, "", "", "", 1, dtype, shape, 0, "", 0.0, None)
+
+        def call() -> None:
+            workload = WORKLOADS[op](case, torch.device("cpu"), 0, 1)
+            workload.call(workload.sets[0])
+
+        _clocks[key] = run_call(entry, 1, constants, setting, call).end
+    return _clocks[key]

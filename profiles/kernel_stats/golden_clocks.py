@@ -1,0 +1,76 @@
+"""Golden clocks: predicted clocks of a block of keys of every attention kernel, by the clock, one line a kernel in golden_clocks.json.
+
+    python -m cute_mla.profiles.kernel_stats.golden_clocks [KERNEL...]      times all built kernels, or the named ones, again
+
+A block is the keys of a tile of the main loop. Constants are the nominal ones of the GPU in GPU_OF, with one SM's share of HBM and keys
+that come from there. A test compares some kernels, `make test-full` all of them; a change of more than LIMIT is a difference.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ...manifest import KernelEntry
+from ...spec.arch import SM90
+from ..clock.constants import constants
+from ..clock.engine import Setting
+from ..clock.kernel_times import kernel_times
+from . import golden
+from .dynamic_counts import case_of
+
+FILE = Path(__file__).resolve().parent / "golden_clocks.json"
+GPU_OF = {SM90.name: "H200"}
+LIMIT = 0.02  # relative change of the clocks of a block
+
+Clocks = Mapping[str, float]  # "block" and "fixed"
+
+
+def clocks(entry: KernelEntry) -> dict[str, float] | None:
+    """Time a built kernel; None for a kernel without a loop over keys, or an architecture that the clock does not cover."""
+    if entry.arch not in GPU_OF or case_of(entry) is None:
+        return None
+    values = constants(GPU_OF[entry.arch])
+    times = kernel_times(entry, values, Setting(values.hbm_bytes / values.sm_count))
+    return {"block": round(times.block, 1), "fixed": round(times.fixed, 1)}
+
+
+def differences(before: Mapping[str, Clocks], after: Mapping[str, Clocks]) -> Iterator[str]:
+    """Yield a line for every kernel that only one side has, or whose clocks of a block have changed by more than LIMIT."""
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before or name not in after:
+            yield f"{name}: {'not recorded' if name not in before else 'recorded, but not timed any more'}"
+            continue
+        old, new = before[name]["block"], after[name]["block"]
+        if abs(new / old - 1) > LIMIT:
+            yield f"{name}: {old:,.0f} -> {new:,.0f} clocks a block ({100 * (new / old - 1):+.1f} %)"
+
+
+def read() -> dict[str, dict[str, float]]:
+    """Return the golden clocks by kernel."""
+    found: dict[str, dict[str, float]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def main(names: Sequence[str]) -> None:
+    """Time the built kernels, or the named ones; write their clocks and print what changed."""
+    from ...runtime.artifacts import load_artifacts
+
+    kernels = load_artifacts().manifest.kernels
+    fresh: dict[str, dict[str, float]] = {}
+    for entry in [kernels[name] for name in names] if names else kernels.values():
+        found = clocks(entry)
+        if found is not None:
+            fresh[entry.name] = found
+            print(f"{entry.name}: {found['block']:,.0f} clocks a block", file=sys.stderr, flush=True)
+    before = read() if FILE.exists() else {}
+    after = {**before, **fresh} if names else fresh
+    for line in differences(before, after):
+        print(line)
+    golden.write_lines(FILE, after)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
