@@ -13,10 +13,9 @@ from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
 from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
 from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
-from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+from .units import WARPGROUP, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
-WARPGROUP = 4
 FOREVER = 1 << 60
 
 
@@ -157,7 +156,6 @@ class Engine:
         self.stalls: Counter[tuple[int, int, str]] = Counter()
         self.issued: Counter[tuple[int, int]] = Counter()
         self.spans: list[Span] = []
-        self.keeps_spans = setting.spans
         self.handlers = {name[4:].replace("_", " "): getattr(self, name) for name in dir(self) if name.startswith("_do_")}
         for sm in self.sms:
             sm.threads = WARP * warps
@@ -200,12 +198,10 @@ class Engine:
             raise StandstillError("the clock stands still: " + "; ".join(warp.place() for warp in left))
         first = self.sms[0]
         end = max(self.exits.values())
-        if self.keeps_spans:
-            for sm in self.sms:
-                for begin, done, name, address in (*sm.tensor.spans, *sm.queue.spans):
-                    self.record(sm.rank, TENSOR_CORE, name, begin, done, address)
         busy = first.tensor.busy or first.queue.busy
-        return Result(end, self.exits, self.stalls, self.issued, busy, first.port.queue.busy, self.spans)
+        products = [Span(sm.rank, TENSOR_CORE, *span) for sm in self.sms for span in (*sm.tensor.spans, *sm.queue.spans)]
+        spans = [*self.spans, *products] if self.setting.spans else []
+        return Result(end, self.exits, self.stalls, self.issued, busy, first.port.queue.busy, spans)
 
     def _issue(self, clock: int, warp: Warp) -> None:
         """Issue instructions of a warp until another event comes first, or it has to wait."""
@@ -250,7 +246,7 @@ class Engine:
                 self.stalls[warp.warp, op.address, warp.why or "issue"] += time - warp.ready
             if warp.rank == 0:
                 self.issued[warp.warp, op.address] += 1
-            if self.keeps_spans:
+            if self.setting.spans:
                 if time > warp.ready:
                     self.record(warp.rank, str(warp.warp), warp.why or "issue", warp.ready, time, op.address)
                 self.record(warp.rank, str(warp.warp), ISSUE, time, time + op.stall, op.address)
@@ -267,7 +263,7 @@ class Engine:
 
     def record(self, rank: int, track: str, name: str, start: float, end: float, address: int) -> None:
         """Keep a span for the timeline, if one was asked for."""
-        if self.keeps_spans:
+        if self.setting.spans:
             self.spans.append(Span(rank, track, name, int(start), int(end), address))
 
     def hold(self, warp: Warp, board: int, until: float, cause: str) -> None:

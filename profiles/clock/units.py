@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from .constants import Constants
 from .program import Product, TensorProduct
 
+WARPGROUP = 4
+
 At = Callable[[int, Callable[[int], None]], None]  # calls a function at a clock
 
 
@@ -101,7 +103,7 @@ class QueuedProduct:
 class TensorCore:
     """The tensor cores of an SM as one unit for products of warpgroups. order: "fifo" or "alternate" among warpgroups.
 
-    spans: (start, end, name, address) of the products.
+    spans: (name, start, end, address) of the products.
 
     Operands of the next product are fetched from shared memory while one runs, so a product takes the longer of the two.
     """
@@ -117,7 +119,7 @@ class TensorCore:
         self.busy = 0
         self._last_warpgroup = -1
         self._waiting: list[Callable[[int], None]] = []
-        self.spans: list[tuple[int, int, str, int]] = []
+        self.spans: list[tuple[str, int, int, int]] = []
 
     def has_room(self, product: Product) -> bool:
         """Return True if another product may be issued."""
@@ -158,7 +160,8 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        self.spans.append((clock, end, product.name, item.address))
+        warp = WARPGROUP * item.warpgroup
+        self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
@@ -192,7 +195,7 @@ QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of
 class TensorQueue:
     """The tensor core of Blackwell, in the order of issue: products of one CTA or a pair, and commits that signal behind them.
 
-    A product waits for the one before, a commit for its results. spans: (start, end, name, address) of the products.
+    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products.
     """
 
     def __init__(self, constants: Constants, at: At) -> None:
@@ -202,7 +205,7 @@ class TensorQueue:
         self.busy_until = 0
         self.busy = 0
         self.running = False
-        self.spans: list[tuple[int, int, str, int]] = []
+        self.spans: list[tuple[str, int, int, int]] = []
 
     def issue(self, clock: int, item: QueuedTensorProduct | Callable[[int], None]) -> None:
         """Queue a product, or the function that a commit calls with the clock of its arrival."""
@@ -229,5 +232,5 @@ class TensorQueue:
         self.busy += end - clock
         self.busy_until = end
         self.running = True
-        self.spans.append((clock, end, product.name, address))
+        self.spans.append((product.name, clock, end, address))
         self.at(end, self._next)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -98,7 +99,7 @@ def test_products_take_their_flops_or_their_operands_and_a_tail(n: int, clocks: 
     spans = run.spans(TENSOR_CORE)
     assert [span.end - span.start for span in spans] == [clocks] * 8
     assert np.diff([span.start for span in spans]).tolist() == [clocks] * 7
-    assert {span.name for span in spans} == {f"m64n{n}k16 SS"}
+    assert {span.name for span in spans} == {f"m64n{n}k16 SS of warps 0 to 3"}
     waits = [span for span in run.spans("0") if span.name == "products"]
     assert waits[-1].end == spans[-1].end + H100.product_tail
     assert run.result.product_clocks == 8 * clocks
@@ -162,7 +163,7 @@ def test_a_question_is_answered_by_the_time_at_which_it_is_asked(work: int, answ
     out = words(64)
     run = timed(Kernel(questions(work), threads=64, smem=64), out)
     assert out[:32].tolist() == [answer] * 32
-    (asked,) = [clock for clock in run.issues("SYNCS.PHASECHK")]
+    (asked,) = run.issues("SYNCS.PHASECHK")
     flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
     assert (asked >= flip) == (answer == 1)
 
@@ -185,5 +186,5 @@ def test_spans_of_a_track_do_not_overlap() -> None:
     for rank, track in tracks:
         spans = sorted(span for span in run.result.spans if (span.rank, span.track) == (rank, track))
         ordered = sorted((span.start, span.end) for span in spans)
-        assert all(one[1] <= two[0] for one, two in zip(ordered, ordered[1:], strict=False)), track
+        assert all(one[1] <= two[0] for one, two in pairwise(ordered)), track
         assert all(span.end > span.start for span in spans if span.name != ISSUE)
