@@ -17,6 +17,7 @@ from .kernel import KernelClock
 
 SHORT, LONG = 6, 12  # blocks of keys of the two runs: even, and more than the stages of any pipeline
 _PIECES = 2
+COLD_OPS = ("dense_decode", "sparse_decode")  # ops whose keys are read once, from HBM
 
 Shares = Mapping[str, float]
 

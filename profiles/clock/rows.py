@@ -25,7 +25,7 @@ from .constants import FAST, NOMINAL, SLOW, Constants, constants, gpus
 from .engine import Setting, StandstillError
 from .grid import RowTime, binding_unit, hbm_share, row_time, stream_setting_share, stream_time
 from .instructions import UnknownTimeError
-from .kernel_times import KernelTimes, kernel_times, keys_of_block, seam_clocks
+from .kernel_times import COLD_OPS, KernelTimes, kernel_times, keys_of_block, seam_clocks
 from .streams import combine_clocks, stream_clocks
 
 ENDS = (NOMINAL, FAST, SLOW)
@@ -50,7 +50,7 @@ def setting_of(case: Case, launch: Launch, cluster: int, constants: Constants) -
     Keys of dense prefill are read by many CTAs, and rows of sparse prefill by many tokens: they come from L2 as far as it holds them.
     """
     share = hbm_share(constants, launch, cluster)
-    if case.op in ("dense_decode", "sparse_decode"):
+    if case.op in COLD_OPS:
         return Setting(share)
     missing = 0.0
     if isinstance(case.shape, SparsePrefillShape):

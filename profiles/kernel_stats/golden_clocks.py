@@ -2,8 +2,9 @@
 
     python -m cute_mla.profiles.kernel_stats.golden_clocks [KERNEL...]      times all built kernels, or the named ones, again
 
-A block is the keys of a tile of the main loop. Constants are the nominal ones of the GPU in GPU_OF, with one SM's share of HBM and keys
-that come from there. A test compares some kernels, `make test-full` all of them; a change of more than LIMIT is a difference.
+A block is the keys of a tile of the main loop. Constants are the nominal ones of the GPU in GPU_OF. Keys of decodes come at the latency
+of HBM, those of prefills from L2, and neither at a limited rate, which would hide the kernel behind memory. `make test` compares a kernel
+of each structure, `make test-full` all of them; a change of more than LIMIT is a difference.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...manifest import KernelEntry
 from ...spec.arch import SM90
 from ..clock.constants import constants
 from ..clock.engine import Setting
-from ..clock.kernel_times import kernel_times
+from ..clock.kernel_times import COLD_OPS, kernel_times
 from . import golden
 from .dynamic_counts import case_of
 
@@ -33,7 +34,7 @@ def clocks(entry: KernelEntry) -> dict[str, float] | None:
     if entry.arch not in GPU_OF or case_of(entry) is None:
         return None
     values = constants(GPU_OF[entry.arch])
-    times = kernel_times(entry, values, Setting(values.hbm_bytes / values.sm_count))
+    times = kernel_times(entry, values, Setting(float(values.l2_bytes), cold=entry.op in COLD_OPS))
     return {"block": round(times.block, 1), "fixed": round(times.fixed, 1)}
 
 

@@ -230,3 +230,55 @@ def test_numbers_that_json_does_not_have_are_strings(tmp_path: Path, monkeypatch
     json_file = tmp_path / "profile.json"
     assert run("--json", json_file).exit_code == 0
     assert json.loads(json_file.read_text())["rows"][0]["check"] == {"out_max_abs": "nan", "requests": [0, 1]}
+
+
+def test_clock_predicts_rows_beside_roofline_and_model(tmp_path: Path) -> None:
+    json_file = tmp_path / "clock.json"
+    result = run("--device", "clock", "--rows", "K1.656_128", "--json", json_file)
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    header = lines[lines.index("H200: predicted microseconds of a call") + 1]
+    assert "roof us" in header
+    row = lines[lines.index(header) + 1].split()
+    assert row[0] == "K1.656_128"
+    assert "Predicted by the clock of profiles/clock" in result.output
+    assert "not measured" in result.output
+    document = json.loads(json_file.read_text())
+    found = document["rows"][0]["clock"]["H200"]
+    assert found["low_us"] <= found["us"] <= found["high_us"]
+    assert document["device"] == "clock"
+    assert document["constants"]["H200"]["fast"]["launch_us"] <= document["constants"]["H200"]["slow"]["launch_us"]
+
+
+def test_clock_refuses_what_it_does_not_know(artifacts: Path, tmp_path: Path) -> None:
+    launch = tmp_path / "launch.json"
+    launch.write_text("{}")
+    wrong = [
+        (["--gpu", "H2000"], "'H2000' is not one of"),
+        (["--rows", "D99"], "no row or case named D99"),
+        (["--plot", tmp_path / "x.svg"], "--device clock draws nothing"),
+        (["--peer-cubin", launch], "--peer-cubin, --peer-launch and --device clock belong together"),
+        (["--peer-launch", launch, "--peer-cubin", tmp_path / "none.cubin"], "the description: grid is missing"),
+    ]
+    for arguments, message in wrong:
+        result = run("--device", "clock", *([] if "--rows" in arguments else ["--rows", "K1.656_1"]), *arguments)
+        assert result.exit_code == 2, result.output
+        assert message in result.output
+    result = run("--device", "model", "--peer-cubin", launch, "--peer-launch", launch)
+    assert result.exit_code == 2
+
+
+def test_clock_fails_if_it_can_time_no_row(artifacts: Path) -> None:
+    result = run("--device", "clock", "--rows", "D12.h128")
+    assert result.exit_code == 1
+    assert "D12.h128: dense_decode_sm90_bf16_cluster2 is not built" in result.output
+
+
+def test_clock_fails_if_it_cannot_time_the_peer(artifacts: Path, tmp_path: Path) -> None:
+    launch, cubin = tmp_path / "launch.json", tmp_path / "kernel.cubin"
+    launch.write_text('{"grid": [1, 1, 1], "block": [32, 1, 1], "parameters": []}')
+    cubin.write_bytes(b"no cubin")
+    result = run("--device", "clock", "--op", "split_plan", "--peer-cubin", cubin, "--peer-launch", launch)
+    assert result.exit_code == 1
+    assert "launch: not a 64-bit ELF file" in result.output
+    assert "Traceback" not in result.output

@@ -19,7 +19,7 @@ _PAIRS = "mov.b64 %rd4, {%r1, %r2}; mov.b64 %rd5, {%r3, %r4};"
 class Evidence:
     """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, each of which its machine code has.
 
-    floats: the words are floats of all kinds, else integers of all kinds.
+    floats: the words are floats of all kinds, else integers of all kinds. registers: the most that ptxas may use, 0 for any number.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Evidence:
     results: int
     opcodes: tuple[str, ...]
     floats: bool = False
+    registers: int = 0
 
     def text(self) -> str:
         """Return the body with its loads and stores."""
@@ -148,6 +149,44 @@ mul.wide.u32 %rd9, %r0, 12; add.s64 %rd9, %rd2, %rd9; ld.global.v4.u32 {%r115, %
 ld.global.u8 %r119, [%rd9+5]; ld.global.s16 %r120, [%rd9+6]; ld.global.u16 %r121, [%rd9+10]; ld.global.v2.u32 {%r122, %r123}, [%rd9+8];
 """
 
+_HALVES = [
+    "mul.bf16x2 $, %r1, %r2;", "mov.b32 {%h1, %h2}, %r2; mov.b32 %r50, {%h1, %h1}; mul.bf16x2 $, %r1, %r50;",
+    "mov.b32 {%h1, %h2}, %r2; mov.b32 %r50, {%h2, %h2}; mul.bf16x2 $, %r1, %r50;", "add.bf16x2 $, %r1, %r2;", "sub.bf16x2 $, %r1, %r2;",
+    "fma.rn.bf16x2 $, %r1, %r2, %r3;", "mul.f16x2 $, %r1, %r2;", "add.f16x2 $, %r1, %r2;", "fma.rn.f16x2 $, %r1, %r2, %r3;",
+]  # fmt: skip
+
+_WORDS = [
+    *wide("shr.u64 %rd7, %rd4, %r3;"), *wide("shr.u64 %rd7, %rd4, 3;"), "clz.b32 $, %r1;", "mov.u32 $, %lanemask_lt;",
+]  # fmt: skip
+
+_GLOBAL = """
+mov.u32 %r60, 0; st.global.u32 [%rd6+4608], %r60; st.global.u32 [%rd6+5120], %r60;
+bar.sync 0; sub.s64 %rd9, %rd6, %rd1; xor.b32 %r61, %r0, 37; mul.wide.u32 %rd10, %r61, 4; add.s64 %rd10, %rd9, %rd10;
+red.global.add.u32 [%rd10+4608], %r1; atom.global.add.u32 %r100, [%rd10+4608], %r2; atom.global.xor.b32 %r101, [%rd10+4608], %r3;
+atom.global.exch.b32 %r102, [%rd10+4608], %r4; st.u32 [%rd10+5120], %r2; mov.u32 %r103, %r1;
+ld.global.nc.u32 %r104, [%rd2]; ld.global.nc.v4.u32 {%r105, %r106, %r107, %r108}, [%rd0+16]; bar.sync 0;
+ld.global.u32 %r109, [%rd6+4608]; ld.u32 %r110, [%rd6+5120];
+"""
+
+_BULK = """
+sub.s64 %rd9, %rd6, %rd1; mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1;
+fence.proxy.async; bar.sync 0; setp.ne.u32 %p1, %r0, 0; @%p1 bra FIRST;
+cp.async.bulk.global.shared::cta.bulk_group [%rd9], [%r60], 512; cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
+FIRST: setp.gt.u32 %p1, %r0, 3; @%p1 bra SECOND;
+shl.b32 %r63, %r0, 7; add.u32 %r64, %r60, %r63; xor.b32 %r65, %r63, 128; cvt.u64.u32 %rd10, %r65; add.s64 %rd10, %rd9, %rd10;
+cp.async.bulk.global.shared::cta.bulk_group [%rd10+512], [%r64], 128; cp.async.bulk.commit_group;
+cp.async.bulk.wait_group.read 0; cp.async.bulk.wait_group 0;
+SECOND: bar.sync 0; ld.global.u32 %r100, [%rd6]; ld.global.u32 %r101, [%rd6+512];
+"""
+
+_MANY = 40  # values that live at once, more than the limit of registers leaves room for
+_SPILLED = "\n".join((
+    *(f"ld.volatile.global.u32 %r{200 + index}, [%rd2+{ROW * (index % 4)}];" for index in range(_MANY)), "bar.sync 0;",
+    *(f"mad.lo.u32 %r{200 + index}, %r{200 + index}, {2 * index + 3}, %r{200 + (7 * index + 3) % _MANY};" for index in range(_MANY)),
+    "bar.sync 0;",
+    *(f"xor.b32 %r{100 + index}, %r{200 + index}, %r{200 + (11 * index + 5) % _MANY};" for index in range(_MANY)),
+))  # fmt: skip
+
 _CONTROL = """
 mov.u32 %r100, 0; and.b32 %r50, %r1, 15;
 LOOP: setp.eq.u32 %p1, %r50, 0; @%p1 bra DONE; add.u32 %r100, %r100, %r2; sub.u32 %r50, %r50, 1; xor.b32 %r100, %r100, %r50; bra LOOP;
@@ -184,6 +223,11 @@ EVIDENCE = (
     Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
     "STS.U16", "BAR.SYNC",
                                      "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
+    _of("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
+    _of("words", _WORDS, "SHF.R.U64 FLO.U32"),
+    Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
+    Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
+    Evidence("spilled", _SPILLED, _MANY, ("STL", "LDL"), registers=32),
     Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),
     Evidence("uniform", _UNIFORM, 8, ("UIADD3",)),
 )  # fmt: skip

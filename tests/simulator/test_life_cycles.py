@@ -121,6 +121,14 @@ def test_a_named_barrier_that_is_arrived_at_twice(policy: Policy) -> None:
     assert "barrier_lapped" in findings(rounds.replace("SYNC", ""), policy)
 
 
+@each_policy
+def test_a_warp_that_arrives_and_then_waits_for_the_same_round(policy: Policy) -> None:
+    """One warp of those that arrive waits for all of them: its threads count twice. A second arrival without a wait is a finding."""
+    body = "bar.arrive 1, 96;\n@%p1 bra END;\nbar.sync 1, 96;\nEND:\n"
+    assert not findings(body, policy)
+    assert findings(body.replace("bar.sync", "bar.arrive"), policy) & {"barrier_lapped"}
+
+
 # ---------------------------------------------------------------- initialisation
 
 

@@ -24,6 +24,8 @@ EXTRA = 0x0000_0123_4567_89AB  # the third parameter, for uniform arithmetic
 
 def source(evidence: Evidence, arch: Arch) -> str:
     text = Kernel(evidence.text(), THREADS, SMEM).text([np.zeros(1), np.zeros(1), 0])
+    if evidence.registers:
+        text = text.replace(".reqntid", f".maxnreg {evidence.registers}\n.reqntid")
     return text.replace("sm_90a", arch.gpu_arch)
 
 

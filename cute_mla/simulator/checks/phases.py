@@ -132,16 +132,24 @@ def report_overtaken(engine: Engine, cta: Cta, warp: int, barrier: Mbarrier) -> 
 # ---------------------------------------------------------------- named barriers
 
 
-def note_arrival(w: Window, warps: Sequence[int], barrier: NamedBarrier) -> None:
-    """Report when warps arrive at a named barrier and the round before may not be complete. Call it before the arrival counts."""
+def note_arrival(w: Window, warps: Sequence[int], barrier: NamedBarrier, waits: bool) -> None:
+    """Report when warps arrive at a named barrier and the round before may not be complete. Call it before the arrival counts.
+
+    A warp that has arrived without waiting may wait for the same round (waits): its threads count twice.
+    """
     clocks = w.cta.cluster.clocks
     for warp in warps:
         row = clocks.row(w.cta.rank, warp)
         last = barrier.members.get(row)
-        if last == barrier.rounds or (last == barrier.rounds - 1 and not knows_round(w.cta, row, barrier)):
+        again = last == barrier.rounds and not (waits and row in barrier.ahead)
+        if again or (last == barrier.rounds - 1 and not knows_round(w.cta, row, barrier)):
             message = f"warp {warp} arrives again before it knows that the round before is complete: nothing orders the two"
             w.report("barrier_lapped", message, barrier.name)
         barrier.members[row] = barrier.rounds
+        if not waits:
+            barrier.ahead.add(row)
+        else:
+            barrier.ahead.discard(row)
 
 
 def knows_round(cta: Cta, row: int, barrier: NamedBarrier) -> bool:

@@ -9,6 +9,8 @@ from ..numerics import tma
 from ..state.memory import GlobalMemory
 from .launch import Launch
 
+TENSOR_MAP_BYTES = 128
+
 
 def pack_params(launch: Launch) -> bytes:
     """Return the parameter space of a launch; tensor maps are left out."""
@@ -22,7 +24,7 @@ def pack_params(launch: Launch) -> bytes:
 
 
 class TensorMaps:
-    """The tensor maps that a launch can reach, in parameters or in global memory."""
+    """The tensor maps that a launch can reach: as parameters, in the bytes of a parameter that is a struct, or in global memory."""
 
     def __init__(self, launch: Launch, memory: GlobalMemory) -> None:
         self.launch = launch
@@ -37,16 +39,18 @@ class TensorMaps:
             raise Fault("tensor_map", str(error)) from error
 
     def _in_memory(self, address: int) -> tma.BoxPlan:
-        buffer = self.memory.require(address, address + 128, False)
+        buffer = self.memory.require(address, address + TENSOR_MAP_BYTES, False)
         start = address - buffer.address
-        return tma.plan(tma.decode_native_tensor_map(buffer.data[start : start + 128].tobytes()))
+        return tma.plan(tma.decode_native_tensor_map(buffer.data[start : start + TENSOR_MAP_BYTES].tobytes()))
 
     def _in_params(self, offset: int) -> tma.BoxPlan:
         if offset in self._by_offset:
             return self._by_offset[offset]
         target = self.launch.target
         for param, arg in zip(target.params, self.launch.args, strict=True):
-            if target.layout.params[param.name] == offset and param.size == 128:
-                self._by_offset[offset] = tma.plan(arg if isinstance(arg, TensorMap) else tma.decode_native_tensor_map(arg))
+            start = offset - target.layout.params[param.name]
+            if 0 <= start <= param.size - TENSOR_MAP_BYTES and (start == 0 or not isinstance(arg, TensorMap)):
+                found = arg if isinstance(arg, TensorMap) else tma.decode_native_tensor_map(arg[start : start + TENSOR_MAP_BYTES])
+                self._by_offset[offset] = tma.plan(found)
                 return self._by_offset[offset]
         raise Fault("tensor_map", f"no tensor map at parameter offset {offset}")

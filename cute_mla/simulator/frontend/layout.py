@@ -11,9 +11,11 @@ PARAM_BASE = 0  # parameter addresses are offsets into the argument block
 SHARED_BASE = 0x400  # offset of dynamic shared memory in a CTA's window, as on the device
 RANK_SHIFT = 24  # shared::cluster addresses: CTA rank << 24 | offset
 
-# Generic addresses: host addresses are global memory; two windows above them hold the other spaces.
+# Generic addresses: host addresses are global memory; windows above them hold the other spaces.
 SHARED_WINDOW = 1 << 56
 PARAM_WINDOW = 2 << 56
+LOCAL_WINDOW = 3 << 56
+FOREIGN_WINDOW = 4 << 56  # functions and variables outside a cubin: nothing of it can be accessed
 WINDOW_MASK = (1 << 56) - 1
 
 
@@ -22,7 +24,8 @@ class Layout:
     """Rows of registers per bank; byte offsets of parameters and (in the CTA's window) of shared variables.
 
     params_begin: offset of the first parameter, in machine code its place in constant bank 0. numbers: places of registers in a bit mask of
-    all of them. Bank "r" comes first, so that its rows are its numbers; starts: first number of each bank.
+    all of them. Bank "r" comes first, so that its rows are its numbers; starts: first number of each bank. local_bytes: local memory of a
+    thread. tables: contents of constant banks beside the parameters'.
     """
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -34,6 +37,8 @@ class Layout:
     param_bytes: int = 0
     shared: dict[str, int] = field(default_factory=dict)
     dynamic_base: int = 0
+    local_bytes: int = 0
+    tables: dict[int, bytes] = field(default_factory=dict)
     row_groups: dict[tuple[int, ...], object] = field(default_factory=dict)
 
     def row(self, register: Reg) -> int:

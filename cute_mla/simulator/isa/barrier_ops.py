@@ -356,7 +356,7 @@ def named_sync(
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
     if w.observer is not None:
         w.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
-    phases.note_arrival(w, w.warps, barrier)
+    phases.note_arrival(w, w.warps, barrier, True)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(w.warps) * WARP, threads):
         release(w, barrier)
@@ -378,7 +378,7 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
         barrier, threads = named(w, np.array(value), count)
         if w.observer is not None:
             w.observer.barrier(w, barrier, "arrive", lanes)
-        phases.note_arrival(w, warps, barrier)
+        phases.note_arrival(w, warps, barrier, False)
         order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
             release(w, barrier)

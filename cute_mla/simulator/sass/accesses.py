@@ -15,7 +15,7 @@ from ..findings import SassError
 from ..frontend.ptx import Reg
 from ..numerics import tensor_fragments
 from ..numerics.tensor_fragments import Fragment
-from .listing import Address, Immediate, Operand, Register, SassInstruction, register
+from .listing import Address, Constant, Immediate, Operand, Register, SassInstruction, register
 
 PREDICATES = 7
 
@@ -70,22 +70,24 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _none: (
         "ACQBULK ARRIVES BAR BPT BRA BREAK BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR NANOSLEEP NOP "
         "PREEXIT RET STAS STG STS STSM STTM UBLKCP UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG UVIRTCOUNT "
-        "WARPGROUP WARPSYNC YIELD "
-        "AWAIT LEAVE NOWHERE"  # parts of a lifted wait, exit and return
+        "WARPGROUP WARPSYNC YIELD BRX ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
+        "AWAIT CONVERGED FOREIGN LEAVE NOWHERE"  # parts of a lifted wait, branch, call, exit and return
     ),
     _one: (
         "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "LDC LDCU LDG LDS LDSM LDTM MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN S2R S2UR SEL SHF SYNCS UFLO ULDC UMOV UPOPC "
-        "UPRMT USEL USHF VIADD VIADDMNMX"
+        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN S2R S2UR SEL SHF SYNCS "
+        "UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
-    _two: "ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
+    _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
     _with_carries: "IADD3 IMAD LEA UIADD3 UIMAD ULEA VIMNMX VIMNMX3",
     _predicate_first: "LOP3 R2UR ULOP3 USETMAXREG UTCATOMSWS",
     _vote: "VOTE VOTEU",
 }
 _COUNT = {opcode: rule for rule, opcodes in _DESTINATIONS.items() for opcode in opcodes.split()}
 _LENGTHS = {"64": 2, "128": 4}
-_MEMORY = ("ATOMS", "LDC", "LDCU", "LDG", "LDS", "STAS", "STG", "STS", "ULDC")
+_MEMORY = (
+    "ATOMG", "ATOMS", "LD", "LDC", "LDCU", "LDG", "LDL", "LDS", "REDG", "ST", "STAS", "STG", "STL", "STS", "ULDC",
+)  # fmt: skip
 _MATRIX_MOVE = ("LDSM", "STSM")
 _TENSOR_MOVE = ("LDTM", "STTM")
 _TENSOR_PRODUCT = ("UTCHMMA", "UTCQMMA")
@@ -111,6 +113,10 @@ def accesses(ins: SassInstruction) -> Access:
             (writes if index < count else reads).extend(operand.registers(width(ins, index)))
         elif isinstance(operand, Address):
             reads.extend(_address(ins, index, operand))
+        elif isinstance(operand, Constant) and operand.index is not None:
+            reads.extend(operand.index.registers())
+    if ins.base == "R2UR" and "OR" in ins.modifiers:
+        reads.extend(writes[:1])
     if ins.base in ("R2P", "P2R"):
         mask = ins.operands[-1]
         assert isinstance(mask, Immediate)
@@ -171,7 +177,7 @@ def _arithmetic_width(ins: SassInstruction, index: int) -> int:
         return _conversion_width(base, words, index)
     if base == "SYNCS":
         return 2 if words[0] == "EXCH" else 1
-    if base == "RET":
+    if base in ("BRX", "CALL", "LEPC", "RET"):
         return 2
     return 1
 
@@ -198,9 +204,11 @@ def _address(ins: SassInstruction, index: int, operand: Address) -> list[Reg]:
 
 
 def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
-    if ins.base == "UTMALDG":
+    if operand.space == "desc":
+        return 2
+    if ins.base in ("UTMALDG", "UTMAPF", "UTMASTG"):
         dimensions = next(int(word[0]) for word in ins.modifiers if re.fullmatch(r"\dD", word))
-        return 2 + dimensions if index == 0 else 2
+        return dimensions + (2 if ins.base == "UTMALDG" else 1) if index == 0 else 2
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"
         return 2 if index == 0 or source_is_global else 1

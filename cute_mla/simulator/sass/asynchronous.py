@@ -145,8 +145,8 @@ def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
     if "MULTICAST" in ins.modifiers:
         mask = source(e, others[0], "u32")
         others = others[1:]
-    if others:
-        raise Unsupported("a TMA load with a cache hint")
+    if len(others) > 1 or not all(isinstance(operand, Address) and operand.space == "desc" for operand in others):
+        raise Unsupported(f"operands {others} of a TMA load")  # a cache policy is a hint
     dimensions = int(ins.modifiers[0][0])
     uniform_words(e, plan, 2)
     e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask}, {'2CTA' in ins.modifiers})")
@@ -191,10 +191,10 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
-@op(r"LDGSTS.E.BYPASS.128", pure=False, taint="own", writes=())
+@op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
     """Emit cp.async of 16 bytes per thread; where the predicate is false, of zeros."""
-    condition = source(e, ins.operands[2], "pred")
+    condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")
 
@@ -207,7 +207,7 @@ def commit_copies(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"DEPBAR.LE", pure=False, starts=True, writes=())
 def wait_for_copies(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a wait for all but the newest n cp.async groups.
+    """Emit a wait for all but the newest n cp.async groups, and until all but the newest n groups of asynchronous stores have been read.
 
     A count of 54 waits for nothing: ptxas puts it in front of UTCATOMSWS, on the scoreboard that this takes, and no code has so much in
     flight.
@@ -218,6 +218,7 @@ def wait_for_copies(e: Emitter, ins: SassInstruction) -> None:
     if not (isinstance(board, Register) and board.number == 0 and isinstance(count, Immediate)):
         raise Unsupported("DEPBAR on another scoreboard than SB0")
     e.line(f"cp_async_wait(w, {count.bits}, False)")
+    e.line(f"bulk_wait_group(w, {count.bits}, 1)")
 
 
 @op(r"STAS(.64|.128)?", pure=False, taint="own", writes=())
@@ -275,6 +276,23 @@ def take_registers(e: Emitter, ins: SassInstruction) -> None:
 
 ignored(r"USETMAXREG.DEALLOC.CTAPOOL", "moves registers between warps: no effect on values", needs="warp", writes=())
 ignored(r"CCTL.E.PF2", "a hint: no effect on results", writes=())
-ignored(r"CCTL.IVALL", "memory has no caches here", writes=())
+
+
+@op(r"CCTL.IVALL", pure=False, writes=())
+def invalidate(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the second half of a wait until asynchronous stores are in memory; memory has no caches here."""
+    e.line("finish_stores(w)")
+
+
+@runtime
+def finish_stores(w: Window) -> None:
+    """Complete the groups of asynchronous stores whose sources the threads have waited for."""
+    for lane in w.lanes if w.cta.bulk else ():
+        groups = w.cta.bulk.get(int(lane))
+        if groups is not None:
+            waited = [all(copy.waited for copy in group) for group in groups.committed]
+            groups.wait(len(waited) - (waited.index(False) if False in waited else len(waited)), 2)
+
+
 ignored(r"ERRBAR", "orders error reports", writes=())
 ignored(r"CGAERRBAR", "orders error reports", writes=())

@@ -28,7 +28,8 @@ class CubinInfo:
     """Contents of a cubin.
 
     entries: kernels in the file. registers, stack_bytes: per thread. params: (offset, size) in order.
-    param_base: offset of the parameters in constant bank 0. tool, options: version and options of ptxas. sections: bytes by section name.
+    param_base: offset of the parameters in constant bank 0. shared_bytes: end of the static shared memory, 0 for none.
+    tool, options: version and options of ptxas. sections: bytes by section name.
     """
 
     entries: tuple[str, ...]
@@ -36,6 +37,7 @@ class CubinInfo:
     stack_bytes: int
     params: tuple[tuple[int, int], ...]
     param_base: int
+    shared_bytes: int
     tool: str
     options: str
     sections: dict[str, bytes]
@@ -63,6 +65,7 @@ def read_cubin(cubin: bytes) -> CubinInfo:
             stack_bytes=max(per_kernel[_ATTRIBUTE_FRAME_SIZE], per_kernel[_ATTRIBUTE_MIN_STACK]),
             params=_parameters(sections[f".nv.info.{entries[0]}"]),
             param_base=_parameter_base(sections[f".nv.info.{entries[0]}"]),
+            shared_bytes=_section_size(cubin, f".nv.shared.{entries[0]}"),
             tool=tool,
             options=options,
             sections=sections,
@@ -71,18 +74,25 @@ def read_cubin(cubin: bytes) -> CubinInfo:
         raise CubinError(f"not a cubin of one kernel: {error!r}") from error
 
 
-def _sections(cubin: bytes) -> dict[str, bytes]:
+def _headers(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Yield (name, kind, offset, size) of each section."""
     if cubin[:5] != b"\x7fELF\x02":
         raise CubinError(f"not a 64-bit ELF file: begins with {cubin[:5]!r}")
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * entry_size) for index in range(count)]
     names = cubin[headers[names_index][4] :]
-    content: dict[str, bytes] = {}
     for name, kind, _flags, _address, offset, size in headers:
-        label = names[name : names.index(b"\0", name)].decode()
-        content[label] = b"" if kind == _SECTION_NO_BITS else cubin[offset : offset + size]
-    return content
+        yield names[name : names.index(b"\0", name)].decode(), kind, offset, size
+
+
+def _sections(cubin: bytes) -> dict[str, bytes]:
+    return {name: b"" if kind == _SECTION_NO_BITS else cubin[offset : offset + size] for name, kind, offset, size in _headers(cubin)}
+
+
+def _section_size(cubin: bytes, wanted: str) -> int:
+    """Return the bytes of a section, which may have none in the file; 0 without the section."""
+    return next((size for name, _, _, size in _headers(cubin) if name == wanted), 0)
 
 
 def _symbol_names(sections: dict[str, bytes]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 
@@ -138,19 +139,64 @@ def packed(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], values, "f32")
 
 
+# ---------------------------------------------------------------- 16-bit
+
+
+@op(r"(HADD2|HMUL2)(.BF16_V2)?")
+def halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit arithmetic on pairs of 16-bit floats. H0_H0, H1_H1: one half of an operand for both."""
+    kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
+    function = elementwise.half_arithmetic({"HADD2": "add", "HMUL2": "mul"}[ins.base], kind, nan=False)
+    values = ", ".join(half_pair(e, operand) for operand in ins.operands[1:])
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {values})")
+
+
+@op(r"HFMA2(.MMA)?(.BF16_V2)?")
+def fused_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a * b + c on pairs of 16-bit floats. A literal is printed as two halves; -0 * 0 plus a literal is a move."""
+    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
+    literals = len(ins.operands) - 1 - len(sources)
+    if len(sources) + literals // 2 != 3 or literals not in (0, 2):
+        raise Unsupported("HFMA2 with other literals")
+    pairs = [half_pair(e, operand) for operand in sources]
+    if literals:
+        literal = constant(e, "u32", ins.low >> 32)
+        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
+        if place == 2 and all(isinstance(operand, Register) and operand.number is None for operand in sources):
+            assign(e, ins.operands[0], "u32", literal)
+            return
+        pairs.insert(place, literal)
+    function = elementwise.half_arithmetic("fma", "bf16" if "BF16_V2" in ins.modifiers else "f16", nan=False)
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(pairs)})")
+
+
+def half_pair(e: Emitter, operand: Operand) -> str:
+    """Return the expression of a pair of 16-bit floats."""
+    if not isinstance(operand, Register) or operand.absolute or operand.inverted:
+        raise Unsupported(f"operand {operand} as a pair of halves")
+    value = source(e, replace(operand, negative=False, suffixes=()), "u32")
+    if operand.suffixes == ("H0_H0",):
+        value = f"(({value} & {constant(e, 'u32', 0xFFFF)}) * {constant(e, 'u32', 0x10001)})"
+    elif operand.suffixes == ("H1_H1",):
+        value = f"(({value} >> {constant(e, 'u32', 16)}) * {constant(e, 'u32', 0x10001)})"
+    elif operand.suffixes:
+        raise Unsupported(f"halves {operand.suffixes}")
+    return f"({value} ^ {constant(e, 'u32', 0x80008000)})" if operand.negative else value
+
+
 # ---------------------------------------------------------------- conversions
 
 
-@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)")
+@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?")
 def from_integer(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a conversion of integers to f32, to nearest or upwards."""
+    """Emit a conversion of integers to f32, to nearest, upwards or towards zero."""
     words = ins.modifiers
     if "U64" in words or "S64" in words:
         value = pair(e, ins.operands[1])
         value = f"{value}.view({e.constants.thing(np.dtype('i8'))})" if "S64" in words else value
     else:
         value = source(e, ins.operands[1], "u32" if "U32" in words else "s32")
-    function = "integer_to_f32_up" if "RP" in words else "integer_to_f32"
+    function = "integer_to_f32_up" if "RP" in words else "integer_to_f32_short" if "RZ" in words else "integer_to_f32"
     assign(e, ins.operands[0], "f32", f"{function}({value})")
 
 
@@ -161,6 +207,15 @@ def integer_to_f32_up(x: np.ndarray) -> np.ndarray:
     # longdouble holds every integer of 64 bits, so that the comparison is exact.
     short = near.astype(np.longdouble) < x.astype(np.longdouble)
     result: np.ndarray = np.where(short, np.nextafter(near, np.float32(np.inf)), near)
+    return result
+
+
+@runtime
+def integer_to_f32_short(x: np.ndarray) -> np.ndarray:
+    """Round integers to f32 towards zero."""
+    near = x.astype(np.float32)
+    far = np.abs(near.astype(np.longdouble)) > np.abs(x.astype(np.longdouble))
+    result: np.ndarray = np.where(far, np.nextafter(near, np.float32(0)), near)
     return result
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..findings import SassError
 from .listing import Listing, Register, SassInstruction, Target
 
-_JUMPS = ("BRA", "CALL", "EXIT", "RET")
-_REFUSED = ("BRX", "BRXU", "JMP", "JMX", "JMXU", "KILL", "LEPC", "RPCMOV", "WARPSYNC.EXCLUSIVE")
+_JUMPS = ("BRA", "BRX", "CALL", "EXIT", "RET")
+_REFUSED = ("BRXU", "JMP", "JMX", "JMXU", "KILL", "RPCMOV", "WARPSYNC.EXCLUSIVE")
 
 
 @dataclass
@@ -31,6 +31,11 @@ def is_conditional(ins: SassInstruction) -> bool:
     return guarded or any(isinstance(operand, Register) for operand in ins.operands if ins.base == "BRA")
 
 
+def is_foreign(ins: SassInstruction) -> bool:
+    """Return True for a call of a function outside the cubin, which returns behind the call."""
+    return ins.base == "CALL" and not any(isinstance(operand, Target) for operand in ins.operands)
+
+
 def spans(listing: Listing) -> list[Span]:
     """Split a listing into basic blocks. A return goes to every place behind a call. SassError for indirect jumps."""
     code = listing.instructions
@@ -48,7 +53,7 @@ def spans(listing: Listing) -> list[Span]:
         following = list(jumps.get(block.stop - 1, ()))
         if last.base == "RET":
             following += returns
-        if (last.base not in _JUMPS or is_conditional(last)) and block.stop < len(code):
+        if (last.base not in _JUMPS or is_conditional(last) or is_foreign(last)) and block.stop < len(code):
             following.append(block.stop)
         block.successors = [number[target] for target in dict.fromkeys(following)]
     return blocks
@@ -56,9 +61,13 @@ def spans(listing: Listing) -> list[Span]:
 
 def _targets(listing: Listing, ins: SassInstruction) -> tuple[int, ...]:
     """Return where a jump leads, besides behind it. A return's label is the code that its address counts from."""
-    if ins.base in ("EXIT", "RET"):
+    if ins.base in ("EXIT", "RET") or is_foreign(ins):
         return ()
     found = [operand for operand in ins.operands if isinstance(operand, Target)]
+    if ins.base == "BRX":
+        if not found:
+            raise SassError(f"{ins.address:#x}: {ins.text!r} without a list of its targets: indirect control flow is not supported")
+        return tuple(listing.index(operand.label) for operand in found)
     if len(found) != 1:
         raise SassError(f"{ins.address:#x}: {ins.text!r} without one target")
     return (listing.index(found[0].label),)

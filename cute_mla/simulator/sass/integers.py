@@ -170,7 +170,7 @@ def scaled_add_high(e: Emitter, ins: SassInstruction) -> None:
     assign_total(e, result, carries, terms + ([] if carry is None else [carry_in(e, carry)]))
 
 
-@op(r"U?SHF.(L.U32|L.W.U32|R.U32.HI|R.S32.HI|L.U64.HI)")
+@op(r"U?SHF.(L.U32|L.W.U32|R.U32.HI|R.S32.HI|L.U64.HI|R.U32|R.U64)")
 def shift(e: Emitter, ins: SassInstruction) -> None:
     """Emit a shift by an unsigned amount: clamped, or modulo 32 (W)."""
     result, low, amount, high = ins.operands
@@ -178,6 +178,10 @@ def shift(e: Emitter, ins: SassInstruction) -> None:
     form = ".".join(ins.modifiers)
     if form == "L.U64.HI":
         value = f"shift_pair_left({source(e, low, 'u32')}, {source(e, high, 'u32')}, {count})"
+    elif form in ("R.U64", "R.U32"):
+        if form == "R.U32" and not is_zero(high):
+            raise Unsupported("a shift of 32 bits with an upper word")
+        value = f"shift_pair_right({source(e, low, 'u32')}, {source(e, high, 'u32')}, {count})"
     elif form == "L.W.U32":
         value = f"{source(e, low, 'u32')} << ({count} & {constant(e, 'u32', 31)})"
     elif form == "R.S32.HI":
@@ -196,6 +200,15 @@ def shift_pair_left(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> np.
     wide = high.astype(np.uint64) << np.uint64(32) | low
     moved = np.where(count < 64, wide << np.minimum(count, 63).astype(np.uint64), np.uint64(0))
     result: np.ndarray = (moved >> np.uint64(32)).astype(np.uint32)
+    return result
+
+
+@runtime
+def shift_pair_right(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Return the low word of a 64-bit value shifted right."""
+    wide = high.astype(np.uint64) << np.uint64(32) | low
+    moved = np.where(count < 64, wide >> np.minimum(count, 63).astype(np.uint64), np.uint64(0))
+    result: np.ndarray = moved.astype(np.uint32)
     return result
 
 
@@ -297,7 +310,7 @@ def population(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"bits_popc({source(e, ins.operands[1], 'u32')})")
 
 
-@op(r"UFLO.U32")
+@op(r"U?FLO.U32")
 def leading(e: Emitter, ins: SassInstruction) -> None:
     """Emit the index of the highest set bit, all ones for none."""
     one = constant(e, "u32", 31)

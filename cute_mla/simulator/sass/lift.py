@@ -13,8 +13,8 @@ from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
 from .accesses import accesses
-from .flow import is_conditional, is_never, spans
-from .listing import NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
+from .flow import is_conditional, is_foreign, is_never, spans
+from .listing import INSTRUCTION_BYTES, NO_BOARD, Immediate, Listing, Register, SassInstruction, Target
 from .listing import Operand as SassOperand
 from .table import MachineInstruction, lookup
 from .trace import traced
@@ -42,7 +42,7 @@ class Lift:
         self.problems: dict[str, list[int]] = {}
         self.returns = [ins.address + 16 for ins in listing.instructions if ins.base == "CALL"]
         self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
-        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "CALL") for operand in ins.operands
+        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "BRX", "CALL") for operand in ins.operands
                    if isinstance(operand, Target)}  # fmt: skip
         boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
         self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
@@ -63,8 +63,16 @@ class Lift:
     def _lift(self, ins: SassInstruction) -> None:
         if ins.base == "EXIT":
             self._exit(ins)
+        elif ins.opcode == "BRA.DIV":
+            self._ordinary(replace(ins, opcode="CONVERGED", operands=ins.operands[:1]), None)
+        elif is_foreign(ins):
+            self._ordinary(replace(ins, opcode="FOREIGN", operands=()), guard_of(ins.guard))
         elif ins.base in ("BRA", "CALL"):
             self._branch(ins)
+        elif ins.base == "BRX":
+            self._jump_by_table(ins)
+        elif ins.base == "LEPC":
+            self._ordinary(replace(ins, operands=(ins.operands[0], Immediate(self._address(ins.operands[1])))), guard_of(ins.guard))
         elif ins.base == "RET":
             self._return(ins)
         else:
@@ -129,7 +137,7 @@ class Lift:
             self.problems.setdefault(ins.opcode, []).append(ins.address)
             return
         assert isinstance(target, Target)
-        label = label_at(self.listing.instructions[self.listing.index(target.label)].address)
+        label = label_at(self._address(target))
         tests = [item for item in (ins.guard, *conditions) if isinstance(item, Register) and item != _TRUE]
         if len(tests) == 2:
             both: tuple[SassOperand, ...] = (SCRATCH, _TRUE, *tests, _TRUE, Immediate(0x80), Immediate(0))
@@ -145,6 +153,25 @@ class Lift:
             self._ordinary(replace(ins, opcode="QUICK", operands=(SCRATCH, plain, Immediate(int(jumps))), guard=None), None)
             tests = [replace(SCRATCH, negative=tests[0].negative)]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
+
+    def _address(self, target: SassOperand) -> int:
+        """Return the address of a label."""
+        assert isinstance(target, Target)
+        return self.listing.instructions[self.listing.index(target.label)].address
+
+    def _jump_by_table(self, ins: SassInstruction) -> None:
+        """Lift an indirect branch, to a register plus a literal behind it, as a comparison with each of the places that ptxas lists."""
+        value, offset, *targets = ins.operands
+        if ins.guard is not None or not isinstance(offset, Immediate) or not targets:
+            self.problems.setdefault(ins.opcode, []).append(ins.address)
+            return
+        for target in targets:
+            place = self._address(target)
+            expected = place - (ins.address + INSTRUCTION_BYTES) - offset.bits & 0xFFFFFFFF
+            self._ordinary(replace(ins, opcode="RETURN", operands=(SCRATCH, value, Immediate(expected))), None)
+            self._jump(ins, label_at(place), guard_of(SCRATCH))
+        self._ordinary(replace(ins, opcode="NOWHERE", operands=()), None)
+        self._control(ins, "exit", [], None)
 
     def _return(self, ins: SassInstruction) -> None:
         """Lift a return as a comparison of its address with every place behind a call."""

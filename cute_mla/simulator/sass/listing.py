@@ -77,17 +77,19 @@ class Immediate:
 
 @dataclass(frozen=True)
 class Constant:
-    """A word of a constant bank, c[bank][offset]."""
+    """A word of a constant bank, c[bank][offset], or c[bank][index + offset] with a register of bytes."""
 
     bank: int
     offset: int
+    index: Register | None = None
 
 
 @dataclass(frozen=True)
 class Address:
     """An operand in brackets: [..], desc[UR][..], gdesc[UR], idesc[UR] or tmem[UR].
 
-    space: "" for memory, else gdesc, idesc or tmem. base, uniform: the vector and the uniform register that are added; None for none.
+    space: "" for memory, else gdesc, idesc, tmem or desc (a cache policy).
+    base, uniform: the vector and the uniform register that are added; None for none.
     wide: base is a pair (.64). offset: in bytes. descriptor: the uniform pair of desc[..]. suffixes: such as tnspB.
     """
 
@@ -173,7 +175,9 @@ _HIGH = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"([.$\w]+):\s*$")
 _GUARD = re.compile(r"@(!?)(U?P)(T|\d)\s+")
 _REGISTER = re.compile(r"([-~!]*)(\|?)(UR|UP|R|P|B|SB)(Z|T|\d+)((?:\.\w+)*)(\|?)((?:\.\w+)*)")
-_CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[0x([0-9a-f]+)\]")
+_CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\d+)\+?)?(?:0x([0-9a-f]+))?\]")
+_NOTE = re.compile(r"\s*\(\*\"(?:BRANCH_TARGETS (?P<targets>[^\"]*)|[^\"]*)\"\*\)")
+_SUM = re.compile(r"(R\d+) (-?0x[0-9a-f]+)")
 _ADDRESS = re.compile(r"(?:(gdesc|idesc|tmem|desc)(?=\[))?(?:\[(UR\d+|URZ)\](?=\[))?\[([^\]]*)\]((?:\.\w+)*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
@@ -212,6 +216,11 @@ def read_listing(text: str) -> Listing:
 
 def read_instruction(address: int, code: str, low: int, high: int) -> SassInstruction:
     """Read one instruction from its text and its encoding. SassError for operands outside the grammar."""
+    note = _NOTE.search(code)
+    targets: tuple[Operand, ...] = ()
+    if note is not None:
+        code = code[: note.start()] + code[note.end() :]
+        targets = tuple(Target(label) for label in (note["targets"] or "").split(",") if label)
     found = _GUARD.match(code)
     guard = None
     body = code
@@ -220,14 +229,16 @@ def read_instruction(address: int, code: str, low: int, high: int) -> SassInstru
         body = code[found.end() :]
     opcode, _, rest = body.partition(" ")
     try:
-        operands = tuple(operand for part in split(rest) for operand in read_operand(part, low))
+        operands = (*(operand for part in split(rest) for operand in read_operand(part, low)), *targets)
     except ValueError as error:
         raise SassError(f"{address:#x}: cannot read {error} of {code!r}") from error
     return SassInstruction(address, opcode, operands, guard, Control.of(high), low, high, code)
 
 
 def split(rest: str) -> list[str]:
-    """Split operands at commas; a return address and its label count as two."""
+    """Split operands at commas; a return address and its label count as two, as do the terms of an indirect branch."""
+    if (terms := _SUM.fullmatch(rest.strip())) is not None:
+        return list(terms.groups())
     parts = [part.strip() for part in rest.split(",")] if rest.strip() else []
     return [piece for part in parts for piece in (part.split(" `") if " `" in part else [part])]
 
@@ -242,7 +253,7 @@ def read_operand(part: str, low: int) -> tuple[Operand, ...]:
         return (SystemRegister(part),)
     if "[" in part:
         constant = _CONSTANT.fullmatch(part)
-        return (Constant(int(constant[1], 16), int(constant[2], 16)) if constant is not None else read_address(part),)
+        return (read_constant(constant) if constant is not None else read_address(part),)
     found = _REGISTER.fullmatch(part)
     if found is not None:
         return (read_register(found),)
@@ -250,6 +261,12 @@ def read_operand(part: str, low: int) -> tuple[Operand, ...]:
     if _NUMBER.fullmatch(literal) is None:
         raise ValueError(f"operand {part!r}")
     return (Immediate(bits_of(literal.strip(), low), tuple(f"H{suffix}" for suffix in suffixes)),)
+
+
+def read_constant(found: re.Match[str]) -> Constant:
+    """Return the word of a constant bank of a match."""
+    index = _REGISTER.fullmatch(found[2]) if found[2] else None
+    return Constant(int(found[1], 16), int(found[3] or "0", 16), None if index is None else read_register(index))
 
 
 def bits_of(literal: str, low: int) -> int:
@@ -276,6 +293,8 @@ def read_address(part: str) -> Address:
     if found is None:
         raise ValueError(f"address {part!r}")
     prefix, descriptor, inside, suffixes = found[1] or "", found[2], found[3], found[4]
+    if prefix == "desc" and descriptor is None and (policy := _REGISTER.fullmatch(inside)) is not None:
+        return Address("desc", None, read_register(policy), False, 0)
     if (prefix == "desc") != (descriptor is not None):
         raise ValueError(f"address {part!r}")
     base = uniform = None

@@ -11,7 +11,7 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from ..state.window import Window
 from .accesses import width
-from .listing import Immediate, Register, SassInstruction
+from .listing import Immediate, Operand, Register, SassInstruction
 from .operands import address, constant, memory_operand, source
 from .table import ignored, op
 
@@ -23,12 +23,12 @@ def element_bytes(ins: SassInstruction) -> int:
     return next((_NARROW[word] for word in ins.modifiers if word in _NARROW), 4)
 
 
-def assign_loaded(e: Emitter, ins: SassInstruction, value: str) -> None:
-    """Store loaded elements, extended to the register, with their poison."""
-    result = ins.operands[0]
+def assign_loaded(e: Emitter, ins: SassInstruction, value: str, result: Operand | None = None) -> None:
+    """Store loaded elements, extended to the register, with their poison. result: the destination, by default the first operand."""
+    result = ins.operands[0] if result is None else result
     if not isinstance(result, Register):
         raise Unsupported(f"destination {result}")
-    registers: tuple[Reg, ...] = result.registers(width(ins, 0))
+    registers: tuple[Reg, ...] = result.registers(width(ins, ins.operands.index(result)))
     signed = next((word for word in ins.modifiers if word in ("S8", "S16")), None)
     for index, register in enumerate(registers):
         item = f"{value}[{index}]"
@@ -45,11 +45,17 @@ def assign_loaded(e: Emitter, ins: SassInstruction, value: str) -> None:
         e.line(f"if w.cta.poison is not None: meet_poison(w, {where}, {rows})")
 
 
-@op(r"LDG.E(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
+_STRONG = r".STRONG.(CTA|GPU|SYS)"
+_HINTS = r"(.EL|.EF|.NA|.LU)?(.LTC(64|128|256)B)?"
+
+
+@op(rf"LDG.E{_HINTS}(.U8|.S8|.U16|.S16|.64|.128)?(.CONSTANT|{_STRONG})?", pure=False, taint="own", loads=True)
 def load_global(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a load from global memory."""
+    """Emit a load from global memory. CONSTANT: through the cache of data that the kernel does not write."""
     value = e.temp()
     place = address(e, memory_operand(ins, 1))
+    if "STRONG" in ins.modifiers:
+        e.line("order_memory(w)")
     e.line(f"{value} = load_global(w, {place}, {element_bytes(ins)}, {width(ins, 0)})")
     assign_loaded(e, ins, value)
 
@@ -82,11 +88,13 @@ def stored(e: Emitter, ins: SassInstruction) -> tuple[str, str]:
     return f"[{', '.join(values)}]", poison
 
 
-@op(r"STG.E(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
+@op(rf"STG.E(.U8|.U16|.64|.128)?({_STRONG})?", pure=False, taint="own", writes=())
 def store_global(e: Emitter, ins: SassInstruction) -> None:
     """Emit a store to global memory."""
     values, poison = stored(e, ins)
     e.line(f"store_global(w, {address(e, memory_operand(ins, 0))}, {values}, {poison})")
+    if "STRONG" in ins.modifiers:
+        e.line("order_memory(w)")
 
 
 @op(r"STS(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
@@ -156,6 +164,18 @@ ignored(r"NANOSLEEP(.SYNCS)?", "only passes time", writes=())
 def trap(e: Emitter, ins: SassInstruction) -> None:
     """Emit a fault: the kernel gives up."""
     e.line("trapped()")
+
+
+@op(r"FOREIGN", pure=False, writes=())
+def call_foreign(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a fault: a call of a function outside the cubin, such as printf."""
+    e.line("called_foreign()")
+
+
+@runtime
+def called_foreign() -> None:
+    """Raise the Fault of a call of a function outside the cubin."""
+    raise Fault("unsupported", "a call of a function outside the cubin, such as printf")
 
 
 @op(r"NOWHERE", pure=False, writes=())

@@ -16,10 +16,12 @@ from . import (
     asynchronous,
     floats,
     integers,
+    local_memory,
     memory,
     moves,
     predicates,
     products,
+    stores,
     tensor_allocation,
     tensor_moves,
     tensor_products,
@@ -32,8 +34,11 @@ from .table import MachineInstruction
 
 # importing them fills the instruction table
 FAMILIES = (
-    asynchronous, floats, integers, memory, moves, predicates, products, tensor_allocation, tensor_moves, tensor_products, warps,
+    asynchronous, floats, integers, local_memory, memory, moves, predicates, products, stores, tensor_allocation, tensor_moves,
+    tensor_products, warps,
 )  # fmt: skip
+LARGEST_ACCESS = 16  # bytes; the stack ends at a multiple of it
+JUMP_TABLES = 2  # constant bank of the tables of indirect branches
 _KINDS = ("P", "UP", "R", "UR", "B", "SB")
 
 
@@ -70,7 +75,7 @@ def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:
 
 def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
     """Lay out registers in the order of their numbers, and parameters where constant bank 0 has them."""
-    layout = Layout(params_begin=info.param_base, dynamic_base=SHARED_BASE)
+    layout = Layout(params_begin=info.param_base, dynamic_base=max(SHARED_BASE, info.shared_bytes))
     registers = {register for item in decoded for register in (*item.reads, *item.writes, *item.accumulators)}
     for register in sorted(registers, key=place_of):
         layout.place(register)
@@ -80,6 +85,10 @@ def make_layout(info: CubinInfo, decoded: list[Decoded]) -> Layout:
         layout.params[declared.name] = info.param_base + offset
         ends.append(info.param_base + offset + size)
     layout.param_bytes = max(ends)
+    layout.local_bytes = -(-info.stack_bytes // LARGEST_ACCESS) * LARGEST_ACCESS
+    table = info.sections.get(f".nv.constant2.{info.entries[0]}")
+    if table is not None:
+        layout.tables[JUMP_TABLES] = table
     return layout
 
 

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from ..frontend.layout import SHARED_WINDOW
+import numpy as np
+
+from ..findings import Fault
+from ..frontend.layout import FOREIGN_WINDOW, SHARED_WINDOW
 from ..isa.emitter import Emitter, Unsupported
+from ..isa.table import runtime
 from .accesses import PREDICATES, width
 from .listing import Constant, Immediate, Operand, Register, SassInstruction, SystemRegister, register
 from .operands import WORD, assign, assign_run, bank_word, constant, poison_of, source
 from .table import op
+
+FOREIGN_BANK = 4  # constant bank of the addresses that the loader fills in
 
 
 @op(r"U?MOV")
 def move(e: Emitter, ins: SassInstruction) -> None:
     """Emit a copy."""
     assign(e, ins.operands[0], "u32", source(e, ins.operands[1], "u32"))
-
-
-@op(r"HFMA2(.MMA)?")
-def move_halves(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a move of a constant: -0 * 0 plus two literal halves. Other forms are refused."""
-    result, a, b, upper, lower = ins.operands
-    zeros = all(isinstance(operand, Register) and operand.number is None for operand in (a, b))
-    if not zeros or not isinstance(upper, Immediate) or not isinstance(lower, Immediate):
-        raise Unsupported("HFMA2 other than a move of a constant")
-    assign(e, result, "u32", constant(e, "u32", ins.low >> 32))
 
 
 @op(r"CS2R(.32)?")
@@ -36,9 +32,9 @@ def move_special(e: Emitter, ins: SassInstruction) -> None:
 
 _SPECIAL = {
     "SR_TID.X": "tid.x", "SR_TID.Y": "tid.y", "SR_TID.Z": "tid.z", "SR_CTAID.X": "ctaid.x", "SR_CTAID.Y": "ctaid.y",
-    "SR_CTAID.Z": "ctaid.z", "SR_LANEID": "laneid", "SR_CgaCtaId": "cluster_ctarank",
+    "SR_CTAID.Z": "ctaid.z", "SR_LANEID": "laneid", "SR_LTMASK": "lanemask_lt", "SR_CgaCtaId": "cluster_ctarank",
 }  # fmt: skip
-_OF_THREADS = ("tid.x", "tid.y", "tid.z", "laneid")
+_OF_THREADS = ("tid.x", "tid.y", "tid.z", "laneid", "lanemask_lt")
 
 
 @op(r"S2U?R")
@@ -56,13 +52,45 @@ def read_system(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", value)
 
 
-@op(r"LDC(.64)?", r"ULDC(.64)?", r"LDCU(.64|.128)?")
+@op(r"LDC(.64)?", r"ULDC(.U8|.64)?", r"LDCU(.U8|.64|.128)?")
 def load_constant(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a load from constant bank 0."""
+    """Emit a load from constant bank 0, a table of bank 2, or bank 4, which holds addresses outside the cubin."""
     place = ins.operands[1]
-    if not isinstance(place, Constant) or place.bank:
+    if not isinstance(place, Constant):
         raise Unsupported(f"a load from {place}")
+    if place.bank == FOREIGN_BANK:
+        assign_run(e, ins.operands[0], [constant(e, "u32", word) for word in (place.offset, FOREIGN_WINDOW >> 32)][: width(ins, 0)])
+        return
+    if place.bank in e.layout.tables and place.index is not None and width(ins, 0) == 1:
+        e.check_taint(place.index.registers(), "an address")
+        table = e.constants.thing(e.layout.tables[place.bank])
+        assign(e, ins.operands[0], "u32", f"table_word({table}, {source(e, place.index, 'u32')} + {constant(e, 'u32', place.offset)})")
+        return
+    if place.bank or place.index is not None:
+        raise Unsupported(f"a load from {place}")
+    if "U8" in ins.modifiers:
+        word = bank_word(e, place.offset & ~3, "u32")
+        assign(e, ins.operands[0], "u32", f"{word} >> {constant(e, 'u32', 8 * (place.offset & 3))} & {constant(e, 'u32', 255)}")
+        return
     assign_run(e, ins.operands[0], [bank_word(e, place.offset + 4 * index, "u32") for index in range(width(ins, 0))])
+
+
+@runtime
+def table_word(table: bytes, place: np.ndarray) -> np.ndarray:
+    """Return words of a constant table. Raises Fault outside it."""
+    words = np.frombuffer(table, np.uint32)
+    if bool((place & np.uint32(3)).any()) or bool((place >= np.uint32(len(table))).any()):
+        raise Fault("out_of_bounds", f"a constant table of {len(table)} bytes at {int(place.max()):#x}")
+    found: np.ndarray = words[place >> np.uint32(2)]
+    return found
+
+
+@op(r"LEPC")
+def code_address(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the address of a place in the code, counted from the start of the kernel."""
+    place = ins.operands[1]
+    assert isinstance(place, Immediate)
+    assign_run(e, ins.operands[0], [constant(e, "u32", place.bits), constant(e, "u32", 0)])
 
 
 @op(r"(U?SEL|FSEL)", taint="own")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..frontend.layout import PARAM_WINDOW
+from ..frontend.layout import LOCAL_WINDOW, PARAM_WINDOW
 from ..isa.emitter import KINDS, Emitter, Unsupported
 from ..isa.table import runtime
 from .listing import Address, Constant, Immediate, Operand, Register, SassInstruction
@@ -17,7 +17,11 @@ _DIMENSIONS = ("ntid.x", "ntid.y", "ntid.z", "nctaid.x", "nctaid.y", "nctaid.z")
 _BANKS: dict[int, dict[int, str]] = {
     0x210: {
         **{4 * index: name for index, name in enumerate(_DIMENSIONS)},
-        0x28: "stack", 0x140: "is_explicit_cluster", 0x198: "parameters", 0x19C: "parameters high", 0x208: "memory", 0x20C: "memory",
+        **{0x144 + 4 * index: f"cluster_nctaid.{axis}" for index, axis in enumerate("xyz")},
+        **{0x150 + 4 * index: f"1 / cluster_nctaid.{axis}" for index, axis in enumerate("xyz")},
+        **{0x15C + 4 * index: f"nclusterid.{axis}" for index, axis in enumerate("xyz")},
+        0x20: "local", 0x24: "local high", 0x28: "stack", 0x140: "is_explicit_cluster", 0x188: "cluster_nctarank",
+        0x198: "parameters", 0x19C: "parameters high", 0x208: "memory", 0x20C: "memory",
     },
     0x380: {
         **{0x360 + 4 * index + index // 3 * 4: name for index, name in enumerate(_DIMENSIONS)},
@@ -126,10 +130,24 @@ def bank_word(e: Emitter, offset: int, kind: str) -> str:
     name = _BANKS.get(base, {}).get(offset)
     if name is None:
         raise Unsupported(f"constant bank 0 at {offset:#x}: meaning unknown where parameters begin at {base:#x}")
-    fixed = {"stack": 0, "memory": 0, "parameters": base, "parameters high": PARAM_WINDOW >> 32}
+    if name.startswith("1 / "):
+        return f"reciprocal_up(read_special(w, {name[4:]!r})).view({dtype})"
+    fixed = {
+        "stack": e.layout.local_bytes, "local": 0, "local high": LOCAL_WINDOW >> 32, "memory": 0,
+        "parameters": base, "parameters high": PARAM_WINDOW >> 32,
+    }  # fmt: skip
     if name in fixed:
         return constant(e, kind, fixed[name])
     return f"read_special(w, {name!r}).view({dtype})"
+
+
+@runtime
+def reciprocal_up(x: np.ndarray) -> np.ndarray:
+    """Return 1 / x, rounded so that the product with a multiple of x never truncates to less than the quotient."""
+    near = np.float32(1) / x.astype(np.float32)
+    short = near.astype(np.float64) * x < 1
+    result: np.ndarray = np.where(short, np.nextafter(near, np.float32(2)), near).astype(np.float32)
+    return result
 
 
 def memory_operand(ins: SassInstruction, index: int) -> Address:

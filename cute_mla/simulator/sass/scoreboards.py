@@ -27,11 +27,11 @@ from .listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruc
 PIPES = {
     opcode: pipe
     for pipe, opcodes in {
-        "memory": "ATOMS LDG LDGSTS LDS LDSM SHFL STAS STG STS STSM",
+        "memory": "ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM REDG SHFL ST STAS STG STL STS STSM",
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
-        "transcendental": "F2F F2I FCHK I2F MUFU POPC",
-        "tensor copy": "UTMALDG",
+        "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+        "tensor copy": "UTMALDG UTMAPF UTMASTG",
     }.items()
     for opcode in opcodes.split()
 }

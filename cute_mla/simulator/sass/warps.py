@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..findings import Fault
 from ..frontend.ptx import Reg
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.lanes import per_warp
@@ -47,6 +48,12 @@ def guarded(e: Emitter, ins: SassInstruction) -> str:
     return "ones(w.n, bool)" if ins.guard is None else source(e, ins.guard, "pred")
 
 
+def check_guarded(e: Emitter, operand: object, there: str, what: str) -> None:
+    """Emit a check that a source is defined in the lanes that take part. what: the decision that depends on it."""
+    for register in registers_of(operand) if e.tainted else ():
+        e.line(f"check_poison(w, {what!r}, logical_and({e.taint(register)}, {there}))")
+
+
 @op(r"VOTEU?.(ANY|ALL)", taint="own", pure=False)
 def vote(e: Emitter, ins: SassInstruction) -> None:
     """Emit a vote of the lanes under the guard. A register result is the ballot; a predicate is the answer."""
@@ -54,7 +61,7 @@ def vote(e: Emitter, ins: SassInstruction) -> None:
     value, there = e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
     e.line(f"{value} = logical_and({source(e, ins.operands[count], 'pred')}, {there})")
-    e.check_taint(registers_of(ins.operands[count]), "a vote")
+    check_guarded(e, ins.operands[count], there, "a vote")
     for operand in ins.operands[:count]:
         if not isinstance(operand, Register) or operand.number is None:
             continue
@@ -78,16 +85,27 @@ def keep(e: Emitter, operand: Register, kind: str, value: str, there: str, ins: 
         e.line(f"copyto({e.dst(register, kind)}, {value}, where={lanes})")
 
 
-@op(r"R2UR(.BROADCAST)?", taint="own", pure=False)
+@op(r"R2UR(.BROADCAST|.OR)?", taint="own", pure=False)
 def to_uniform(e: Emitter, ins: SassInstruction) -> None:
-    """Emit the move of the first lane under the guard to a uniform register of its warp."""
-    result, value = ins.operands
-    if not isinstance(result, Register) or result.is_predicate:
-        raise Unsupported("R2UR with a predicate")
-    there = e.temp()
+    """Emit the move of the first lane under the guard to a uniform register of its warp.
+
+    A predicate says in which lanes the value is another one; OR keeps what an earlier move found.
+    """
+    *others, result, value = ins.operands
+    if not isinstance(result, Register) or result.is_predicate or (not others and "OR" in ins.modifiers):
+        raise Unsupported("R2UR without a uniform register")
+    there, chosen = e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a uniform register")
-    keep(e, result, "u32", f"first_lanes(w, {source(e, value, 'u32')}, {there})", there, ins)
+    check_guarded(e, value, there, "a uniform register")
+    e.line(f"{chosen} = first_lanes(w, {source(e, value, 'u32')}, {there})")
+    for operand in others:
+        assert isinstance(operand, Register)
+        differs = f"array({source(e, value, 'u32')} != {chosen})"
+        if "OR" in ins.modifiers:
+            check_guarded(e, operand, there, "a uniform register")
+            differs = f"logical_or({differs}, {source(e, operand, 'pred')})"
+        keep(e, operand, "pred", differs, there, ins)
+    keep(e, result, "u32", chosen, there, ins)
 
 
 @runtime
@@ -113,7 +131,7 @@ def reduce(e: Emitter, ins: SassInstruction) -> None:
     assert isinstance(result, Register)
     there = e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    e.check_taint(registers_of(value), "a reduction")
+    check_guarded(e, value, there, "a reduction")
     keep(e, result, "u32", f"reduce_lanes(w, {source(e, value, 'u32')}, {there}, {e.constants.thing(function)})", there, ins)
 
 
@@ -188,6 +206,31 @@ def leave_region(e: Emitter, ins: SassInstruction) -> None:
 @op(r"WARPSYNC.ALL", taint="own", pure=False, needs="warp", writes=())
 def gather_warp(e: Emitter, ins: SassInstruction) -> None:
     """Emit nothing: the lanes of a warp gather here before they go on."""
+
+
+@op(r"CONVERGED", taint="own", pure=False, needs="warp", writes=())
+def converge(e: Emitter, ins: SassInstruction) -> None:
+    """Emit what replaces a branch of diverged warps (BRA.DIV): the lanes gather, so nobody takes it. The mask names all of them."""
+    (mask,) = ins.operands
+    e.line(f"if not (array({source(e, mask, 'u32')}) == {constant(e, 'u32', 0xFFFFFFFF)}).all(): partly_converged()")
+
+
+@runtime
+def partly_converged() -> None:
+    """Raise the Fault of a branch of diverged warps whose mask leaves lanes out."""
+    raise Fault("unsupported", "BRA.DIV with a mask of some lanes of a warp")
+
+
+@op(r"WARPSYNC.COLLECTIVE", r"ENDCOLLECTIVE", taint="own", pure=False, writes=())
+def collect(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a fault: the code of diverged warps behind BRA.DIV, which is never reached."""
+    e.line("reached_collective()")
+
+
+@runtime
+def reached_collective() -> None:
+    """Raise the Fault of code of diverged warps."""
+    raise Fault("unsupported", "code of diverged warps behind BRA.DIV")
 
 
 @op(r"LEAVE", taint="own", pure=False, writes=())

@@ -115,7 +115,7 @@ class NamedBarrier:
     """One bar.sync barrier. expected: threads of the current round, None between rounds.
 
     members: last round of each warp (row of the clocks). passers: warps that have waited in the round before, and the time from
-    which on they know that it is complete.
+    which on they know that it is complete. ahead: warps whose last arrival did not wait.
     """
 
     name: str
@@ -126,6 +126,7 @@ class NamedBarrier:
     knowledge: Knowledge = field(default_factory=Knowledge)
     members: dict[int, int] = field(default_factory=dict)
     passers: dict[int, int] = field(default_factory=dict)
+    ahead: set[int] = field(default_factory=set)
 
     def arrive(self, threads: int, count: int) -> bool:
         """Count threads that arrive at a barrier of count; return True when the round is complete. Raises Fault for misuse."""

@@ -13,6 +13,7 @@ from ..frontend.layout import RANK_SHIFT
 from .async_work import CopyGroups, GroupedCopy
 from .barriers import BarrierInit, ClusterBarrier, Mbarrier, NamedBarrier
 from .clocks import Clocks
+from .local_memory import LocalMemory
 from .memory import SharedMemory
 from .names import Names
 from .origin import Origin
@@ -80,7 +81,7 @@ class Cta:
     outgoing: sources [start, stop) of copies to other CTAs -> agent, its number there, origin.
     moves: the latest load and store of tensor memory, by warp and cells. loading: some load of tensor memory may not be done.
     awaited: in machine code, loads of tensor memory whose scoreboard nobody has waited for.
-    poison: poison of the values that the last load returned, None for none.
+    poison: poison of the values that the last load returned, None for none. local: local memory of the threads, made on first use.
     """
 
     def __init__(self, storage: Storage, constants: Constants, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
@@ -113,6 +114,7 @@ class Cta:
         self.loading = False
         self.awaited: list[TensorMove] = []
         self.poison: np.ndarray | None = None
+        self.local: LocalMemory | None = None
         self._storage = storage
 
     @property

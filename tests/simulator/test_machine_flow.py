@@ -1,0 +1,153 @@
+"""Machine code that PTX of the simulator has no counterpart of: indirect branches, static shared memory, maps inside structs."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+
+from cute_mla.aot_build.tools import assemble
+from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, run
+from cute_mla.simulator.numerics.tma import encode_native_tensor_map
+from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.tensor_map import TensorMap
+from tests.simulator.small_kernels import REGISTERS, aligned, kinds
+
+THREADS = 64
+Dim3 = tuple[int, int, int]
+ONE = (1, 1, 1)
+
+
+def load(arch: Arch, body: str, parameters: str = ".param .u64 p0", declarations: str = "") -> Module:
+    """Assemble a kernel with ptxas and load its machine code."""
+    head = f".version 9.0\n.target {arch.gpu_arch}\n.address_size 64\n{declarations}\n.visible .entry k({parameters})\n.reqntid {THREADS}\n"
+    cubin = assemble(f"{head}{{\n{REGISTERS}{body}\nret;\n}}\n", arch.gpu_arch)
+    if cubin is None:
+        pytest.skip("ptxas is not installed")
+    return load_machine_code(cubin, disassemble(cubin))
+
+
+def execute(
+    module: Module, array: np.ndarray, args: list[bytes], smem: int = 0, grid: Dim3 = (1, 1, 1), cluster: Dim3 = (1, 1, 1)
+) -> Report:
+    memory = GlobalMemory()
+    memory.add("array", array.ctypes.data, array.nbytes)
+    launch = Launch(module, "k", grid, (THREADS, 1, 1), cluster, smem, [*args], Names())
+    return run(launch, memory, Policy.named("adversarial"))
+
+
+def pointer(array: np.ndarray) -> bytes:
+    return struct.pack("<Q", array.ctypes.data)
+
+
+TABLE = """
+ld.global.u32 %r1, [%rd2]; min.u32 %r2, %r1, 3;
+places: .branchtargets A, B, C, D;
+brx.idx %r2, places;
+A: mul.lo.u32 %r3, %r1, 77; bra E;
+B: add.u32 %r3, %r1, 1000; bra E;
+C: xor.b32 %r3, %r1, 12345; bra E;
+D: mad.lo.u32 %r3, %r1, %r1, 5;
+E: st.global.u32 [%rd2], %r3;
+"""
+
+
+def test_an_indirect_branch_goes_to_the_place_of_its_table(arch: Arch) -> None:
+    given = np.arange(THREADS, dtype=np.uint32) * 7 % 11
+    array = given.copy()
+    report = execute(load(arch, TABLE), array, [pointer(array)])
+    assert not report.findings
+    ways = [given * 77, given + 1000, given ^ 12345, given * given + 5]
+    np.testing.assert_array_equal(array, np.choose(np.minimum(given, 3), ways))
+
+
+STATIC = """
+mov.u32 %r1, fixed; mad.lo.u32 %r2, %r0, 4, %r1; ld.global.u32 %r3, [%rd2]; st.shared.u32 [%r2], %r3;
+mov.u32 %r4, smem; mad.lo.u32 %r5, %r0, 4, %r4; not.b32 %r6, %r3; st.shared.u32 [%r5], %r6; bar.sync 0;
+xor.b32 %r7, %r2, 128; ld.shared.u32 %r8, [%r7]; xor.b32 %r9, %r5, 128; ld.shared.u32 %r10, [%r9]; sub.u32 %r11, %r8, %r10;
+st.global.u32 [%rd2], %r11;
+"""
+
+
+def test_dynamic_shared_memory_begins_behind_static_shared_memory(arch: Arch) -> None:
+    given = np.arange(THREADS, dtype=np.uint32) * 97
+    array = given.copy()
+    both = ".shared .align 1024 .b8 fixed[4096]; .extern .shared .align 1024 .b8 smem[];"
+    report = execute(load(arch, STATIC, declarations=both), array, [pointer(array)], 4 * THREADS)
+    assert not report.findings
+    other = np.roll(given, 32)
+    np.testing.assert_array_equal(array, other - ~other)
+
+
+COPY = """
+mov.u32 %r1, smem; mov.u64 %rd5, p1; cvta.param.u64 %rd5, %rd5; add.s64 %rd5, %rd5, 64; setp.ne.u32 %p1, %r0, 0; @%p1 bra LATER;
+mov.u32 %r2, 1; mbarrier.init.shared.b64 [%r1+4096], %r2; fence.mbarrier_init.release.cluster; fence.proxy.async;
+LATER: bar.sync 0; @%p1 bra WAIT; mov.u32 %r3, 0; mov.u64 %rd6, 0x14F0000000000000;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r1+4096], 256;
+cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%r1], [%rd5, {%r3, %r3}], [%r1+4096], %rd6;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+4096], 0; @!%p2 bra WAIT;
+mad.lo.u32 %r4, %r0, 4, %r1; ld.shared.u32 %r5, [%r4]; add.u32 %r5, %r5, 1; st.shared.u32 [%r4], %r5; fence.proxy.async; bar.sync 0;
+@%p1 bra DONE; mov.u32 %r6, 4;
+cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd5, {%r3, %r6}], [%r1]; cp.async.bulk.commit_group;
+cp.async.bulk.wait_group 0;
+DONE:
+"""
+
+
+def test_tensor_maps_inside_a_struct_are_found(arch: Arch) -> None:
+    array = aligned(128, np.uint32)
+    array[:] = np.arange(128)
+    plan = TensorMap("u32", array.ctypes.data, (16, 8), (64,), (16, 4))
+    struct_bytes = bytes(64) + encode_native_tensor_map(plan) + bytes(64)
+    module = load(arch, COPY, ".param .u64 p0, .param .align 64 .b8 p1[256]", ".extern .shared .align 1024 .b8 smem[];")
+    report = execute(module, array, [pointer(array), struct_bytes], 8192)
+    assert not report.findings
+    np.testing.assert_array_equal(array, np.concatenate([np.arange(64), np.arange(64) + 1]))
+
+
+def test_a_place_without_a_tensor_map_is_a_finding(arch: Arch) -> None:
+    array = aligned(128, np.uint32)
+    module = load(arch, COPY, ".param .u64 p0, .param .align 64 .b8 p1[256]", ".extern .shared .align 1024 .b8 smem[];")
+    assert "tensor_map" in kinds(execute(module, array, [pointer(array), bytes(256)], 8192))
+
+
+CLUSTERS = """
+mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ctaid.y; mov.u32 %r3, %nctaid.x; mad.lo.u32 %r4, %r2, %r3, %r1;
+mul.wide.u32 %rd5, %r4, 32; add.s64 %rd5, %rd0, %rd5; setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+mov.u32 %r5, %cluster_nctaid.x; st.global.u32 [%rd5], %r5; mov.u32 %r5, %cluster_nctaid.y; st.global.u32 [%rd5+4], %r5;
+mov.u32 %r5, %nclusterid.x; st.global.u32 [%rd5+8], %r5; mov.u32 %r5, %nclusterid.y; st.global.u32 [%rd5+12], %r5;
+mov.u32 %r5, %clusterid.x; st.global.u32 [%rd5+16], %r5; mov.u32 %r5, %clusterid.y; st.global.u32 [%rd5+20], %r5;
+mov.u32 %r5, %cluster_nctarank; st.global.u32 [%rd5+24], %r5; mov.u32 %r5, %cluster_ctaid.y; st.global.u32 [%rd5+28], %r5;
+DONE:
+"""
+
+
+def test_a_kernel_knows_its_cluster() -> None:
+    arch = ARCHS["sm90"]  # sm100 reads a table that depends on the cluster's size, which the simulator does not know
+    array = np.zeros((9, 15, 8), np.uint32)
+    report = execute(load(arch, CLUSTERS), array, [pointer(array)], grid=(15, 9, 1), cluster=(5, 3, 1))
+    assert not report.findings
+    y, x = np.indices((9, 15))
+    expected = np.stack([0 * x + 5, 0 * x + 3, 0 * x + 3, 0 * x + 3, x // 5, y // 3, 0 * x + 15, y % 3], axis=-1)
+    np.testing.assert_array_equal(array, expected)
+
+
+CALL = """
+ld.global.u32 %r1, [%rd2]; setp.ne.u32 %p1, %r1, 7; @%p1 bra DONE;
+mov.u64 %rd5, words; cvta.global.u64 %rd5, %rd5; mov.u64 %rd6, 0;
+{ .param .b64 a; .param .b64 b; .param .b32 c; st.param.b64 [a], %rd5; st.param.b64 [b], %rd6; call (c), vprintf, (a, b); }
+DONE: add.u32 %r1, %r1, 1; st.global.u32 [%rd2], %r1;
+"""
+
+
+@pytest.mark.parametrize("value", [6, 7])
+def test_a_call_outside_the_cubin_is_a_finding_when_it_is_reached(arch: Arch, value: int) -> None:
+    array = np.full(THREADS, value, np.uint32)
+    outside = ".extern .func (.param .b32 r) vprintf (.param .b64 a, .param .b64 b); .global .align 1 .b8 words[4] = {104, 105, 10, 0};"
+    report = execute(load(arch, CALL, declarations=outside), array, [pointer(array)])
+    assert kinds(report) == ({"unsupported"} if value == 7 else set())
+    if value == 6:
+        assert (array == 7).all()
