@@ -44,7 +44,7 @@ class Evidence:
     params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
     overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see count_overlap).
     reassembled: cubin that the ptxas program makes of the PTX, or None without that program. hazards: registers that the machine code
-    touches too early by its control codes. exposed: global loads of main loops that are waited for at once, by opcode (both simulator/sass).
+    touches too early. exposed: global loads of main loops that are waited for at once, by opcode (both simulator/sass).
     """
 
     kernel: str

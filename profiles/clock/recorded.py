@@ -85,7 +85,11 @@ def merged(spans: list[Span], key: Mapping[int, object] | None = None) -> Iterat
     current: Span | None = None
     number = 0
     for span in spans:
-        same = current is not None and span.name == current.name == ISSUE and (key is None or key.get(span.address) == key.get(current.address))
+        same = (
+            current is not None
+            and span.name == current.name == ISSUE
+            and (key is None or key.get(span.address) == key.get(current.address))
+        )
         if same and current is not None:
             current, number = current._replace(end=max(current.end, span.end)), number + 1
             continue

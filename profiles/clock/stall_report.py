@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 
@@ -72,13 +71,13 @@ def stalls_between(entry: KernelEntry, few: KernelClock, many: KernelClock, line
         issued[warp] += number
     for (warp, _), number in first.issued.items():
         issued[warp] -= number
-    clocks: Counter[tuple[str, int, str]] = Counter()
+    clocks: defaultdict[tuple[str, int, str], float] = defaultdict(float)
     roles = [(role.name, range(role.first_warp, role.first_warp + role.warps)) for role in entry.roles]
     for role, every in roles or [("warps", range(-(-prod(entry.block) // 32)))]:
         warps = [warp for warp in every if issued[warp] > 0]
         for (warp, address, noted), number in second.stalls.items():
             if warp in warps and many.decoder.timed[address].kind != "exit":
-                clocks[role, address, noted] += (number - first.stalls[warp, address, noted]) / (LONG - SHORT) / len(warps)  # type: ignore[assignment]
+                clocks[role, address, noted] += (number - first.stalls[warp, address, noted]) / (LONG - SHORT) / len(warps)
     found = [
         Stall(
             role,
@@ -94,8 +93,3 @@ def stalls_between(entry: KernelEntry, few: KernelClock, many: KernelClock, line
         if number >= LEAST
     ]
     return tuple(sorted(found, key=lambda stall: (-stall.clocks, stall.role, stall.address)))
-
-
-def of_role(stalls: Sequence[Stall], role: str) -> float:
-    """Return the clocks that a role waits in a block."""
-    return sum(stall.clocks for stall in stalls if stall.role == role)

@@ -7,13 +7,23 @@ source line and one for each wait; mbarriers have one for each phase. Overlappin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
-from .recorded import Recorded, merged
+from ...runtime.artifacts import load_artifacts
+from ...runtime.errors import ArtifactError
+from ..model.launches import NoModelError
+from ..model.prediction import Combine
+from ..model.report import launch_on
+from ..rows import Case
+from .constants import constants
+from .recorded import Recorded, merged, record
+from .rows import setting_of
 from .spans import ISSUE, TMA, Span
 
 Event = dict[str, Any]
 
+BLOCKS = 8  # of keys in a recorded run
 UNIT = "1 us stands for 1 clock of the SM; predicted by the clock of cute_mla.profiles, not measured"
 
 
@@ -37,6 +47,21 @@ def timeline(runs: Sequence[Recorded], *, every_warp: bool = False) -> dict[str,
                 ]
     missing = [sentence for run in runs for sentence in run.lines.missing]
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"unit": UNIT, "missing": "; ".join(dict.fromkeys(missing))}}
+
+
+def record_case(case: Case, gpu: str) -> Recorded:
+    """Run the kernel of a benchmark case over BLOCKS blocks and keep what it does.
+
+    NoModelError, UnknownTimeError or ArtifactError for a case whose kernel cannot be timed, or has no loop over keys.
+    """
+    values = constants(gpu)
+    launch = launch_on(case, gpu)
+    if isinstance(launch, Combine):
+        raise NoModelError(f"{case.name}: {case.op} has no loop over keys")
+    entry = load_artifacts().manifest.kernels.get(launch.kernel)
+    if entry is None:
+        raise ArtifactError(f"{launch.kernel} is not built")
+    return record(entry, values, setting_of(case, launch, prod(entry.cluster), values), BLOCKS, case.name)
 
 
 def _tracks(run: Recorded, rank: int, every_warp: bool) -> Iterator[tuple[str, Iterator[Event]]]:

@@ -19,7 +19,10 @@ from .loops import Loop, natural_loops
 
 MIN_CLOCKS = 150  # half the latency of L2, 281 to 295 clocks
 LOADS = ("LD", "LDG")
-_POLLING = frozenset("BRA CALL ISETP IMAD LOP3 MOV NANOSLEEP NOP PLOP3 R2UR SEL SHF SYNCS UISETP ULEA ULOP3 UMOV USHF YIELD".split())
+_POLLING = (
+    *("BRA", "IMAD", "ISETP", "LOP3", "MOV", "NANOSLEEP", "NOP", "PLOP3", "R2UR", "SEL", "SHF", "SYNCS"),
+    *("UISETP", "ULEA", "ULOP3", "UMOV", "USHF", "YIELD"),
+)
 
 
 @dataclass(frozen=True)
