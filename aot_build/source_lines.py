@@ -24,7 +24,8 @@ from .variants import closed_variants
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 _LINE = re.compile(r'\s*//## File "([^"]*)", line (\d+)')
-_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+\S")
+_INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\w+)")
+_UNMARKED = ("HGMMA", "QGMMA")  # ptxas enters no lines for them: they would have those of whatever stands before
 _CODE = ".text."
 
 
@@ -65,7 +66,7 @@ def source_lines(entry: KernelEntry, cubin: bytes, ptx: str) -> SourceLines:
 
 
 def read_lines(text: str) -> dict[int, tuple[str, int]]:
-    """Read the file and line of each address from nvdisasm's output with line information."""
+    """Read the file and line of each address from nvdisasm's output with line information; none for matrix products of warpgroups."""
     lines: dict[int, tuple[str, int]] = {}
     current: tuple[str, int] | None = None
     for line in text.splitlines():
@@ -74,7 +75,7 @@ def read_lines(text: str) -> dict[int, tuple[str, int]]:
             current = place[1], int(place[2])
             continue
         instruction = _INSTRUCTION.match(line)
-        if instruction is not None and current is not None:
+        if instruction is not None and current is not None and instruction[2] not in _UNMARKED:
             lines[int(instruction[1], 16)] = current
     return lines
 
