@@ -17,9 +17,9 @@ from cute_mla.cli import commands
 from cute_mla.cli.profile import GPUS, OPS, succeeded
 from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.profiles import report, roofline
-from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
 from cute_mla.profiles.clock import rows, timeline
 from cute_mla.profiles.clock.recorded import Recorded
+from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
 from cute_mla.profiles.model.launches import NoModelError
 from cute_mla.profiles.rows import DEFINITIONS, Case
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE

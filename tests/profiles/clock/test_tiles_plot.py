@@ -55,7 +55,9 @@ def test_long_waits_are_hatched_and_short_ones_are_not() -> None:
     svg = tiles_svg(recorded(), TILE)
     assert len(bars(svg, WAIT)) == 4 + 3  # the last tile of load is cut by the picture's end into a fourth part
     run = recorded()
-    short = replace(run, spans=tuple(span._replace(end=span.start + 20) if span.name in ("products", "mbarrier") else span for span in run.spans))
+    short = replace(
+        run, spans=tuple(span._replace(end=span.start + 20) if span.name in ("products", "mbarrier") else span for span in run.spans)
+    )
     assert bars(tiles_svg(short, TILE), WAIT) == []
 
 
@@ -75,7 +77,7 @@ def test_committed_pictures_show_the_roles_of_the_kernel(kernel: str) -> None:
     svg = (FOLDER / PICTURES[kernel]).read_text(encoding="utf-8")
     entry = load_artifacts().manifest.kernels[kernel]
     assert kernel in texts(svg)
-    working = {name for name in texts(svg)} & {role.name for role in entry.roles}
+    working = set(texts(svg)) & {role.name for role in entry.roles}
     assert len(working) >= 3
     assert "tensor core" in texts(svg)
     assert "not measured" in svg
