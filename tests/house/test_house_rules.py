@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from glob import glob
 from pathlib import Path
 
@@ -84,6 +85,12 @@ def sources_of_tests() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted((ROOT / "tests").rglob("*.py"))}
 
 
+@lru_cache(1)  # the rules are asked about one text after the other
+def nodes(text: str) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a text."""
+    return list(ast.walk(ast.parse(text)))
+
+
 def room_of(name: str) -> str:
     """Return the room that a file or a module's path lies in: its first folder, or its own name at the top."""
     return name.partition("/")[0].removesuffix(".py")
@@ -94,7 +101,7 @@ def sizes(name: str, text: str) -> Iterator[str]:
     lines = len(text.splitlines())
     if lines > MAX_FILE_LINES:
         yield f"{name}: {lines} lines, limit: {MAX_FILE_LINES}"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - first_line(name, node) + 1
@@ -133,7 +140,7 @@ def environment(name: str, text: str) -> Iterator[str]:
     """Behaviour that depends on the environment: only the places of artefacts and disassemblies and the log level may."""
     if name.startswith(READS_ENVIRONMENT):
         return
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Attribute):
             reads = node.attr in ("environ", "getenv", "environb", "putenv")
         else:
@@ -145,7 +152,7 @@ def environment(name: str, text: str) -> Iterator[str]:
 def imported_modules(name: str, text: str) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import, those inside functions too; `from a import b` gives a.b."""
     around = ["cute_mla", *name.split("/")[:-1]]
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -189,16 +196,17 @@ def architectures(name: str, text: str) -> Iterator[str]:
     """Code that asks which architecture it serves, outside the rooms that know them apart."""
     if room_of(name) in KNOW_ARCHITECTURES or name in KNOW_ARCHITECTURES:
         return
-    for node in ast.walk(ast.parse(text)):
+    symbols = {arch.upper() for arch in ARCHS}
+    for node in nodes(text):
         named = node.id if isinstance(node, ast.Name) else node.name if isinstance(node, ast.alias) else None
         written = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
-        if named in {arch.upper() for arch in ARCHS} or written in ARCHS or written in ALIASES:
+        if named in symbols or written in ARCHS or written in ALIASES:
             yield f"{name}:{getattr(node, 'lineno', 0)}: names the architecture {named or written}"
 
 
 def docstrings(name: str, text: str) -> Iterator[str]:
     """Yield docstrings whose first word hides their subject."""
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes(text):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             words = (ast.get_docstring(node) or "Nothing").split(maxsplit=1)
             if words[0].rstrip(",:") in OPAQUE_WORDS:
@@ -208,15 +216,38 @@ def docstrings(name: str, text: str) -> Iterator[str]:
 Rule = Callable[[str, str], Iterator[str]]
 
 
-@pytest.mark.parametrize("rule", [sizes, environment, layering, names, architectures, docstrings])
+RULES: Sequence[Rule] = (sizes, environment, layering, names, architectures, docstrings)
+RULES_OF_TESTS: Sequence[Rule] = (sizes, imports_of_tests, docstrings)
+
+
+def breaches(texts: Mapping[str, str], rules: Sequence[Rule]) -> dict[Rule, list[str]]:
+    """Return what each rule finds in these files, each of which is parsed once."""
+    found: dict[Rule, list[str]] = {rule: [] for rule in rules}
+    for name, text in texts.items():
+        for rule in rules:
+            found[rule] += rule(name, text)
+    return found
+
+
+@cache
+def breaches_of_sources() -> dict[Rule, list[str]]:
+    return breaches(sources(), RULES)
+
+
+@cache
+def breaches_of_tests() -> dict[Rule, list[str]]:
+    return breaches(sources_of_tests(), RULES_OF_TESTS)
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_sources_keep_the_rule(rule: Rule) -> None:
-    found = [violation for name, text in sources().items() for violation in rule(name, text)]
+    found = breaches_of_sources()[rule]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("rule", [sizes, imports_of_tests, docstrings])
+@pytest.mark.parametrize("rule", RULES_OF_TESTS)
 def test_the_tests_keep_the_rule(rule: Rule) -> None:
-    found = [violation for name, text in sources_of_tests().items() for violation in rule(name, text)]
+    found = breaches_of_tests()[rule]
     assert not found, "\n".join(found)
 
 

@@ -29,6 +29,7 @@ from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
 from tests.mutation.planting import Planted, survivors
+from tests.mutation.reloading import Reloader
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -62,9 +63,14 @@ def first_notice(trials: Iterable[Trial], ptx: str, schedules: Iterable[Schedule
     return next((outcome for schedule in schedules for trial in known if (outcome := trial(ptx, schedule)).noticed), UNNOTICED)
 
 
+@lru_cache(4)
+def _reloader(shipped: str) -> Reloader:
+    return Reloader(shipped)
+
+
 @lru_cache(1)
-def _parsed(ptx: str) -> simulator.Module:
-    return simulator.load_module(ptx)
+def _loaded(shipped: str, ptx: str) -> simulator.Module:
+    return _reloader(shipped).load(ptx)
 
 
 @contextmanager
@@ -72,7 +78,7 @@ def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
     """Launch a PTX text wherever the runtime would launch a kernel."""
     key = kernel.ptx_sha256
     before = simulated_device._modules.pop(key, None)
-    simulated_device._modules[key] = _parsed(ptx)
+    simulated_device._modules[key] = _loaded(load_artifacts().ptx(kernel), ptx)
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ def test_planted_bugs_are_noticed(planted: Planted, arch: Arch) -> None:
 @pytest.mark.parametrize(("case", "arch"), EVERY_UNBROKEN)
 def test_the_unbroken_kernel_passes(case: BaseCase, arch: Arch) -> None:
     """The runner, with a kernel replaced by itself, notices nothing."""
-    ptx = load_artifacts().ptx(kernel_of(case, arch)) + "// as it was\n"
+    ptx = "// as it was " + load_artifacts().ptx(kernel_of(case, arch))  # which begins with a comment
     for record in run_with(ptx, case, arch, schedules(4, 0)):
         assert record.passed, record.reason
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ class Evidence:
     """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, each of which its machine code has.
 
     floats: the words are floats of all kinds, else integers of all kinds. registers: the most that ptxas may use, 0 for any number.
+    archs: architectures that have the instructions.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Evidence:
     opcodes: tuple[str, ...]
     floats: bool = False
     registers: int = 0
+    archs: tuple[str, ...] = ("sm90", "sm100")
 
     def text(self) -> str:
         """Return the body with its loads and stores."""
@@ -155,6 +157,11 @@ _HALVES = [
     "fma.rn.bf16x2 $, %r1, %r2, %r3;", "mul.f16x2 $, %r1, %r2;", "add.f16x2 $, %r1, %r2;", "fma.rn.f16x2 $, %r1, %r2, %r3;",
 ]  # fmt: skip
 
+_PACKED = [
+    *(line for f in ("add.rn", "add.rm", "add.rn.ftz", "sub.rn", "mul.rn") for line in wide(f"{f}.f32x2 %rd7, %rd4, %rd5;")),
+    *wide("fma.rn.f32x2 %rd7, %rd4, %rd5, %rd4;"), *wide("fma.rn.ftz.f32x2 %rd7, %rd4, %rd4, %rd5;"),
+]  # fmt: skip
+
 _WORDS = [
     *wide("shr.u64 %rd7, %rd4, %r3;"), *wide("shr.u64 %rd7, %rd4, 3;"), "clz.b32 $, %r1;", "mov.u32 $, %lanemask_lt;",
 ]  # fmt: skip
@@ -224,6 +231,7 @@ EVIDENCE = (
     "STS.U16", "BAR.SYNC",
                                      "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
     _of("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
+    replace(_of("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True), archs=("sm100",)),
     _of("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
     Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),

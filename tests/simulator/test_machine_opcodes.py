@@ -53,6 +53,8 @@ def results(module: Module, evidence: Evidence, schedule: str) -> tuple[np.ndarr
 
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.name)
 def test_machine_code_gives_the_bits_of_the_ptx(arch: Arch, evidence: Evidence) -> None:
+    if arch.name not in evidence.archs:
+        pytest.skip(f"{arch.name} does not have these instructions")
     module, _ = assembled(evidence, arch)
     expected, first = results(load_module(source(evidence, arch)), evidence, "round_robin")
     assert not first.findings
@@ -66,6 +68,6 @@ def test_machine_code_gives_the_bits_of_the_ptx(arch: Arch, evidence: Evidence) 
 
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.name)
 def test_the_machine_code_has_the_opcodes(evidence: Evidence) -> None:
-    found = {ins.opcode for arch in ARCHS.values() for ins in assembled(evidence, arch)[1].instructions}
+    found = {ins.opcode for name in evidence.archs for ins in assembled(evidence, ARCHS[name])[1].instructions}
     missing = [opcode for opcode in evidence.opcodes if not any(f"{name}.".startswith(f"{opcode}.") for name in found)]
     assert not missing, sorted(found)

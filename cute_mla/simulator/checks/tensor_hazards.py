@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from ..numerics.wgmma import overlapping
 from ..state.cta import Cta
@@ -81,6 +82,19 @@ def smem_readers(target: Cta, low: int, high: int, cta: Cta, warps: Sequence[int
 # ---------------------------------------------------------------- checks
 
 
+def conflicting(target: Cta, cells: Cells, write: bool) -> list[TensorMove]:
+    """Return the loads and stores of target's tensor memory that conflict with an access to cells, in the order of their first issue.
+
+    Only cells that a warp has used since the last such access are compared: kernels use a few cells again and again.
+    """
+    moves = target.moves
+    seen, keys = target.conflicts.get((cells, write), (0, []))
+    if seen < len(moves):
+        keys += [key for key in islice(moves, seen, None) if (write or key[1]) and key[2].meets(cells)]
+        target.conflicts[cells, write] = len(moves), keys
+    return [moves[key] for key in keys]
+
+
 def hinders(move: TensorMove, cta: Cta, warp: int) -> bool:
     """Return True when an access by a warp of a CTA can come before the end of a load or store."""
     if move.time is None:
@@ -97,13 +111,12 @@ def check_move(w: Window, warp: int, cells: Cells, write: bool) -> None:
         if meet(work, cells, write):
             report(w, f"{who} tensor memory that {work.what}{work.origin.place} uses, without a wait for a commit of it")
             return
-    for move in cta.moves.values():
-        if (move.write or write) and move.cells.meets(cells):
-            if hinders(move, cta, warp):
-                report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
-                return
-            if check_fences(w, cta, warp, move, who):
-                return
+    for move in conflicting(cta, cells, write):
+        if hinders(move, cta, warp):
+            report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
+            return
+        if check_fences(w, cta, warp, move, who):
+            return
     clocks = cta.cluster.clocks
     if not clocks.tensor_fences:
         return
@@ -137,14 +150,13 @@ def check_fences(w: Window, cta: Cta, warp: int, move: TensorMove, who: str) -> 
 def check_work(w: Window, warp: int, read: Sequence[Cells], written: Sequence[Cells], what: str) -> None:
     """Report when a warp issues work on cells that a load or store may still use."""
     for cells, writes in [(cells, True) for cells in written] + [(cells, False) for cells in read]:
-        for move in w.cta.cluster.ctas[cells.rank].moves.values():
-            if (writes or move.write) and move.cells.meets(cells):
-                who = f"{what} {'writes' if writes else 'reads'}"
-                if hinders(move, w.cta, warp):
-                    report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
-                    return
-                if check_fences(w, w.cta, warp, move, who):
-                    return
+        for move in conflicting(w.cta.cluster.ctas[cells.rank], cells, writes):
+            who = f"{what} {'writes' if writes else 'reads'}"
+            if hinders(move, w.cta, warp):
+                report(w, f"{who} tensor memory that {move.what} uses; {reason(move)}")
+                return
+            if check_fences(w, w.cta, warp, move, who):
+                return
 
 
 def check_release(w: Window, cells: Cells) -> None:

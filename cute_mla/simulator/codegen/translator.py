@@ -60,15 +60,46 @@ class Translator:
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """Return the function of a block."""
-        writer = BlockWriter(self, block, tainted)
-        writer.write()
+        written = self.written(block, tainted)
         filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
-        self.scope[LINES][filename] = writer.origins
+        self.scope[LINES][filename] = written.origins
+        places = {NEXT: block.index + 1, TARGET: self.target(block)}
         functions: list[Callable[..., Any]] = []
-        for code, values in zip(codes_of("\n".join(writer.lines)), writer.values, strict=True):
-            defaults = tuple(functions[value.index] if isinstance(value, Guarded) else value for value in values)
+        for code, values in zip(codes_of(written.source), written.values, strict=True):
+            defaults = tuple(self._bound(value, functions, places) for value in values)
             functions.append(FunctionType(code.replace(co_filename=filename), self.scope, code.co_name, defaults))
         return functions[-1]
+
+    def written(self, block: Block, tainted: bool) -> Written:
+        """Return the source of a block."""
+        writer = BlockWriter(self, block, tainted)
+        writer.write()
+        return Written("\n".join(writer.lines), writer.origins, writer.values)
+
+    def target(self, block: Block) -> int | None:
+        """Return the index of the block that the branch at the end of a block leads to, None without a branch."""
+        last = block.instructions[-1]
+        if last.spec.control != "bra":
+            return None
+        reference = last.instruction.operands[0]
+        assert isinstance(reference, LabelRef)
+        return self.flow.targets[reference.name]
+
+    @staticmethod
+    def _bound(value: Any, functions: list[Callable[..., Any]], places: dict[Place, int | None]) -> Any:
+        """Return the value that a parameter stands for."""
+        if value.__class__ is Guarded:
+            return functions[value.index]
+        return places[value] if value.__class__ is Place else value
+
+
+@dataclass(frozen=True)
+class Written:
+    """Source of the functions of a block, itself last; the instruction of each line, and the parameters of each function."""
+
+    source: str
+    origins: list[Instruction | None]
+    values: list[list[Any]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +107,16 @@ class Guarded:
     """Parameter that stands for a function written earlier, number index of its block."""
 
     index: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Parameter that stands for the index of another block, so that the source of a block does not depend on where the others lie."""
+
+    name: str
+
+
+NEXT, TARGET = Place("next"), Place("target of the branch")
 
 
 @lru_cache(MAX_CODES)
@@ -100,7 +141,7 @@ class BlockWriter:
         return Emitter(self.translator.layout, Constants(), self.tainted, known)
 
     def write(self) -> None:
-        """Write the functions of the block, itself last: lines, the instruction of each line, and the parameters of each function."""
+        """Write the functions of the block, itself last."""
         e = self.emitter()
         positions = {id(item): position for position, item in enumerate(self.block.instructions)}
         steps = list(self.block.instructions) if self.tainted else schedule(self.block.instructions)
@@ -114,7 +155,7 @@ class BlockWriter:
         last = self.block.instructions[-1]
         e.position = len(self.block.instructions) - 1
         if not last.spec.control:
-            e.line(f"return {e.constants.number(self.block.index + 1)}")
+            e.line(f"return {e.constants.number(NEXT)}")
         self.function("block", e)
 
     def function(self, name: str, e: Emitter) -> None:
@@ -155,16 +196,13 @@ class BlockWriter:
         if item.spec.control == "exit":
             e.line("return EXIT")
             return
-        reference = instruction.operands[0]
-        assert isinstance(reference, LabelRef)
-        target, following = self.translator.flow.targets[reference.name], self.block.index + 1
-        if instruction.guard is None or target == following:
-            e.line(f"return {e.constants.number(target)}")
+        if instruction.guard is None or self.translator.target(self.block) == self.block.index + 1:
+            e.line(f"return {e.constants.number(TARGET)}")
             return
         register, negated = instruction.guard
         e.check_taint([register], "a branch")
         row = e.row(register, "pred")
-        first, second = e.constants.number(target), e.constants.number(following)
+        first, second = e.constants.number(TARGET), e.constants.number(NEXT)
         yes, no = (second, first) if negated else (first, second)
         e.line(f"n = count_nonzero({row})")
         e.line(f"if n == w.n: return {yes}")

@@ -13,7 +13,7 @@ from ..isa.floats import APPROXIMATIONS
 from ..isa.table import runtime
 from ..numerics import elementwise
 from .listing import Immediate, Operand, Register, SassInstruction
-from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, source
+from .operands import WIDE, assign, assign_pair, assign_run, constant, pair, signed, source
 from .predicates import assign_compared
 from .table import op
 
@@ -119,22 +119,21 @@ def lanes_of_pair(e: Emitter, operand: Operand) -> tuple[str, str]:
         if operand.number is None:
             raise Unsupported("RZ as a pair of floats")
         low, high = operand.registers(2)
-        values = e.row(low, "f32"), e.row(high, "f32")
-        if operand.negative or operand.absolute:
-            raise Unsupported("a signed pair of floats")
-        return values
+        if operand.absolute:
+            raise Unsupported("the magnitude of a pair of floats")
+        return signed(operand, e.row(low, "f32"), "f32"), signed(operand, e.row(high, "f32"), "f32")
     value = source(e, operand, "f32")
     return value, value
 
 
-@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?")
+@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?(.RM|.RP|.RZ)?")
 def packed(e: Emitter, ins: SassInstruction) -> None:
     """Emit arithmetic on pairs of floats."""
     values = []
     for sources in zip(*(lanes_of_pair(e, operand) for operand in ins.operands[1:]), strict=True):
         terms = [f"flush_f32({value})" if "FTZ" in ins.modifiers else value for value in sources]
-        name = {"FADD2": "add", "FMUL2": "multiply"}.get(ins.base)
-        value = f"{name}({', '.join(terms)})" if name else f"fma_f32({', '.join(terms)}, 'rn')"
+        name = {"FADD2": elementwise.add_f32, "FMUL2": elementwise.mul_f32, "FFMA2": elementwise.fma_f32}[ins.base]
+        value = f"{e.constants.thing(name)}({', '.join(terms)}, {rounding(ins)!r})"
         values.append(f"flush_f32({value})" if "FTZ" in ins.modifiers else value)
     assign_run(e, ins.operands[0], values, "f32")
 

@@ -181,6 +181,7 @@ _SUM = re.compile(r"(R\d+) (-?0x[0-9a-f]+)")
 _ADDRESS = re.compile(r"(?:(gdesc|idesc|tmem|desc)(?=\[))?(?:\[(UR\d+|URZ)\](?=\[))?\[([^\]]*)\]((?:\.\w+)*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
+_PLACE_REGISTERS = {"Rpc.LO": 256, "Rpc.HI": 257}  # of indirect control flow, which ptxas also keeps values in
 _SYSTEM = ("PR", "SRZ", "gsb0")
 
 
@@ -249,6 +250,8 @@ def read_operand(part: str, low: int) -> tuple[Operand, ...]:
         found = _TARGET.fullmatch(part if part.startswith("`") else f"`{part}")
         if found is not None:
             return (Target(found[1]),)
+    if part in _PLACE_REGISTERS:
+        return (Register("R", _PLACE_REGISTERS[part]),)
     if part in _SYSTEM or part.startswith("SR_"):
         return (SystemRegister(part),)
     if "[" in part:

@@ -85,7 +85,7 @@ def keep(e: Emitter, operand: Register, kind: str, value: str, there: str, ins: 
         e.line(f"copyto({e.dst(register, kind)}, {value}, where={lanes})")
 
 
-@op(r"R2UR(.BROADCAST|.OR)?", taint="own", pure=False)
+@op(r"R2UR(.BROADCAST|.OR|.FILL)?", taint="own", pure=False)
 def to_uniform(e: Emitter, ins: SassInstruction) -> None:
     """Emit the move of the first lane under the guard to a uniform register of its warp.
 

@@ -80,6 +80,7 @@ class Cta:
     bulk: copy groups by thread; copies: cp.async groups by warp. reading: bulk stores that may still read shared memory.
     outgoing: sources [start, stop) of copies to other CTAs -> agent, its number there, origin.
     moves: the latest load and store of tensor memory, by warp and cells. loading: some load of tensor memory may not be done.
+    conflicts: by cells and whether they are written, the number of moves compared so far, and those in conflict.
     awaited: in machine code, loads of tensor memory whose scoreboard nobody has waited for.
     poison: poison of the values that the last load returned, None for none. local: local memory of the threads, made on first use.
     """
@@ -111,6 +112,7 @@ class Cta:
         self.tensor: TensorMemory | None = None
         self.tensor_queue: TensorQueue | None = None
         self.moves: dict[tuple[int, bool, Cells], TensorMove] = {}
+        self.conflicts: dict[tuple[Cells, bool], tuple[int, list[tuple[int, bool, Cells]]]] = {}
         self.loading = False
         self.awaited: list[TensorMove] = []
         self.poison: np.ndarray | None = None
