@@ -243,7 +243,7 @@ def test_env_as_a_table_has_a_line_for_every_value(gpu: dict[str, Any]) -> None:
 
 REPORT = StallReport(
     NAME, "H200", 64, 3012.5,
-    (Stall("score", 580.375, "tensor core queue", "tensor core queue", 0x87D0, "HGMMA.64x64x16.F32.BF16 R24, R92, gdesc[UR8], R24", None, ""),
+    (Stall("score", 580.375, "tensor core queue", "tensor core queue", 0x87D0, "HGMMA.64x64x16.F32 R24, gdesc[UR8], R24", None, ""),
      Stall("load", 615.2, "mbarrier", "mbarrier", 0x1600, "@!P1 BRA `(.L_x_15)", 387, "kernels/primitives/pipeline.py:95")),
     ("no Python lines of this one",),
 )  # fmt: skip
