@@ -25,6 +25,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "profiles/NOTES.md": "measurements.md",
+    "profiles/clock/README.md": "clock.md",
     "cute_mla/simulator/README.md": "simulator.md",
 }
 

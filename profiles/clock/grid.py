@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from ..model.partition import CtaWork
 from ..model.prediction import Combine, Launch
-from .cluster_run import HBM, TENSOR
+from .cluster_run import HBM
 from .constants import Constants
 from .kernel_times import KernelTimes
 
@@ -71,14 +71,21 @@ def memory_us(constants: Constants, nbytes: float) -> float:
     return nbytes / (constants.hbm_bytes * constants.boost_ghz * 1e3)
 
 
+def tensor_use(launch: Launch, constants: Constants, clocks: float) -> float:
+    """Return the share of the rate of all tensor cores of the GPU that the products of a launch take in so many clocks.
+
+    By arithmetic: a product that waits for its operands takes no power for it.
+    """
+    blocks = sum(work.blocks for work in launch.cta_work) * launch.ctas / max(len(launch.cta_work), 1)
+    return blocks * sum(launch.block.flops.values()) / constants.product_flops / constants.sm_count / clocks
+
+
 def row_time(launch: Launch, times: KernelTimes, seam: float, constants: Constants, combine: float | None) -> RowTime:
     """Return the time of a launch over keys. seam: clocks between two pieces. combine: clocks of one CTA of the combine after it."""
     work = longest(launch, times.block, seam)
     seams = max(work.pieces - 1, 0) * seam
     clocks = times.fixed + work.blocks * times.block + seams
-    products = times.use[TENSOR] * times.block * sum(item.blocks for item in launch.cta_work)
-    share = launch.ctas / max(len(launch.cta_work), 1) / constants.sm_count
-    ghz = clock_ghz(constants, products * share / clocks)
+    ghz = clock_ghz(constants, tensor_use(launch, constants, clocks))
     own = clocks / ghz / 1e3
     memory = memory_us(constants, launch.bytes)
     terms = {

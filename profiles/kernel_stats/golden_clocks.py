@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...manifest import KernelEntry
-from ...spec.arch import SM90
 from ..clock.constants import constants
 from ..clock.engine import Setting
 from ..clock.kernel_times import COLD_OPS, kernel_times
@@ -23,7 +22,7 @@ from . import golden
 from .dynamic_counts import case_of
 
 FILE = Path(__file__).resolve().parent / "golden_clocks.json"
-GPU_OF = {SM90.name: "H200"}
+GPU_OF = {constants(gpu).arch: gpu for gpu in ("H200", "B200")}  # by architecture
 LIMIT = 0.02  # relative change of the clocks of a block
 
 Clocks = Mapping[str, float]  # "block" and "fixed"

@@ -257,7 +257,7 @@ def test_clock_predicts_rows_beside_roofline_and_model(tmp_path: Path) -> None:
 def test_clock_refuses_what_it_does_not_know(artifacts: Path, tmp_path: Path) -> None:
     launch = tmp_path / "launch.json"
     launch.write_text("{}")
-    wrong = [
+    wrong: list[tuple[list[str | Path], str]] = [
         (["--gpu", "H2000"], "'H2000' is not one of"),
         (["--rows", "D99"], "no row or case named D99"),
         (["--plot", tmp_path / "x.svg"], "--device clock draws nothing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_mla.profiles.clock import peer_launch as module
 from cute_mla.profiles.clock.constants import constants
 from cute_mla.profiles.clock.peer import time_peer
 from cute_mla.profiles.clock.peer_launch import PeerError, PeerLaunch, peer_launch, read_peer_launch
@@ -27,13 +29,13 @@ def described(**changes: Any) -> PeerLaunch:
     return peer_launch(SMALL | changes, Path(), "peer")
 
 
-def merge_description() -> dict[str, Any]:
-    """Return a launch of merge_states over two states of 8 rows, as a user would write it."""
+def merge_description(states: int = 2) -> dict[str, Any]:
+    """Return a launch of merge_states over one or two states of 8 rows, as a user would write it."""
     entry = load_artifacts().manifest.kernels[KERNEL]
     state = ROWS * COLUMNS * 2
     sizes = {"state_out_0": state, "state_out_1": state, "out": state, "state_lse_0": 4 * ROWS, "state_lse_1": 4 * ROWS, "lse": 4 * ROWS}
     buffers = {name: {"bytes": size, "fill": "bf16"} for name, size in sizes.items()}
-    numbers = {"tokens": 1, "heads": ROWS, "states": 2}
+    numbers = {"tokens": 1, "heads": ROWS, "states": states}
     numbers |= {f"{name}_stride_token": ROWS * COLUMNS for name in ("state_out", "out")}
     numbers |= {f"{name}_stride_head": COLUMNS for name in ("state_out", "out")}
     numbers |= {f"{name}_stride_{what}": step for name in ("state_lse", "lse") for what, step in (("token", ROWS), ("head", 1))}
@@ -45,8 +47,8 @@ def merge_description() -> dict[str, Any]:
         else:
             parameters.append({kinds[param.kind]: numbers.get(param.name, 0)})
     return {
-        "name": "merge", "grid": [1, 1, 1], "block": list(entry.block), "smem_bytes": entry.smem_bytes, "buffers": buffers,
-        "parameters": parameters,
+        "name": "merge", "blocks": states, "grid": [1, 1, 1], "block": list(entry.block), "smem_bytes": entry.smem_bytes,
+        "buffers": buffers, "parameters": parameters,
     }  # fmt: skip
 
 
@@ -111,15 +113,18 @@ def test_a_file_that_is_no_description_is_named(tmp_path: Path, text: str) -> No
 
 
 def test_one_of_our_cubins_is_timed_as_a_peer(tmp_path: Path) -> None:
-    path = tmp_path / "merge.json"
-    path.write_text(json.dumps(merge_description()))
+    paths = [tmp_path / f"merge{states}.json" for states in (1, 2)]
+    for states, path in enumerate(paths, 1):
+        path.write_text(json.dumps(merge_description(states)))
     artifacts = load_artifacts()
-    found = time_peer(artifacts.cubin(artifacts.manifest.kernels[KERNEL]), [read_peer_launch(path)], constants("H200"))
+    cubin = artifacts.cubin(artifacts.manifest.kernels[KERNEL])
+    found = time_peer(cubin, [read_peer_launch(path) for path in paths], constants("H200"))
     assert found["name"] == "merge"
     assert not found["findings"]
-    (clocks,) = found["clocks"]
-    assert 1_000 < clocks < 10_000  # two dependent round trips to memory, and little else
-    assert found["block_clocks"] is None
+    one, two = found["clocks"]
+    assert 1_000 < one < two < 10_000  # dependent round trips to memory, and little else
+    assert found["block_clocks"] == two - one
+    assert time_peer(cubin, [read_peer_launch(paths[0])], constants("H200"))["block_clocks"] is None
     assert max(share for role in found["waits"].values() for share in role.values()) > 0.3
 
 
@@ -133,3 +138,13 @@ def test_a_cubin_that_cannot_be_timed_is_refused() -> None:
         time_peer(blackwell, [described()], values)
     with pytest.raises(PeerError, match="0 arguments given"):
         time_peer(artifacts.cubin(artifacts.manifest.kernels[KERNEL]), [described(block=[256, 1, 1])], values)
+
+
+def test_the_example_of_the_readme_is_a_description() -> None:
+    text = (Path(module.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
+    launch = peer_launch(json.loads(example), Path(), "example")
+    assert (launch.name, launch.grid, [len(item) for item in launch.parameters]) == ("copy", (132, 1, 1), [8, 8, 4])
+    known = set(re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE))
+    listed = {name for cell in known for name in re.findall(r"`(\w+)`", cell)}
+    assert listed >= module._KEYS

@@ -18,8 +18,9 @@ from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.runtime.artifacts import load_artifacts
 
 AGAIN = "python -m cute_mla.profiles.kernel_stats.golden_clocks"
-# a kernel of each structure: load and score roles with TMA, a gather that converts, one that copies, and two groups of scores
+# a kernel of each structure: roles with TMA, a gather that converts, one that copies, two groups of scores, and tensor memory
 STRUCTURES = (
+    "dense_decode_sm100_bf16_cluster2",
     "dense_decode_sm90_bf16_cluster2",
     "sparse_decode_sm90_bf16_fp8_656_cluster2",
     "sparse_prefill_sm90_bf16_d576_cluster1",
