@@ -67,6 +67,9 @@ def test_the_wait_may_stand_in_the_next_iteration() -> None:
 def test_the_shortest_path_counts() -> None:
     skip = ("@P2 BRA `(SOON)", control(5))
     assert clocks_of(labelled("TILE", *POLL, LOAD, skip, *pause(200), "SOON", USE, AGAIN, EXIT)) == [9]
+    away = ("BRA `(SOON)", control(5))
+    to_short = ("@P2 BRA `(SHORT)", control(5))
+    assert clocks_of(labelled("TILE", *POLL, LOAD, to_short, *pause(60), away, "SHORT", *pause(10), "SOON", USE, AGAIN, EXIT)) == [19]
 
 
 def test_a_wait_for_another_scoreboard_or_behind_the_loop_is_not_one() -> None:

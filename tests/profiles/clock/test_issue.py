@@ -40,15 +40,13 @@ def test_a_chain_of_exponentials_waits_for_each_result() -> None:
     assert run.gaps("MUFU") == [H100.mufu_latency] * 9
 
 
-def test_independent_exponentials_take_the_unit_in_turn() -> None:
-    lines = [f"mul.f32 %f{index}, %f1, 0f{0x3F800000 + index:08X}; ex2.approx.ftz.f32 %f{index}, %f{index};" for index in range(2, 12)]
-    largest = [f"max.f32 %f2, %f2, %f{index};" for index in range(3, 12)]
-    body = "\n".join(["ld.global.f32 %f1, [%rd2];", *lines, *largest, "st.global.f32 [%rd2], %f2;"])
-    run = timed(Kernel(body), ones())
-    gaps = run.gaps("MUFU")
-    assert min(gaps) == H100.mufu_clocks
-    assert sum(gaps) <= 9 * H100.mufu_clocks + 4  # a product ahead of one may take the issue slot
-    assert len(gaps) == 9
+def test_exponentials_of_warps_of_one_scheduler_take_the_unit_in_turn() -> None:
+    run = timed(Kernel(chain("ex2.approx.ftz.f32 %f1, %f1;", 10), threads=512), ones(512))
+    taken = sorted(clock for warp in (0, 4, 8, 12) for clock in run.issues("MUFU", warp))
+    gaps = np.diff(taken).tolist()
+    assert len(taken) == 40
+    assert min(gaps) == H100.mufu_clocks  # four chains of 18 clocks a result would take 4.5 clocks each
+    assert sum(gaps[:30]) <= 30 * H100.mufu_clocks + 20
 
 
 def independent(number: int) -> str:
