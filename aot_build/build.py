@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.exposed_loads import exposed_loads
 from cute_mla.simulator.sass.listing import Listing, read_listing
 from cute_mla.spec.arch import ARCHS
 
@@ -219,18 +221,19 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
     return KernelReport(variant.name, BUILT, time.perf_counter() - begin, entry)
 
 
-def _hazards(listing: Listing) -> tuple[str, ...]:
-    """Return the hazards of machine code; where an instruction is unknown, that."""
+def _findings(listing: Listing) -> tuple[tuple[str, ...], Counter[str]]:
+    """Return the hazards of machine code and its exposed loads by opcode; where an instruction is unknown, that as a hazard."""
     try:
-        return tuple(map(str, hazards(listing)))
+        return tuple(map(str, hazards(listing))), Counter(found.load.opcode for found in exposed_loads(listing))
     except SassError as error:
-        return (str(error),)
+        return (str(error),), Counter()
 
 
 def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compiled) -> Evidence:
     """Collect the input of the gates. The PTX is assembled again if ptxas of the DSL's own release is installed."""
     cubin = read_cubin(compiled.cubin)
     listing = read_listing(disassemble(compiled.cubin))
+    found, exposed = _findings(listing)
     again = assemble(compiled.ptx, variant.arch.gpu_arch) if assembler_version() == cubin.tool else None
     return Evidence(
         kernel=variant.name,
@@ -245,7 +248,8 @@ def collect_evidence(variant: Variant, source: KernelDefinition, compiled: Compi
         sass=count_opcodes(listing),
         overlapped=source.overlapped,
         overlap=count_overlap(listing),
-        hazards=_hazards(listing),
+        hazards=found,
+        exposed=exposed,
         reassembled=None if again is None else read_cubin(again),
     )
 

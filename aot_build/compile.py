@@ -27,14 +27,18 @@ def compile_options(arch: Arch) -> str:
     return f"--gpu-arch {arch.gpu_arch} --opt-level {OPT_LEVEL} --keep-ptx --keep-cubin"
 
 
-def compile_source(source: KernelDefinition, arch: Arch) -> Compiled:
-    """Compile one kernel. ToolError unless the DSL returns exactly one kernel, both as PTX and as cubin."""
+def compile_source(source: KernelDefinition, arch: Arch, *, line_tables: bool = False) -> Compiled:
+    """Compile one kernel. ToolError unless the DSL returns exactly one kernel, both as PTX and as cubin.
+
+    line_tables: the files name the source line of each instruction, in the machine code that is also made without.
+    """
     from cutlass import cute
 
     # Each compilation has its own folder: the DSL names files by the types of the host function alone, and reads them back, so that
     # variants would overwrite each other.
+    options = compile_options(arch) + (" --generate-line-info" if line_tables else "")
     with tempfile.TemporaryDirectory() as folder:
-        compiled = cute.compile(source.host, *source.args, options=f"{compile_options(arch)} --dump-dir {folder}")
+        compiled = cute.compile(source.host, *source.args, options=f"{options} --dump-dir {folder}")
         ptx, cubin, entries = compiled.__ptx__, compiled.__cubin__, list(compiled.kernel_info)
     # If the DSL finds no file, it returns the file's path.
     if not isinstance(cubin, bytes) or not cubin.startswith(b"\x7fELF"):

@@ -28,9 +28,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cute_mla.simulator.sass.cubin import TOOL_NOTE, CubinInfo
+from cute_mla.simulator.sass.exposed_loads import MIN_CLOCKS
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.arch import Arch
 
+from .known_exposed_loads import KNOWN_EXPOSED_LOADS
 from .opcode_counts import count_matching
 from .ptx import KernelParam, PtxInfo
 
@@ -42,7 +44,7 @@ class Evidence:
     params, block, smem_bytes, tmem_columns, expected: declared by the kernel's source. ptx, cubin, sass: made by the compiler.
     overlapped: least instructions that the source declares to overlap products in flight; overlap: those that do (see count_overlap).
     reassembled: cubin that the ptxas program makes of the PTX, or None without that program. hazards: registers that the machine code
-    touches too early by its control codes (see simulator/sass).
+    touches too early. exposed: global loads of main loops that are waited for at once, by opcode (both simulator/sass).
     """
 
     kernel: str
@@ -59,6 +61,7 @@ class Evidence:
     overlapped: dict[str, int] = field(default_factory=dict)
     overlap: Counter[str] = field(default_factory=Counter)
     hazards: tuple[str, ...] = ()
+    exposed: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -311,6 +314,18 @@ def control_codes(evidence: Evidence) -> Iterator[Finding]:
         yield hazard, f"none (of {len(evidence.hazards)})"
 
 
+def exposed_loads(evidence: Evidence) -> Iterator[Finding]:
+    """Require that no main loop waits for a global load soon after its issue, besides the known exceptions, whose numbers are exact."""
+    known = KNOWN_EXPOSED_LOADS.get(evidence.kernel, {})
+    for opcode in sorted(evidence.exposed.keys() | known.keys()):
+        found, allowed = evidence.exposed[opcode], known.get(opcode, 0)
+        waits = f"{found} {opcode} in main loops with a wait less than {MIN_CLOCKS} stall clocks behind"
+        if found > allowed:
+            yield waits, f"{allowed or 'none'}"
+        elif found < allowed:
+            yield waits, f"the {allowed} of aot_build/known_exposed_loads.py, a table that only shrinks: enter {found}"
+
+
 GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     stack,
     registers,
@@ -327,6 +342,7 @@ GATES: tuple[Callable[[Evidence], Iterator[Finding]], ...] = (
     overlap,
     tool_note,
     control_codes,
+    exposed_loads,
     reassembly,
 )
 

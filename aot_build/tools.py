@@ -33,7 +33,7 @@ def tool_versions() -> dict[str, str]:
     return {package: package_version(package) for package in (*GENERATORS, DISASSEMBLER, ASSEMBLER)}
 
 
-def assemble(ptx: str, gpu_arch: str) -> bytes | None:
+def assemble(ptx: str, gpu_arch: str, *options: str) -> bytes | None:
     """Return the cubin that the ptxas program makes of a PTX text, or None if ptxas is not installed. ToolError if it fails."""
     program = find_program("ptxas")
     if program is None:
@@ -41,7 +41,7 @@ def assemble(ptx: str, gpu_arch: str) -> bytes | None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(ptx)
-        output_of(program, "-O3", "-arch", gpu_arch, str(source), "-o", str(target), error=ToolError)
+        output_of(program, "-O3", "-arch", gpu_arch, *options, str(source), "-o", str(target), error=ToolError)
         return target.read_bytes()
 
 

@@ -17,6 +17,7 @@ from .clock_tables import show_clock
 from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
 from .peer import read_peer, time_peer_on
 from .profile_tables import show
+from .timeline import write_timeline
 
 if TYPE_CHECKING:
     from cute_mla.profiles.rows import Case
@@ -44,6 +45,7 @@ class Options:
     budget: float
     json: Path | None
     plot: Path | None
+    timeline: Path | None
     peer_cubin: Path | None
     peer_launch: tuple[Path, ...]
 
@@ -82,6 +84,12 @@ class Options:
     show_default="none",
     help="SVG file for the roofline. Times against batch and length go to NAME-latency.svg in the same folder.",
 )
+@click.option(
+    "--timeline",
+    type=_FILE,
+    show_default="none",
+    help="With --device clock: JSON trace for ui.perfetto.dev of one cluster of each row's kernel, on the first GPU.",
+)
 @click.option("--peer-cubin", type=_FILE, show_default="none", help="With --device clock: cubin of another kernel to time as well.")
 @click.option(
     "--peer-launch",
@@ -99,10 +107,13 @@ def profile(**chosen: Any) -> None:
     options = Options(**chosen)
     check_writable("--json", options.json, make_folder=True)
     check_writable("--plot", options.plot, make_folder=True)
+    check_writable("--timeline", options.timeline, make_folder=True)
     cases = _cases(options)
     gpus = _shown_gpus(options)
     if bool(options.peer_cubin) != bool(options.peer_launch) or (options.peer_cubin and options.device != CLOCK):
         raise click.UsageError("--peer-cubin, --peer-launch and --device clock belong together")
+    if options.timeline is not None and options.device != CLOCK:
+        raise click.UsageError(f"--timeline needs --device {CLOCK}; given: --device {options.device}")
     if options.device == CLOCK:
         _profile_clock(options, cases, gpus)
         return
@@ -142,6 +153,8 @@ def _profile_clock(options: Options, cases: list[Case], gpus: list[str]) -> None
     peer = {gpu: time_peer_on(gpu, cubin, launches) for gpu in gpus} if launches else None
     document = clock.document([arch.name for arch in options.archs], gpus, rows, peer)
     _write_document(options.json, document)
+    if options.timeline is not None:
+        write_timeline(options.timeline, cases, gpus[0])
     show_clock(document, gpus)
     if not succeeded(document):
         raise SystemExit(1)

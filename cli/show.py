@@ -16,6 +16,7 @@ from cute_mla.spec.arch import ARCHS
 from .environment import environment, table_rows
 from .options import Name, did_you_mean
 from .output import print_json, print_table
+from .stalls import show_stalls, stalls_as_json, stalls_of
 
 if TYPE_CHECKING:
     from cute_mla.profiles.kernel_stats.dynamic_counts import DynamicCounts
@@ -32,13 +33,19 @@ if TYPE_CHECKING:
     show_default=True,
     help="What --counts counts: the machine code (SASS) of the cubin, which takes nvdisasm to read, or the PTX.",
 )
+@click.option("--stalls", is_flag=True, help="With kernel: predict which of its instructions wait, and for how long (takes a minute).")
+@click.option("--gpu", metavar="NAME", show_default="first of the architecture", help="With --stalls: the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(what: str, name: str | None, counts: bool, code: str, as_json: bool) -> None:
+def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu: str | None, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, the environment, or what this version supports."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
     if counts and what != "kernel":
         raise click.UsageError("--counts needs one kernel: `show kernel NAME --counts`")
+    if stalls and (what != "kernel" or counts):
+        raise click.UsageError("--stalls needs one kernel, without --counts: `show kernel NAME --stalls`")
+    if gpu is not None and not stalls:
+        raise click.UsageError("--gpu needs --stalls: `show kernel NAME --stalls --gpu NAME`")
     if what == "env":
         _show_env(as_json)
         return
@@ -48,6 +55,8 @@ def show(what: str, name: str | None, counts: bool, code: str, as_json: bool) ->
     artifacts = load_artifacts()
     if name is None:
         _show_manifest(artifacts, as_json)
+    elif stalls:
+        _show_stalls(_entry(artifacts, name), gpu, as_json)
     else:
         _show_kernel(_entry(artifacts, name), code if counts else None, as_json)
 
@@ -120,6 +129,14 @@ def _show_kernel(entry: KernelEntry, code: str | None, as_json: bool) -> None:
     if counts is not None:
         click.echo()
         _show_counts(counts)
+
+
+def _show_stalls(entry: KernelEntry, gpu: str | None, as_json: bool) -> None:
+    report = stalls_of(entry, gpu)
+    if as_json:
+        print_json(stalls_as_json(report))
+    else:
+        show_stalls(report)
 
 
 def _executed(entry: KernelEntry, code: str) -> DynamicCounts:

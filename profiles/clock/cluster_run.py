@@ -60,6 +60,11 @@ def _listing(cubin: bytes) -> Listing:
 
 
 def run_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> ClusterRun:
+    """Make a call on a simulated device and return the times of the first cluster of one of its kernels (see clock_call)."""
+    return cluster_run(clock_call(entry, sm_count, constants, setting, call))
+
+
+def clock_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> KernelClock:
     """Make a call on a simulated device of `sm_count` SMs and time the first cluster of one of its kernels.
 
     UnknownTimeError for machine code that the clock cannot time, ValueError if the call does not launch the kernel.
@@ -77,7 +82,7 @@ def run_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: S
         call()
     if not clocks:
         raise ValueError(f"the call does not launch {entry.name}")
-    return cluster_run(clocks[-1])
+    return clocks[-1]
 
 
 def kernel_clock(listing: Listing, ctas: int, threads: int, constants: Constants, setting: Setting) -> KernelClock:

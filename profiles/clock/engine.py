@@ -12,10 +12,10 @@ from .barriers import Mbarrier, NamedBarrier
 from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
 from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
-from .units import CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
+from .units import WARPGROUP, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
-WARPGROUP = 4
 FOREVER = 1 << 60
 
 
@@ -41,7 +41,7 @@ class Setting:
 class Result:
     """Times of a run, in clocks. end: the last exit. stalls: clocks by (role's warp, address, cause) of the first CTA.
 
-    product_clocks: of the tensor core of the first CTA. spans: (track, name, start, end, address) when asked for.
+    product_clocks: of the tensor core of the first CTA. spans: of all CTAs, when asked for.
     """
 
     end: int
@@ -50,7 +50,7 @@ class Result:
     issued: Counter[tuple[int, int]]
     product_clocks: int
     port_clocks: float
-    spans: list[tuple[str, str, int, int, int]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
 
 
 class Scheduler:
@@ -155,7 +155,7 @@ class Engine:
         self.exits: dict[tuple[int, int], int] = {}
         self.stalls: Counter[tuple[int, int, str]] = Counter()
         self.issued: Counter[tuple[int, int]] = Counter()
-        self.spans: list[tuple[str, str, int, int, int]] = []
+        self.spans: list[Span] = []
         self.handlers = {name[4:].replace("_", " "): getattr(self, name) for name in dir(self) if name.startswith("_do_")}
         for sm in self.sms:
             sm.threads = WARP * warps
@@ -198,7 +198,10 @@ class Engine:
             raise StandstillError("the clock stands still: " + "; ".join(warp.place() for warp in left))
         first = self.sms[0]
         end = max(self.exits.values())
-        return Result(end, self.exits, self.stalls, self.issued, first.tensor.busy or first.queue.busy, first.port.queue.busy, self.spans)
+        busy = first.tensor.busy or first.queue.busy
+        products = [Span(sm.rank, TENSOR_CORE, *span) for sm in self.sms for span in (*sm.tensor.spans, *sm.queue.spans)]
+        spans = [*self.spans, *products] if self.setting.spans else []
+        return Result(end, self.exits, self.stalls, self.issued, busy, first.port.queue.busy, spans)
 
     def _issue(self, clock: int, warp: Warp) -> None:
         """Issue instructions of a warp until another event comes first, or it has to wait."""
@@ -243,6 +246,10 @@ class Engine:
                 self.stalls[warp.warp, op.address, warp.why or "issue"] += time - warp.ready
             if warp.rank == 0:
                 self.issued[warp.warp, op.address] += 1
+            if self.setting.spans:
+                if time > warp.ready:
+                    self.record(warp.rank, str(warp.warp), warp.why or "issue", warp.ready, time, op.address)
+                self.record(warp.rank, str(warp.warp), ISSUE, time, time + op.stall, op.address)
             warp.why = ""
             warp.pc += 1
             warp.ready = clock = following
@@ -253,6 +260,11 @@ class Engine:
             if heap and heap[0][0] < clock:
                 self.resume(warp, clock)
                 return
+
+    def record(self, rank: int, track: str, name: str, start: float, end: float, address: int) -> None:
+        """Keep a span for the timeline, if one was asked for."""
+        if self.setting.spans:
+            self.spans.append(Span(rank, track, name, int(start), int(end), address))
 
     def hold(self, warp: Warp, board: int, until: float, cause: str) -> None:
         """Let a scoreboard hold until a clock."""
@@ -290,6 +302,7 @@ class Engine:
             self.resume(warp, port.queue.free - constants.memory_queue_clocks)
             return None
         end = port.access(clock, turns)
+        self.record(warp.rank, PORT, op.base, end - turns, end, op.address)
         if op.write_board >= 0:
             self.hold(warp, op.write_board, end - turns + constants.shared_latency + turns - 1, op.base)
         if op.read_board >= 0:
@@ -351,7 +364,9 @@ class Engine:
         barrier = self.sms[arrival.rank].mbarriers.setdefault(arrival.offset, Mbarrier(1))
 
         def take(now: int) -> None:
-            barrier.signal(now, arrival.number, arrival.tx)
+            begin = barrier.completed_at
+            if barrier.signal(now, arrival.number, arrival.tx):
+                self.record(arrival.rank, mbarrier_track(arrival.offset), f"phase {barrier.phase - 1}", begin, now, -1)
 
         self.at(clock, take)
 
@@ -407,6 +422,8 @@ class Engine:
             until = max(now + latency, clock + op.stall)
             if warp.rank == 0:
                 self.stalls[warp.warp, op.address, cause] += until - clock - op.stall
+            if until > clock + op.stall:
+                self.record(warp.rank, str(warp.warp), cause, clock + op.stall, until, op.address)
             warp.ready = until
             self.resume(warp, until)
 
@@ -435,7 +452,7 @@ class Engine:
                 sm.tensor.when_room(lambda now: self.resume(warp, max(now, clock)))
                 return None
             sm.tensor.in_flight += 1
-            group.products.append(QueuedProduct(warp.warp // WARPGROUP, product, clock))
+            group.products.append(QueuedProduct(warp.warp // WARPGROUP, product, clock, op.address))
             if product.ends:
                 group.groups.append(number)
         group.issued[lane] += 1
@@ -464,7 +481,7 @@ class Engine:
 
     def _do_tensor_product(self, clock: int, warp: Warp, op: TimedInstruction, product: TensorProduct) -> int:
         ports = [self.sms[warp.rank & ~1 | index].port for index in range(2)] if product.ctas == 2 else [warp.sm.port]
-        warp.sm.queue.issue(clock, (product, ports))
+        warp.sm.queue.issue(clock, (product, ports, op.address))
         self._plain_boards(clock, warp, op)
         return clock + op.stall
 
@@ -480,7 +497,9 @@ class Engine:
     def _do_tensor_move(self, clock: int, warp: Warp, op: TimedInstruction, registers: int) -> int:
         """Move registers from or to the lanes of tensor memory that belong to the warp's scheduler."""
         lanes = warp.sm.tensor_memory[warp.warp % SCHEDULERS]
-        end = lanes.serve(clock, registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS))
+        clocks = registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS)
+        end = lanes.serve(clock, clocks)
+        self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
         if op.write_board >= 0:
             self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
         if op.read_board >= 0:
@@ -509,6 +528,7 @@ class Engine:
             for rank, arrival in load.signals:
                 self.sms[rank].port.write(load.nbytes)
                 self._signal(end, arrival)
+            self.record(warp.rank, TMA, f"load {load.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
 
     def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
@@ -517,6 +537,7 @@ class Engine:
         if op.read_board >= 0:
             self.hold(warp, op.read_board, sent, op.base)
         warp.last_copy = max(warp.last_copy, int(sent) + self.constants.remote_latency)
+        self.record(warp.rank, TMA, "store", sent, warp.last_copy, op.address)
         return clock + op.stall
 
     def _do_bulk_copy(self, clock: int, warp: Warp, op: TimedInstruction, arrival: Arrival) -> int:
@@ -526,6 +547,7 @@ class Engine:
         warp.sm.port.write(-arrival.tx)
         self.sms[arrival.rank].port.write(-arrival.tx)
         end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
+        self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
         self._signal(end, arrival)
         return clock + op.stall
 

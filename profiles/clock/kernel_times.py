@@ -10,9 +10,10 @@ from ...spec.split_plan import TILE_KEYS
 from ...testing.operations import operation
 from ..kernel_stats.dynamic_counts import case_of
 from ..model.tile_costs import PREFILL_KEYS
-from .cluster_run import ClusterRun, run_call
+from .cluster_run import ClusterRun, clock_call, cluster_run
 from .constants import Constants
 from .engine import Setting
+from .kernel import KernelClock
 
 SHORT, LONG = 6, 12  # blocks of keys of the two runs: even, and more than the stages of any pipeline
 _PIECES = 2
@@ -74,11 +75,16 @@ def seam_clocks(entry: KernelEntry, constants: Constants, setting: Setting, time
 def _run(entry: KernelEntry, constants: Constants, setting: Setting, blocks: int, pieces: int = 1) -> ClusterRun:
     key = entry.cubin_sha256, constants, setting, blocks, pieces
     if key not in _runs:
-        make = case_of(entry)
-        if make is None:
-            raise ValueError(f"{entry.name} has no loop over keys")
-        case = make(blocks * keys_of_block(entry) // TILE_KEYS, pieces)
-        tensors = operation(case).make_tensors(case, "cpu")
-        assert case.sm_count is not None
-        _runs[key] = run_call(entry, case.sm_count, constants, setting, lambda: operation(case).call(case, tensors, None))
+        _runs[key] = cluster_run(clock_kernel(entry, constants, setting, blocks, pieces))
     return _runs[key]
+
+
+def clock_kernel(entry: KernelEntry, constants: Constants, setting: Setting, blocks: int, pieces: int = 1) -> KernelClock:
+    """Time one cluster of a kernel over so many blocks of keys in each of some pieces. ValueError for a kernel without a loop over keys."""
+    make = case_of(entry)
+    if make is None:
+        raise ValueError(f"{entry.name} has no loop over keys")
+    case = make(blocks * keys_of_block(entry) // TILE_KEYS, pieces)
+    tensors = operation(case).make_tensors(case, "cpu")
+    assert case.sm_count is not None
+    return clock_call(entry, case.sm_count, constants, setting, lambda: operation(case).call(case, tensors, None))

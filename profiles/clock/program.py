@@ -63,6 +63,11 @@ class TensorProduct:
     ctas: int
     operands: int
 
+    @property
+    def name(self) -> str:
+        """Return the shape."""
+        return f"n{self.n}k{self.k}{' of a pair' if self.ctas == 2 else ''}"
+
 
 @dataclass(frozen=True)
 class Product:
@@ -73,6 +78,11 @@ class Product:
     element_bytes: int
     from_registers: bool
     ends: bool
+
+    @property
+    def name(self) -> str:
+        """Return its shape, and where A comes from: registers (RS) or shared memory (SS)."""
+        return f"m64n{self.n}k{self.k} {'RS' if self.from_registers else 'SS'}"
 
 
 class Decoder:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from .constants import Constants
 from .program import Product, TensorProduct
 
+WARPGROUP = 4
+
 At = Callable[[int, Callable[[int], None]], None]  # calls a function at a clock
 
 
@@ -92,6 +94,7 @@ class QueuedProduct:
     warpgroup: int
     product: Product
     clock: int
+    address: int
     end: int = -1
     start: int = -1
     wakes: list[Callable[[int], None]] = field(default_factory=list)
@@ -99,6 +102,8 @@ class QueuedProduct:
 
 class TensorCore:
     """The tensor cores of an SM as one unit for products of warpgroups. order: "fifo" or "alternate" among warpgroups.
+
+    spans: (name, start, end, address) of the products.
 
     Operands of the next product are fetched from shared memory while one runs, so a product takes the longer of the two.
     """
@@ -114,7 +119,7 @@ class TensorCore:
         self.busy = 0
         self._last_warpgroup = -1
         self._waiting: list[Callable[[int], None]] = []
-        self.spans: list[tuple[int, int, int, int]] = []
+        self.spans: list[tuple[str, int, int, int]] = []
 
     def has_room(self, product: Product) -> bool:
         """Return True if another product may be issued."""
@@ -155,7 +160,8 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        self.spans.append((clock, end, item.warpgroup, product.n))
+        warp = WARPGROUP * item.warpgroup
+        self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
@@ -183,22 +189,25 @@ class CopyEngine:
         return self.queue.serve(clock, self.constants.copy_issue_clocks)
 
 
+QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of the CTAs that give operands, and its address
+
+
 class TensorQueue:
     """The tensor core of Blackwell, in the order of issue: products of one CTA or a pair, and commits that signal behind them.
 
-    ports: of the CTAs that give operands. A product waits for the one before, a commit for its results.
+    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products.
     """
 
     def __init__(self, constants: Constants, at: At) -> None:
         self.constants = constants
         self.at = at
-        self.queue: deque[tuple[TensorProduct, list[Port]] | Callable[[int], None]] = deque()
+        self.queue: deque[QueuedTensorProduct | Callable[[int], None]] = deque()
         self.busy_until = 0
         self.busy = 0
         self.running = False
-        self.spans: list[tuple[int, int, int]] = []
+        self.spans: list[tuple[str, int, int, int]] = []
 
-    def issue(self, clock: int, item: tuple[TensorProduct, list[Port]] | Callable[[int], None]) -> None:
+    def issue(self, clock: int, item: QueuedTensorProduct | Callable[[int], None]) -> None:
         """Queue a product, or the function that a commit calls with the clock of its arrival."""
         self.queue.append(item)
         if not self.running:
@@ -214,7 +223,7 @@ class TensorQueue:
             done = self.busy_until + self.constants.product_tail if self.busy else clock
             item(max(clock, done) + self.constants.commit_latency)
 
-    def _start(self, clock: int, product: TensorProduct, ports: list[Port]) -> None:
+    def _start(self, clock: int, product: TensorProduct, ports: list[Port], address: int) -> None:
         """Run a product on all tensor cores that it takes."""
         rate = self.constants.product_flops * 2 // product.element_bytes
         needed = 2 * product.rows * product.n * product.k / rate
@@ -223,5 +232,5 @@ class TensorQueue:
         self.busy += end - clock
         self.busy_until = end
         self.running = True
-        self.spans.append((clock, end, product.n))
+        self.spans.append((product.name, clock, end, address))
         self.at(end, self._next)

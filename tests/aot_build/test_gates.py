@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cute_mla.aot_build.gates import FLOATS, RELATIONS, ROUTINES, Evidence, GateError, check
+from cute_mla.aot_build.known_exposed_loads import KNOWN_EXPOSED_LOADS
 from cute_mla.aot_build.ptx import read_ptx
 from cute_mla.aot_build.sass import count_opcodes
 from cute_mla.aot_build.tools import assemble
@@ -263,6 +264,16 @@ def test_control_codes(evidence: Evidence) -> None:
     assert hazards(listing) == ()
     planted = tuple(map(str, hazards(replace(listing, instructions=tuple(code)))))
     fails(replace(evidence, hazards=planted), "gate control_codes: 0x.*: it waits for no scoreboard that guards .*, limit: none")
+
+
+def test_exposed_loads(evidence: Evidence, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = replace(evidence, exposed=Counter({"LDG.E.128": 8}))
+    fails(found, "gate exposed_loads: 8 LDG.E.128 in main loops with a wait less than 150 stall clocks behind, limit: none")
+    monkeypatch.setitem(KNOWN_EXPOSED_LOADS, GOOD.name, {"LDG.E.128": 8})
+    check(found)
+    fails(evidence, "gate exposed_loads: 0 LDG.E.128 .* limit: the 8 of .* a table that only shrinks: enter 0")
+    monkeypatch.setitem(KNOWN_EXPOSED_LOADS, GOOD.name, {"LDG.E.128": 7})
+    fails(found, "gate exposed_loads: 8 LDG.E.128 .* limit: 7")
 
 
 def test_tool_note(evidence: Evidence) -> None:

@@ -17,9 +17,13 @@ from cute_mla.cli import commands
 from cute_mla.cli.profile import GPUS, OPS, succeeded
 from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.profiles import report, roofline
+from cute_mla.profiles.clock import rows, timeline
+from cute_mla.profiles.clock.recorded import Recorded
 from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
-from cute_mla.profiles.rows import DEFINITIONS
+from cute_mla.profiles.model.launches import NoModelError
+from cute_mla.profiles.rows import DEFINITIONS, Case
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
+from tests.profiles.clock.recordings import recorded
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -282,3 +286,27 @@ def test_clock_fails_if_it_cannot_time_the_peer(artifacts: Path, tmp_path: Path)
     assert result.exit_code == 1
     assert "launch: not a 64-bit ELF file" in result.output
     assert "Traceback" not in result.output
+
+
+def test_a_timeline_has_a_process_for_each_cta_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(case: Case, gpu: str) -> Recorded:
+        if case.name == "D2.fixed":
+            raise NoModelError("no loop over keys")
+        assert gpu == "H100"
+        return recorded(case.name)
+
+    monkeypatch.setattr(timeline, "record_case", record)
+    monkeypatch.setattr(rows, "clock_of", lambda case, gpu: {"reason": "not timed here"})
+    path = tmp_path / "new" / "trace.json"
+    result = run("--device", "clock", "--arch", "sm90", "--gpu", "H100", "--rows", "D1.fixed,D2.fixed,D1.varlen", "--timeline", path)
+    assert "--timeline: D2.fixed is left out: no loop over keys" in result.output
+    assert "--timeline: no tables of one kind" in result.output
+    events = json.loads(path.read_text())["traceEvents"]
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == [f"{case}: k on H200, CTA {rank}" for case in ("D1.fixed", "D1.varlen") for rank in range(2)]
+
+
+def test_a_timeline_needs_the_clock(tmp_path: Path) -> None:
+    result = run("--device", "model", "--timeline", tmp_path / "trace.json")
+    assert result.exit_code == 2
+    assert "--timeline needs --device clock; given: --device model" in result.output

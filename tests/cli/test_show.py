@@ -15,6 +15,8 @@ from click.testing import CliRunner, Result
 
 from cute_mla.cli import commands
 from cute_mla.manifest import MANIFEST_NAME, Barrier, KernelEntry, Manifest, Provenance, Role, manifest_sha256
+from cute_mla.profiles.clock import stall_report
+from cute_mla.profiles.clock.stall_report import Stall, StallReport
 from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, DynamicCounts
 from cute_mla.runtime import driver
 from cute_mla.runtime.artifacts import Artifacts
@@ -256,3 +258,39 @@ def test_env_as_a_table_has_a_line_for_every_value(gpu: dict[str, Any]) -> None:
     assert lines["gpus 0: ops: dense_decode"] == "supported"
     assert lines["artifacts: kernels"] == "1"
     assert lines["artifacts: provenance"] == "none"
+
+
+REPORT = StallReport(
+    NAME, "H200", 64, 3012.5,
+    (Stall("score", 580.375, "tensor core queue", "tensor core queue", 0x87D0, "HGMMA.64x64x16.F32 R24, gdesc[UR8], R24", None, ""),
+     Stall("load", 615.2, "mbarrier", "mbarrier", 0x1600, "@!P1 BRA `(.L_x_15)", 387, "kernels/primitives/pipeline.py:95")),
+    ("no Python lines of this one",),
+)  # fmt: skip
+
+
+def test_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_report, "stall_report", lambda entry, values, setting: replace(REPORT, gpu=values.gpu))
+    text = run("kernel", NAME, "--stalls", "--gpu", "H800").output
+    assert "H800: predicted clocks that a warp of each role waits in a block of 64 keys, which takes 3,012" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("load")]
+    assert line.split()[:4] == ["load", "615.2", "mbarrier", "mbarrier"]
+    assert line.endswith("387  kernels/primitives/pipeline.py:95")
+    assert "no Python lines of this one" in text
+    document = json.loads(run("kernel", NAME, "--stalls", "--json").output)
+    assert document["stalls"][0]["source"] is None
+    assert document["stalls"][1]["ptx_line"] == 387
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stalls",), "--stalls needs one kernel"),
+        (("kernel", NAME, "--stalls", "--counts"), "--stalls needs one kernel, without --counts"),
+        (("kernel", NAME, "--gpu", "H200"), "--gpu needs --stalls"),
+        (("kernel", NAME, "--stalls", "--gpu", "B200"), f"B200 does not run {NAME}; supported: H100, H800, H200"),
+    ],
+)
+def test_stalls_refuses(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output

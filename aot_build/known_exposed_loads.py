@@ -1,0 +1,73 @@
+"""Exposed global loads of main loops that the build accepts, by kernel and opcode; see simulator/sass/exposed_loads.py.
+
+The table only shrinks: the gate fails on a load that is not here, and on an entry that the machine code no longer needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# fmt: off
+KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
+    "dense_decode_sm100_bf16_cluster2": {"LDG.E": 1},
+    "dense_decode_sm100_bf16_cluster2_elements": {"LDG.E": 1},
+    "dense_decode_sm100_bf16_fp8_cache_cluster2": {"LDG.E.128": 7},
+    "dense_decode_sm100_bf16_fp8_cache_cluster2_elements": {"LDG.E.128": 7},
+    "dense_decode_sm100_bf16_fp8_cluster2": {"LDG.E": 1},
+    "dense_decode_sm100_bf16_fp8_cluster2_elements": {"LDG.E": 1},
+    "dense_decode_sm100_fp16_cluster2": {"LDG.E": 1},
+    "dense_decode_sm100_fp16_cluster2_elements": {"LDG.E": 1},
+    "dense_decode_sm100_fp16_fp8_cache_cluster2": {"LDG.E.128": 9},
+    "dense_decode_sm100_fp16_fp8_cache_cluster2_elements": {"LDG.E.128": 9},
+    "dense_decode_sm100_fp16_fp8_cluster2": {"LDG.E": 1},
+    "dense_decode_sm100_fp16_fp8_cluster2_elements": {"LDG.E": 1},
+    "dense_decode_sm90_bf16_fp8_cache_cluster1": {"LDG.E.128": 7},
+    "dense_decode_sm90_bf16_fp8_cache_cluster1_elements": {"LDG.E.128": 7},
+    "dense_decode_sm90_fp16_fp8_cache_cluster1": {"LDG.E.128": 8},
+    "dense_decode_sm90_fp16_fp8_cache_cluster1_elements": {"LDG.E.128": 8},
+    "dense_prefill_sm100_bf16_d128_elements": {"LDG.E.U16": 32},
+    "dense_prefill_sm100_bf16_d192_elements": {"LDG.E.U16": 48},
+    "dense_prefill_sm100_fp16_d128_elements": {"LDG.E.U16": 32},
+    "dense_prefill_sm100_fp16_d192_elements": {"LDG.E.U16": 48},
+    "dense_prefill_sm90_bf16_d128": {"LDG.E": 4},
+    "dense_prefill_sm90_bf16_d192": {"LDG.E": 4},
+    "dense_prefill_sm90_fp16_d128": {"LDG.E": 4},
+    "dense_prefill_sm90_fp16_d192": {"LDG.E": 4},
+    "sparse_decode_sm100_bf16_fp8_584_cluster2": {"LDG.E": 1, "LDG.E.128": 10},
+    "sparse_decode_sm100_bf16_fp8_584_cluster2_elements": {"LDG.E": 1, "LDG.E.128": 10},
+    "sparse_decode_sm100_bf16_fp8_656_cluster2": {"LDG.E": 1, "LDG.E.128": 4},
+    "sparse_decode_sm100_bf16_fp8_656_cluster2_elements": {"LDG.E": 1, "LDG.E.128": 2},
+    "sparse_decode_sm90_bf16_fp8_584_cluster1": {"LDG.E": 2, "LDG.E.128": 13, "LDG.E.64": 1},
+    "sparse_decode_sm90_bf16_fp8_584_cluster1_elements": {"LDG.E": 2, "LDG.E.128": 13, "LDG.E.64": 1},
+    "sparse_decode_sm90_bf16_fp8_584_cluster2": {"LDG.E": 2, "LDG.E.128": 9, "LDG.E.64": 1},
+    "sparse_decode_sm90_bf16_fp8_656_cluster1": {"LDG.E": 4, "LDG.E.128": 4},
+    "sparse_decode_sm90_bf16_fp8_656_cluster1_elements": {"LDG.E": 4, "LDG.E.128": 4},
+    "sparse_decode_sm90_bf16_fp8_656_cluster2": {"LDG.E": 6, "LDG.E.128": 8},
+    "sparse_decode_sm90_bf16_latent_cluster1": {"LDG.E": 2, "LDG.E.128": 32},
+    "sparse_decode_sm90_bf16_latent_cluster1_elements": {"LDG.E": 2, "LDG.E.128": 32},
+    "sparse_decode_sm90_bf16_latent_cluster2": {"LDG.E": 2, "LDG.E.128": 16},
+    "sparse_decode_sm90_fp16_latent_cluster1": {"LDG.E": 2, "LDG.E.128": 32},
+    "sparse_decode_sm90_fp16_latent_cluster1_elements": {"LDG.E": 2, "LDG.E.128": 32},
+    "sparse_decode_sm90_fp16_latent_cluster2": {"LDG.E": 2, "LDG.E.128": 16},
+    "sparse_prefill_sm100_bf16_d512_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d512_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d576_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d576_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d512_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d512_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d576_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d576_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm90_bf16_d512_cluster1": {"LDG.E": 7},
+    "sparse_prefill_sm90_bf16_d512_cluster1_elements": {"LDG.E": 7},
+    "sparse_prefill_sm90_bf16_d512_cluster2": {"LDG.E": 7},
+    "sparse_prefill_sm90_bf16_d576_cluster1": {"LDG.E": 7},
+    "sparse_prefill_sm90_bf16_d576_cluster1_elements": {"LDG.E": 7},
+    "sparse_prefill_sm90_bf16_d576_cluster2": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d512_cluster1": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d512_cluster1_elements": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d512_cluster2": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d576_cluster1": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d576_cluster1_elements": {"LDG.E": 7},
+    "sparse_prefill_sm90_fp16_d576_cluster2": {"LDG.E": 7},
+}
+# fmt: on

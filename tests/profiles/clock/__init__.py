@@ -1,0 +1,1 @@
+"""Tests of the clock: units in time, kernels of known time, and what is drawn of a run."""

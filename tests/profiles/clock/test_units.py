@@ -1,0 +1,190 @@
+"""Barriers and asynchronous units of the clock on kernels whose time is derived by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from cute_mla.profiles.clock.engine import Engine, StandstillError
+from cute_mla.profiles.clock.instructions import time_listing
+from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_track
+from cute_mla.simulator.frontend.layout import SHARED_BASE
+from cute_mla.spec.tensor_map import TensorMap
+from tests.profiles.clock.timed import H100, WARM, Timed, timed
+from tests.simulator.small_kernels import Kernel, aligned
+
+BARRIERS = """
+    mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra INITIALISED;
+    mbarrier.init.shared.b64 [%r100], {count}; mbarrier.init.shared.b64 [%r100+8], {count};
+    fence.mbarrier_init.release.cluster;
+INITIALISED: bar.sync 0; shr.u32 %r101, %r0, 5; setp.ne.u32 %p21, %r101, 0;
+"""
+
+
+def wait(label: str, offset: int, parity: int) -> str:
+    """Return a loop that waits for a phase."""
+    return f"{label}: mbarrier.try_wait.parity.shared.b64 %p22, [%r100+{offset}], {parity}; @!%p22 bra {label};\n"
+
+
+def arrive(offset: int) -> str:
+    """Return the arrival of every thread."""
+    return f"mbarrier.arrive.shared.b64 %rd9, [%r100+{offset}];\n"
+
+
+def words(number: int = 128) -> np.ndarray:
+    """Return words of zeros."""
+    return aligned(number, np.uint32)
+
+
+def test_two_warps_hand_over_through_mbarriers() -> None:
+    rounds = range(4)
+    first = "".join(arrive(0) + wait(f"A{index}", 8, index & 1) for index in rounds)
+    second = "".join(wait(f"B{index}", 0, index & 1) + arrive(8) for index in rounds)
+    body = f"{BARRIERS.format(count=32)} @%p21 bra SECOND;\n{first} bra END;\nSECOND: {second} END: st.global.u32 [%rd2], %r0;\n"
+    run = timed(Kernel(body, threads=64, smem=64), words())
+    arrivals, answers = run.issues("SYNCS.ARRIVE"), run.issues("SYNCS.ARRIVE", 1)
+    assert len(arrivals) == len(answers) == 4
+    flips = [span.end for span in run.spans(mbarrier_track(SHARED_BASE))]
+    back = [span.end for span in run.spans(mbarrier_track(SHARED_BASE + 8))]
+    assert flips == [clock + H100.arrive_latency for clock in arrivals]
+    assert back == [clock + H100.arrive_latency for clock in answers]
+    for flip in flips:  # the waiter's branch is the first instruction that needs the answer
+        assert run.next_issue(flip, 1) == flip + H100.phase_latency
+    for flip in back:
+        assert run.next_issue(flip, 0) == flip + H100.phase_latency
+
+
+def test_a_named_barrier_lets_all_go_at_its_last_arrival() -> None:
+    body = f"""
+    setp.lt.u32 %p1, %r0, 32; @%p1 bra MEET; ld.global.f32 %f1, [%rd2];
+    {"ex2.approx.ftz.f32 %f1, %f1;" * 20} st.global.f32 [%rd2], %f1;
+    MEET: bar.sync 1, 64; st.global.u32 [%rd2], %r0;
+    """
+    run = timed(Kernel(body, threads=64), words())
+    early, late = run.issues("BAR")[-1], run.issues("BAR", 1)[-1]
+    assert late > early + 20 * H100.mufu_latency
+    assert [run.next_issue(clock, warp) for warp, clock in enumerate((early, late))] == [late + H100.barrier_latency] * 2
+    (waited,) = [span for span in run.spans("0") if span.name == "barrier"]
+    assert waited.end == late + H100.barrier_latency
+
+
+def products(n: int, number: int) -> str:
+    """Return products of 64 x n x 16 in a chain, in one group, of zeros in shared memory."""
+    registers = ", ".join(f"%r{110 + index}" for index in range(n // 2))
+    line = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.f16.f16 {{{registers}}}, %rd11"
+    chain = "\n".join(f"{line}, %rd{20 + index}, {int(index > 0)}, 1, 1, 0, 0;" for index in range(number))
+    operands = "\n".join(f"add.s64 %rd{20 + index}, %rd11, {128 + 8 * index};" for index in range(number))  # ptxas drops equal products
+    clear = "\n".join(f"st.shared.v4.u32 [%r101+{2048 * index}], {{%r102, %r102, %r102, %r102}};" for index in range(8))
+    store = "\n".join(f"st.global.u32 [%rd2], %r{110 + index};" for index in range(n // 2))
+    return f"""
+    mov.u32 %r100, smem; mov.u32 %r102, 0; mad.lo.u32 %r101, %r0, 16, %r100; {clear}
+    fence.proxy.async; bar.sync 0; shr.u32 %r103, %r100, 4; cvt.u64.u32 %rd11, %r103; or.b64 %rd11, %rd11, 0x0000001000080000;
+    {operands} wgmma.fence.sync.aligned;
+    {chain} wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; {store}
+    """
+
+
+def product_kernel(n: int, number: int) -> Timed:
+    """Run a chain of products."""
+    return timed(Kernel(products(n, number), threads=128, smem=16384), words())
+
+
+@pytest.mark.parametrize(("n", "clocks"), [(128, 64), (16, 20)])
+def test_products_take_their_flops_or_their_operands_and_a_tail(n: int, clocks: int) -> None:
+    """m64n128k16 takes N/2 clocks; m64n16k16 the 80 rows of 32 bytes that the port reads."""
+    run = product_kernel(n, 8)
+    spans = run.spans(TENSOR_CORE)
+    assert [span.end - span.start for span in spans] == [clocks] * 8
+    assert np.diff([span.start for span in spans]).tolist() == [clocks] * 7
+    assert {span.name for span in spans} == {f"m64n{n}k16 SS of warps 0 to 3"}
+    waits = [span for span in run.spans("0") if span.name == "products"]
+    assert waits[-1].end == spans[-1].end + H100.product_tail
+    assert run.result.product_clocks == 8 * clocks
+
+
+def test_a_warp_stops_when_the_queue_of_products_is_full() -> None:
+    run = product_kernel(128, 12)
+    spans, issued = run.spans(TENSOR_CORE), run.issues("HGMMA")
+    assert len(issued) == 12
+    depth = H100.product_depth
+    for index in range(depth, 12):  # one leaves, the next comes
+        assert issued[index] >= spans[index - depth].end
+    assert issued[depth - 1] < spans[0].end
+
+
+def tma_loads(number: int) -> str:
+    """Return TMA loads of 16 rows of 64 bytes by one thread, and the wait for all of them."""
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    lines = "\n".join(f"{load} [%r100+{1024 * (1 + index)}], [%rd10, {{%r102, %r103}}], [%r100];" for index in range(number))
+    return f"""{BARRIERS.format(count=1)} mov.b64 %rd10, p1; cvta.param.u64 %rd10, %rd10; mov.u32 %r102, 0; mov.u32 %r103, 0;
+    @%p20 bra LOADED; mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], {1024 * number}; {lines}
+    LOADED: {wait("W", 0, 0)} st.global.u32 [%rd2], %r0;
+    """
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_tma_takes_an_instruction_at_a_time_and_bytes_at_a_rate(cold: bool) -> None:
+    source = aligned(16 * 32, np.uint16)
+    box = TensorMap("bf16", source.ctypes.data, (32, 16), (64,), (32, 16))
+    body = "add.s64 %rd0, %rd0, 0;" + tma_loads(4)
+    run = timed(Kernel(body, smem=8192), words(), box, source, setting=replace(WARM, cold=cold))
+    spans = run.spans(TMA)
+    sent = [span.start for span in spans]
+    issued = run.issues("UTMALDG")
+    gap = H100.copy_issue_clocks
+    assert sent == [max(clock, before) + gap for clock, before in zip(issued, [0, *sent], strict=False)]
+    assert issued[1] < issued[0] + 2 * gap
+    clocks = 1024 // H100.l2_bytes
+    from_l2 = [clock + clocks + H100.copy_l2_latency for clock in sent]
+    if cold:  # the first box comes from memory: 64 clocks at 16 bytes a clock
+        from_l2[0] = sent[0] + 64 + H100.copy_hbm_latency
+    assert [span.end for span in spans] == from_l2
+    flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
+    assert flip == max(from_l2)
+    assert run.next_issue(flip) == flip + H100.phase_latency
+
+
+def questions(work: int) -> str:
+    """Return a test of a phase by warp 0 behind a chain of exponentials; warp 1 completes the phase behind ten of them."""
+    slow = "ex2.approx.ftz.f32 %f1, %f1;\n"
+    return f"""{BARRIERS.format(count=32)} ld.global.f32 %f1, [%rd2]; @%p21 bra SECOND;
+    {slow * work} st.global.f32 [%rd2], %f1; bar.warp.sync -1;
+    mbarrier.test_wait.parity.shared.b64 %p22, [%r100], 0; selp.u32 %r105, 1, 2, %p22; st.global.u32 [%rd2], %r105; bra END;
+    SECOND: {slow * 10} setp.gt.f32 %p23, %f1, 0f40000000;
+    @%p23 mbarrier.arrive.shared.b64 %rd9, [%r100]; END:
+    """
+
+
+@pytest.mark.parametrize(("work", "answer"), [(1, 2), (30, 1)])
+def test_a_question_is_answered_by_the_time_at_which_it_is_asked(work: int, answer: int) -> None:
+    out = words(64)
+    run = timed(Kernel(questions(work), threads=64, smem=64), out)
+    assert out[:32].tolist() == [answer] * 32
+    (asked,) = run.issues("SYNCS.PHASECHK")
+    flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
+    assert (asked >= flip) == (answer == 1)
+
+
+def test_warps_that_wait_forever_are_named() -> None:
+    run = product_kernel(16, 8)
+    code = time_listing(run.listing, H100)
+    sync = next(op for op in code.values() if op.kind == "barrier sync")
+    engine = Engine(1, 2, H100, WARM)
+    engine.extend(0, 0, [(sync, (1, 64))])
+    assert engine.run() is None
+    with pytest.raises(StandstillError, match=r"CTA 0 warp 0 is at 0x\w+ BAR.*; CTA 0 warp 1 has no program"):
+        engine.result()
+
+
+def test_spans_of_a_track_do_not_overlap() -> None:
+    run = product_kernel(128, 12)
+    tracks = {(span.rank, span.track) for span in run.result.spans if span.track != TMA}
+    assert len(tracks) >= 6
+    for rank, track in tracks:
+        spans = sorted(span for span in run.result.spans if (span.rank, span.track) == (rank, track))
+        ordered = sorted((span.start, span.end) for span in spans)
+        assert all(one[1] <= two[0] for one, two in pairwise(ordered)), track
+        assert all(span.end > span.start for span in spans if span.name != ISSUE)
