@@ -222,7 +222,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
 def _hazards(listing: Listing) -> tuple[str, ...]:
     """Return the hazards of machine code; where an instruction is unknown, that."""
     try:
-        return hazards(listing)
+        return tuple(map(str, hazards(listing)))
     except SassError as error:
         return (str(error),)
 

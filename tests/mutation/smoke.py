@@ -62,7 +62,7 @@ class SmokeSubject:
         self.places = Places(kernel)
         self.known: list[SmokeTrial] = []
         self.notices: Counter[str] = Counter()  # mutations that each case has noticed, by its id
-        self._rest = self._trials(sorted(self._cases(suite_name), key=lambda case: case.tiles))
+        self._rest = self._trials(sorted(self.cases(suite_name), key=lambda case: case.tiles))
 
     @property
     def trials(self) -> Iterator[SmokeTrial]:
@@ -75,7 +75,7 @@ class SmokeSubject:
             self.known.append(trial)
             yield trial
 
-    def _cases(self, suite_name: str) -> Iterator[BaseCase]:
+    def cases(self, suite_name: str) -> Iterator[BaseCase]:
         """Yield the cases of the suite that may launch the kernel."""
         arch = ARCHS[self.kernel.arch]
         ops = [op for op in OPS if op == self.kernel.op or (self.kernel.op in HELPERS and op.endswith("decode"))]

@@ -12,7 +12,7 @@ from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Repo
 from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
-from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import REGISTERS, aligned, kinds
 
@@ -125,8 +125,7 @@ DONE:
 """
 
 
-def test_a_kernel_knows_its_cluster() -> None:
-    arch = ARCHS["sm90"]  # sm100 reads a table that depends on the cluster's size, which the simulator does not know
+def test_a_kernel_knows_its_cluster(arch: Arch) -> None:
     array = np.zeros((9, 15, 8), np.uint32)
     report = execute(load(arch, CLUSTERS), array, [pointer(array)], grid=(15, 9, 1), cluster=(5, 3, 1))
     assert not report.findings

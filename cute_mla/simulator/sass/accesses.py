@@ -75,7 +75,7 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     ),
     _one: (
         "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN S2R S2UR SEL SHF "
+        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
         "SYNCS UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
@@ -109,7 +109,7 @@ def accesses(ins: SassInstruction) -> Access:
     writes: list[Reg] = []
     count = destinations(ins)
     for index, operand in enumerate(ins.operands):
-        if isinstance(operand, Register):
+        if isinstance(operand, Register) and operand.kind != "SB":  # a scoreboard is no register
             (writes if index < count else reads).extend(operand.registers(width(ins, index)))
         elif isinstance(operand, Address):
             reads.extend(_address(ins, index, operand))

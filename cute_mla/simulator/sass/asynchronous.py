@@ -193,7 +193,7 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
 
 @op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
-    """Emit cp.async of 16 bytes per thread; where the predicate is false, of zeros."""
+    """Emit cp.async of 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
     condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")

@@ -8,7 +8,7 @@ from ..findings import SassError
 from .listing import Listing, Register, SassInstruction, Target
 
 _JUMPS = ("BRA", "BRX", "CALL", "EXIT", "RET")
-_REFUSED = ("BRXU", "JMP", "JMX", "JMXU", "KILL", "RPCMOV", "WARPSYNC.EXCLUSIVE")
+_REFUSED = ("BRXU", "JMP", "JMX", "JMXU", "KILL", "WARPSYNC.EXCLUSIVE")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from ..findings import SassError
 from ..frontend.ptx import Reg
@@ -64,7 +65,7 @@ class Register:
         """Return the registers of a run of this width; none for RZ, URZ, PT and UPT."""
         if self.number is None:
             return ()
-        return tuple(register(self.kind, self.number + index) for index in range(width))
+        return _run(self.kind, self.number, width)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class SassInstruction:
     text: str
 
     @property
+    def place(self) -> str:
+        """Return address and text, as findings name the instruction."""
+        return f"{self.address:#x} {self.text}"
+
+    @property
     def base(self) -> str:
         """Return the opcode without its modifiers."""
         return self.opcode.partition(".")[0]
@@ -170,6 +176,11 @@ def register(kind: str, number: int) -> Reg:
     return found
 
 
+@cache
+def _run(kind: str, number: int, width: int) -> tuple[Reg, ...]:
+    return tuple(register(kind, number + index) for index in range(width))
+
+
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
 _HIGH = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _LABEL = re.compile(r"([.$\w]+):\s*$")
@@ -181,6 +192,7 @@ _SUM = re.compile(r"(R\d+) (-?0x[0-9a-f]+)")
 _ADDRESS = re.compile(r"(?:(gdesc|idesc|tmem|desc)(?=\[))?(?:\[(UR\d+|URZ)\](?=\[))?\[([^\]]*)\]((?:\.\w+)*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
+_PLACE_REGISTERS = {"Rpc.LO": 256, "Rpc.HI": 257}  # of indirect control flow, which ptxas also keeps values in
 _SYSTEM = ("PR", "SRZ", "gsb0")
 
 
@@ -249,6 +261,8 @@ def read_operand(part: str, low: int) -> tuple[Operand, ...]:
         found = _TARGET.fullmatch(part if part.startswith("`") else f"`{part}")
         if found is not None:
             return (Target(found[1]),)
+    if part in _PLACE_REGISTERS:
+        return (Register("R", _PLACE_REGISTERS[part]),)
     if part in _SYSTEM or part.startswith("SR_"):
         return (SystemRegister(part),)
     if "[" in part:

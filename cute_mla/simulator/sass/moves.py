@@ -16,7 +16,7 @@ from .table import op
 FOREIGN_BANK = 4  # constant bank of the addresses that the loader fills in
 
 
-@op(r"U?MOV")
+@op(r"U?MOV(.SPILL)?", r"RPCMOV.32")
 def move(e: Emitter, ins: SassInstruction) -> None:
     """Emit a copy."""
     assign(e, ins.operands[0], "u32", source(e, ins.operands[1], "u32"))
@@ -24,8 +24,8 @@ def move(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"CS2R(.32)?")
 def move_special(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a clearing of a register or a pair."""
-    if ins.operands[1] != SystemRegister("SRZ"):
+    """Emit a clearing of a register or a pair. The kind of cluster (CgaSize), which counts tables of constant bank 0 down, is 0 here."""
+    if ins.operands[1] not in (SystemRegister("SRZ"), SystemRegister("SR_CgaSize")):
         raise Unsupported(f"CS2R of {ins.operands[1]}")
     assign_run(e, ins.operands[0], [constant(e, "u32", 0)] * width(ins, 0))
 
@@ -66,13 +66,23 @@ def load_constant(e: Emitter, ins: SassInstruction) -> None:
         table = e.constants.thing(e.layout.tables[place.bank])
         assign(e, ins.operands[0], "u32", f"table_word({table}, {source(e, place.index, 'u32')} + {constant(e, 'u32', place.offset)})")
         return
-    if place.bank or place.index is not None:
+    if place.bank:
         raise Unsupported(f"a load from {place}")
+    if place.index is not None:
+        e.check_taint(place.index.registers(), "an address")
+        e.line(f"first_table({source(e, place.index, 'u32')})")
     if "U8" in ins.modifiers:
         word = bank_word(e, place.offset & ~3, "u32")
         assign(e, ins.operands[0], "u32", f"{word} >> {constant(e, 'u32', 8 * (place.offset & 3))} & {constant(e, 'u32', 255)}")
         return
     assign_run(e, ins.operands[0], [bank_word(e, place.offset + 4 * index, "u32") for index in range(width(ins, 0))])
+
+
+@runtime
+def first_table(index: np.ndarray) -> None:
+    """Check that a load from constant bank 0 is from the table of the kind of cluster 0. Raises Fault for another."""
+    if bool(np.any(index)):
+        raise Fault("unsupported", f"constant bank 0 with an index of {int(np.max(index)):#x}")
 
 
 @runtime
@@ -93,7 +103,7 @@ def code_address(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], [constant(e, "u32", place.bits), constant(e, "u32", 0)])
 
 
-@op(r"(U?SEL|FSEL)", taint="own")
+@op(r"(U?SEL|FSEL)", taint="own", batch=True)
 def select(e: Emitter, ins: SassInstruction) -> None:
     """Emit p ? a : b; FSEL's operands may be negated. Poison of the operand that is not selected is dropped."""
     result, a, b, condition = ins.operands
@@ -106,7 +116,7 @@ def select(e: Emitter, ins: SassInstruction) -> None:
     assign(e, result, kind, f"where({chosen}, {source(e, a, kind)}, {source(e, b, kind)})")
 
 
-@op(r"U?PRMT", taint="own")
+@op(r"U?PRMT", taint="own", batch=True)
 def permute(e: Emitter, ins: SassInstruction) -> None:
     """Emit a choice of four bytes out of b:a.
 
