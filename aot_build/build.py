@@ -224,7 +224,7 @@ def build_one(variant: Variant, fingerprint_: str, folder: Path) -> KernelReport
 def _findings(listing: Listing) -> tuple[tuple[str, ...], Counter[str]]:
     """Return the hazards of machine code and its exposed loads by opcode; where an instruction is unknown, that as a hazard."""
     try:
-        return hazards(listing), Counter(found.load.opcode for found in exposed_loads(listing))
+        return tuple(map(str, hazards(listing))), Counter(found.load.opcode for found in exposed_loads(listing))
     except SassError as error:
         return (str(error),), Counter()
 

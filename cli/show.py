@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 @click.argument("what", type=Name(["manifest", "kernel", "env", "support"]), default="manifest")
 @click.argument("name", required=False)
 @click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count its instructions (takes seconds).")
+@click.option(
+    "--code",
+    type=Name(["sass", "ptx"]),
+    default="sass",
+    show_default=True,
+    help="What --counts counts: the machine code (SASS) of the cubin, which takes nvdisasm to read, or the PTX.",
+)
 @click.option("--stalls", is_flag=True, help="With kernel: predict which of its instructions wait, and for how long (takes a minute).")
 @click.option("--gpu", metavar="NAME", show_default="first of the architecture", help="With --stalls: the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(what: str, name: str | None, counts: bool, stalls: bool, gpu: str | None, as_json: bool) -> None:
+def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu: str | None, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, the environment, or what this version supports."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
@@ -51,7 +58,7 @@ def show(what: str, name: str | None, counts: bool, stalls: bool, gpu: str | Non
     elif stalls:
         _show_stalls(_entry(artifacts, name), gpu, as_json)
     else:
-        _show_kernel(_entry(artifacts, name), counts, as_json)
+        _show_kernel(_entry(artifacts, name), code if counts else None, as_json)
 
 
 def _show_manifest(artifacts: Artifacts, as_json: bool) -> None:
@@ -98,9 +105,9 @@ def _entry(artifacts: Artifacts, name: str) -> KernelEntry:
     return entry
 
 
-def _show_kernel(entry: KernelEntry, with_counts: bool, as_json: bool) -> None:
+def _show_kernel(entry: KernelEntry, code: str | None, as_json: bool) -> None:
     fields: dict[str, Any] = {**asdict(entry), "proof": ARCHS[entry.arch].proof}
-    counts = _executed(entry) if with_counts else None
+    counts = None if code is None else _executed(entry, code)
     if as_json:
         print_json(fields if counts is None else {**fields, "executed": asdict(counts)})
         return
@@ -132,10 +139,14 @@ def _show_stalls(entry: KernelEntry, gpu: str | None, as_json: bool) -> None:
         show_stalls(report)
 
 
-def _executed(entry: KernelEntry) -> DynamicCounts:
+def _executed(entry: KernelEntry, code: str) -> DynamicCounts:
     from cute_mla.profiles.kernel_stats.dynamic_counts import dynamic_counts
+    from cute_mla.simulator.findings import SassError, UnsupportedInstruction
 
-    counts = dynamic_counts(entry)
+    try:
+        counts = dynamic_counts(entry, code)
+    except (SassError, UnsupportedInstruction) as error:
+        raise click.ClickException(f"{error}; --code ptx counts the PTX") from error
     if counts is None:
         raise click.UsageError(f"--counts: {entry.name} does not walk over keys")
     return counts
@@ -150,7 +161,7 @@ def _show_counts(counts: DynamicCounts) -> None:
     of_roles = (round(sum(counts.slope[role].values()), 1) for role in roles)
     rows.append(("all, per 64 keys of 64 rows", round(counts.slope_total, 1), *of_roles))
     rows.append(("fixed", round(counts.fixed_total), *(round(counts.fixed[role]) for role in roles)))
-    print_table(("warp instructions (PTX)", "all roles", *roles), rows)
+    print_table((f"warp instructions ({counts.code.upper()})", "all roles", *roles), rows)
     if counts.peer is not None:
         peer = counts.peer
         shares = f"{counts.slope_total / peer.slope:.2f} and {counts.fixed_total / peer.fixed:.2f} of it"

@@ -1,7 +1,7 @@
-"""Instructions that a kernel executes per tile of keys: PTX warp instructions on the simulated device, by role and class.
+"""Warp instructions that a kernel executes per tile of keys, of its PTX or of its machine code, by role and class.
 
-A kernel runs twice, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query rows. The rest is the
-fixed part of one CTA (of each CTA of a pair) with one request. PTX is counted, before ptxas fuses, drops and schedules.
+A kernel runs twice on the simulated device, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query
+rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class DynamicCounts:
     """Warp instructions of one kernel; the fields are those of `show kernel --counts --json`.
 
     slope: by role, then by class, per 64 keys of 64 rows. fixed: by role, the instructions that do not depend on the keys.
-    peer: FlashMLA's kernel for the same use, if there is one.
+    peer: FlashMLA's kernel for the same use, if there is one; its PTX was counted. code: "ptx" or "sass".
     """
 
     slope: dict[str, dict[str, float]]
     fixed: dict[str, float]
     peer: BaselineCounts | None
+    code: str = "ptx"
 
     @property
     def slope_total(self) -> float:
@@ -66,12 +67,15 @@ class DynamicCounts:
         return sum(self.fixed.values())
 
 
-def dynamic_counts(entry: KernelEntry) -> DynamicCounts | None:
-    """Run a built kernel on the simulated device and count its instructions; None for a kernel without a loop over keys."""
+def dynamic_counts(entry: KernelEntry, code: str = "ptx") -> DynamicCounts | None:
+    """Run a built kernel on the simulated device and count its instructions; None for a kernel without a loop over keys.
+
+    code: "ptx" or "sass", the machine code.
+    """
     make = case_of(entry)
     if make is None:
         return None
-    few, many = (_executed(entry, make(blocks)) for blocks in (FEW, MANY))
+    few, many = (_executed(entry, make(blocks), code) for blocks in (FEW, MANY))
     tiles = _row_tiles(make(FEW))
     slope, fixed = {}, {}
     for role in many:
@@ -79,12 +83,12 @@ def dynamic_counts(entry: KernelEntry) -> DynamicCounts | None:
         difference.subtract(few[role])
         slope[role] = {name: number / (MANY - FEW) / tiles for name, number in difference.most_common() if number}
         fixed[role] = few[role].total() / tiles - FEW * sum(slope[role].values())
-    return DynamicCounts(slope, fixed, baseline_counts(entry))
+    return DynamicCounts(slope, fixed, baseline_counts(entry) if code == "ptx" else None, code)
 
 
-def _executed(entry: KernelEntry, case: BaseCase) -> dict[str, Counter[str]]:
+def _executed(entry: KernelEntry, case: BaseCase, code: str) -> dict[str, Counter[str]]:
     tensors = operation(case).make_tensors(case, "cpu")
-    with simulate(entry.arch, case.sm_count) as device:
+    with simulate(entry.arch, case.sm_count, code=code) as device:
         device.count_by_role()
         operation(case).call(case, tensors, None)
     assert device.counts is not None

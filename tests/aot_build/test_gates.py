@@ -262,7 +262,7 @@ def test_control_codes(evidence: Evidence) -> None:
     code = list(listing.instructions)
     code[index] = replace(code[index], control=replace(code[index].control, waits=0))
     assert hazards(listing) == ()
-    planted = hazards(replace(listing, instructions=tuple(code)))
+    planted = tuple(map(str, hazards(replace(listing, instructions=tuple(code)))))
     fails(replace(evidence, hazards=planted), "gate control_codes: 0x.*: it waits for no scoreboard that guards .*, limit: none")
 
 

@@ -21,6 +21,7 @@ from cute_mla.profiles.kernel_stats.dynamic_counts import BaselineCounts, Dynami
 from cute_mla.runtime import driver
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
+from cute_mla.simulator.findings import SassError
 from cute_mla.spec.arch import SM90, SM100
 from tests.support.params import int32s, tensor_maps
 
@@ -109,8 +110,9 @@ def test_kernel_as_json() -> None:
 def test_counts_stand_beside_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
     slope = {"load": {"bulk copy": 9.0, "integer": 31.0}, "score": {"matrix product": 144.0, "integer": 16.0}}
     counts = DynamicCounts(slope, {"load": 40.0, "score": 60.0}, BaselineCounts("dense", 400.0, 1000.0))
-    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry: counts)
-    lines = run("kernel", NAME, "--counts").output.splitlines()
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry, code: replace(counts, code=code))
+    lines = run("kernel", NAME, "--counts", "--code", "ptx").output.splitlines()
+    assert "warp instructions (PTX)" in lines[-7]
     assert [line.split() for line in lines[-6:-1]] == [
         ["matrix", "product", "144.0", "0", "144.0"],
         ["integer", "47.0", "31.0", "16.0"],
@@ -122,8 +124,25 @@ def test_counts_stand_beside_flashmlas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(run("kernel", NAME, "--counts", "--json").output)["executed"]["slope"] == slope
 
 
+def test_machine_code_is_counted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = DynamicCounts({"load": {"integer": 31.0}}, {"load": 40.0}, None)
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry, code: replace(counts, code=code))
+    assert "warp instructions (SASS)" in run("kernel", NAME, "--counts").output
+    assert json.loads(run("kernel", NAME, "--counts", "--json").output)["executed"]["code"] == "sass"
+
+
+def test_counts_without_nvdisasm_name_the_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(entry: KernelEntry, code: str) -> None:
+        raise SassError("install nvdisasm")
+
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", fail)
+    result = run("kernel", NAME, "--counts")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: install nvdisasm; --code ptx counts the PTX\n"
+
+
 def test_counts_of_a_kernel_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry: None)
+    monkeypatch.setattr("cute_mla.profiles.kernel_stats.dynamic_counts.dynamic_counts", lambda entry, code: None)
     result = run("kernel", NAME, "--counts")
     assert result.exit_code == 2
     assert f"{NAME} does not walk over keys" in result.stderr

@@ -77,10 +77,11 @@ def test_names_that_are_imported_exist() -> None:
 
 
 def test_the_figures_are_those_of_the_model() -> None:
-    """Rows of "Numbers": roofline and range of an H200 as in the table of profiles/NOTES.md, the range of a B200 as in its text."""
+    """Rows of "Numbers": figures of an H200 as in the tables of profiles/NOTES.md, the range of a B200 as in its text."""
     table = TEXT[TEXT.index("## Numbers") : TEXT.index("## Commands")]
-    rows = re.findall(r"^\| (\w+\.\w+) \| .+? \| (\S+) \| (\S+ to \S+) \| (\S+ to \S+) \|$", table, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+\.\w+) \| .+? \| (\S+) \| (\S+ to \S+) \| (\S+) \((\S+ to \S+)\) \| (\S+ to \S+) \|$", table, re.MULTILINE)
     assert len(rows) == table.count("\n| ") - 1
-    for row, roofline, h200, b200 in rows:
+    for row, roofline, h200, clock, ends, b200 in rows:
         assert re.search(rf"^\| {re.escape(row)} \| [^|]+ \| {roofline} \| {h200} \|", PREDICTIONS, re.MULTILINE), row
+        assert re.search(rf"^\| {re.escape(row)} \| [^|]+ \| {roofline} \| {h200} \| {clock} \| {ends} \|", PREDICTIONS, re.MULTILINE), row
         assert re.search(rf"\b{b200}\b", re.sub(r"\s+", " ", PREDICTIONS)), row

@@ -1,4 +1,4 @@
-"""The commands: run and report of synchronisation; numbers, numbers-report and numbers-attack of numbers."""
+"""The commands: run and report of synchronisation; numbers, numbers-report and numbers-attack of numbers; machine, machine-report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -23,6 +23,7 @@ from tests.mutation.campaign import (
     coverage,
     explanations,
     judge_batch,
+    judge_machine_code,
     judge_numbers,
     one_of_each_structure,
     read,
@@ -30,9 +31,21 @@ from tests.mutation.campaign import (
     wanted,
     wanted_numbers,
 )
-from tests.mutation.sites import KINDS, Mutation
-from tests.mutation.verdicts import NOTICED, OPEN, Verdict, current, judged, mutation_of, table, unused
+from tests.mutation.sites import KINDS
+from tests.mutation.verdicts import (
+    NOTICED,
+    OF_MACHINE_CODE,
+    OPEN,
+    Verdict,
+    current,
+    judged,
+    judged_machine_code,
+    mutation_of,
+    table,
+    unused,
+)
 
+T = TypeVar("T")
 BATCH = 24  # mutations of a kernel that a process takes at a time
 
 
@@ -61,18 +74,18 @@ def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs:
     work(batches, partial(judge_batch, seeds=seeds), jobs, out)
 
 
-def work(batches: Sequence[tuple[str, list[Mutation]]], judge: Callable[[str, list[Mutation]], list[Line]], jobs: int, out: Path) -> None:
+def work(batches: Sequence[tuple[str, Sequence[T]]], judge: Callable[[str, Sequence[T]], list[Line]], jobs: int, out: Path) -> None:
     """Judge batches in processes of their own; append a record for each mutation as a batch ends."""
     total, ended = sum(len(batch) for _, batch in batches), 0
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool, out.open("a") as file:
-        futures = [pool.submit(judge, name, batch) for name, batch in batches]
+        futures = {pool.submit(judge, name, batch): name for name, batch in batches}
         for future in as_completed(futures):
             lines = future.result()
             file.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
             file.flush()
             ended += len(lines)
             survivors = sum(not line.noticed for line in lines)
-            click.echo(f"[{ended}/{total}] {lines[0].kernel}: {len(lines)} broken, {survivors} not noticed")
+            click.echo(f"[{ended}/{total}] {futures[future]}: {len(lines)} broken, {survivors} not noticed")
 
 
 @main.command()
@@ -142,6 +155,38 @@ def _verdicts(out: Path) -> list[Verdict]:
     if len(now) < len(lines):
         click.echo(f"{len(lines) - len(now)} records are about other builds of the kernels; they are left out")
     return list(judged(now))
+
+
+@main.command()
+@click.option("--kernel", default="_sm90_", help="Only kernels whose name has this regular expression.")
+@click.option("--sample", type=click.IntRange(min=1), default=40, help="So many mutations of each kernel, over all kinds.")
+@click.option("--seed", default=0, help="Which of them, and which kernel of each structure.")
+@click.option("--seeds", default=1, help="Seeds of the random and adversarial schedules.")
+@click.option("--jobs", default=2, help="Processes.")
+@click.option("--out", default="machine.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records; what is there stays.")
+def machine(kernel: str, sample: int, seed: int, seeds: int, jobs: int, out: Path) -> None:
+    """Break the machine code of one kernel of each structure: control codes, synchronisation and operands."""
+    done = frozenset(line.key for line in read(out))
+    names = [entry.name for entry in one_of_each_structure(load_artifacts(), seed) if re.search(kernel, entry.name)]
+    turns = [range(start, min(start + BATCH, sample)) for start in range(0, sample, BATCH)]
+    batches = [(name, part) for name in names for part in turns]
+    work(batches, partial(judge_machine_code, seed=seed, seeds=seeds, done=done), jobs, out)
+
+
+@main.command()
+@click.option("--out", default="machine.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
+def machine_report(out: Path) -> None:
+    """Print the verdicts on mutations of machine code by kernel and by kind. Exit 1 if a survivor is open."""
+    verdicts = list(judged_machine_code(read(out)))
+    click.echo(table("kernel", verdicts, lambda line: line.kernel))
+    click.echo(table("kind", verdicts, lambda line: line.kind))
+    open_ones = [item.line for item in verdicts if item.verdict == OPEN]
+    for line in open_ones:
+        click.echo(f"{line.kernel}, {line.kind}, {line.place}, {line.line:#x}: {line.code}")
+    for known in unused(verdicts, OF_MACHINE_CODE):
+        click.echo(f"explains nothing: {known.kernel.pattern}, {known.kind.pattern}, {known.code.pattern}")
+    if open_ones:
+        raise SystemExit(1)
 
 
 @main.command()

@@ -16,18 +16,22 @@ from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
 from cute_mla.testing.suites import OPS, suite
 from tests.mutation.bench import ShippedBits, call_of
+from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
 from tests.mutation.smoke import HELPERS, ROUND_ROBIN
 from tests.mutation.verdicts import EQUAL, EXPLAINED, Verdict
 
-MOST_TILES = 40  # of a call
-LENGTHS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 193, 255, 257)
+MOST_TILES = 16  # of a call: many small calls meet more values than a few large ones
+LENGTHS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 160, 191, 192, 193)
 EXCHANGED = 4  # fields of a case that at most get another value
 
 
 @dataclass(frozen=True)
 class Attack:
-    """The result of a search. calls: how many were compared. shown: the id of the first case that shows the mutation, and how; or empty."""
+    """The result of a search.
+
+    calls: how many ran the broken instruction and were compared. shown: the id of the first case that shows it, and how; or empty.
+    """
 
     calls: int
     shown: str
@@ -69,7 +73,7 @@ def calls(kernel: KernelEntry, draw: random.Random) -> Iterator[BaseCase]:
 
 
 def attack(kernel: KernelEntry, mutation: Mutation, seconds: float, seed: int) -> Attack:
-    """Make calls with the shipped and the broken kernel for so many seconds of CPU time, until one differs."""
+    """Make calls that run the broken instruction, shipped and broken, for so many seconds of CPU time, until one differs."""
     broken = mutation.apply(load_artifacts().ptx(kernel))
     end, number = time.process_time() + seconds, 0
     for case in calls(kernel, random.Random(f"{seed} {kernel.name} {mutation.kind} {mutation.number}")):
@@ -77,10 +81,12 @@ def attack(kernel: KernelEntry, mutation: Mutation, seconds: float, seed: int) -
             break
         try:
             tensors = operation(case).make_tensors(case, "cpu")
-            results, findings = call_of(kernel.arch, case, tensors, ROUND_ROBIN)
+            places = Places(kernel)
+            with places.watch():
+                results, findings = call_of(kernel.arch, case, tensors, ROUND_ROBIN)
         except (ValueError, KeyError, TypeError, IndexError, RuntimeError, SimulationError):
             continue
-        if findings:
+        if findings or mutation.line not in places.roles:
             continue
         number += 1
         outcome = ShippedBits(kernel, case, tensors, results)(broken, ROUND_ROBIN)

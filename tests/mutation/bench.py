@@ -1,4 +1,4 @@
-"""Judges broken kernels: a trial runs broken PTX once, under one schedule, and says what it notices."""
+"""Judges broken kernels: a trial runs a broken text, PTX or machine code, once, under one schedule, and says what it notices."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from cute_mla.runtime import simulated_device
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.current import simulate
 from cute_mla.simulator.engine import recorder
+from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.cases.base import BaseCase
@@ -54,7 +56,7 @@ class Outcome:
 
 
 UNNOTICED = Outcome("", "", "")
-Trial = Callable[[str, Schedule], Outcome]  # of a broken PTX text
+Trial = Callable[[str, Schedule], Outcome]  # of a broken text
 
 
 def first_notice(trials: Iterable[Trial], ptx: str, schedules: Iterable[Schedule]) -> Outcome:
@@ -63,22 +65,36 @@ def first_notice(trials: Iterable[Trial], ptx: str, schedules: Iterable[Schedule
     return next((outcome for schedule in schedules for trial in known if (outcome := trial(ptx, schedule)).noticed), UNNOTICED)
 
 
+def text_of(kernel: KernelEntry, code: str) -> str:
+    """Return the PTX of a kernel, or its machine code ("sass") as nvdisasm prints it."""
+    artifacts = load_artifacts()
+    return artifacts.ptx(kernel) if code == "ptx" else disassembly(artifacts.cubin(kernel))
+
+
+def key_of(kernel: KernelEntry, code: str) -> str:
+    """Return the key of a kernel's code among the modules of the simulated device."""
+    return kernel.ptx_sha256 if code == "ptx" else kernel.cubin_sha256
+
+
 @lru_cache(4)
 def _reloader(shipped: str) -> Reloader:
     return Reloader(shipped)
 
 
 @lru_cache(1)
-def _loaded(shipped: str, ptx: str) -> simulator.Module:
-    return _reloader(shipped).load(ptx)
+def _loaded(kernel: str, text: str, code: str) -> simulator.Module:
+    artifacts = load_artifacts()
+    if code == "ptx":
+        return _reloader(artifacts.ptx(artifacts.manifest.kernels[kernel])).load(text)
+    return load_machine_code(artifacts.cubin(artifacts.manifest.kernels[kernel]), text)
 
 
 @contextmanager
-def launched_instead(kernel: KernelEntry, ptx: str) -> Iterator[None]:
-    """Launch a PTX text wherever the runtime would launch a kernel."""
-    key = kernel.ptx_sha256
+def launched_instead(kernel: KernelEntry, text: str, code: str = "ptx") -> Iterator[None]:
+    """Launch a text wherever the runtime would launch a kernel."""
+    key = key_of(kernel, code)
     before = simulated_device._modules.pop(key, None)
-    simulated_device._modules[key] = _loaded(load_artifacts().ptx(kernel), ptx)
+    simulated_device._modules[key] = _loaded(kernel.name, text, code)
     try:
         yield
     finally:
@@ -131,25 +147,26 @@ def survivors_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedul
 
 @dataclass(frozen=True)
 class ShippedBits:
-    """A call whose results must be, bit for bit, those of the kernel as it ships. A trial."""
+    """A call whose results must be, bit for bit, those of the kernel as it ships. A trial. code: "ptx" or "sass"."""
 
     kernel: KernelEntry
     case: BaseCase
     tensors: Any
     expected: Result
+    code: str = "ptx"
 
     def call(self, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
         """Make the call; return results and findings."""
-        return call_of(self.kernel.arch, self.case, self.tensors, schedule)
+        return call_of(self.kernel.arch, self.case, self.tensors, schedule, self.code)
 
     def name(self, schedule: Schedule) -> str:
         """Name the trial under a schedule."""
         return f"{schedule} {self.case.id}"
 
-    def __call__(self, ptx: str, schedule: Schedule) -> Outcome:
+    def __call__(self, text: str, schedule: Schedule) -> Outcome:
         by = self.name(schedule)
         try:
-            with launched_instead(self.kernel, ptx), limited_time():
+            with launched_instead(self.kernel, text, self.code), limited_time():
                 results, findings = self.call(schedule)
         except TimeoutError:
             return Outcome("hang", "", by)
@@ -161,10 +178,10 @@ class ShippedBits:
         return UNNOTICED if all(map(same_bits, results, self.expected)) else Outcome("answer", "", by)
 
 
-def call_of(arch: str, case: BaseCase, tensors: Any, schedule: Schedule) -> tuple[Result, Sequence[simulator.Finding]]:
+def call_of(arch: str, case: BaseCase, tensors: Any, schedule: Schedule, code: str = "ptx") -> tuple[Result, Sequence[simulator.Finding]]:
     for given in tensors.output_buffers.values():
         given.storage.fill_(float("nan"))
-    with simulate(arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect") as device:
+    with simulate(arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect", code=code) as device:
         results = operation(case).call(case, tensors, None)
     return tuple(result.clone() for result in results), device.findings
 
@@ -172,9 +189,10 @@ def call_of(arch: str, case: BaseCase, tensors: Any, schedule: Schedule) -> tupl
 class Subject:
     """A kernel with its trials. places: where its instructions run in these. clean: trials that notice nothing in it as it ships."""
 
-    def __init__(self, kernel: KernelEntry) -> None:
+    def __init__(self, kernel: KernelEntry, code: str = "ptx") -> None:
         self.kernel = kernel
-        self.ptx = load_artifacts().ptx(kernel)
+        self.code = code
+        self.text = text_of(kernel, code)
         self.places = Places(kernel)
         self.clean: set[str] = set()
         self.trials: list[ShippedBits] = []
@@ -190,15 +208,15 @@ class Subject:
         tensors = operation(case).make_tensors(case, "cpu")
         simulated_device._modules.clear()
         with self.places.watch():
-            results, findings = call_of(self.kernel.arch, case, tensors, Schedule("round_robin", 0))
-        if self.kernel.ptx_sha256 in simulated_device._modules:
+            results, findings = call_of(self.kernel.arch, case, tensors, Schedule("round_robin", 0), self.code)
+        if key_of(self.kernel, self.code) in simulated_device._modules:
             if findings:
                 raise ValueError(f"{self.kernel.name} as it ships has findings: {findings[0]}")
-            self.trials.append(ShippedBits(self.kernel, case, tensors, results))
+            self.trials.append(ShippedBits(self.kernel, case, tensors, results, self.code))
 
     def judge(self, mutation: Mutation, schedules: Sequence[Schedule]) -> Outcome:
         """Run the trials until one notices. ValueError if it notices something in the kernel as it ships, too."""
-        outcome = first_notice(self.trials, mutation.apply(self.ptx), schedules)
+        outcome = first_notice(self.trials, mutation.apply(self.text), schedules)
         self._expect_clean(outcome, schedules)
         return outcome
 

@@ -27,7 +27,8 @@ _MOST = (1 << 31) - 1
 _COUNT = (0, _MOST)  # sizes of tensors, and what is computed of them; neither they nor strides are negative
 _KINDS = {ParamKind.INT32: _COUNT, ParamKind.INT64: (0, 1 << 62), ParamKind.POINTER: (0, 1 << 57)}
 _HEADS_OF_LATENT = 128  # most query heads of the ops over the latent
-_TOKENS = {"dense_decode": 1 << 24, "sparse_decode": 65535}  # most query tokens of a request (README, "Support")
+_TOKENS = {"dense_decode": (1 << 24) - 1, "sparse_decode": 65535}  # of a request (README, "Support"); 2^24 of 128 heads are 2 TB of out
+_REQUESTS = (1 << 29) - 1  # most requests of a decode call: each has a row of q and of out, 1600 bytes, in at most 512 GB of memory
 _TILE_ROWS = 64  # query rows of a CTA of dense decode
 _BLOCKS = {  # most CTAs in x
     "cache_gather": _MOST // KEYS_PER_BLOCK + 1,
@@ -65,6 +66,8 @@ def _parameter(op: str, name: str, general: Range) -> Range:
         return 0, 1
     if name in ("h_q", "heads_per_kv") and op != "dense_prefill":
         return 1, _HEADS_OF_LATENT
+    if name == "batch" and op in (*_TOKENS, "combine"):
+        return 0, _REQUESTS
     if name == "s_q" and op in _TOKENS:
         return 1, _TOKENS[op]
     return (1, general[1]) if name in _POSITIVE else general

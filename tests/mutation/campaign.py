@@ -9,17 +9,18 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
-from tests.mutation import numeric
-from tests.mutation.bench import UNNOTICED, Outcome, Subject, orders, prepare
+from cute_mla.testing.operations import operation
+from tests.mutation import machine, numeric
+from tests.mutation.bench import UNNOTICED, Outcome, ShippedBits, Subject, call_of, first_notice, orders, prepare
 from tests.mutation.equality import is_equal
-from tests.mutation.places import structure
+from tests.mutation.places import NOT_RUN, structure
 from tests.mutation.sites import Mutation, find
-from tests.mutation.smoke import SmokeSubject
+from tests.mutation.smoke import ROUND_ROBIN, SmokeSubject
 
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 
@@ -28,7 +29,8 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 class Line:
     """Record of one mutation.
 
-    ptx: digest of the text that was broken. place: from Places.of_all. Other fields: see Mutation and Outcome.
+    ptx: digest of the text that was broken, or of the cubin whose machine code was. place: from Places.of_all. line: of PTX, or the
+    address in machine code. Other fields: see Mutation and Outcome.
     """
 
     kernel: str
@@ -84,8 +86,8 @@ def _subject(kernel: str) -> tuple[Subject, dict[Mutation, Line]]:
     entry = load_artifacts().manifest.kernels[kernel]
     subject = Subject(entry)
     lines = {}
-    for mutation, place in subject.places.of_all(find(subject.ptx)).items():
-        code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
+    for mutation, place in subject.places.of_all(find(subject.text)).items():
+        code = " ".join(subject.text[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, place, mutation.line)
         lines[mutation] = Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(UNNOTICED))
     return subject, lines
@@ -115,6 +117,56 @@ def judge_numbers(kernel: str, mutations: Sequence[Mutation], suite: str) -> lis
         code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
         where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
         lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
+    return lines
+
+
+@dataclass(frozen=True)
+class _MachineSubject:
+    """A kernel as machine code. found: mutations of what its trials run, or whose control codes are checked without."""
+
+    subject: Subject
+    found: list[Mutation]
+
+    @cached_property
+    def larger(self) -> list[ShippedBits]:
+        """Return the smoke cases that launch the kernel, for edits of operands that the small trials do not notice."""
+        kernel = self.subject.kernel
+        known = []
+        for case in SmokeSubject(kernel).cases("smoke"):
+            tensors = operation(case).make_tensors(case, "cpu")
+            results, findings = call_of(kernel.arch, case, tensors, ROUND_ROBIN, "sass")
+            if not findings:
+                known.append(ShippedBits(kernel, case, tensors, results, "sass"))
+        return sorted(known, key=lambda trial: trial.case.tiles)
+
+    def judge(self, line: Line, mutation: Mutation, seeds: int) -> Line:
+        """Return the record of a mutation with its outcome."""
+        judged = _judged(self.subject, line, mutation, seeds)
+        if judged.noticed or mutation.kind not in machine.OF_OPERANDS:
+            return judged
+        return replace(line, **asdict(first_notice(self.larger, mutation.apply(self.subject.text), (ROUND_ROBIN,))))
+
+
+@lru_cache(1)
+def _machine_subject(kernel: str) -> _MachineSubject:
+    subject = Subject(load_artifacts().manifest.kernels[kernel], "sass")
+    found = machine.find(subject.text)
+    return _MachineSubject(subject, [item for item in found if item.kind in machine.STATIC or subject.places.of(item.line) != NOT_RUN])
+
+
+def judge_machine_code(kernel: str, turns: Sequence[int], seed: int, seeds: int, done: frozenset[tuple[str, str, str, int]]) -> list[Line]:
+    """Break a kernel's machine code, one mutation at a time. turns: which of those that the seed draws. done: keys of records to skip."""
+    prepare()
+    broken = _machine_subject(kernel)
+    subject, entry = broken.subject, broken.subject.kernel
+    chosen = numeric.drawn(kernel, broken.found, max(turns) + 1, seed)
+    lines = []
+    for mutation in [chosen[turn] for turn in turns if turn < len(chosen)]:
+        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
+        code = machine.describe(subject.text, mutation)
+        line = Line(entry.name, entry.cubin_sha256[:12], *where, code, **asdict(UNNOTICED))
+        if line.key not in done:
+            lines.append(broken.judge(line, mutation, seeds))
     return lines
 
 

@@ -74,12 +74,14 @@ class Proof:
         reached = list(self.analysis.run(index + 1, state, self._step))
         while True:
             for target, found in reached:
+                if ANY not in found.values():
+                    continue  # nothing changed is left on this path
                 old = before.get(target)
                 new = join(old, found)
                 if new != old:
                     changes[target] = changes.get(target, 0) + 1
                     before[target] = new if old is None or changes[target] < PATIENCE else widened(old, new)
-                    if any(value == ANY for value in before[target].values()) and target not in work:
+                    if target not in work:
                         work.append(target)
             if not work:
                 return True
@@ -213,6 +215,25 @@ def _masked(analysis: Analysis, item: Instruction, state: State) -> Narrow:
         yield state
 
 
+def _shifted_further(analysis: Analysis, item: Instruction, state: State) -> Narrow:
+    """Yield the states where a shift by one bit more gives another number: unless none is left in either case."""
+    count = analysis.lookup(item.operands[2], state)
+    if count is None:
+        return
+    least = 1 << count[0] if root(item) == "shr" else 1
+    yield from _within(analysis, state, item.operands[1], least, None)
+    yield from _within(analysis, state, item.operands[1], None, -1)
+
+
+def _with_next_constant(analysis: Analysis, item: Instruction, state: State) -> Narrow:
+    """Yield the state where the result depends on a constant: of a minimum or maximum if it decides, else always."""
+    name = {"min": "gt", "max": "le"}.get(root(item))
+    if name is None:
+        yield state
+    else:
+        yield from _compared(name)(analysis, item, state)
+
+
 _DIFFERENT: dict[str, Callable[[Analysis, Instruction, State], Narrow]] = {
     "sign lost": _negative,
     "wide product cut": _too_large,
@@ -224,4 +245,6 @@ _DIFFERENT: dict[str, Callable[[Analysis, Instruction, State], Narrow]] = {
     "predicates joined the other way": _apart,
     "predicates met the other way": _apart,
     "mask halved": _masked,
+    "shift 1 more": _shifted_further,
+    "integer constant 1 more": _with_next_constant,
 }

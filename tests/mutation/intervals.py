@@ -11,13 +11,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from cute_mla.simulator.frontend.ptx import EntryText, Imm, Instruction, LabelRef, Mem, Negated, Operand, Pair, Reg, Special, Symbol, Vec
 from tests.mutation.ranges import BITS, INVERSE, SWAPPED, Range, arithmetic, comparable, every, hull, meet, narrowed, wrapped
 
 State = dict[str, Range]  # ranges of registers at a place; a register that is left out has any value that it has anywhere
 
-DEPTH = 5  # definitions that a lookup goes back
+DEPTH = 4  # definitions that a lookup goes back
 PATIENCE = 4  # changes of the state in front of a block before ranges that grow are widened
 STEPS = tuple(1 << bits for bits in (0, 5, 10, 15, 20, 25, 30, 31, 32, 40, 50, 58, 63))
 ROUNDS = 2  # solutions, each with the ranges of registers that the one before has found
@@ -73,6 +74,13 @@ def written(item: Instruction) -> list[Reg]:
     if is_pure(item) or root(item) in ("ld", "shfl", "vote"):
         return list(registers(item.operands[0]))
     return [register for operand in item.operands if not isinstance(operand, Mem) for register in registers(operand)]
+
+
+@cache
+def _is_float(opcode: str) -> bool:
+    """Return whether an opcode computes with floats, so that nothing is known of its result."""
+    name, *rest = opcode.split(".")
+    return name not in ("mov", "selp", "ld") and any(re.fullmatch(r"b?f(16|32|64)(x2)?", part) for part in rest)
 
 
 def wrapped_literal(value: Range) -> Range:
@@ -156,6 +164,10 @@ class Analysis:
         bits = BITS[target.bank]
         if item.opcode.startswith("ld.param") and isinstance(source, Mem) and isinstance(source.base, Symbol) and not source.offset:
             return self.bounds.get(source.base.name, every(bits))
+        if _is_float(item.opcode):
+            return every(bits)
+        if root(item) == "shfl":
+            return self.lookup(source, state, depth)  # a range holds for all lanes
         values = []
         for operand in item.operands[1:]:
             value = self.lookup(operand, state, depth)
@@ -226,7 +238,7 @@ class Analysis:
     def step(self, item: Instruction, state: State) -> bool:
         """Change a state to that behind an instruction that is no branch. False if the state is impossible."""
         targets = written(item)
-        known = len(targets) == 1 and (is_pure(item) or root(item) == "ld")
+        known = len(targets) == 1 and (is_pure(item) or root(item) in ("ld", "shfl"))
         value = self.evaluate(item, state) if known else None
         if known and value is None:
             return False
@@ -307,7 +319,8 @@ class Analysis:
         changes = [0] * count
         work = [0]
         while work:
-            block = work.pop(0)
+            block = min(work)  # inner loops first: blocks in the order of the text are revisited least
+            work.remove(block)
             for target, reached in list(self.run(self.starts[block], before[block] or {}, self.step)):
                 old = before[target]
                 new = join(old, reached)

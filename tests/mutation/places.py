@@ -1,4 +1,7 @@
-"""Places of instructions: the roles that run them and their barriers. They identify a mutation however the text around it changes."""
+"""Places of instructions: the roles that run them and their barriers. They identify a mutation however the text around it changes.
+
+An instruction is known by its PTX line, or its address in machine code.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from cute_mla import simulator
 from cute_mla.manifest import KernelEntry
 from cute_mla.simulator import Observer
 from cute_mla.simulator.engine.counts import NO_ROLE
+from cute_mla.simulator.frontend.ptx import Instruction
 from cute_mla.simulator.state.origin import instruction_of_caller
 from tests.mutation.sites import Mutation
 
@@ -30,9 +34,14 @@ class _Listener(Observer):
     def barrier(self, w: Any, barrier: Any, action: str, number: int) -> None:
         instruction = instruction_of_caller()
         if instruction is not None:
-            self.places.note(instruction.line, w.warps, self.names)
+            self.places.note(line_of(instruction), w.warps, self.names)
             if hasattr(barrier, "name"):
-                self.places.rings[instruction.line].add(re.split(r"[\[@]", barrier.name)[0])
+                self.places.rings[line_of(instruction)].add(re.split(r"[\[@]", barrier.name)[0])
+
+
+def line_of(instruction: Instruction) -> int:
+    """Return the PTX line of an instruction, or its address in machine code, whose instructions have no line."""
+    return instruction.line or int((instruction.source or "0").split(maxsplit=1)[0], 16)
 
 
 class Places:
@@ -48,13 +57,16 @@ class Places:
         """Learn from every launch of the kernel inside."""
         run = simulator.run
 
-        def watched(launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy) -> simulator.Report:
+        def watched(
+            launch: simulator.Launch, memory: simulator.GlobalMemory, policy: simulator.Policy, observer: simulator.Observer | None
+        ) -> simulator.Report:
+            assert observer is None
             if launch.entry != self.kernel.entry:
-                return run(launch, memory, policy)
+                return run(launch, memory, policy, observer)
             report = run(launch, memory, policy, _Listener(self, launch.names))
             for index, warps in report.executed.times:
                 for item in report.executed.blocks[index].instructions:
-                    self.note(item.instruction.line, warps, launch.names)
+                    self.note(line_of(item.instruction), warps, launch.names)
             return report
 
         with patch.object(simulator, "run", watched):

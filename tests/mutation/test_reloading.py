@@ -62,7 +62,7 @@ def assert_equal(one: Module, other: Module) -> None:
         assert mine == whole or plain(mine) == plain(whole)
     assert registers_of(first) == registers_of(second)
     of_entry = [
-        (entry.name, entry.params, entry.reqntid, plain(sorted(entry.undefined)), plain(entry.unfenced), entry.flow.tensor_fences)
+        (entry.name, entry.params, entry.reqntid, plain(sorted(entry.undefined)), plain(entry.findings), entry.flow.tensor_fences)
         for entry in (first, second)
     ]
     assert of_entry[0] == of_entry[1]

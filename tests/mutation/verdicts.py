@@ -1,4 +1,4 @@
-"""Verdicts on numeric mutations: noticed, equal by proof, explained in numbers.toml, or open."""
+"""Verdicts on mutations of numbers and of machine code: noticed, equal by proof, explained in numbers.toml or machine.toml, or open."""
 
 from __future__ import annotations
 
@@ -18,21 +18,28 @@ from tests.mutation.expressions import expression
 from tests.mutation.sites import Mutation
 
 EXPLANATIONS = Path(__file__).with_name("numbers.toml")
+OF_MACHINE_CODE = Path(__file__).with_name("machine.toml")
 NOTICED, EQUAL, EXPLAINED, OPEN = VERDICTS = ("noticed", "equal", "explained", "open")
 
 
 @dataclass(frozen=True)
 class NumberExplanation:
-    """Why no practical input shows mutations of these kinds. code: of the whole expression that expressions.py makes of the instruction."""
+    """Why no practical input shows mutations of these kinds.
+
+    place: of the roles that run the instruction. code: of the whole expression that expressions.py makes of the instruction, or of the edit
+    of machine code.
+    """
 
     kernel: re.Pattern[str]
     kind: re.Pattern[str]
+    place: re.Pattern[str]
     code: re.Pattern[str]
     reason: str
 
-    def covers(self, kernel: str, kind: str, code: str) -> bool:
+    def covers(self, line: Line, code: str) -> bool:
         """Return whether the explanation is about a mutation."""
-        return bool(self.kind.fullmatch(kind) and self.kernel.fullmatch(kernel) and self.code.fullmatch(code))
+        found = ((self.kernel, line.kernel), (self.kind, line.kind), (self.place, line.place), (self.code, code))
+        return all(pattern.fullmatch(text) for pattern, text in found)
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,12 @@ class Verdict:
     explanation: NumberExplanation | None = None
 
 
-def explanations() -> list[NumberExplanation]:
-    """Return the contents of numbers.toml."""
+def explanations(path: Path = EXPLANATIONS) -> list[NumberExplanation]:
+    """Return the contents of numbers.toml, or of machine.toml."""
+    names = ("kernel", "kind", "place", "code")
     return [
-        NumberExplanation(**{name: re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "code")}, reason=entry["reason"])
-        for entry in tomllib.loads(EXPLANATIONS.read_text())["survivor"]
+        NumberExplanation(**{name: re.compile(entry.get(name, ".*")) for name in names}, reason=entry["reason"])
+        for entry in tomllib.loads(path.read_text())["survivor"]
     ]
 
 
@@ -81,17 +89,27 @@ def judged(lines: Iterable[Line]) -> Iterator[Verdict]:
             yield Verdict(line, EQUAL)
         else:
             code = expression(entry, mutation_of(line))
-            why = next((item for item in known if item.covers(line.kernel, line.kind, code)), None)
+            why = next((item for item in known if item.covers(line, code)), None)
             yield Verdict(line, OPEN if why is None else EXPLAINED, code, why)
 
 
-def unused(verdicts: Iterable[Verdict]) -> list[NumberExplanation]:
+def judged_machine_code(lines: Iterable[Line]) -> Iterator[Verdict]:
+    """Yield a verdict on each record about the machine code of a kernel as it is built now."""
+    known = explanations(OF_MACHINE_CODE)
+    kernels = load_artifacts().manifest.kernels
+    for line in lines:
+        if line.kernel in kernels and kernels[line.kernel].cubin_sha256.startswith(line.ptx):
+            why = next((item for item in known if item.covers(line, line.code)), None)
+            yield Verdict(line, NOTICED if line.noticed else OPEN if why is None else EXPLAINED, line.code, why)
+
+
+def unused(verdicts: Iterable[Verdict], path: Path = EXPLANATIONS) -> list[NumberExplanation]:
     """Return the explanations of kernels and kinds on record that explain none of their survivors."""
     every = list(verdicts)
     used = {item.explanation for item in every}
     return [
         known
-        for known in explanations()
+        for known in explanations(path)
         if known not in used and any(known.kernel.fullmatch(item.line.kernel) and known.kind.fullmatch(item.line.kind) for item in every)
     ]
 

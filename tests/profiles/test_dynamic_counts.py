@@ -45,10 +45,15 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "products"), PRODUCTS)
-def test_products_of_a_tile(name: str, products: dict[str, float]) -> None:
-    counts = dynamic_counts(entry(name))
+CODES = [*((*kernel, "ptx") for kernel in PRODUCTS), (*PRODUCTS[0], "sass")]
+
+
+@pytest.mark.parametrize(("name", "products", "code"), CODES)
+def test_products_of_a_tile(name: str, products: dict[str, float], code: str) -> None:
+    counts = dynamic_counts(entry(name), code)
     assert counts is not None
+    assert counts.code == code
+    assert counts.peer is None or code == "ptx"
     found = {role: classes["matrix product"] for role, classes in counts.slope.items() if "matrix product" in classes}
     assert found == products
     assert counts.slope_total == pytest.approx(sum(sum(classes.values()) for classes in counts.slope.values()))

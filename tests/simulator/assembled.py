@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ GPU = "sm_100f"
 VERSION = ".version 9.2"  # the first PTX with every instruction that the kernels use
 
 Edit = Callable[[str], str]
+Evidence = tuple[Callable[[], None], str]  # a test of small kernels, and opcodes that its machine code must have
 
 
 @cache
@@ -42,3 +44,11 @@ def as_machine_code(edit: Edit | None = None) -> Iterator[list[str]]:
 
     with mock.patch.object(small_kernels, "load_module", load):
         yield texts
+
+
+def check_machine_code(test: Callable[[], None], opcodes: str) -> None:
+    """Run a test of small kernels as machine code, and check that this has some opcodes."""
+    with as_machine_code() as texts:
+        test()
+    missing = [opcode for opcode in opcodes.split() if not any(re.search(rf"\b{re.escape(opcode)} ", text) for text in texts)]
+    assert not missing

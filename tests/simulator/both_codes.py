@@ -58,10 +58,13 @@ def both_codes(*ops: str, edit: Edit = unchanged) -> Iterator[Launches]:
     launches = Launches()
     run_once = simulator.run
 
-    def run(launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy) -> simulator.Report:
+    def run(
+        launch: simulator.Launch, memory: simulator.GlobalMemory, given: simulator.Policy, observer: simulator.Observer | None
+    ) -> simulator.Report:
+        assert observer is None
         kernel = launch.entry.rpartition("_")[0]
         if not kernel.startswith(ops):
-            return run_once(launch, memory, given)
+            return run_once(launch, memory, given, observer)
         buffers = [buffer for buffer in memory.buffers if buffer.nbytes < MAX_BYTES]
         launches.unchecked += [f"{kernel}: {buffer.name}" for buffer in memory.buffers if buffer.nbytes >= MAX_BYTES]
         before = [(buffer.data.copy(), None if buffer.valid is None else buffer.valid.copy()) for buffer in buffers]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from cute_mla.spec.arch import ARCHS
 
 THREADS = 128
 ROW = 4 * THREADS
@@ -19,8 +22,9 @@ _PAIRS = "mov.b64 %rd4, {%r1, %r2}; mov.b64 %rd5, {%r3, %r4};"
 class Evidence:
     """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, each of which its machine code has.
 
-    floats: the words are floats of all kinds, else integers of all kinds. registers: the most that ptxas may use, 0 for any number.
-    archs: architectures that have the instructions.
+    floats: the words are floats of all kinds, else integers of all kinds. cluster: CTAs, one cluster. extra: words for each thread that the
+    body itself stores, from %rd8 on. archs: the architectures that have its instructions. registers: the most that ptxas may use, 0 for
+    any number.
     """
 
     name: str
@@ -28,13 +32,19 @@ class Evidence:
     results: int
     opcodes: tuple[str, ...]
     floats: bool = False
+    cluster: int = 1
+    extra: int = 0
+    archs: tuple[str, ...] = tuple(ARCHS)
     registers: int = 0
-    archs: tuple[str, ...] = ("sm90", "sm100")
 
     def text(self) -> str:
-        """Return the body with its loads and stores."""
+        """Return the body with its loads and stores. Each CTA has results of its own."""
         stores = "\n".join(f"st.global.u32 [%rd6+{ROW * index}], %r{FIRST_RESULT + index};" for index in range(self.results))
-        return f"ld.param.u64 %rd6, [p1]; add.s64 %rd6, %rd6, %rd1;\n{_LOADS}\n{_PAIRS}\n{self.body}\n{stores}\n"
+        own = f"mov.u32 %r5, %ctaid.x; mul.wide.u32 %rd60, %r5, {ROW * (self.results + self.extra)}; add.s64 %rd6, %rd6, %rd60;"
+        if self.cluster == 1:
+            own = ""
+        start = f"ld.param.u64 %rd6, [p1]; {own} add.s64 %rd8, %rd6, {ROW * self.results}; add.s64 %rd6, %rd6, %rd1;"
+        return f"{start}\n{_LOADS}\n{_PAIRS}\n{self.body}\n{stores}\n"
 
 
 def words(floats: bool) -> np.ndarray:
@@ -96,9 +106,10 @@ _WIDE = [
 ]  # fmt: skip
 
 _DIVISIONS = [
-    "div.u32 $, %r1, %r2;", "div.s32 $, %r1, %r2;", "or.b32 %r50, %r2, 1; rem.u32 $, %r1, %r50;",
-    "or.b32 %r50, %r2, 1; rem.s32 $, %r1, %r50;", "div.u32 $, %r1, 24;",
-    *wide("div.s64 %rd7, %rd4, %rd5;"), *wide("div.u64 %rd7, %rd4, %rd5;"),
+    "div.u32 $, %r1, %r2;", "div.s32 $, %r1, %r2;", "rem.u32 $, %r1, %r2;",
+    "rem.s32 $, %r1, %r2;", "div.u32 $, %r1, 24;",
+    *wide("div.s64 %rd7, %rd4, %rd5;"), *wide("div.u64 %rd7, %rd4, %rd5;"), *wide("cvt.u64.u32 %rd8, %r2; rem.u64 %rd7, %rd4, %rd8;"),
+    *wide("cvt.s64.s32 %rd8, %r2; rem.s64 %rd7, %rd4, %rd8;"),
 ]  # fmt: skip
 
 
@@ -214,25 +225,37 @@ sub.u32 %r107, %r77, %r0;
 """
 
 
-def _of(name: str, lines: list[str], opcodes: str, floats: bool = False) -> Evidence:
-    return Evidence(name, *numbered(lines), tuple(opcodes.split()), floats)
+_ATOMICS = """
+mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1; bar.sync 0;
+atom.shared.or.b32 %r100, [%r62], %r2; atom.shared.and.b32 %r101, [%r62], %r3; atom.shared.xor.b32 %r102, [%r62], %r4;
+bar.sync 0; and.b32 %r63, %r0, 7; shl.b32 %r63, %r63, 2; add.u32 %r64, %r60, %r63;
+red.shared.or.b32 [%r64], %r1; red.shared.and.b32 [%r64+32], %r2; red.shared.xor.b32 [%r64+64], %r3; bar.sync 0;
+ld.shared.u32 %r103, [%r62];
+"""
 
 
-EVIDENCE = (
-    _of("integers", _INTEGERS, "IADD3 IMAD IMAD.HI SHF.R.U32.HI SHF.R.S32.HI LOP3.LUT VIMNMX VIADDMNMX IABS POPC PRMT ISETP.GE SEL"),
-    _of("wide", _WIDE, "IADD3.X IMAD.WIDE.U32 IMAD.WIDE IMAD.X SHF.L.U64.HI ISETP.GE.U32.AND.EX ISETP.GE.AND.EX LEA"),
-    _of("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
-    _of("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU FSETP.GTU "
-        "FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
+def gathered(name: str, lines: list[str], opcodes: str, before: str = "", **options: Any) -> Evidence:
+    """Return the evidence of lines with one result each. opcodes: separated by spaces. before: what the lines share."""
+    body, results = numbered(lines)
+    return Evidence(name, before + body, results, tuple(opcodes.split()), **options)
+
+
+PLAIN = (
+    gathered("integers", _INTEGERS, "IADD3 IMAD IMAD.HI SHF.R.U32.HI SHF.R.S32.HI LOP3.LUT VIMNMX VIADDMNMX IABS POPC PRMT ISETP.GE SEL"),
+    gathered("wide", _WIDE, "IADD3.X IMAD.WIDE.U32 IMAD.WIDE IMAD.X SHF.L.U64.HI ISETP.GE.U32.AND.EX ISETP.GE.AND.EX LEA"),
+    gathered("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
+    gathered("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU "
+        "FSETP.GTU FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB "
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
         floats=True),
-    _of("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
-    _of("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
+    gathered("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
+    gathered("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
     Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
-    "STS.U16", "BAR.SYNC",
-                                     "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
-    _of("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
-    replace(_of("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True), archs=("sm100",)),
-    _of("words", _WORDS, "SHF.R.U64 FLO.U32"),
+                                     "STS.U16", "BAR.SYNC", "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
+    Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR")),
+    gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
+    gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
+    gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
     Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
     Evidence("spilled", _SPILLED, _MANY, ("STL", "LDL"), registers=32),

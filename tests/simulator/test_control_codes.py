@@ -88,6 +88,23 @@ def test_a_later_load_of_the_pipe_answers_for_an_earlier_one() -> None:
     assert check_scoreboards(program(second, first, ("FADD R8, R4, R6", control(waits=4)), EXIT))
 
 
+def test_a_fence_takes_effect_before_others_may_see_it() -> None:
+    barrier, fence = ("MEMBAR.ALL.CTA", control(6, read=3)), ("FENCE.VIEW.ASYNC.S", control(write=3, waits=8))
+    for release in ("BAR.SYNC.DEFER_BLOCKING 0x1", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "UTMALDG.2D [UR8], [UR14]"):
+        assert not check_scoreboards(program(barrier, fence, (release, control(waits=8)), EXIT))
+        (hazard,) = check_scoreboards(program(barrier, fence, (release, control()), EXIT))
+        assert "no scoreboard that guards the proxy fence, result of 0x10 FENCE.VIEW.ASYNC.S" in str(hazard)
+    unwaited = (fence[0], control(write=3))
+    found = [str(item) for item in check_scoreboards(program(barrier, unwaited, ("BAR.SYNC.DEFER_BLOCKING 0x1", control(waits=8)), EXIT))]
+    assert found == ["0x10 FENCE.VIEW.ASYNC.S: it waits for no scoreboard that guards the memory barrier, result of 0x0 MEMBAR.ALL.CTA"]
+
+
+def test_an_mbarrier_is_initialised_before_others_may_use_it() -> None:
+    init = ("SYNCS.EXCH.64 URZ, [UR4], UR6", control(write=1))
+    assert not check_scoreboards(program(init, init, ("BAR.SYNC.DEFER_BLOCKING 0x0", control(waits=2)), EXIT))
+    assert check_scoreboards(program(init, init, ("BAR.SYNC.DEFER_BLOCKING 0x0", control()), EXIT))
+
+
 @pytest.mark.parametrize(
     ("producer", "consumer", "least"),
     [
@@ -106,6 +123,13 @@ def test_a_result_of_fixed_latency_is_used_no_earlier_than_seen(producer: str, c
     (early,) = check_latencies(program((producer, control(least - 1)), (consumer, control(write=0)), EXIT))
     assert str(early).endswith(f"; the smallest distance seen is {least}")
     assert early.distance == least - 1
+
+
+def test_a_wait_that_comes_before_its_scoreboard_is_held_is_found() -> None:
+    use = ("FADD R5, R4, R4", control(waits=1))
+    assert not check_latencies(program(("LDG.E R4, desc[UR4][R2.64]", control(2, write=0)), use, EXIT))
+    (early,) = check_latencies(program(("LDG.E R4, desc[UR4][R2.64]", control(1, write=0)), use, EXIT))
+    assert str(early).startswith("0x10 FADD R5, R4, R4: uses scoreboard 0 1 cycles after 0x0 LDG.E R4")
 
 
 def test_stalls_add_up_along_the_shorter_path() -> None:

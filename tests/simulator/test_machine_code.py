@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.manifest import MANIFEST_NAME
+from cute_mla.manifest import MANIFEST_NAME, KernelEntry
 from cute_mla.runtime import simulated_device
-from cute_mla.runtime.artifacts import FOLDER_VARIABLE, artifacts_folder
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE, Artifacts, artifacts_folder
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.simulator.findings import SassError, UnsupportedInstruction
+from cute_mla.simulator.findings import SassError, SimulationError, UnsupportedInstruction
 from cute_mla.simulator.sass import disassembler
-from cute_mla.simulator.sass.cubin import CubinError
+from cute_mla.simulator.sass.cubin import CubinError, read_cubin
+from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import Arch
@@ -144,6 +145,27 @@ def test_without_nvdisasm_the_error_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(disassembler, "find_program", lambda name: None)
     with pytest.raises(SassError, match=r"not found; install nvidia-cuda-nvdisasm \(the build extra\)"):
         disassembler.disassemble(b"")
+
+
+def test_a_cubin_whose_wait_was_removed_is_a_finding_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing built it, so no gate of the build has seen its control codes."""
+    read = Artifacts.cubin
+
+    def without_a_wait(self: Artifacts, entry: KernelEntry) -> bytes:
+        cubin = read(self, entry)
+        text = read_cubin(cubin).sections[f".text.{entry.entry}"]
+        listing = read_listing(disassembly(cubin))
+        load = next(ins for ins in listing.instructions if ins.base == "S2R")
+        behind = listing.instructions[load.address // 16 :]
+        use = next(ins for ins in behind if ins.control.waits >> load.control.write_board & 1)
+        high = use.address + 8
+        changed = int.from_bytes(text[high : high + 8], "little") & ~(63 << 52)
+        return cubin.replace(text, text[:high] + changed.to_bytes(8, "little") + text[high + 8 :])
+
+    monkeypatch.setattr(Artifacts, "cubin", without_a_wait)
+    monkeypatch.setattr(simulated_device, "_modules", {})
+    with pytest.raises(SimulationError, match=r"control_code: it waits for no scoreboard that guards .*, result of 0x.* S2R"):
+        merged(code="sass")
 
 
 def kernel(name: str) -> tuple[bytes, str]:

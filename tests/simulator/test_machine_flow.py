@@ -12,7 +12,7 @@ from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Repo
 from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import REGISTERS, aligned, kinds
 
@@ -106,6 +106,29 @@ def test_tensor_maps_inside_a_struct_are_found(arch: Arch) -> None:
     report = execute(module, array, [pointer(array), struct_bytes], 8192)
     assert not report.findings
     np.testing.assert_array_equal(array, np.concatenate([np.arange(64), np.arange(64) + 1]))
+
+
+GATHER = """
+mov.u32 %r1, smem; mov.u64 %rd5, p1; cvta.param.u64 %rd5, %rd5; setp.ne.u32 %p1, %r0, 0; @%p1 bra LATER;
+mov.u32 %r2, 1; mbarrier.init.shared.b64 [%r1+4096], %r2; fence.mbarrier_init.release.cluster; fence.proxy.async;
+LATER: bar.sync 0; @%p1 bra WAIT; mov.u32 %r3, 0; mov.u32 %r4, 6; mov.u32 %r5, 1; mov.u32 %r6, 99; mov.u32 %r7, 3;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r1+4096], 256;
+cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes [%r1], [%rd5, {%r3, %r4, %r5, %r6, %r7}], [%r1+4096];
+WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+4096], 0; @!%p2 bra WAIT;
+mad.lo.u32 %r8, %r0, 4, %r1; ld.shared.u32 %r9, [%r8]; st.global.u32 [%rd2+512], %r9;
+"""
+
+
+def test_a_gathering_copy_brings_four_rows() -> None:
+    arch = ARCHS["sm100"]
+    array = aligned(192, np.uint32)
+    array[:128] = np.arange(1, 129)
+    plan = TensorMap("u32", array.ctypes.data, (16, 8), (64,), (16, 1))
+    module = load(arch, GATHER, ".param .u64 p0, .param .align 64 .b8 p1[128]", ".extern .shared .align 1024 .b8 smem[];")
+    report = execute(module, array, [pointer(array), encode_native_tensor_map(plan)], 8192)
+    assert not report.findings
+    rows = np.concatenate([array[:128].reshape(8, 16), np.zeros((1, 16), np.uint32)])
+    np.testing.assert_array_equal(array[128:], rows[[6, 1, 8, 3]].ravel())
 
 
 def test_a_place_without_a_tensor_map_is_a_finding(arch: Arch) -> None:

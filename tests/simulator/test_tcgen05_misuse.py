@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy, Report
-from tests.simulator.small_kernels import kinds
+from cute_mla.simulator import Policy
+from tests.simulator.assembled import Evidence, check_machine_code
+from tests.simulator.small_kernels import LAZY, kinds
 from tests.simulator.tensor_kernels import (
     PAIR,
     SCHEDULES,
     TensorKernel,
     commit,
-    encode,
     fill,
     instruction_descriptor,
     mma,
-    place,
     smem_descriptor,
     wait,
 )  # fmt: skip
-
-IDESC = instruction_descriptor(128, 32)
-SIZE = 16 * 1024
-LAZY = Policy.named("lazy")
-PRODUCT = mma(smem_descriptor(0), smem_descriptor(SIZE // 2, 16, 1024), IDESC)
-
-
-def image(group: int = 1) -> np.ndarray:
-    """Return A (64 rows suffice: the rest is read from what follows) and B, all ones."""
-    out = np.zeros((group, 2 * SIZE), np.uint8)
-    for rank in range(group):
-        place(out[rank], encode(np.ones((128, 64)), "bf16"), 0, 2, False)
-        place(out[rank], encode(np.ones((32, 64)), "bf16"), SIZE, 2, False)
-    return out
-
-
-A, B = smem_descriptor(0), smem_descriptor(SIZE)
-GOOD = mma(A, B, IDESC)
-
-
-def report_of(program: str, policy: Policy = LAZY, group: int = 1, cells: int = 32, **options: object) -> Report:
-    kernel = TensorKernel(program, group, cells, 2 * SIZE, **options)  # type: ignore[arg-type]
-    return kernel.run(image(group), policy=policy)[1]
-
-
-def message(report: Report) -> str:
-    """Return the only finding's text."""
-    assert len({finding.kind for finding in report.findings}) == 1, [str(finding) for finding in report.findings]
-    return report.findings[0].message
-
+from tests.simulator.tensor_programs import GOOD, IDESC, LOAD, SIZE, STORE, WAITED, A, B, image, message, report_of
 
 # ---------------------------------------------------------------- allocation
 
@@ -247,9 +219,6 @@ def test_commit_of_another_thread_covers_nothing(policy: Policy) -> None:
 # ---------------------------------------------------------------- what is in use
 
 SETTLE = "bar.sync 0;\n"
-LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r30}, [%r5];\n"
-STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5], {%r0};\n"
-WAITED = GOOD + commit() + wait("$done")
 
 
 @pytest.mark.parametrize("policy", SCHEDULES)
@@ -370,3 +339,22 @@ def test_another_operand_than_was_filled() -> None:
     report = report_of(products("fill", "use", operands=(A, other)) + commit() + wait("$done"), columns=128, output=False)
     assert kinds(report) == {"collector"}
     assert "holds another operand" in message(report)
+
+
+# ---------------------------------------------------------------- machine code
+
+MACHINE_CODE: dict[str, Evidence] = {
+    "collector": (partial(test_an_operand_that_was_filled_may_be_used, ("fill", "use", "lastuse"), LAZY), "UTCHMMA"),
+    "collector, not filled": (partial(test_an_operand_that_was_not_filled, ("use",), "holds nothing"), "UTCHMMA"),
+    "commit to one CTA": (partial(test_commit_of_one_cta_of_a_pair, SCHEDULES[3]), "UTCBAR.2CTA"),
+    "waiting for room": (partial(test_allocation_waits_for_room, SCHEDULES[3]), "UTCATOMSWS.AND NANOSLEEP"),
+    "never any room": (test_allocation_that_never_gets_room_is_a_deadlock, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
+    "not freed": (test_not_freed_at_exit, "UTCATOMSWS.FIND_AND_SET.ALIGN"),
+    "four allocations": (test_several_warps_allocate_one_after_the_other, "UVIRTCOUNT.DEALLOC.SMPOOL ATOMS.OR ATOMS.AND"),
+    "pairs allocate": (partial(test_pair_allocates_together, SCHEDULES[3]), "STAS SYNCS.ARRIVE.TRANS64.RED"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_as_machine_code(name: str) -> None:
+    check_machine_code(*MACHINE_CODE[name])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy
+from tests.simulator.assembled import Evidence, check_machine_code
 from tests.simulator.small_kernels import kinds
 from tests.simulator.tensor_kernels import (
     FILL,
@@ -280,3 +283,34 @@ def test_poison_of_operands_and_accumulator() -> None:
     program = mma(first, outside, instruction_descriptor(128, 32)) + commit() + wait("$done")
     _, report = TensorKernel(program, 1, 32, image.shape[1]).run(image)
     assert kinds(report) == {"poison"}
+
+
+# ---------------------------------------------------------------- machine code
+
+MACHINE_CODE: dict[str, Evidence] = {
+    "128 x 64": (partial(test_where_d_lies, 1, False, 128, 64), "UTCHMMA UTCBAR UTCATOMSWS.AND UTCATOMSWS.FIND_AND_SET.ALIGN"),
+    "64 x 72": (partial(test_where_d_lies, 1, False, 64, 72), "UTCHMMA LDTM.x32 STTM.x32"),
+    "pair, 256 x 64": (
+        partial(test_where_d_lies, 2, False, 256, 64),
+        "UTCHMMA.2CTA UTCBAR.2CTA.MULTICAST UTCATOMSWS.2CTA.FIND_AND_SET.ALIGN STAS ATOMS.XOR",
+    ),
+    "pair, 128 x 128": (partial(test_where_d_lies, 2, False, 128, 128), "UTCHMMA.2CTA"),
+    "weight stationary": (partial(test_where_d_lies, 1, True, 64, 128), "UTCHMMA.WS"),
+    "tf32": (partial(test_types_and_operand_layouts, "tf32", (False, False), 2), "UTCHMMA"),
+    "tf32, transposed": (partial(test_types_and_operand_layouts, "tf32", (True, False), 1), "UTCHMMA"),
+    "f16, transposed": (partial(test_types_and_operand_layouts, "f16", (False, True), 4), "UTCHMMA"),
+    "e4m3": (partial(test_types_and_operand_layouts, "e4m3", (False, False), 0), "UTCQMMA UBLKCP.S.G"),
+    "f16 sums": (test_f16_accumulator_lies_in_the_lower_half, "UTCHMMA"),
+    "steps": (partial(test_accumulation_over_steps, SCHEDULES[2], 2, 128), "UTCHMMA.2CTA"),
+    "A in tensor memory": (partial(test_a_in_tensor_memory, 1, False, 128, "bf16"), "UTCHMMA"),
+    "A in tensor memory, pair": (partial(test_a_in_tensor_memory, 2, False, 128, "e4m3"), "UTCQMMA.2CTA"),
+    "A in tensor memory, weight stationary": (partial(test_a_in_tensor_memory, 1, True, 32, "e4m3"), "UTCQMMA.WS"),
+    "disabled lanes": (partial(test_disabled_lanes_keep_what_they_had, 1), "UTCHMMA"),
+    "disabled lanes, pair": (partial(test_disabled_lanes_keep_what_they_had, 2), "UTCHMMA.2CTA"),
+    "scaled sums": (test_scale_input_d, "UTCHMMA"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_as_machine_code(name: str) -> None:
+    check_machine_code(*MACHINE_CODE[name])

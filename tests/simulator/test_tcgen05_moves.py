@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction
+from tests.simulator.assembled import Evidence, as_machine_code, check_machine_code
 from tests.simulator.tensor_kernels import SCHEDULES, TensorKernel, commit, fill, leader, place, smem_descriptor, store_words, wait
 
 # CuTe's layouts (threads, registers) -> bit of the 16 or 32 lanes x columns that one instruction covers, as (shape, stride in bits)
@@ -180,3 +183,34 @@ def test_copy(shape: str, group: int, policy: Policy) -> None:
 def test_refused_at_load(text: str) -> None:
     with pytest.raises(UnsupportedInstruction):
         TensorKernel(text + "\n", output=False).run()
+
+
+# ---------------------------------------------------------------- machine code
+
+MACHINE_CODE: dict[str, Evidence] = {
+    "all columns": (partial(test_load, "32x32b", 128, False), "LDTM.x128"),
+    **{f"load {count} columns": (partial(test_load, "32x32b", count, False), f"LDTM{f'.x{count}' * (count > 1)}")
+       for count in (1, 16, 64)},
+    **{f"store {count} columns": (partial(test_store, "32x32b", count, False), f"STTM{f'.x{count}' * (count > 1)} FENCE.VIEW.ASYNC.T")
+       for count in (1, 8, 16, 64)},
+    "packed columns": (partial(test_load, "32x32b", 8, True), "LDTM.x8.PACK16BIT"),
+    **{f"load {shape}": (partial(test_load, shape, 8, False), f"LDTM.{name}.x8") for shape, name in (
+        ("16x64b", "16dp64bit"), ("16x128b", "16dp128bit"), ("16x256b", "16dp256bit"))},
+    **{f"store {shape}": (partial(test_store, shape, 8, packed), f"STTM.{name}") for shape, packed, name in (
+        ("32x32b", True, "x8.EXPAND16BIT"), ("16x64b", False, "16dp64bit.x8"), ("16x128b", False, "16dp128bit.x8"),
+        ("16x256b", True, "16dp256bit.x8.EXPAND16BIT"))},
+    **{f"copy {shape}": (partial(test_copy, shape, group, SCHEDULES[1]), f"UTCCP.T.S{name}") for shape, group, name in (
+        ("128x256b", 1, ""), ("4x256b", 1, ".4dp256bit"), ("128x128b", 2, ".2CTA.128dp128bit"),
+        ("64x128b.warpx2::02_13", 1, ".2x64dp128bit_lw02_lw13"), ("64x128b.warpx2::01_23", 1, ".2x64dp128bit_lw01_lw23"),
+        ("32x128b.warpx4", 1, ".4x32dp128bit"))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_as_machine_code(name: str) -> None:
+    check_machine_code(*MACHINE_CODE[name])
+
+
+def test_machine_code_of_two_halves_is_refused() -> None:
+    with as_machine_code(), pytest.raises(UnsupportedInstruction, match=r"LDTM\.16dp32bit_t0_t15\.x8 \(at 0x"):
+        test_load("16x32bx2", 8, False)

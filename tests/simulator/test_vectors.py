@@ -42,7 +42,7 @@ def of_numbers(kind: str, function: Function) -> Function:
 
 TWO: dict[str, Callable[..., int]] = {
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b, "min": min, "max": max,
-    "div": exact.truncated, "rem": lambda a, b: a - exact.truncated(a, b) * b if b else a,
+    "div": exact.truncated, "rem": lambda a, b: a - exact.truncated(a, b) * b if b else -1,
 }  # fmt: skip
 BITS = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}
 

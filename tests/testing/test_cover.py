@@ -25,9 +25,9 @@ VARIANTS: dict[str, Callable[[Arch], tuple[Any, ...]]] = {
     "cache_gather": lambda arch: cache_rows.closed_variants(),
 }
 _SCORES: dict[str, Feature] = {
-    "rising scores": lambda case: case.values == "rising",
-    "scores that rise slowly": lambda case: case.values == "rising" and case.softmax_scale == 0.015,
-    "falling scores": lambda case: case.values == "falling",
+    "scores that rise to the middle, from either end": lambda case: case.values == "opposed" and case.softmax_scale == 0.03,
+    "scores that rise or fall by a little less than a factor of 2^16": lambda case: case.values == "steps",
+    "a tile's greatest score at every key": lambda case: case.values == "needles",
     "peaks": lambda case: case.values == "peaks",
     "lse -inf for an empty row": lambda case: case.empty_lse == float("-inf"),
     "q with far heads": lambda case: case.q_layout == "far_heads",
@@ -52,6 +52,9 @@ FEATURES: dict[str, dict[str, Feature]] = {
         "far pages": lambda case: case.cache_layout == "far",
         "far rows": lambda case: case.cache_layout == "far_rows",
         "batch invariance": lambda case: case.batch_invariant,
+        "batch invariance where the plan cuts": lambda case: case.batch_invariant and case.metadata == "stale" and len(case.pages) > 1,
+        "a plan of other lengths": lambda case: case.metadata == "stale" and not case.batch_invariant,
+        "rows that see every number of keys of a tile": lambda case: case.causal and case.s_q >= 64,
     },
     "sparse_decode": {
         **_SCORES,
@@ -74,6 +77,7 @@ FEATURES: dict[str, dict[str, Feature]] = {
         **_SCORES,
         "groups of several KV heads": lambda case: case.group > 1 and case.h_kv > 1,
         "causal": lambda case: case.causal,
+        "rows that see every number of keys of a tile": lambda case: case.causal and (128, 128) in case.lengths,
         "NaN neighbours": lambda case: case.neighbours == "nan",
         "clipped offsets": lambda case: case.ends == "clipped",
         "far keys": lambda case: case.kv_layout == "far_tokens",

@@ -6,6 +6,7 @@ with effects keep their order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -31,11 +32,25 @@ class BatchReg(Reg):
     members: tuple[Reg, ...] = ()
 
 
+class Mergeable(Instruction, ABC):
+    """An instruction, not of PTX, that merges with others of its form."""
+
+    @abstractmethod
+    def form(self) -> tuple[object, ...] | None:
+        """Return what instructions must share to be done together; None for an instruction that is done alone."""
+
+    @abstractmethod
+    def merge(self, items: list[Instruction]) -> Instruction:
+        """Return one instruction whose registers stand for those of all items, itself among them."""
+
+
 def batch_key(item: Decoded) -> tuple[object, ...] | None:
     """Return the key that instructions must share to be done together; None for an instruction that is done alone."""
     instruction = item.instruction
     if not item.spec.batch or instruction.guard is not None or not item.writes:
         return None
+    if isinstance(instruction, Mergeable):
+        return instruction.form()
     key: list[object] = [instruction.opcode]
     for operand in instruction.operands:
         if isinstance(operand, Reg):
@@ -187,6 +202,8 @@ def index_of(slots: list[int]) -> slice | np.ndarray:
 def merged(items: list[Decoded]) -> Instruction:
     """Return one instruction whose registers stand for those of all items."""
     first = items[0].instruction
+    if isinstance(first, Mergeable):
+        return first.merge([item.instruction for item in items])
     operands: list[Operand | None] = []
     for position, operand in enumerate(first.operands):
         if isinstance(operand, Reg):

@@ -1,4 +1,4 @@
-"""Control flow: instructions to basic blocks, with definite assignment and liveness of registers."""
+"""Control flow: instructions to basic blocks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..frontend.layout import Layout
 from ..frontend.ptx import EntryText, Instruction, LabelRef, Reg
 from ..isa.table import Decoded, lookup, registers_of
 from ..state.registers import BANK_DTYPES
+from .assignment import analyse
 
 MAX_BLOCK = 600
 ARRIVALS = (
@@ -163,9 +164,10 @@ def build_flow(decoded: list[Decoded], labels: dict[str, int], layout: Layout) -
     targets = {name: block_at.get(position, end) for name, position in labels.items()}
     for block in blocks:
         _link(block, targets, end)
-    summaries = [_summarise(block, layout) for block in blocks]
-    undefined = _undefined_registers(blocks, summaries, layout)
-    _liveness(blocks, summaries, layout)
+    usage = analyse([block.instructions for block in blocks], [block.successors for block in blocks], layout.numbers)
+    for block, live in zip(blocks, usage.live, strict=True):
+        block.live = RegisterSet(live, layout)
+    undefined = {bank: rows.tolist() for bank, rows in RegisterSet(usage.undefined, layout).rows.items()}
     rows = sorted({layout.row(register) for item in decoded for register in item.accumulators})
     fenced = any(item.instruction.opcode == "tcgen05.fence::after_thread_sync" for item in decoded)
     return Flow(blocks, targets, undefined, {"r": rows}, fenced)
@@ -226,74 +228,3 @@ def _link(block: Block, targets: dict[str, int], end: int) -> None:
     if last.spec.control != "exit" and block.index + 1 not in block.successors:
         block.successors.append(block.index + 1)
     block.successors = [successor for successor in block.successors if successor <= end]
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """Register masks of a block: read before written (without and with what accumulates or keeps earlier values), and surely written."""
-
-    exposed: int
-    live: int
-    written: int
-
-
-def _summarise(block: Block, layout: Layout) -> _Summary:
-    numbers = layout.numbers
-    exposed: set[int] = set()
-    kept: set[int] = set()  # accumulators, and results under a guard
-    written: set[int] = set()
-    for item in block.instructions:
-        for register in item.reads:
-            number = numbers[register.name]
-            if number not in written:
-                exposed.add(number)
-        results = [numbers[register.name] for register in item.writes]
-        accumulated = [numbers[register.name] for register in item.accumulators]
-        kept.update([number for number in accumulated if number not in written])
-        if item.instruction.guard is None:
-            written.update(results)
-            written.update(accumulated)
-        else:
-            kept.update([number for number in results if number not in written])
-    mask = _mask(exposed)
-    return _Summary(mask, mask | _mask(kept), _mask(written))
-
-
-def _undefined_registers(blocks: list[Block], summaries: list[_Summary], layout: Layout) -> dict[str, list[int]]:
-    """Return the rows of registers that some path reads before it writes them (accumulators of wgmma aside)."""
-    assigned = [(1 << len(layout.numbers)) - 1] * (len(blocks) + 1)
-    assigned[0] = 0
-    seen: set[int] = set()
-    work = [0]
-    while work:
-        index = work.pop()
-        seen.add(index)
-        out = assigned[index] | summaries[index].written
-        for successor in blocks[index].successors:
-            before = assigned[successor]
-            assigned[successor] &= out
-            if successor < len(blocks) and (successor not in seen or assigned[successor] != before):
-                work.append(successor)
-    bad = 0
-    for index in seen:
-        bad |= summaries[index].exposed & ~assigned[index]
-    return {bank: rows.tolist() for bank, rows in RegisterSet(bad, layout).rows.items()}
-
-
-def _liveness(blocks: list[Block], summaries: list[_Summary], layout: Layout) -> None:
-    """Fill `live` of every block."""
-    live = [0] * (len(blocks) + 1)
-    changed = True
-    while changed:
-        changed = False
-        for block in reversed(blocks):
-            out = 0
-            for successor in block.successors:
-                out |= live[successor]
-            summary = summaries[block.index]
-            value = summary.live | (out & ~summary.written)
-            if value != live[block.index]:
-                live[block.index] = value
-                changed = True
-    for block in blocks:
-        block.live = RegisterSet(live[block.index], layout)

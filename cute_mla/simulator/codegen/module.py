@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..findings import PtxError, UnsupportedInstruction
+from ..findings import Finding, PtxError, UnsupportedInstruction
 from ..frontend.layout import Layout, make_layout
-from ..frontend.ptx import EntryText, Imm, Instruction, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
+from ..frontend.ptx import EntryText, Imm, Mem, Operand, ParamDecl, Reg, Special, Symbol, Vec, parse_ptx
 from ..isa.emitter import Constants, Emitter, Unsupported
 from ..isa.table import Decoded, decode
 from ..state.cta import Cta
 from .control_flow import Flow, accumulator_groups, build_flow, desugar
 from .translator import Translator
-from .wgmma_fences import unfenced
+from .wgmma_fences import missing_fences
 
 # Errors of text that is grammatical and nevertheless no program: an operand of the wrong kind, a label without a block.
 _MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -25,8 +25,8 @@ _MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, Recu
 class Entry:
     """One kernel.
 
-    undefined: names of registers that some path reads before writing them (they start poisoned). unfenced: wgmmas that lack a fence.
-    prepare: sets what shared memory a CTA finds set when it starts.
+    undefined: names of registers that some path reads before writing them (they start poisoned). findings: what is wrong before
+    anything runs. prepare: sets what shared memory a CTA finds set when it starts.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Entry:
     layout: Layout
     translator: Translator
     undefined: tuple[str, ...] = ()
-    unfenced: tuple[Instruction, ...] = ()
+    findings: tuple[Finding, ...] = ()
     prepare: Callable[[Cta], None] | None = None
 
 
@@ -102,7 +102,7 @@ def make_entry(text: EntryText, flow: Flow, layout: Layout, translator: Translat
     """Put an entry together from its analysis."""
     names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
-    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, unfenced(flow.blocks))
+    return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, missing_fences(flow.blocks))
 
 
 def check_operands(decoded: list[Decoded], layout: Layout, problems: dict[str, list[int]]) -> None:

@@ -7,12 +7,19 @@ wgmma overwrites what has been read by then, and NVIDIA's own kernels leave the 
 
 from __future__ import annotations
 
+from ..findings import Finding
 from ..frontend.ptx import Instruction, Reg, Vec
 from ..isa.table import Decoded, registers_of
 from .control_flow import Block
 
 FENCE = "wgmma.fence.sync.aligned"
 NEVER_FENCED = "$no fence yet"  # marker among the names of written registers
+
+
+def missing_fences(blocks: list[Block]) -> tuple[Finding, ...]:
+    """Return a finding for each wgmma that lacks a fence."""
+    message = "no wgmma.fence on some path between writing a register and this wgmma, or before the first wgmma"
+    return tuple(Finding("missing_fence", message, instruction.line, instruction.source) for instruction in unfenced(blocks))
 
 
 def unfenced(blocks: list[Block]) -> tuple[Instruction, ...]:

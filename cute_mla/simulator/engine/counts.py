@@ -1,7 +1,7 @@
 """Counts of executed warp instructions, by what they do and by the role of the warp.
 
-An instruction counts once for every warp that executes it with any of its lanes; one that waits counts once, however long. It is
-the PTX that is counted: ptxas drops moves, fuses products with sums and adds addresses, so compare PTX with PTX.
+An instruction counts once for every warp that executes it with any of its lanes; one that waits counts once, however long. PTX and machine
+code have classes of the same names, but ptxas drops moves, folds addresses and unrolls: compare PTX with PTX.
 """
 
 from __future__ import annotations
@@ -51,10 +51,43 @@ _CLASSES = tuple(
 )
 
 
+_MACHINE_CLASSES = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("matrix product", r"[A-Z]GMMA|UTC[A-Z]MMA"),
+        ("matrix fence", r"WARPGROUP|UTCBAR|FENCE\.VIEW\.ASYNC\.T"),
+        ("tensor memory", r"LDTM|STTM|UTC|UVIRTCOUNT"),
+        ("bulk copy", r"UTMA|UBLK|CCTL\.E\.PF"),
+        ("copy", r"LDGSTS|LDGDEPBAR|DEPBAR|ARRIVES"),
+        ("barrier", r"SYNCS|BAR\b|B2R|UCGABAR|ACQBULK|PREEXIT|FENCE|MEMBAR|ERRBAR|CGAERRBAR|CCTL|NANOSLEEP"),
+        ("shared memory", r"LDSM?\b|STSM?\b|ATOMS|STAS"),
+        ("global memory", r"LDG|STG|LD\.|ST\.|LD\b|ST\b|ATOM|RED\b"),
+        ("constant memory", r"U?LDCU?"),
+        ("ex2", r"MUFU"),
+        ("packed f32", r"F(FMA|MUL|ADD)2"),
+        ("mov", r"U?MOV|CS2U?R|S2U?R|IMAD\.(MOV|U32)|HFMA2(\.MMA)?$"),
+        ("f32 fma", r"FFMA"),
+        ("f32 mul", r"FMUL|HMUL2"),
+        ("cvt to f32", r"HADD2\.F32"),
+        ("f32 add", r"FADD|HADD2"),
+        ("max", r"FMNMX"),
+        ("cvt", r"F2FP|F2I|I2F|I2FP|F2F"),
+        ("permute", r"U?PRMT"),
+        ("setp", r"U?ISETP|FSETP|U?PLOP3|U?SEL|FSEL|P2R|R2P|FCHK"),
+        ("between lanes", r"SHFL|VOTE|C?REDUX|ELECT|R2UR|MATCH"),
+        ("branch", r"BRA|EXIT|CALL|RET|BSSY|BSYNC|BREAK|WARPSYNC|YIELD|BPT|USETMAXREG"),
+        ("no operation", r"NOP"),
+        ("integer", r"U?(IADD|IMAD|LEA|LOP3|SHF|VIADD|VIMNMX|IABS|POPC|FLO|BREV|IMNMX|SGXT|BMSK|LOP)|VIADDMNMX"),
+    )
+)
+_MACHINE_INSTRUCTION = re.compile(r"0x[0-9a-f]+ (?:@!?U?P[T\d] )?([A-Z][\w.]*)")
+
+
 @cache
 def class_of(opcode: str) -> str:
-    """Return the class of an opcode, "other" for none."""
-    return next((name for name, pattern in _CLASSES if pattern.match(opcode)), "other")
+    """Return the class of an opcode of PTX or, in capitals, of machine code; "other" for none."""
+    classes = _MACHINE_CLASSES if opcode[:1].isupper() else _CLASSES
+    return next((name for name, pattern in classes if pattern.match(opcode)), "other")
 
 
 class Executed:
@@ -82,11 +115,29 @@ class Executed:
     def by_role(self) -> Counts:
         """Return warp instructions of all CTAs together, by role, then by class."""
         counts: Counts = {}
+        of_block = self._classes()
         for (index, warps), times in self.times.items():
-            classes = Counter(class_of(item.instruction.opcode) for item in self.blocks[index].instructions)
+            classes = of_block[index]
             for warp in warps:
                 role = (self.names.role(warp) if self.names is not None else None) or NO_ROLE
                 total = counts.setdefault(role, Counter())
                 for name, number in classes.items():
                     total[name] += times * number
         return counts
+
+    def _classes(self) -> list[Counter[str]]:
+        """Return the classes of each block's instructions. A machine instruction in several parts counts where its first part stands."""
+        found = []
+        last: str | None = None
+        for block in self.blocks:
+            classes: Counter[str] = Counter()
+            for item in block.instructions:
+                source = item.instruction.source
+                machine = _MACHINE_INSTRUCTION.match(source) if source is not None else None
+                if machine is None:
+                    classes[class_of(item.instruction.opcode)] += 1
+                elif source != last:
+                    classes[class_of(machine[1])] += 1
+                    last = source
+            found.append(classes)
+        return found

@@ -77,7 +77,8 @@ class Machine:
         began = time.perf_counter()
         with np.errstate(all="ignore"), single_threaded():
             try:
-                self._report_fences()
+                for finding in self.entry.findings:
+                    self.add(finding)
                 self._start_cluster()
                 while True:
                     group = self.scheduler.take()
@@ -93,12 +94,6 @@ class Machine:
         self.running = None  # type: ignore[assignment]  # no circle of references: memory is free at once
         self.clusters.close()
         return Report(self.recorder.findings, self.executed, time.perf_counter() - began)
-
-    def _report_fences(self) -> None:
-        """Report the wgmmas without a fence, which are known before anything runs."""
-        for instruction in self.entry.unfenced:
-            message = "no wgmma.fence on some path between writing a register and this wgmma, or before the first wgmma"
-            self.add(Finding("missing_fence", message, instruction.line, instruction.source))
 
     def _turn(self, group: Group) -> None:
         """Let a group run until it blocks, exits or has used up its turn."""

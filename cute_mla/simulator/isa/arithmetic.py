@@ -134,7 +134,7 @@ def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
 
 @op(r"(?P<f>div|rem).(?P<t>[us](16|32|64))")
 def division(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a truncating division or its remainder. A division by zero gives all ones, and the dividend as remainder."""
+    """Emit a truncating division or its remainder. Both are all ones where the divisor is 0, as ptxas computes them."""
     kind = m["t"]
     a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
     e.line(f"{e.dst(ins.operands[0], kind)}[...] = divide_{m['f']}({a}, {b})")
@@ -152,7 +152,7 @@ def divide_div(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 @runtime
 def divide_rem(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the remainder, with the sign of the dividend."""
-    return np.where(b == 0, a, np.fmod(a, b))
+    return np.where(b == 0, ~np.zeros((), a.dtype), np.fmod(a, b))
 
 
 @op(r"shl.b(?P<n>16|32|64)", r"shr.(?P<t>[usb](16|32|64))")

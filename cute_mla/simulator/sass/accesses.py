@@ -109,7 +109,7 @@ def accesses(ins: SassInstruction) -> Access:
     writes: list[Reg] = []
     count = destinations(ins)
     for index, operand in enumerate(ins.operands):
-        if isinstance(operand, Register):
+        if isinstance(operand, Register) and operand.kind != "SB":  # a scoreboard is no register
             (writes if index < count else reads).extend(operand.registers(width(ins, index)))
         elif isinstance(operand, Address):
             reads.extend(_address(ins, index, operand))
@@ -208,6 +208,8 @@ def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
         return 2
     if ins.base in ("UTMALDG", "UTMAPF", "UTMASTG"):
         dimensions = next(int(word[0]) for word in ins.modifiers if re.fullmatch(r"\dD", word))
+        if "GATHER4" in ins.modifiers:
+            dimensions = 5  # a column and four rows
         return dimensions + (2 if ins.base == "UTMALDG" else 1) if index == 0 else 2
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"

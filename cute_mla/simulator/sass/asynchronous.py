@@ -7,7 +7,7 @@ import numpy as np
 from ..isa.async_copies import bulk_to_shared
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
-from ..isa.tensor_copies import Form, tma_load
+from ..isa.tensor_copies import ROWS, Form, tma_load
 from ..state.registers import WARP
 from ..state.window import Window
 from .accesses import accesses, destinations, width
@@ -134,9 +134,12 @@ def uniform_words(e: Emitter, operand: Address, count: int) -> str:
     return f"({', '.join(e.row(register, 'u32') for register in registers)},)"
 
 
-@op(r"UTMALDG.[1-5]D(.MULTICAST)?(.2CTA)?", pure=False, taint="own", writes=())
+@op(r"UTMALDG.[1-5]D(.MULTICAST)?(.2CTA)?", r"UTMALDG.2D.GATHER4(.2CTA)?", pure=False, taint="own", writes=())
 def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a TMA load: destination, mbarrier and coordinates in a run, the address of the map in a pair, a mask << 16."""
+    """Emit a TMA load: destination, mbarrier and coordinates in a run, the address of the map in a pair, a mask << 16.
+
+    GATHER4: the coordinates are a column and four rows.
+    """
     place, plan, *others = ins.operands
     assert isinstance(place, Address)
     assert isinstance(plan, Address)
@@ -147,21 +150,23 @@ def emit_tensor_load(e: Emitter, ins: SassInstruction) -> None:
         others = others[1:]
     if len(others) > 1 or not all(isinstance(operand, Address) and operand.space == "desc" for operand in others):
         raise Unsupported(f"operands {others} of a TMA load")  # a cache policy is a hint
-    dimensions = int(ins.modifiers[0][0])
+    gather = "GATHER4" in ins.modifiers
+    words = 2 + (1 + ROWS if gather else int(ins.modifiers[0][0]))
     uniform_words(e, plan, 2)
-    e.line(f"load_tensor_box(w, {uniform_words(e, place, 2 + dimensions)}, {pair(e, plan.uniform)}, {mask}, {'2CTA' in ins.modifiers})")
+    form = e.constants.thing(FORMS["2CTA" in ins.modifiers, gather])
+    e.line(f"load_tensor_box(w, {uniform_words(e, place, words)}, {pair(e, plan.uniform)}, {mask}, {form})")
 
 
-FORMS = {pair: Form(cluster=True, pair=pair, gather=False) for pair in (False, True)}
+FORMS = {(pair, gather): Form(cluster=True, pair=pair, gather=gather) for pair in (False, True) for gather in (False, True)}
 
 
 @runtime
-def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None, pair: bool) -> None:
+def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, mask: np.ndarray | None, form: Form) -> None:
     """Execute UTMALDG in the first lane of each warp."""
     window, where = leaders(w)
     destination, barrier, *coordinates = (word[where] for word in words)
     chosen = None if mask is None else (mask[where] >> np.uint32(16)).astype(np.uint16)
-    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, FORMS[pair])
+    tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, form)
 
 
 ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
@@ -193,7 +198,7 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
 
 @op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
-    """Emit cp.async of 16 bytes per thread; where the predicate is false, of zeros."""
+    """Emit cp.async of 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
     condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from .latencies import check_latencies
+from ..findings import Finding
+from .latencies import EarlyUse, check_latencies
 from .listing import Listing
-from .scoreboards import check_scoreboards
+from .scoreboards import Hazard, check_scoreboards
 
 
-def hazards(listing: Listing) -> tuple[str, ...]:
-    """Return a sentence for every register that the code touches too early, by scoreboards and by stall counts."""
-    return (*map(str, check_scoreboards(listing)), *map(str, check_latencies(listing)))
+def hazards(listing: Listing) -> tuple[Hazard | EarlyUse, ...]:
+    """Return every register that the code touches too early, by scoreboards and by stall counts. Printed, each is a sentence."""
+    return (*check_scoreboards(listing), *check_latencies(listing))
+
+
+def findings(listing: Listing) -> tuple[Finding, ...]:
+    """Return the hazards as findings of a launch."""
+    return tuple(Finding("control_code", hazard.reason, None, hazard.ins.place) for hazard in hazards(listing))

@@ -47,14 +47,14 @@ def basic(e: Emitter, ins: SassInstruction) -> None:
     finish(e, ins, f"{exact}({a}, {b})" if way == "rn" else f"{e.constants.thing(directed)}({a}, {b}, {way!r})")
 
 
-@op(r"FFMA(.FTZ)?(.RM|.RP|.RZ)?")
+@op(r"FFMA(.FTZ)?(.RM|.RP|.RZ)?", batch=True)
 def fused(e: Emitter, ins: SassInstruction) -> None:
     """Emit a * b + c with one rounding."""
     a, b, c = floats(e, ins, ins.operands[1:4])
     finish(e, ins, f"fma_f32({a}, {b}, {c}, {rounding(ins)!r})")
 
 
-@op(r"FMNMX3?(.FTZ)?(.NAN)?")
+@op(r"FMNMX3?(.FTZ)?(.NAN)?", batch=True)
 def extremes(e: Emitter, ins: SassInstruction) -> None:
     """Emit the minimum (PT) or maximum of two or three values. Without NAN a NaN operand loses."""
     *sources, which = ins.operands[1:]
@@ -71,7 +71,7 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own")
+@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own", batch=True)
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
     left, right, other = ins.operands[2:]
@@ -86,7 +86,7 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
     assign_compared(e, ins, value, [left, right], other)
 
 
-@op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)")
+@op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)", batch=True)
 def approximate(e: Emitter, ins: SassInstruction) -> None:
     """Emit a transcendental function or a reciprocal, with subnormals flushed, more exact than the hardware's."""
     name = {"RSQ": "rsqrt"}.get(ins.modifiers[0], ins.modifiers[0].lower())
@@ -126,7 +126,7 @@ def lanes_of_pair(e: Emitter, operand: Operand) -> tuple[str, str]:
     return value, value
 
 
-@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?(.RM|.RP|.RZ)?")
+@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?(.RM|.RP|.RZ)?", batch=True)
 def packed(e: Emitter, ins: SassInstruction) -> None:
     """Emit arithmetic on pairs of floats."""
     values = []
@@ -186,7 +186,7 @@ def half_pair(e: Emitter, operand: Operand) -> str:
 # ---------------------------------------------------------------- conversions
 
 
-@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?")
+@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?", batch=True)
 def from_integer(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of integers to f32, to nearest, upwards or towards zero."""
     words = ins.modifiers
@@ -231,7 +231,7 @@ def to_integer(e: Emitter, ins: SassInstruction) -> None:
         assign(e, ins.operands[0], "u32" if kind[0] == "U" else "s32", value)
 
 
-@op(r"F2FP.(BF16|F16).F32.PACK_AB(.RZ)?")
+@op(r"F2FP.(BF16|F16).F32.PACK_AB(.RZ)?", batch=True)
 def pack_halves(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two f32 to a pair of 16-bit floats, a in the upper half."""
     kind = {"BF16": "bf16x2", "F16": "f16x2"}[ins.modifiers[0]]
@@ -239,7 +239,7 @@ def pack_halves(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"f32_to_{kind}({a}, {b}, {rounding(ins)!r})")
 
 
-@op(r"F2FP.SATFINITE.(E4M3|E5M2).F32.PACK_AB_MERGE_C")
+@op(r"F2FP.SATFINITE.(E4M3|E5M2).F32.PACK_AB_MERGE_C", batch=True)
 def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two f32 to a pair of 8-bit floats, below the lower half of c."""
     kind = ins.modifiers[1].lower()
@@ -248,7 +248,7 @@ def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"{merged} | f32_to_fp8x2({a}, {b}, {kind!r})")
 
 
-@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B")
+@op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B", batch=True)
 def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16 or bf16. bf16 has two scales, which must be 1."""
     operand, *scales = ins.operands[1:]
@@ -262,7 +262,7 @@ def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
 
 
-@op(r"HADD2.F32")
+@op(r"HADD2.F32", batch=True)
 def widen_half(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of a 16-bit float to f32: minus zero plus one half of b."""
     result, a, b = ins.operands

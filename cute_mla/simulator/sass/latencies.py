@@ -4,6 +4,9 @@ Such a result has no scoreboard: the code that waits is made of the stall counts
 the latencies. The table below holds the smallest distances, in cycles between the two issues, that ptxas 13.5 leaves in this project's
 126 cubins of sm_90a and sm_100f, by group of opcodes. A distance below them has been seen nowhere, so it is reported; the table proves
 nothing beyond that.
+
+A scoreboard is held some cycles after the issue of its instruction: a wait that comes earlier finds it free. Here, too, the smallest
+distance seen counts.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from dataclasses import dataclass
 from ..frontend.ptx import Reg
 from .accesses import accesses
 from .flow import is_never, spans
-from .listing import Listing, SassInstruction
+from .listing import BOARDS, NO_BOARD, Listing, SassInstruction
 from .scoreboards import PIPES, UNORDERED
 
 HORIZON = 16  # cycles after which every result is there
+LEAST_HOLD = 2  # cycles from the issue of an instruction to a wait that sees its scoreboard held
 
 _INTEGER = ("IABS", "IADD3", "LEA", "LOP3", "MOV", "PRMT", "SEL", "SHF", "VIADDMNMX", "VIMNMX")
 _GROUPS = {
@@ -24,7 +28,7 @@ _GROUPS = {
     for group, opcodes in {
         "multiply": "IMAD",
         "integer": " ".join(_INTEGER),
-        "uniform move": "UMOV ULDC",
+        "uniform move": "ELECT UMOV ULDC",
         "uniform vote": "VOTEU",
         "to uniform": "R2UR",
         "clear": "CS2R",
@@ -44,9 +48,14 @@ class EarlyUse:
     distance: int
     least: int
 
+    @property
+    def reason(self) -> str:
+        """Return what the instruction does too early."""
+        used = f"uses {self.register} {self.distance} cycles after {self.producer.place}"
+        return f"{used}; the smallest distance seen is {self.least}"
+
     def __str__(self) -> str:
-        used = f"{self.ins.address:#x} {self.ins.text}: uses {self.register} {self.distance} cycles after"
-        return f"{used} {self.producer.address:#x} {self.producer.text}; the smallest distance seen is {self.least}"
+        return f"{self.ins.place}: {self.reason}"
 
 
 Ages = dict[str, dict[int, int]]  # register -> index of the instruction that made it -> cycles since its issue
@@ -60,7 +69,9 @@ def least_distance(producer: SassInstruction, consumer: SassInstruction, item: R
             return 1
         return 11 if is_guard(consumer, item) else 9 if consumer.base == "BRA" else 4
     if item.bank == "p":
-        return 13 if is_guard(consumer, item) or consumer.base in _TESTS else 4
+        if is_guard(consumer, item) or consumer.base in _TESTS:
+            return 13
+        return 2 if consumer.base == "R2UR" else 4
     if item.name.startswith("UR"):
         early = {"uniform vote": 1, "uniform move": 2, "to uniform": 13}.get(group)
         return early if early is not None else 4 if consumer.base.startswith("U") else 6
@@ -68,7 +79,9 @@ def least_distance(producer: SassInstruction, consumer: SassInstruction, item: R
         return 2 if consumer.base == "IMAD" else 3 if consumer.base in _INTEGER else 4
     if group == "integer":
         return 3 if consumer.base == "IMAD" else 4
-    return 7 if group == "clear" else 4
+    if group == "clear":
+        return 5 if "32" in producer.modifiers else 7
+    return 4
 
 
 def is_guard(ins: SassInstruction, item: Reg) -> bool:
@@ -100,6 +113,11 @@ def check_latencies(listing: Listing) -> tuple[EarlyUse, ...]:
 def _issue(code: tuple[SassInstruction, ...], index: int, ages: Ages, found: dict[tuple[int, int, str], EarlyUse]) -> None:
     """Issue one instruction: look at the ages of its sources, add its results, and let its stall count pass."""
     ins = code[index]
+    for board in range(BOARDS):
+        for producer, age in ages.get(f"scoreboard {board}", {}).items() if ins.control.waits >> board & 1 else ():
+            least = 1 if code[producer].base == "USETMAXREG" else LEAST_HOLD
+            if age < least:
+                found[index, producer, f"scoreboard {board}"] = EarlyUse(ins, code[producer], f"scoreboard {board}", age, least)
     if not is_never(ins):
         access = accesses(ins)
         for item in access.reads:
@@ -107,6 +125,8 @@ def _issue(code: tuple[SassInstruction, ...], index: int, ages: Ages, found: dic
                 least = least_distance(code[producer], ins, item)
                 if age < least:
                     found[index, producer, item.name] = EarlyUse(ins, code[producer], item.name, age, least)
+        for board in {ins.control.write_board, ins.control.read_board} - {NO_BOARD}:
+            ages[f"scoreboard {board}"] = {index: 0}
         fixed = ins.base not in PIPES and ins.base not in UNORDERED
         for item in access.writes:
             if ins.guard is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from ..findings import SassError
 from ..frontend.ptx import Reg
@@ -64,7 +65,7 @@ class Register:
         """Return the registers of a run of this width; none for RZ, URZ, PT and UPT."""
         if self.number is None:
             return ()
-        return tuple(register(self.kind, self.number + index) for index in range(width))
+        return _run(self.kind, self.number, width)
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class SassInstruction:
     text: str
 
     @property
+    def place(self) -> str:
+        """Return address and text, as findings name the instruction."""
+        return f"{self.address:#x} {self.text}"
+
+    @property
     def base(self) -> str:
         """Return the opcode without its modifiers."""
         return self.opcode.partition(".")[0]
@@ -168,6 +174,11 @@ def register(kind: str, number: int) -> Reg:
     if found is None:
         found = _REGISTERS[kind, number] = Reg(f"{kind}{number}", "p" if kind in ("P", "UP") else "r")
     return found
+
+
+@cache
+def _run(kind: str, number: int, width: int) -> tuple[Reg, ...]:
+    return tuple(register(kind, number + index) for index in range(width))
 
 
 _LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")

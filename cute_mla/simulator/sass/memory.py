@@ -108,6 +108,8 @@ def store_shared(e: Emitter, ins: SassInstruction) -> None:
 def own_shared(w: Window, place: np.ndarray) -> np.ndarray:
     """Return shared addresses with the rank of the CTA. Raises Fault for an address of another CTA."""
     rank = place >> np.uint32(RANK_SHIFT)
+    if not np.count_nonzero(rank):
+        return place | np.uint32(w.cta.rank << RANK_SHIFT) if w.cta.rank else place
     if bool(((rank != 0) & (rank != w.cta.rank)).any()):
         raise Fault("out_of_bounds", "an address of another CTA of the cluster in an instruction on the CTA's own shared memory")
     own: np.ndarray = place & np.uint32((1 << RANK_SHIFT) - 1) | np.uint32(w.cta.rank << RANK_SHIFT)

@@ -27,6 +27,7 @@ from . import (
     tensor_products,
     warps,
 )
+from .control_codes import findings
 from .cubin import CubinInfo, read_cubin
 from .lift import Lift
 from .listing import read_listing
@@ -39,14 +40,14 @@ FAMILIES = (
 )  # fmt: skip
 LARGEST_ACCESS = 16  # bytes; the stack ends at a multiple of it
 JUMP_TABLES = 2  # constant bank of the tables of indirect branches
-_KINDS = ("P", "UP", "R", "UR", "B", "SB")
+_KINDS = ("P", "UP", "R", "UR", "B")
 
 
 def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
     """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
     CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
-    list of everything unknown.
+    list of everything unknown. Registers that the control codes do not guard are findings of every launch.
     """
     info = read_cubin(cubin)
     with collection_paused():
@@ -62,10 +63,12 @@ def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Mo
             lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
             raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
         flow = build_flow(lift.decoded, lift.labels, layout)
+        masks = {row for name, row in layout.rows.items() if name.startswith("B")}  # of regions: none at the start, not undefined
+        flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
     allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
     prepare = tensor_allocation.prepare if allocates else None
-    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, prepare=prepare)})
+    return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing), prepare=prepare)})
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:

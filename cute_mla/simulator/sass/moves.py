@@ -103,7 +103,7 @@ def code_address(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], [constant(e, "u32", place.bits), constant(e, "u32", 0)])
 
 
-@op(r"(U?SEL|FSEL)", taint="own")
+@op(r"(U?SEL|FSEL)", taint="own", batch=True)
 def select(e: Emitter, ins: SassInstruction) -> None:
     """Emit p ? a : b; FSEL's operands may be negated. Poison of the operand that is not selected is dropped."""
     result, a, b, condition = ins.operands
@@ -116,7 +116,7 @@ def select(e: Emitter, ins: SassInstruction) -> None:
     assign(e, result, kind, f"where({chosen}, {source(e, a, kind)}, {source(e, b, kind)})")
 
 
-@op(r"U?PRMT", taint="own")
+@op(r"U?PRMT", taint="own", batch=True)
 def permute(e: Emitter, ins: SassInstruction) -> None:
     """Emit a choice of four bytes out of b:a.
 

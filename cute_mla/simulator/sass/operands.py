@@ -28,7 +28,8 @@ _BANKS: dict[int, dict[int, str]] = {
         **{0x2A0 + 4 * index: f"cluster_nctaid.{axis}" for index, axis in enumerate("xyz")},
         **{0x2B0 + 4 * index: f"1 / cluster_nctaid.{axis}" for index, axis in enumerate("xyz")},
         **{0x2C0 + 4 * index: f"nclusterid.{axis}" for index, axis in enumerate("xyz")},
-        0x2CC: "cluster_nctarank", 0x37C: "stack", 0x36C: "is_explicit_cluster", 0x348: "parameters", 0x34C: "parameters high", 0x358: "memory", 0x35C: "memory",
+        0x2CC: "cluster_nctarank", 0x37C: "stack", 0x36C: "is_explicit_cluster",
+        0x348: "parameters", 0x34C: "parameters high", 0x358: "memory", 0x35C: "memory",
     },
 }  # fmt: skip
 

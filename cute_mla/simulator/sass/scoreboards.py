@@ -2,14 +2,18 @@
 
 An instruction of variable latency, such as a load, names a write scoreboard that holds until its results are there, and a read
 scoreboard that holds until its operands have been read. A later instruction that needs either waits with its mask. The check follows
-all paths of the control flow and keeps what may be in flight. Six rules come from the code that ptxas makes:
+all paths of the control flow and keeps what may be in flight. Seven rules come from the code that ptxas makes:
 
 1. Guards and source predicates are read at issue.
 2. Whoever waits for an instruction's results may also overwrite its operands.
 3. The load-store unit and the mbarrier unit read uniform registers at issue; the TMA and bulk copies do not.
 4. Instructions under @P and under @!P exclude each other while P does not change.
 5. Instructions of one in-order pipe need no wait before one overwrites what an earlier one reads.
-6. Without a scoreboard for its results, or for its operands, an instruction is done with them when a later one of its pipe is.
+6. Without a scoreboard for its operands, an instruction has read them when a later one of its pipe has. Results without one come before
+   those of a later instruction in the same order; loads from global memory have none. The guard of the later instruction may be false:
+   ptxas lets loads under one predicate answer for those under another.
+7. A fence, and the initialisation of an mbarrier, hold a scoreboard until they have taken effect. Barriers, mbarrier operations and the
+   asynchronous units, which let others see it, wait for it.
 
 Registers of wgmma are guarded by gsb0, not by scoreboards; the simulator checks them while it executes.
 """
@@ -27,7 +31,7 @@ from .listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruc
 PIPES = {
     opcode: pipe
     for pipe, opcodes in {
-        "memory": "ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM REDG SHFL ST STAS STG STL STS STSM",
+        "memory": "ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM REDG SHFL ST STAS STG STL STS STSM SYNCS",
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
         "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
@@ -35,9 +39,25 @@ PIPES = {
     }.items()
     for opcode in opcodes.split()
 }
+# Opcodes whose results also come in the order of their issue, by what orders them. Loads from global memory may overtake each other.
+RESULT_ORDERS = {
+    opcode: order
+    for order, opcodes in {
+        "shared memory": "LDS LDSM SHFL",
+        "constant": "LDC",
+        "tensor memory": "LDTM",
+        "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+    }.items()
+    for opcode in opcodes.split()
+}
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "SYNCS", "UBLKCP", "USETMAXREG", "UTCATOMSWS", "UTCBAR", "UTCHMMA",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "USETMAXREG", "UTCATOMSWS", "UTCBAR", "UTCHMMA",
     "UTCQMMA", "UTMACCTL",
+})  # fmt: skip
+# Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
+EFFECTS = {"MEMBAR": Reg("the memory barrier", "r"), "FENCE": Reg("the proxy fence", "r"), "SYNCS.EXCH": Reg("the mbarrier", "r")}
+RELEASES = frozenset({
+    "ARRIVES", "BAR", "HGMMA", "QGMMA", "STAS", "SYNCS", "UBLKCP", "UCGABAR_ARV", "UTCBAR", "UTCHMMA", "UTCQMMA", "UTMALDG", "WARPGROUP",
 })  # fmt: skip
 _READ_UNIFORMS_LATE = ("U",)  # first letters of the opcodes of units that fetch uniform registers themselves
 
@@ -53,10 +73,14 @@ class Hazard:
     registers: tuple[str, ...]
     what: str
 
-    def __str__(self) -> str:
+    @property
+    def reason(self) -> str:
+        """Return what the instruction lacks."""
         done = "it waits for no scoreboard that guards" if self.what == "result" else "it overwrites, without a wait,"
-        names = ", ".join(self.registers)
-        return f"{self.ins.address:#x} {self.ins.text}: {done} {names}, {self.what} of {self.earlier.address:#x} {self.earlier.text}"
+        return f"{done} {', '.join(self.registers)}, {self.what} of {self.earlier.place}"
+
+    def __str__(self) -> str:
+        return f"{self.ins.place}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -124,14 +148,17 @@ class ScoreboardCheck:
         pipe = PIPES.get(ins.base, ins.base if ins.base in UNORDERED else None)
         late = tuple(item for item in access.reads if _is_read_late(ins, item))
         own = 0 if control.write_board == NO_BOARD else 1 << control.write_board
+        reading = 0 if control.read_board == NO_BOARD else 1 << control.read_board
+        effect = _effect(ins) if own or reading else ()  # MEMBAR.ALL.GPU of older versions of ptxas holds none
+        never = is_never(ins)
         return _Facts(
-            pipe=None if is_never(ins) else pipe,
-            results=self._mask(access.writes),
+            pipe=None if never else pipe or (ins.base if effect else None),
+            results=self._mask((*access.writes, *effect)),
             operands=self._mask(late),
-            reads=0 if is_never(ins) else self._mask(access.reads),
-            writes=0 if is_never(ins) else self._mask(access.writes),
-            result_boards=own,
-            read_boards=0 if control.read_board == NO_BOARD else 1 << control.read_board,
+            reads=0 if never else self._mask((*access.reads, *_awaited(ins))),
+            writes=0 if never else self._mask(access.writes),
+            result_boards=own or (reading if effect else 0),
+            read_boards=reading,
             waits=control.waits | _emptied(ins),
             guard=None if ins.guard is None else f"{'!' if ins.guard.negative else ''}{ins.guard.kind}{ins.guard.number}",
             written_predicates=frozenset(item.name for item in access.writes if item.bank == "p"),
@@ -153,9 +180,9 @@ class ScoreboardCheck:
             return
         self._cover(state, index)
         if facts.results:
-            state[index, True] = facts.result_boards, facts.guard
+            _issue(state, (index, True), facts.result_boards, facts.guard)
         if facts.operands:
-            state[index, False] = facts.result_boards | facts.read_boards, facts.guard
+            _issue(state, (index, False), facts.result_boards | facts.read_boards, facts.guard)
 
     def _cover(self, state: Events, index: int) -> None:
         """Apply rule 6: earlier instructions of the pipe without a scoreboard are covered by this one's."""
@@ -165,7 +192,7 @@ class ScoreboardCheck:
         for (earlier, is_result), (boards, guard) in state.items():
             other = self.facts[earlier]
             bare = not (other.result_boards if is_result else other.read_boards)
-            if bare and other.pipe == facts.pipe:
+            if bare and (comes_before(self.code[earlier], self.code[index]) if is_result else other.pipe == facts.pipe):
                 state[earlier, is_result] = boards | facts.result_boards | (0 if is_result else facts.read_boards), guard
 
     def _report(self, state: Events, index: int) -> None:
@@ -181,6 +208,32 @@ class ScoreboardCheck:
             names = tuple(name for number, name in enumerate(self.names) if hit >> number & 1)
             what = "result" if is_result else "operand"
             self.found[index, earlier, what] = Hazard(self.code[index], self.code[earlier], names, what)
+
+
+def comes_before(earlier: SassInstruction, later: SassInstruction) -> bool:
+    """Return True when the results of the earlier instruction come before those of the later one."""
+    order = RESULT_ORDERS.get(earlier.base)
+    return order is not None and order == RESULT_ORDERS.get(later.base)
+
+
+def _issue(state: Events, key: tuple[int, bool], boards: int, guard: str | None) -> None:
+    """Let an instruction join what is in flight. An earlier execution of it may have had another value of its predicate."""
+    known = state.get(key)
+    state[key] = boards, guard if known is None or known[1] == guard else None
+
+
+def _effect(ins: SassInstruction) -> tuple[Reg, ...]:
+    """Apply rule 7: return what takes effect some time after the issue of an instruction."""
+    return tuple(what for opcode, what in EFFECTS.items() if f"{ins.opcode}.".startswith(f"{opcode}."))
+
+
+def _awaited(ins: SassInstruction) -> tuple[Reg, ...]:
+    """Apply rule 7: return what must have taken effect when an instruction issues."""
+    if ins.base == "FENCE":
+        return (EFFECTS["MEMBAR"],)
+    if ins.base not in RELEASES:
+        return ()
+    return tuple(what for opcode, what in EFFECTS.items() if opcode != "SYNCS.EXCH" or not _effect(ins))
 
 
 def _is_read_late(ins: SassInstruction, item: Reg) -> bool:

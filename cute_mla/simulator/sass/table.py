@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from ..frontend.ptx import Instruction
+from ..codegen.batches import BatchReg, Mergeable
+from ..frontend.ptx import Instruction, Reg
 from ..isa.emitter import Emitter
 from ..isa.table import Spec
-from .listing import SassInstruction
+from .listing import Constant, Immediate, Operand, Register, SassInstruction
 
 Emit = Callable[[Emitter, SassInstruction], None]
 
@@ -19,10 +20,54 @@ _TABLE: list[Spec] = []
 
 
 @dataclass
-class MachineInstruction(Instruction):
+class MachineInstruction(Mergeable):
     """A machine instruction, or a part of one, as the translator takes it. sass: what it comes from."""
 
     sass: SassInstruction | None = None
+
+    def form(self) -> tuple[object, ...] | None:
+        """Return opcode and operands, of registers only the bank and the signs; None with operands in brackets and the like."""
+        assert self.sass is not None
+        key: list[object] = [self.opcode]
+        for operand in self.sass.operands:
+            if isinstance(operand, Register) and operand.number is not None:
+                key.append((operand.is_predicate, operand.negative, operand.inverted, operand.absolute, operand.suffixes))
+            elif isinstance(operand, Register | Immediate | Constant):
+                key.append(operand)
+            else:
+                return None
+        return tuple(key)
+
+    def merge(self, items: list[Instruction]) -> Instruction:
+        """Return one instruction whose registers stand for those of all items."""
+        assert self.sass is not None
+        rows = [item.sass.operands for item in items if isinstance(item, MachineInstruction) and item.sass is not None]
+        operands = tuple(merged(column) for column in zip(*rows, strict=True))
+        return replace(self, sass=replace(self.sass, operands=operands))
+
+
+@dataclass(frozen=True)
+class MergedRegister(Register):
+    """One operand of several instructions."""
+
+    members: tuple[Register, ...] = ()
+
+    def registers(self, width: int = 1) -> tuple[Reg, ...]:
+        """Return the registers of a run of this width, each for all members."""
+        runs = [member.registers(width) for member in self.members]
+        bank = "p" if self.is_predicate else "r"
+        return tuple(
+            BatchReg(f"{runs[0][0].name} and others, {index}", bank, places) for index, places in enumerate(zip(*runs, strict=True))
+        )
+
+
+def merged(operands: tuple[Operand, ...]) -> Operand:
+    """Return operands of several instructions as one."""
+    first = operands[0]
+    if not isinstance(first, Register) or first.number is None:
+        return first
+    members = tuple(operand for operand in operands if isinstance(operand, Register))
+    return MergedRegister(first.kind, first.number, first.negative, first.inverted, first.absolute, first.suffixes, members)
 
 
 def op(*patterns: str, **options: Any) -> Callable[[Emit], Emit]:

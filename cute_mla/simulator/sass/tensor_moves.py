@@ -22,8 +22,10 @@ SHAPE = r"(.16dp(64|128|256)bit)?(.x(2|4|8|16|32|64|128))?"
 
 def tensor_address(e: Emitter, operand: object, what: str) -> str:
     """Return the expression of a tensor memory address."""
-    if not isinstance(operand, Address) or operand.space != "tmem" or operand.base is not None or operand.uniform is None:
+    if not isinstance(operand, Address) or operand.space != "tmem" or operand.base is not None:
         raise Unsupported(f"{operand} instead of an address of tensor memory")
+    if operand.uniform is None:
+        return e.constants.array(WORD, operand.offset & 0xFFFFFFFF)
     e.check_taint(list(operand.uniform.registers()), what)
     place = source(e, operand.uniform, "u32")
     return f"({place} + {e.constants.array(WORD, operand.offset & 0xFFFFFFFF)})" if operand.offset else place

@@ -87,25 +87,30 @@ def keep(e: Emitter, operand: Register, kind: str, value: str, there: str, ins: 
 
 @op(r"R2UR(.BROADCAST|.OR|.FILL)?", taint="own", pure=False)
 def to_uniform(e: Emitter, ins: SassInstruction) -> None:
-    """Emit the move of the first lane under the guard to a uniform register of its warp.
+    """Emit the move of the first lane under the guard to a uniform register of its warp, with its poison.
 
     A predicate says in which lanes the value is another one; OR keeps what an earlier move found.
     """
     *others, result, value = ins.operands
     if not isinstance(result, Register) or result.is_predicate or (not others and "OR" in ins.modifiers):
         raise Unsupported("R2UR without a uniform register")
-    there, chosen = e.temp(), e.temp()
+    there, chosen, mark = e.temp(), e.temp(), e.temp()
     e.line(f"{there} = {guarded(e, ins)}")
-    check_guarded(e, value, there, "a uniform register")
+    taint = e.taint_of(registers_of(value)) if e.tainted else None
+    if taint is not None:
+        e.line(f"{mark} = first_lanes(w, {taint}, {there})")
     e.line(f"{chosen} = first_lanes(w, {source(e, value, 'u32')}, {there})")
     for operand in others:
         assert isinstance(operand, Register)
+        check_guarded(e, value, there, "a uniform register")
         differs = f"array({source(e, value, 'u32')} != {chosen})"
         if "OR" in ins.modifiers:
             check_guarded(e, operand, there, "a uniform register")
             differs = f"logical_or({differs}, {source(e, operand, 'pred')})"
         keep(e, operand, "pred", differs, there, ins)
     keep(e, result, "u32", chosen, there, ins)
+    for register in result.registers() if taint is not None else ():
+        e.line(f"copyto({e.taint(register)}, {mark}, where=vote_any(w, {there}))")
 
 
 @runtime
@@ -180,6 +185,9 @@ def reconverge(e: Emitter, ins: SassInstruction) -> None:
 @runtime
 def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
     """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave."""
+    if w.whole:
+        mask[...] = 0
+        return True
     stored = w.cta.registers.banks["r"][row]
     for index, masks in per_warp(w, mask):
         lanes = w.lanes[index]

@@ -14,10 +14,10 @@ from ...spec.mla import D_V
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-Values = Literal["normal", "rising", "falling", "peaks"]
+Values = Literal["normal", "rising", "falling", "peaks", "opposed", "steps", "needles"]
 QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
 Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
-Metadata = Literal["tensors", "object"]
+Metadata = Literal["tensors", "object", "stale"]
 Tags = dict[str, Callable[[Any], str]]
 
 # Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
@@ -29,7 +29,7 @@ TAGS: Tags = {
     "q_layout": lambda layout: f"q_{layout}",
     "cache_layout": lambda layout: f"kv_{layout}",
     "outputs": lambda outputs: f"out_{outputs}",
-    "metadata": lambda _: "tensor_plan",
+    "metadata": lambda metadata: f"{metadata.removesuffix('s')}_plan",
     "softmax_scale": lambda scale: f"scale{scale:g}",
     "batch_invariant": lambda _: "invariant",
     "empty_lse": lambda value: f"empty{value:g}",
@@ -159,8 +159,9 @@ class BatchedCase(BaseCase):
 class DecodeCase(BatchedCase):
     """One call of a decode op.
 
-    metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "object": get_mla_metadata() returns a
-        schedule that plans in its first call.
+    metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "stale": it gets other lengths, as if they had
+        changed since: for dense decode those of the requests before, for sparse decode half the indices; "object": get_mla_metadata()
+        returns a schedule that plans in its first call.
     """
 
     metadata: Metadata = "object"

@@ -23,6 +23,7 @@ from .base import DTYPES, TAGS, DecodeCase, Tags, Values
 from .far import far_tensor
 from .tensors import (
     OUTSIDE,
+    STEP,
     Fp32Result,
     OutputBuffer,
     allocate_output_buffers,
@@ -39,6 +40,7 @@ UNUSED_TABLE_ENTRY = 2_147_480_000
 TABLE_SLACK = 2  # columns of the block table that no request uses
 SPARE_PAGES = 3  # pages of the cache that no request uses
 FIRST_BROKEN, BROKEN_STEP = 1, 3  # of the used entries of a broken block table, counted through all requests
+STEP_CODE = 16  # in an e4m3 cache, the step of values "steps"; e4m3 holds its multiples up to 8
 DESCALE_Q, DESCALE_K = 0.0171, 0.0137  # no powers of two; elements of e4m3 operands then reach from about 2^-9 to 300
 
 # Tags of the fields of a block table, as in TAGS.
@@ -59,6 +61,9 @@ class DenseDecodeCase(DecodeCase):
     zero_lengths: about half of the requests have length 0. lengths: all lengths; s_k, varlen and zero_lengths then do not count.
     values: "normal": N(0, 1)/10 clamped to +-1; "rising": scores rise along the keys, so that the running maximum moves in every
         tile; "falling": it never moves after the first tile; "peaks": a few keys per request outweigh all others.
+        "opposed": scores rise from the first key to the middle one, or from the last to the middle one, in OPPOSED_ROWS neighbouring query
+        rows each; no later tile hides a wrong sum. "steps": scores are alike in a tile and rise in such rows or fall from tile to tile.
+        "needles": in each tile one key outweighs all others, in each row another.
     cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": the last page lies FAR_ELEMENTS or more from the first;
         "far_rows": the last row of every page does.
@@ -121,6 +126,11 @@ class DenseDecodeCase(DecodeCase):
     def descales(self) -> tuple[float | None, float | None]:
         """Return the scales of q and of the cache, None for an operand that is not e4m3."""
         return DESCALE_Q if self.operands == FP8 else None, None if self.operands == LATENT else DESCALE_K
+
+    @property
+    def step(self) -> float:
+        """Return the step of values "steps": one whose small multiples the type of the cache holds exactly."""
+        return STEP if self.operands == LATENT else STEP_CODE * DESCALE_K
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
@@ -278,7 +288,7 @@ def _request_pages(case: DenseDecodeCase, length: int, count: int, generator: to
     """Draw the keys of one request, fp32 [count, page, h_kv, 576], as the cache holds them; NaN past its end."""
     keys = normal_values((count * case.page_size, case.h_kv, D_QK), generator)
     if case.values != "normal":
-        ramp_keys(case.values, keys, length, generator)
+        ramp_keys(case.values, keys, length, generator, case.step)
     keys[length:] = float("nan")
     _, descale_k = case.descales
     if descale_k is not None:

@@ -53,7 +53,7 @@ class DensePrefillCase(BaseCase):
     values: as in DenseDecodeCase, along the keys of each sequence.
     ends: "margins": tokens of no sequence before the first sequence and after the last; query tokens of no sequence only if the
         caller passes results, since the call leaves their rows unwritten; "clipped": no such tokens, but the first offsets are
-        negative and the last offsets lie far beyond the tensors.
+        negative and the last offset lies far beyond the tensors.
     neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
     kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
         transposed [h_kv, total_k, ..]; "far_tokens", "far_heads": far in this dimension.
@@ -198,7 +198,8 @@ def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.devic
 def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.device) -> Tensor:
     offsets = list(starts)
     if case.ends == "clipped" and len(offsets) > 1:
-        offsets[0], offsets[-1] = -5, 1 << 30
+        offsets = [start if start > starts[0] else -5 - number for number, start in enumerate(offsets)]
+        offsets[-1] = 1 << 30
     return torch.tensor(offsets, dtype=torch.int32, device=device)
 
 
@@ -214,7 +215,7 @@ def _fill_keys(case: DensePrefillCase, sequence: int, k: Tensor, v: Tensor) -> N
     generator = generator_for(case, k.numel(), k.device, 1000 + 2 * sequence)
     keys = normal_values(tuple(k.shape), generator)
     if case.values != "normal":
-        ramp_keys(case.values, keys, len(keys), generator)
+        ramp_keys(case.values, keys, len(keys), generator, backwards=True)  # as the kernels walk
     k.copy_(keys)
     v.copy_(normal_values(tuple(v.shape), generator_for(case, k.numel(), k.device, 1001 + 2 * sequence)))
 

@@ -23,10 +23,11 @@ from ...spec.mla import D_ROPE, ceil_div
 from ...spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
-from .base import DTYPES, TAGS, DecodeCase, Tags
+from .base import DTYPES, TAGS, DecodeCase, Tags, Values
 from .far import reserve
 from .sparse_indices import FAR_BYTES, INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
 from .tensors import (
+    ORDERED,
     RAMPED,
     Fp32Result,
     OutputBuffer,
@@ -43,7 +44,7 @@ V4_PAGE_MULTIPLE = 576  # FlashMLA pads pages of fp8_584 to a multiple of this
 
 _NAN_BYTE = 0xFF
 
-SparseValues = Literal["normal", "rising", "falling", "peaks", "spread", "coherent"]
+SparseValues = Literal[Values, "spread", "coherent"]
 SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far", "far_rows"]
 
 
@@ -74,7 +75,7 @@ class SparseDecodeCase(DecodeCase):
     """One call of sparse decode.
 
     cache: the name of a CacheFormat. main, extra: the first and the second cache.
-    values: "normal" to "peaks": as in DenseDecodeCase, along the keys of a request; indices of "rising" and "falling" ascend;
+    values: as in DenseDecodeCase, along the keys of a request; indices of ORDERED values ascend;
         "spread": groups of columns of very different magnitudes; "coherent": all terms of a score have one sign, and bf16 would
         round every scale of fp8_656 down, so that lse shows whether a kernel keeps scales in fp32.
     power_of_two: scales of fp8_656 are powers of two. Scales of fp8_584 always are.
@@ -250,7 +251,7 @@ def _pool(case: SparseDecodeCase, number: int, pool: Pool, device: torch.device)
 
 def _positions(case: SparseDecodeCase, row: int, pool: Pool, draw: torch.Generator) -> Tensor:
     """Draw the positions of the keys that a token attends to, int64 [topk]."""
-    ordered = case.values in ("rising", "falling")
+    ordered = case.values in ORDERED
     return sparse_indices.draw_key_positions(case.indices, row, pool.s_k, pool.topk, ordered=ordered, kinds=len(_invalid(1)), draw=draw)
 
 

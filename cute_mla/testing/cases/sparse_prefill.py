@@ -22,10 +22,11 @@ from ...spec.mla import D_QK, ceil_div
 from ...spec.sparse_prefill import HEAD_DIMS, SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
-from .base import DTYPES, TAGS, BatchedCase, Tags
+from .base import DTYPES, TAGS, BatchedCase, Tags, Values
 from .far import far_tensor
 from .sparse_indices import INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
 from .tensors import (
+    ORDERED,
     Fp32Result,
     OutputBuffer,
     allocate_output_buffers,
@@ -40,7 +41,7 @@ from .tensors import (
 MARGINS = (7, 4)  # rows of a ragged kv before the first request and after the last
 AMPLIFIED = 2.0**8  # k_amplifier of FlashMLA's tests
 
-PrefillValues = Literal["normal", "rising", "falling", "peaks", "amplified"]
+PrefillValues = Literal[Values, "amplified"]
 Form = Literal["single", "batched", "ragged", "clipped"]
 KvLayout = Literal["packed", "padded_rows", "layers", "far"]
 
@@ -55,7 +56,7 @@ class SparsePrefillCase(BatchedCase):
         second request, and rows of no request before the first and after the last; "clipped": like "ragged", but the first offset
         is negative, the last lies beyond kv, and the second request ends before it begins.
     lengths: the topk_length of each token, as in draw_topk_lengths.
-    values: as in DenseDecodeCase, along the rows of a request; indices of "rising" and "falling" ascend; "amplified": one row in
+    values: as in DenseDecodeCase, along the rows of a request; indices of ORDERED values ascend; "amplified": one row in
         fifty is as large as with "normal" and AMPLIFIED times larger than all others. With a scale such as 64 the scores of the
         small rows are almost 0, and the running maximum jumps at each large row.
     kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
@@ -232,7 +233,7 @@ def _indices(case: SparsePrefillCase) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(case.seed + 10)
     indices = torch.empty(case.batch, case.s_q, case.topk, dtype=torch.int32)
     named = torch.zeros(case.kv_rows, dtype=torch.bool)
-    ordered = case.values in ("rising", "falling")
+    ordered = case.values in ORDERED
     for request, (first, rows) in enumerate(case.row_ranges):
         invalid = case.invalid_indices(request)
         for place in range(case.s_q):

@@ -1,4 +1,4 @@
-"""Tensors that the cases of several ops share: q, scores that rise or fall along the keys, and results in their layouts.
+"""Tensors that the cases of several ops share: q, scores that depend on a key's position, and results in their layouts.
 
 Every element in and around a tensor is NaN before it gets its value.
 """
@@ -10,14 +10,20 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ...spec.mla import D_ROPE
+from ...spec.split_plan import TILE_KEYS
 from .base import DTYPES, BaseCase
 from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
 STEEP = 4.0  # of ramped values: rotary columns of q, and the bound of those of k; scores span +-43 at the default scale
-RAMPED = ("rising", "falling", "peaks")  # values whose scores depend on the position of the key
+STEP = 0.25  # of "steps": by how much rotary columns of keys grow from tile to tile
+NEEDLE, HIGHEST_NEEDLE = 2.0, 3  # of "needles": the rotary column of a key in units, and the most units
+OPPOSED_ROWS = 8  # neighbouring query rows whose scores take the same direction; a thread of Hopper's tensor cores has rows r and r + 8
+RAMPED = ("rising", "falling", "peaks", "opposed", "steps", "needles")  # values whose scores depend on the position of the key
+ORDERED = ("rising", "falling", "opposed", "steps", "needles")  # of these, values whose indices ascend in sparse ops
 OUTSIDE = "block_table"  # kind of the finding that a used block-table entry outside the cache is
 
 
@@ -64,15 +70,29 @@ def ramp_direction(device: torch.device) -> Tensor:
 
 
 def draw_queries(values: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw q, fp32 [.., d_qk]. For ramped values all rotary columns lie along the ramp."""
+    """Draw q, fp32 [.., tokens, heads, d_qk]. For ramped values the rotary columns decide on the scores."""
     q = normal_values(shape, generator)
-    if values in RAMPED:
-        q[..., -D_ROPE:] = STEEP * ramp_direction(q.device)
+    if values not in RAMPED:
+        return q
+    tokens, heads = torch.arange(shape[-3], device=q.device)[:, None], torch.arange(shape[-2], device=q.device)
+    q[..., -D_ROPE:] = STEEP * ramp_direction(q.device)
+    falls = ((tokens + heads) // OPPOSED_ROWS % 2)[..., None]  # [tokens, heads, 1], of values that differ so
+    if values == "steps":
+        q[..., -D_ROPE:] *= 1 - 2 * falls
+    if values == "opposed":
+        q[..., -D_ROPE:] *= falls == torch.arange(D_ROPE, device=q.device) // (D_ROPE // 2)
+    if values in ("steps", "needles"):
+        q[..., :-D_ROPE] = 0
+    if values == "needles":
+        q[..., -D_ROPE:] = STEEP * functional.one_hot((tokens * shape[-2] + heads) % D_ROPE, D_ROPE)
     return q
 
 
-def score_levels(values: str, fraction: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the level of each key's score, -STEEP to STEEP, for the key's position as a fraction, 0 to 1."""
+def score_levels(values: str, position: Tensor, length: int, step: float, generator: torch.Generator) -> Tensor:
+    """Return the level of each key's score by its position: -STEEP to STEEP, but for "steps", which grow without a bound."""
+    if values == "steps":
+        return position // TILE_KEYS * step
+    fraction = position / max(length - 1, 1)
     if values == "rising":
         return (2 * fraction - 1) * STEEP
     if values == "falling":
@@ -81,11 +101,37 @@ def score_levels(values: str, fraction: Tensor, generator: torch.Generator) -> T
     return torch.where(peak, STEEP, 0.0)
 
 
-def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator) -> None:
-    """Set the rotary columns of keys [n, .., d_qk] so that scores follow `values`, one of RAMPED, over `length` keys."""
+def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator, step: float = STEP, backwards: bool = False) -> None:
+    """Set the rotary columns of keys [n, .., d_qk] so that scores follow `values`, one of RAMPED, over `length` keys.
+
+    step: of "steps". backwards: "needles" grow from the last key to the first.
+    """
     position = torch.arange(len(keys), device=keys.device)
-    level = score_levels(values, position / max(length - 1, 1), generator)
-    keys[..., -D_ROPE:] = level.view(-1, *[1] * (keys.dim() - 1)) * ramp_direction(keys.device)
+    if values == "needles":
+        columns = needles(position, length if backwards else None)
+    elif values == "opposed":
+        fraction = position / max(length - 1, 1)
+        rising, falling = (2 * ((walked - 0.1) / 0.4).clamp(0, 1) - 1 for walked in (fraction, 1 - fraction))
+        halves = torch.stack([rising, falling], 1).repeat_interleave(D_ROPE // 2, 1)
+        columns = STEEP * halves * ramp_direction(keys.device)
+    else:
+        columns = score_levels(values, position, length, step, generator)[:, None] * ramp_direction(keys.device)
+    keys[..., -D_ROPE:] = columns.view(-1, *[1] * (keys.dim() - 2), D_ROPE)
+
+
+def needles(position: Tensor, length: int | None) -> Tensor:
+    """Return rotary columns fp32 [n, 64] with one that is not 0: a query row of needles has a high score with one key of every tile.
+
+    The key's place in its tile differs from row to row and, by 8, from tile to tile. Scores grow from tile to tile, up to the third; if a
+    length is given, in the walk from the last of so many keys to the first, which meets greater ones in each two tiles.
+    """
+    tile = position // TILE_KEYS
+    if length is None:
+        height = tile.clamp(max=HIGHEST_NEEDLE - 1) + 1
+    else:
+        pairs = (length - 1) // (2 * TILE_KEYS) - tile // 2
+        height = 2 * pairs + 1 + (tile + tile // 2 + 1) % 2
+    return functional.one_hot((position + tile * OPPOSED_ROWS) % D_ROPE, D_ROPE) * (NEEDLE * height)[:, None]
 
 
 def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ def decode_arguments(
     case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors, workspace: Tensor | None, make_plan: Callable[[], Plan]
 ) -> dict[str, Any]:
     """Return the arguments that both decode ops take. make_plan: makes a plan of tensors, called if the case asks for one."""
-    metadata, num_splits = _copy_plan(make_plan()) if case.metadata == "tensors" else get_mla_metadata()
+    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _copy_plan(make_plan())
     return {
         "q": tensors.q,
         "k_cache": tensors.k_cache,

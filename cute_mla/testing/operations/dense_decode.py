@@ -15,8 +15,9 @@ from .operation import Operation, Result, empty_lse
 
 def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
     rows = case.s_q * case.h_q // case.h_kv
+    planned = tensors.cache_seqlens.roll(1) if case.metadata == "stale" else tensors.cache_seqlens
     return {
-        **decode_arguments(case, tensors, workspace, lambda: get_mla_metadata(tensors.cache_seqlens, rows, case.h_kv, case.h_q)),
+        **decode_arguments(case, tensors, workspace, lambda: get_mla_metadata(planned, rows, case.h_kv, case.h_q)),
         "block_table": tensors.block_table,
         "cache_seqlens": tensors.cache_seqlens,
         "causal": case.causal,

@@ -34,7 +34,8 @@ def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: 
 
 def _plan(case: SparseDecodeCase, device: torch.device) -> Plan:
     lengths = torch.zeros(case.batch, dtype=torch.int32, device=device)  # a sparse plan depends on their number only
-    return get_mla_metadata(lengths, case.s_q * case.h_q, 1, case.h_q, case.format.quantised > 0, _topk(case))
+    topk = max(_topk(case) // 2, 1) if case.metadata == "stale" else _topk(case)
+    return get_mla_metadata(lengths, case.s_q * case.h_q, 1, case.h_q, case.format.quantised > 0, topk)
 
 
 def _topk(case: SparseDecodeCase) -> int:

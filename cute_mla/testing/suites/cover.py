@@ -9,18 +9,30 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
+from math import log
 from typing import Any, TypeVar
 
+from ...spec.mla import D_ROPE
 from ..cases.base import BaseCase
+from ..cases.tensors import STEEP, STEP
 
 C = TypeVar("C", bound=BaseCase)
 Choice = Mapping[str, Any]
 Factors = Mapping[str, Sequence[Hashable]]
 
-# Kinds of values with the scale of the softmax. From the first key to the last, scores rise by 2048 times the scale: at the default by more
-# than 120 powers of two, at 0.015 by 44. Over the 3 to 5 tiles of a small case the latter is more than a rescale threshold of 2^8 a tile,
-# but so little that fp16 overflows if the threshold is not kept.
-RAMPS = (("normal", None), ("rising", None), ("rising", 0.015), ("falling", None), ("peaks", 0.1))
+# Scale for values "steps" with steps of STEP: weights grow by a little less than a factor of 2^16 from tile to tile. A kernel that rescales
+# O for 2^8 and more has probabilities of 1 there; one that does so for 2^16 and more has probabilities that fp16 cannot hold.
+STEPS_SCALE = 15.9998 * log(2) / (STEEP * D_ROPE * STEP)
+
+
+def ramps(steps_scale: float = STEPS_SCALE) -> tuple[tuple[str, float | None], ...]:
+    """Return kinds of values, each with the scale of the softmax that makes the most of it.
+
+    Opposed scores span 44 powers of two, so that sums are rescaled by much less than 2^-8 once or twice, and not in the last tile. The
+    greatest score of a tile of needles is 140 powers of two above the others: probabilities overflow in every type if it is not found.
+    """
+    return (("normal", None), ("opposed", 0.03), ("steps", steps_scale), ("needles", 12.13), ("peaks", 0.1))
+
 
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case
 _ATTEMPTS = 50  # rounds of candidates, none of them possible, after which values are taken to exclude each other

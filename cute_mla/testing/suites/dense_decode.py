@@ -7,12 +7,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS
+from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES
-from ..cases.dense_decode import DenseDecodeCase
+from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
 from ..cases.far import FAR_DIMENSIONS
-from .cover import RAMPS, Choice, Factors, cover
+from ..cases.tensors import ORDERED, STEP
+from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (1, 2, 6, 64)
@@ -37,16 +38,20 @@ _SPLIT_PAIRS = 4
 
 # Features of a small case, by factor. lengths: keys of each request and columns of the block table in units of 64 keys, None: any number;
 # pairs of SMs for each KV head.
+_SEVERAL_TILES = ((200, 0, 130), None, 1)  # beside a request without keys
+_CUT = ((260, 2), None, _SPLIT_PAIRS)  # into splits
+_STALE = ((260, 20), None, _SPLIT_PAIRS)  # by a plan that takes the second request for the long one
 _LENGTHS = (
     ((0, 1, 63, 64, 65), None, 2),  # around a tile; some rows see no key under a causal mask
-    ((200, 0, 130), None, 1),  # several tiles, beside a request without keys
+    _SEVERAL_TILES,
     ((1000, 70, -5), 3, 1),  # beyond the block table, and negative
-    ((260, 2), None, _SPLIT_PAIRS),  # cut into splits
+    _CUT,
+    _STALE,
 )
 _FACTORS: Factors = {
     "lengths": _LENGTHS,
     "page_size": (16, 32, 64, 128),
-    "values": RAMPS,
+    "values": ramps(),
     "cache_layout": ("packed", "layers", "padded_rows", "heads_first", "far", "far_rows"),
     "q_layout": ("packed", "sliced", "heads_first", "far_requests", "far_tokens", "far_heads"),
     "outputs": ("allocated", "given", "strided", "far_requests", "far_tokens", "far_heads"),
@@ -58,6 +63,7 @@ _FACTORS: Factors = {
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
 }
+_STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
 _HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
@@ -68,7 +74,7 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values")}
     (lengths, blocks, sms), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
-    if values == "rising" and max(lengths) < 3 * TILE_KEYS:
+    if values in ORDERED and max(lengths) < 3 * TILE_KEYS:
         return None
     if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
         return None
@@ -78,7 +84,9 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
     if choice["elements"] and operands == LATENT and sms == _SPLIT_PAIRS and not whole_rows:
         return None  # combine takes whole rows of out, of every alignment, where there are many
     if choice["batch_invariant"] and sms > 2:
-        return None  # nothing would be cut
+        return None  # nothing would be cut: see _staircase
+    if choice["lengths"] == _STALE:
+        rest["metadata"] = "stale"
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
         dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
@@ -95,6 +103,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
         every = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
         heads = tuple(pair for pair in every if operands == LATENT or pair[1] == 1)
         factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
+        if operands != LATENT:
+            factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3)}
         if operands == FP8 and dtype != "bf16":
             factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
         if elements:
@@ -107,6 +117,19 @@ def _covers() -> Iterator[DenseDecodeCase]:
             }
             factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
         yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
+        if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
+            yield _staircase(dtype, operands, rows, elements)
+
+
+def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return a causal case of one head, whose rows see every number of the keys of a tile; batch invariant, with a plan that cuts.
+
+    The third request shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The plan is of other lengths: of
+    two parts or four, one ends inside the second request, where the call must not cut, and the next begins there.
+    """
+    tokens, most = (TILE_ROWS, 570) if rows == "one" else (2 * TILE_ROWS, 440)
+    case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=(most, tokens + 36, tokens + 44), causal=True, sm_count=4)
+    return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale", q_layout="odd" if elements else "packed")
 
 
 # Cases whose size is what they test.
@@ -134,11 +157,14 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
 # Cases of this kind with all operands.
 _LARGE: tuple[DenseDecodeCase, ...] = (
     # A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
-    DenseDecodeCase(batch=2, lengths=(_TWO_SPLITS + 17, 100), page_size=128, batch_invariant=True, metadata="tensors", sm_count=78),
+    # Two of the plan's cuts lie behind the only multiple at which the call may cut.
+    DenseDecodeCase(
+        batch=2, lengths=(100, _TWO_SPLITS + 2 * TILE_KEYS + 17), page_size=128, batch_invariant=True, metadata="tensors", sm_count=144
+    ),
     DenseDecodeCase(batch=0, h_q=64),
     # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
     DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
-    DenseDecodeCase("fp16", s_k=1100, values="falling", sm_count=1),
+    DenseDecodeCase("fp16", s_k=1050, values="falling", sm_count=1),
 )
 
 SMOKE = tuple(dict.fromkeys([*_LARGE_16_BITS, *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE), *_covers()]))

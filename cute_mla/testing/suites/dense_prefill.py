@@ -8,8 +8,9 @@ from itertools import product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.base import DTYPES
-from ..cases.dense_prefill import BLOCK, DensePrefillCase
-from .cover import RAMPS, Choice, Factors, cover
+from ..cases.dense_prefill import DensePrefillCase
+from ..cases.tensors import ORDERED
+from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_LENGTHS = (1, 17, 64, 127, 128, 129, 257, 1000)
@@ -21,24 +22,26 @@ SHORT_TILES = 100  # the simulated device runs cases of the grid with at most th
 
 _MINUS_INF = float("-inf")
 
+_KEY_TILE = 128  # keys of a tile of the kernels
+_LONG = ((1, 64), (0, 9), (66, 280))  # several tiles, of rows of every warp, also in the last item of a CTA; too costly with many heads
 # Features of a small case, by factor. With a small sm_count each CTA processes many tiles.
 _FACTORS: Factors = {
     "lengths": (
-        ((65, 65), (17, 129)),  # prompts, and chunks of prompts behind a cached context
-        ((0, 0), (130, 20), (0, 70), (1, 1), (64, 0)),  # no query tokens, no keys, neither, and rows that attend to nothing
-        ((3, 300), (1, 64)),  # several tiles
-        ((127, 63), (17, 17)),
+        ((9, 129), (65, 65)),  # prompts, and chunks of prompts behind a cached context
+        ((0, 0), (0, 70), (64, 0), (1, 1), (130, 20)),  # neither query tokens nor keys, none of either, rows that attend to nothing
+        _LONG,
+        ((17, 17), (3, 9), (40, 150)),
     ),
-    "heads": ((1, 1), (2, 2)),  # KV heads, and query heads per KV head
+    "heads": ((1, 1), (1, 2), (2, 2)),  # KV heads, and query heads per KV head
     "causal": (False, True),
-    "values": RAMPS,
+    "values": ramps(STEPS_SCALE / 2),  # two steps a key tile
     "ends": ("margins", "clipped"),
     "neighbours": ("finite", "nan"),
     "kv_layout": ("packed", "padded", "kvpacked", "heads_first", "far_tokens", "far_heads"),
     "q_layout": ("packed", "sliced", "heads_first", "far_tokens", "far_heads"),
     "outputs": ("allocated", "given", "strided", "far_tokens", "far_heads"),
     "empty_lse": (None, _MINUS_INF),
-    "sm_count": (1, 3),
+    "sm_count": (1, 2, 3, 5),
 }
 
 
@@ -52,9 +55,9 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
-    if choice["kv_layout"] == "far_heads" and h_kv == 1:
+    if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (h_kv > 1 and choice["lengths"] == _LONG):
         return None
-    if values == "rising" and choice["lengths"][0][1] < 4 * BLOCK:
+    if values in ORDERED and (choice["lengths"][-1][1] <= _KEY_TILE or (values == "needles" and choice["lengths"] != _LONG)):
         return None
     return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
 
@@ -68,22 +71,33 @@ def _covers() -> Iterator[DensePrefillCase]:
             layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
             factors = {**factors, **layouts}
         yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        yield _staircase(dtype, d_qk, elements)
+
+
+def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
+    """Return a causal case whose rows see every number of the keys of a tile.
+
+    The second sequence shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The third has blocks of rows
+    that see nothing, three or five of them, so that later rounds of items begin at any block.
+    """
+    lengths = ((128, 128), (128, 136), (520, 1), (1, 1), (2, 1), (3, 1))
+    return DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, q_layout="odd" if elements else "packed", sm_count=2)
 
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillCase, ...] = (
     DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), h_kv=2, causal=True, kv_layout="heads_first", sm_count=2),
     DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
-    DensePrefillCase("fp16", lengths=((257, 257), (64, 127)), causal=True, outputs="given", sm_count=2),
-    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 129), (1, 128), (1, 127)), sm_count=2),
+    DensePrefillCase("fp16", lengths=((257, 257), (64, 127)), values="rising", causal=True, outputs="given", sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 129), (1, 128), (1, 127), (1, 63)), sm_count=2),
     # Neighbours full of NaN, behind the keys of a sequence and before them.
     DensePrefillCase(
         lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), neighbours="nan", outputs="strided", causal=True, sm_count=1
     ),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
-    DensePrefillCase(lengths=((64, 1000), (1, 700)), values="falling", group=2, sm_count=1),
-    DensePrefillCase("fp16", d_qk=128, lengths=((129, 600),), values="rising", causal=True, softmax_scale=0.3, sm_count=1),
-    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, q_layout="even", outputs="strided", sm_count=1),
+    DensePrefillCase(lengths=((64, 700), (1, 400), (1, 17), (1, 1)), values="falling", sm_count=1),
+    DensePrefillCase("fp16", d_qk=128, lengths=((129, 300),), values="opposed", causal=True, softmax_scale=0.03, sm_count=1),
+    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),
 )
 

@@ -11,7 +11,8 @@ from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import Pool, SparseDecodeCase
-from .cover import RAMPS, Choice, Factors, cover
+from ..cases.tensors import ORDERED
+from .cover import Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -32,19 +33,19 @@ _MINUS_INF = float("-inf")
 # Features of a small case, by factor. pools: requests, the first and the second cache.
 _FACTORS: Factors = {
     "pools": (  # requests, query tokens of each, pairs of SMs for each token, the first and the second cache
-        (2, 2, 2, Pool(100, 65, 62), None),
+        (2, 2, 2, Pool(140, 130, 62), None),
         (2, 1, 4, Pool(400, 330, 16, (330, 3)), None),  # several tiles, cut into splits
         (7, 1, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
         (2, 2, 1, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
     ),
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
-    "values": RAMPS,
+    "values": ramps(),
     "cache_layout": ("packed", "layers", "padded_rows", "far", "far_rows"),
     "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
     "outputs": ("allocated", "given", "strided", *FAR_DIMENSIONS),
-    "metadata": ("object", "tensors"),
+    "metadata": ("object", "tensors", "stale"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
 }
@@ -61,7 +62,7 @@ def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
         return None
     if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
         return None
-    if values == "rising" and main.topk < 3 * TILE_KEYS:
+    if values in ORDERED and main.topk <= 2 * TILE_KEYS:
         return None
     if choice["batch_invariant"] and sms > 2:
         return None  # nothing would be cut

@@ -12,7 +12,8 @@ from ...spec.split_plan import TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
-from .cover import RAMPS, Choice, Factors, cover
+from ..cases.tensors import ORDERED
+from .cover import Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -33,10 +34,10 @@ _FACTORS: Factors = {
         ("ragged", 3, 2, "drawn"),  # rows of the request's own: some requests have none, and some indices are valid only for a neighbour
         ("clipped", 3, 2, "zeros"),
     ),
-    "rows": ((100, 65), (200, 130)),  # s_kv and topk
+    "rows": ((100, 65), (140, 130)),  # s_kv and topk
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
-    "values": RAMPS,
+    "values": ramps(),
     "kv_layout": ("packed", "padded_rows", "layers", "far"),
     "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
@@ -54,7 +55,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (batch == 1 and "far_requests" in layouts):
         return None
-    if values == "rising" and (topk < 2 * TILE_KEYS or lengths not in ("edges", None)):
+    if values in ORDERED and (topk < 2 * TILE_KEYS or lengths not in ("edges", None)):
         return None
     return SparsePrefillCase(
         dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
@@ -97,9 +98,9 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
     # Mostly invalid indices.
     SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=2),
     # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    SparsePrefillCase(h_q=128, s_kv=1300, topk=1100, values="rising", sm_count=2),
-    SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1100, values="falling", softmax_scale=0.1, sm_count=2),
-    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=1024, values="amplified", softmax_scale=64.0, sm_count=4),
+    SparsePrefillCase(h_q=128, s_kv=1300, topk=1000, values="rising", sm_count=2),
+    SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1000, values="falling", softmax_scale=0.1, sm_count=2),
+    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=832, values="amplified", softmax_scale=64.0, sm_count=4),
 )  # fmt: skip
 
 SMOKE: tuple[SparsePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
