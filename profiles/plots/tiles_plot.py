@@ -96,8 +96,8 @@ def steady_start(run: Recorded) -> int:
 
 
 def product_kinds(run: Recorded, start: float, end: float) -> list[str]:
-    """Return the kinds of products between two clocks, in the order of their start."""
-    return list(dict.fromkeys(kind_of(run, span) for span in run.of(0, TENSOR_CORE) if span.end > start and span.start < end))
+    """Return the kinds of products between two clocks, by name."""
+    return sorted({kind_of(run, span) for span in run.of(0, TENSOR_CORE) if span.end > start and span.start < end})
 
 
 def kind_of(run: Recorded, span: Span) -> str:
