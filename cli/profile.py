@@ -26,7 +26,7 @@ OPS = (
     *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill"),
     *("combine", "merge_states", "cache_write", "cache_gather", "split_plan"),
 )
-GPUS = ("H200", "H100", "H800", "B200")
+GPUS = ("H200", "H100", "H800", "B200", "B300")
 
 CLOCK = "clock"
 _DEFAULT_BUDGET_S = 300.0

@@ -38,6 +38,7 @@ GPUS: dict[str, Gpu] = {
         Gpu("H100", "sm90", 790.0, 3.0, "assumed: H200's matmul rate, 3.0 of the datasheet's 3.35 TB/s"),
         Gpu("H800", "sm90", 865.0, 3.0, "published: peak at the throttled 1600 MHz, 3.0 TB/s achieved of 3.35"),
         Gpu("B200", "sm100", 2250.0, 8.0, "datasheet: nothing achieved is known to us"),
+        Gpu("B300", "sm100", 2250.0, 8.0, "taken as a B200: its dense bf16 rate and its bandwidth are given as the same"),
     )
 }
 
