@@ -95,6 +95,7 @@ class Options:
     "--peer-launch",
     type=_FILE,
     multiple=True,
+    show_default="none",
     help="JSON description of a launch of that kernel; given twice, the difference is the time of a block.",
 )
 def profile(**chosen: Any) -> None:

@@ -105,7 +105,7 @@ def test_every_row_of_the_definitions_is_within_reach(artifacts: Path) -> None:
 
 def test_one_gpu_is_shown_unless_more_are_asked_for(artifacts: Path) -> None:
     assert set(GPUS) == set(roofline.GPUS)
-    tables = {"H200: microseconds", "H100: microseconds", "H800: microseconds", "B200: microseconds"}
+    tables = {f"{gpu}: microseconds" for gpu in ("H200", "H100", "H800", "B200", "B300")}
     two = ["--gpu", "B200", "--gpu", "H100"]
     asked: tuple[tuple[list[str], set[str]], ...] = (
         ([], {"H200"}),

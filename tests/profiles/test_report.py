@@ -44,7 +44,7 @@ def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -
     assert report.plot(document).startswith("B200: The roofline of a B200")
     assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D2", 2250, False), ("D8", 240, False)]
     assert [row["tile_padding"] for row in document["rows"]] == [{"sm100": 1.0}, {"sm100": 8.0}]
-    assert {name for row in document["rows"] for name in row["roofs"]} == {"B200"}
+    assert {name for row in document["rows"] for name in row["roofs"]} == {"B200", "B300"}
 
 
 def test_a_measurement_is_plotted_where_it_was(drawn: list[Point]) -> None:

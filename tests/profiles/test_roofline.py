@@ -174,7 +174,7 @@ def test_dense_decode_has_the_known_limits_on_a_b200(problem: DecodeShape, micro
 
 def test_gpus_belong_to_an_architecture() -> None:
     assert [gpu.name for gpu in gpus_of([SM90])] == ["H200", "H100", "H800"]
-    assert [gpu.name for gpu in gpus_of([SM100])] == ["B200"]
+    assert [gpu.name for gpu in gpus_of([SM100])] == ["B200", "B300"]
     assert gpus_of(list(ARCHS.values())) == list(GPUS.values())
 
 
