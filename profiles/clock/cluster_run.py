@@ -11,8 +11,8 @@ from math import prod
 from ...manifest import KernelEntry
 from ...runtime.artifacts import load_artifacts
 from ...runtime.current import simulate
-from ...simulator.sass.disassembler import disassemble
 from ...simulator.sass.listing import Listing, read_listing
+from ...simulator.sass.text_cache import disassembly
 from ...simulator.sass.trace import MachineTrace
 from .constants import Constants
 from .engine import SCHEDULERS, Setting
@@ -56,7 +56,7 @@ def cause_of(noted: str) -> str:
 
 @lru_cache(maxsize=8)
 def _listing(cubin: bytes) -> Listing:
-    return read_listing(disassemble(cubin))
+    return read_listing(disassembly(cubin))
 
 
 def run_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> ClusterRun:

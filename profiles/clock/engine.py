@@ -99,7 +99,6 @@ class Warp:
         "boards",
         "causes",
         "copy_groups",
-        "copy_open",
         "last_copy",
         "pc",
         "pending",
@@ -128,7 +127,6 @@ class Warp:
         self.causes = [""] * 6
         self.stopped = False  # until a scoreboard resolves
         self.why = ""
-        self.copy_open = 0
         self.copy_groups: list[int] = []
         self.last_copy = 0
 
@@ -267,10 +265,15 @@ class Engine:
             self.spans.append(Span(rank, track, name, int(start), int(end), address))
 
     def hold(self, warp: Warp, board: int, until: float, cause: str) -> None:
-        """Let a scoreboard hold until a clock."""
-        if until > warp.boards[board]:
+        """Let a scoreboard hold until a clock. board: -1 for none."""
+        if board >= 0 and until > warp.boards[board]:
             warp.boards[board] = int(until)
             warp.causes[board] = cause
+
+    def hold_both(self, warp: Warp, op: TimedInstruction, until: float) -> None:
+        """Let both scoreboards of an instruction hold until a clock."""
+        self.hold(warp, op.read_board, until, op.base)
+        self.hold(warp, op.write_board, until, op.base)
 
     def hold_open(self, warp: Warp, board: int, cause: str) -> Callable[[float], None]:
         """Let a scoreboard hold until the function that is returned has been called with the clock at which it is free."""
@@ -303,28 +306,22 @@ class Engine:
             return None
         end = port.access(clock, turns)
         self.record(warp.rank, PORT, op.base, end - turns, end, op.address)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end - turns + constants.shared_latency + turns - 1, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
+        self.hold(warp, op.write_board, end + constants.shared_latency - 1, op.base)
+        self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
         return clock + op.stall
 
     def _do_global_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         constants, sm = self.constants, warp.sm
         sm.port.queue.serve(clock, access.wavefronts * 128 / constants.l1_bytes)
         end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, clock + op.read, op.base)
+        self.hold(warp, op.write_board, end, op.base)
+        self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
     def _do_global_store(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         end = warp.sm.port.queue.serve(clock, access.wavefronts * 128 / self.constants.l1_bytes)
         warp.sm.memory.link.serve(clock, access.sectors * 32 / self.constants.l2_bytes)
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, end + self.constants.store_read_clocks, op.base)
+        self.hold_both(warp, op, end + self.constants.store_read_clocks)
         return clock + op.stall
 
     def _do_copy(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int:
@@ -333,8 +330,7 @@ class Engine:
         end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
         sm.port.write(access.wavefronts * 128)
         warp.last_copy = max(warp.last_copy, int(end))
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, clock + op.read, op.base)
+        self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
     def _do_copies_arrive(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
@@ -344,8 +340,7 @@ class Engine:
 
     def _do_copies_commit(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         warp.copy_groups.append(warp.last_copy)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, clock + op.latency, op.base)
+        self.hold(warp, op.write_board, clock + op.latency, op.base)
         return clock + op.stall
 
     def _do_copies_wait(self, clock: int, warp: Warp, op: TimedInstruction, remaining: int) -> int | None:
@@ -379,13 +374,8 @@ class Engine:
         for arrival in arrivals:
             latency = self.constants.arrive_latency if arrival.rank == warp.rank else self.constants.remote_latency
             self._signal(clock + latency, arrival)
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
-
-    def _plain_boards(self, clock: int, warp: Warp, op: TimedInstruction) -> None:
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, clock + op.read, op.base)
 
     def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
         offset, parity = wait
@@ -482,7 +472,7 @@ class Engine:
     def _do_tensor_product(self, clock: int, warp: Warp, op: TimedInstruction, product: TensorProduct) -> int:
         ports = [self.sms[warp.rank & ~1 | index].port for index in range(2)] if product.ctas == 2 else [warp.sm.port]
         warp.sm.queue.issue(clock, (product, ports, op.address))
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
 
     def _do_commit(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
@@ -491,7 +481,7 @@ class Engine:
                 self._signal(now + (0 if arrival.rank == warp.rank else self.constants.remote_latency), arrival)
 
         warp.sm.queue.issue(clock, signal)
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
 
     def _do_tensor_move(self, clock: int, warp: Warp, op: TimedInstruction, registers: int) -> int:
@@ -500,18 +490,14 @@ class Engine:
         clocks = registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS)
         end = lanes.serve(clock, clocks)
         self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, end, op.base)
+        self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
+        self.hold(warp, op.read_board, end, op.base)
         return clock + op.stall
 
     def _do_tensor_stores_wait(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         """Wait until the warp's stores to tensor memory are done."""
         until = max(clock, warp.sm.tensor_memory[warp.warp % SCHEDULERS].free) + self.constants.tensor_latency
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, until, op.base)
+        self.hold_both(warp, op, until)
         return clock + op.stall
 
     # copies
@@ -519,8 +505,7 @@ class Engine:
     def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
         constants, sm = self.constants, warp.sm
         sent = sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         if load.signals:
             end = sm.memory.arrival(sent, load.nbytes, load.lines, constants.copy_l2_latency, constants.copy_hbm_latency)
             if len(load.signals) > 1:
@@ -534,16 +519,14 @@ class Engine:
     def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         """Store a box: it has been read from shared memory some time after the unit has taken it."""
         sent = warp.sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         warp.last_copy = max(warp.last_copy, int(sent) + self.constants.remote_latency)
         self.record(warp.rank, TMA, "store", sent, warp.last_copy, op.address)
         return clock + op.stall
 
     def _do_bulk_copy(self, clock: int, warp: Warp, op: TimedInstruction, arrival: Arrival) -> int:
         sent = warp.sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         warp.sm.port.write(-arrival.tx)
         self.sms[arrival.rank].port.write(-arrival.tx)
         end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
@@ -556,9 +539,7 @@ class Engine:
             end = warp.sm.remote.serve(clock, -arrival.tx / self.constants.remote_bytes)
             self.sms[arrival.rank].port.write(-arrival.tx)
             self._signal(end + self.constants.remote_latency, arrival)
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, warp.sm.remote.free + op.read, op.base)
+        self.hold_both(warp, op, warp.sm.remote.free + op.read)
         return clock + op.stall
 
 

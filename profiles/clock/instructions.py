@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...simulator.sass.accesses import accesses
 from ...simulator.sass.flow import is_never
 from ...simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
 from .constants import Constants
@@ -51,6 +50,17 @@ _KINDS = {
     "exit": "EXIT",
 }
 _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
+
+# Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
+_LATENCIES = {
+    "mufu_latency": "F2F F2I FCHK FLO I2F MUFU POPC",
+    "shuffle_latency": "CREDUX REDUX SHFL",
+    "special_latency": "S2R S2UR",
+    "constant_latency": "LDC LDCU",
+    "l1_latency": "LDL",
+    "fence_clocks": "FENCE MEMBAR",
+}
+_LATENCY_OF = {opcode: constant for constant, opcodes in _LATENCIES.items() for opcode in opcodes.split()}
 
 PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -144,25 +154,8 @@ def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
 
 def latency_of(ins: SassInstruction, constants: Constants) -> int:
     """Return the clocks from issue to the results of an instruction without a unit of its own."""
-    return {
-        "FLO": constants.mufu_latency,
-        "LDL": constants.l1_latency,
-        "MUFU": constants.mufu_latency,
-        "F2F": constants.mufu_latency,
-        "F2I": constants.mufu_latency,
-        "I2F": constants.mufu_latency,
-        "POPC": constants.mufu_latency,
-        "FCHK": constants.mufu_latency,
-        "SHFL": constants.shuffle_latency,
-        "REDUX": constants.shuffle_latency,
-        "CREDUX": constants.shuffle_latency,
-        "S2R": constants.special_latency,
-        "S2UR": constants.special_latency,
-        "LDC": constants.constant_latency,
-        "LDCU": constants.constant_latency,
-        "MEMBAR": constants.fence_clocks,
-        "FENCE": constants.fence_clocks,
-    }.get(ins.base, constants.operand_read_clocks)
+    latency: int = getattr(constants, _LATENCY_OF.get(ins.base, "operand_read_clocks"))
+    return latency
 
 
 def shape_of(ins: SassInstruction) -> tuple[int, int, int]:
@@ -181,8 +174,3 @@ def count_of(ins: SassInstruction) -> int:
 def reads_registers(ins: SassInstruction) -> bool:
     """Return True for a matrix product whose A is in registers."""
     return isinstance(ins.operands[1], Register)
-
-
-def registers_of(ins: SassInstruction) -> int:
-    """Return the number of registers that an instruction writes."""
-    return len(accesses(ins).writes)

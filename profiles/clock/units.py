@@ -74,7 +74,6 @@ class Memory:
         self.link = Server()
         self.hbm = Server()
         self.seen: set[int] = set()
-        self.l1: set[int] = set()
 
     def arrival(self, clock: float, nbytes: int, lines: tuple[int, ...], l2_latency: int, hbm_latency: int) -> float:
         """Return when the last of the bytes of these lines is there."""
