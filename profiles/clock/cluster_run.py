@@ -30,7 +30,7 @@ _CAUSES = {
     **dict.fromkeys(("LDG", "LD", "LDGSTS", "cp.async", "LDGDEPBAR", "ATOMG"), "global loads"),
     **dict.fromkeys(("LDS", "LDSM", "STS", "STSM", "ATOMS", "STAS"), "shared accesses"),
     **dict.fromkeys(("LDTM", "STTM"), "tensor memory"),
-    **dict.fromkeys(("UTMALDG", "UTMASTG", "UBLKCP"), "copies"),
+    **dict.fromkeys(("UTMALDG", "UTMAPF", "UTMASTG", "UBLKCP", "UBLKPF"), "copies"),
 }
 OTHER = "results"  # of instructions with a latency of their own, such as MUFU, SHFL, S2R and LDC
 

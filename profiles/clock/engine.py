@@ -11,9 +11,9 @@ from typing import Any
 from .barriers import Mbarrier, NamedBarrier
 from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
-from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
+from .program import WARP, Arrival, GlobalAccess, Issue, Product, Request, TensorLoad, TensorProduct
 from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
-from .units import WARPGROUP, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+from .units import WARPGROUP, At, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
 FOREVER = 1 << 60
@@ -66,11 +66,11 @@ class Scheduler:
 class Sm:
     """Units of one SM, with the state of the CTA that runs on it."""
 
-    def __init__(self, rank: int, constants: Constants, setting: Setting, at: Callable[[int, Callable[[int], None]], None]) -> None:
+    def __init__(self, rank: int, constants: Constants, setting: Setting, at: At, ahead: dict[int, float]) -> None:
         self.rank = rank
         self.schedulers = [Scheduler() for _ in range(SCHEDULERS)]
         self.port = Port(constants)
-        self.memory = Memory(constants, setting.hbm_bytes, setting.cold)
+        self.memory = Memory(constants, setting.hbm_bytes, setting.cold, ahead)
         self.tensor = TensorCore(constants, self.port, at, setting.order)
         self.copies = CopyEngine(constants)
         self.remote = Server()
@@ -146,7 +146,8 @@ class Engine:
         self.setting = setting
         self.heap: list[tuple[int, int, Callable[..., None], Any]] = []
         self.serial = 0
-        self.sms = [Sm(rank, constants, setting, self.at) for rank in range(ctas)]
+        ahead: dict[int, float] = {}
+        self.sms = [Sm(rank, constants, setting, self.at, ahead) for rank in range(ctas)]
         self.warps = {(sm.rank, number): Warp(sm, number) for sm in self.sms for number in range(warps)}
         self.answer: tuple[int, int, bool] | None = None
         self.cluster = NamedBarrier()
@@ -313,21 +314,21 @@ class Engine:
     def _do_global_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         constants, sm = self.constants, warp.sm
         sm.port.queue.serve(clock, access.wavefronts * 128 / constants.l1_bytes)
-        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
+        end = sm.memory.arrival(clock, access.request, constants.l2_latency, constants.hbm_latency)
         self.hold(warp, op.write_board, end, op.base)
         self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
     def _do_global_store(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         end = warp.sm.port.queue.serve(clock, access.wavefronts * 128 / self.constants.l1_bytes)
-        warp.sm.memory.link.serve(clock, access.sectors * 32 / self.constants.l2_bytes)
+        warp.sm.memory.link.serve(clock, access.request.nbytes / self.constants.l2_bytes)
         self.hold_both(warp, op, end + self.constants.store_read_clocks)
         return clock + op.stall
 
     def _do_copy(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int:
         constants, sm = self.constants, warp.sm
         sm.port.queue.serve(clock, access.wavefronts)
-        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
+        end = sm.memory.arrival(clock, access.request, constants.l2_latency, constants.hbm_latency)
         sm.port.write(access.wavefronts * 128)
         warp.last_copy = max(warp.last_copy, int(end))
         self.hold(warp, op.read_board, clock + op.read, op.base)
@@ -502,19 +503,38 @@ class Engine:
 
     # copies
 
+    def _do_prefetch(self, clock: int, warp: Warp, op: TimedInstruction, request: Request) -> int:
+        """Bring the lines of a warp's prefetch to L2."""
+        warp.sm.memory.prefetch(clock, request, self.constants.hbm_latency - self.constants.l2_latency)
+        self.hold_both(warp, op, clock + op.read)
+        return clock + op.stall
+
+    def _do_tensor_prefetch(self, clock: int, warp: Warp, op: TimedInstruction, request: Request) -> int:
+        """Bring boxes or contiguous bytes to L2 by TMA."""
+        constants, sm = self.constants, warp.sm
+        sent = sm.copies.accept(clock)
+        self.hold_both(warp, op, sent)
+        end = sm.memory.prefetch(sent, request, constants.copy_hbm_latency - constants.copy_l2_latency)
+        self.record(warp.rank, TMA, f"prefetch {request.nbytes} bytes", sent, end, op.address)
+        return clock + op.stall
+
+    _do_bulk_prefetch = _do_tensor_prefetch
+
     def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
         constants, sm = self.constants, warp.sm
         sent = sm.copies.accept(clock)
         self.hold(warp, op.read_board, sent, op.base)
         if load.signals:
-            end = sm.memory.arrival(sent, load.nbytes, load.lines, constants.copy_l2_latency, constants.copy_hbm_latency)
+            end = sm.memory.arrival(sent, load.request, constants.copy_l2_latency, constants.copy_hbm_latency)
             if len(load.signals) > 1:
                 end += constants.multicast_latency
             for rank, arrival in load.signals:
-                self.sms[rank].port.write(load.nbytes)
+                self.sms[rank].port.write(load.request.nbytes)
                 self._signal(end, arrival)
-            self.record(warp.rank, TMA, f"load {load.nbytes} bytes", sent, end, op.address)
+            self.record(warp.rank, TMA, f"load {load.request.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
+
+    _do_bulk_load = _do_tensor_copy
 
     def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         """Store a box: it has been read from shared memory some time after the unit has taken it."""

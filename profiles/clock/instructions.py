@@ -18,8 +18,8 @@ _PIPES = {
     "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
     "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
-    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP ARRIVES "
-    "LDGDEPBAR UVIRTCOUNT",
+    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
+    "ARRIVES LDGDEPBAR UVIRTCOUNT",
     "tensor": "HGMMA QGMMA LDTM STTM",
     "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC MEMBAR "
     "NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
@@ -38,7 +38,8 @@ _KINDS = {
     "copies wait": "DEPBAR",
     "tensor copy": "UTMALDG",
     "tensor store": "UTMASTG UTMAREDG",
-    "bulk copy": "UBLKCP",
+    "tensor prefetch": "UTMAPF",
+    "bulk prefetch": "UBLKPF",
     "product": "HGMMA QGMMA",
     "tensor product": "UTCHMMA UTCQMMA",
     "commit": "UTCBAR",
@@ -129,6 +130,10 @@ def kind_of(ins: SassInstruction) -> str:
         if ins.modifiers[0] == "PHASECHK":
             return "phase wait" if "TRYWAIT" in ins.modifiers else "phase test"
         return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
+    if ins.base == "UBLKCP":
+        return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}[".".join(ins.modifiers[:2])]
+    if ins.base == "CCTL":
+        return "prefetch" if ins.modifiers[-1] in ("PF1", "PF2", "PML2") else ""
     if ins.base == "BAR":
         return "barrier arrive" if "ARV" in ins.modifiers else "barrier sync"
     if ins.base == "FENCE" and ins.modifiers[-1] == "T":

@@ -14,7 +14,7 @@ from .asynchronous import leaders, uniform_words
 from .listing import Address, Register, SassInstruction
 from .memory import assign_loaded, element_bytes, stored
 from .operands import address, memory_operand, pair, source
-from .table import ignored, op
+from .table import op
 
 
 def policy(ins: SassInstruction, first: int) -> None:
@@ -68,9 +68,6 @@ def store_global_bytes(w: Window, place: np.ndarray, start: np.ndarray, size: np
 def commit_stores(e: Emitter, ins: SassInstruction) -> None:
     """Emit the end of the threads' groups of asynchronous stores, which DEPBAR waits for."""
     e.line("bulk_commit_group(w)")
-
-
-ignored(r"UTMAPF.L2.[1-5]D", "a hint: no effect on results", writes=())
 
 
 @op(r"LD.E(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
