@@ -359,7 +359,10 @@ UNITS = (
         "synchronisation",
         _SYNCHRONISATION,
         5,
-        tuple("NANOSLEEP WARPSYNC.ALL MEMBAR.ALL.CTA CCTL.IVALL CCTL.E.PF1 CCTL.E.PF2 CCTL.E.PML2 BAR.ARV CS2R PREEXIT".split()),
+        (
+            "NANOSLEEP", "WARPSYNC.ALL", "MEMBAR.ALL.CTA", "CCTL.IVALL", "CCTL.E.PF1", "CCTL.E.PF2", "CCTL.E.PML2", "BAR.ARV", "CS2R",
+            "PREEXIT",
+        ),  # fmt: skip
     ),
     gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B", archs=("sm100",)),
     Evidence("atomics on one word", _ATOMICS, 4, ("ATOMS.AND", "ATOMS.OR", "ATOMS.XOR", "REDUX", "VOTEU.ANY", "UFLO.U32")),
