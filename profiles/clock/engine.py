@@ -71,10 +71,10 @@ class Sm:
         self.schedulers = [Scheduler() for _ in range(SCHEDULERS)]
         self.port = Port(constants)
         self.memory = Memory(constants, setting.hbm_bytes, setting.cold, ahead)
-        self.tensor = TensorCore(constants, self.port, at, setting.order)
+        self.tensor = TensorCore(constants, self.port, at, setting.order, setting.spans)
         self.copies = CopyEngine(constants)
         self.remote = Server()
-        self.queue = TensorQueue(constants, at)
+        self.queue = TensorQueue(constants, at, setting.spans)
         self.tensor_memory = [Server() for _ in range(SCHEDULERS)]
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -361,7 +361,7 @@ class Engine:
 
         def take(now: int) -> None:
             begin = barrier.completed_at
-            if barrier.signal(now, arrival.number, arrival.tx):
+            if barrier.signal(now, arrival.number, arrival.tx) and self.setting.spans:
                 self.record(arrival.rank, mbarrier_track(arrival.offset), f"phase {barrier.phase - 1}", begin, now, -1)
 
         self.at(clock, take)
@@ -490,7 +490,8 @@ class Engine:
         lanes = warp.sm.tensor_memory[warp.warp % SCHEDULERS]
         clocks = registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS)
         end = lanes.serve(clock, clocks)
-        self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
+        if self.setting.spans:
+            self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
         self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
         self.hold(warp, op.read_board, end, op.base)
         return clock + op.stall
@@ -515,7 +516,8 @@ class Engine:
         sent = sm.copies.accept(clock)
         self.hold_both(warp, op, sent)
         end = sm.memory.prefetch(sent, request, constants.copy_hbm_latency - constants.copy_l2_latency)
-        self.record(warp.rank, TMA, f"prefetch {request.nbytes} bytes", sent, end, op.address)
+        if self.setting.spans:
+            self.record(warp.rank, TMA, f"prefetch {request.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
 
     _do_bulk_prefetch = _do_tensor_prefetch
@@ -531,7 +533,8 @@ class Engine:
             for rank, arrival in load.signals:
                 self.sms[rank].port.write(load.request.nbytes)
                 self._signal(end, arrival)
-            self.record(warp.rank, TMA, f"load {load.request.nbytes} bytes", sent, end, op.address)
+            if self.setting.spans:
+                self.record(warp.rank, TMA, f"load {load.request.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
 
     _do_bulk_load = _do_tensor_copy
@@ -550,7 +553,8 @@ class Engine:
         warp.sm.port.write(-arrival.tx)
         self.sms[arrival.rank].port.write(-arrival.tx)
         end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
-        self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
+        if self.setting.spans:
+            self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
         self._signal(end, arrival)
         return clock + op.stall
 

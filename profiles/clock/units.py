@@ -131,16 +131,17 @@ class QueuedProduct:
 class TensorCore:
     """The tensor cores of an SM as one unit for products of warpgroups. order: "fifo" or "alternate" among warpgroups.
 
-    spans: (name, start, end, address) of the products.
+    spans: (name, start, end, address) of the products, when they are kept.
 
     Operands of the next product are fetched from shared memory while one runs, so a product takes the longer of the two.
     """
 
-    def __init__(self, constants: Constants, port: Port, at: At, order: str = "fifo") -> None:
+    def __init__(self, constants: Constants, port: Port, at: At, order: str, keeps_spans: bool) -> None:
         self.constants = constants
         self.port = port
         self.at = at
         self.order = order
+        self.keeps_spans = keeps_spans
         self.queues: dict[int, deque[QueuedProduct]] = {}
         self.in_flight = 0
         self.busy_until = 0
@@ -188,8 +189,9 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        warp = WARPGROUP * item.warpgroup
-        self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
+        if self.keeps_spans:
+            warp = WARPGROUP * item.warpgroup
+            self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
@@ -223,12 +225,13 @@ QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of
 class TensorQueue:
     """The tensor core of Blackwell, in the order of issue: products of one CTA or a pair, and commits that signal behind them.
 
-    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products.
+    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products, when they are kept.
     """
 
-    def __init__(self, constants: Constants, at: At) -> None:
+    def __init__(self, constants: Constants, at: At, keeps_spans: bool) -> None:
         self.constants = constants
         self.at = at
+        self.keeps_spans = keeps_spans
         self.queue: deque[QueuedTensorProduct | Callable[[int], None]] = deque()
         self.busy_until = 0
         self.busy = 0
@@ -260,5 +263,6 @@ class TensorQueue:
         self.busy += end - clock
         self.busy_until = end
         self.running = True
-        self.spans.append((product.name, clock, end, address))
+        if self.keeps_spans:
+            self.spans.append((product.name, clock, end, address))
         self.at(end, self._next)
