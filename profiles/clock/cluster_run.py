@@ -28,6 +28,7 @@ _CAUSES = {
     "issue": ISSUE,
     **dict.fromkeys(("barrier", "cluster barrier", "BAR"), "barrier"),
     **dict.fromkeys(("LDG", "LD", "LDGSTS", "cp.async", "LDGDEPBAR", "ATOMG"), "global loads"),
+    **dict.fromkeys(("LDL", "STL"), "local memory"),
     **dict.fromkeys(("LDS", "LDSM", "STS", "STSM", "ATOMS", "STAS"), "shared accesses"),
     **dict.fromkeys(("LDTM", "STTM"), "tensor memory"),
     **dict.fromkeys(("UTMALDG", "UTMAPF", "UTMASTG", "UBLKCP", "UBLKPF"), "copies"),

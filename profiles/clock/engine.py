@@ -300,6 +300,13 @@ class Engine:
         return clock + op.stall
 
     def _do_shared(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
+        return self._through_port(clock, warp, op, turns, self.constants.shared_latency)
+
+    def _do_local(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
+        """Spill or reload registers, always within L1."""
+        return self._through_port(clock, warp, op, turns, self.constants.l1_latency)
+
+    def _through_port(self, clock: int, warp: Warp, op: TimedInstruction, turns: int, latency: int) -> int | None:
         port, constants = warp.sm.port, self.constants
         if port.queue.free - clock > constants.memory_queue_clocks:
             warp.why = "memory queue"
@@ -307,7 +314,7 @@ class Engine:
             return None
         end = port.access(clock, turns)
         self.record(warp.rank, PORT, op.base, end - turns, end, op.address)
-        self.hold(warp, op.write_board, end + constants.shared_latency - 1, op.base)
+        self.hold(warp, op.write_board, end + latency - 1, op.base)
         self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
         return clock + op.stall
 

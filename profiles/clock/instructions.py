@@ -30,6 +30,7 @@ PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
 # Classes of instructions that a unit executes; the others are plain.
 _KINDS = {
     "shared": "LDS LDSM STS STSM ATOMS",
+    "local": "LDL STL",
     "global load": "LD LDG",
     "global store": "ST STG RED REDG ATOMG",
     "copy": "LDGSTS",
@@ -58,7 +59,6 @@ _LATENCIES = {
     "shuffle_latency": "CREDUX REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",
-    "l1_latency": "LDL",
     "fence_clocks": "FENCE MEMBAR",
 }
 _LATENCY_OF = {opcode: constant for constant, opcodes in _LATENCIES.items() for opcode in opcodes.split()}

@@ -141,6 +141,8 @@ class Decoder:
         """Return what the unit of an instruction needs; None where no lane executes it."""
         if kind in ("products wait", "copies wait"):
             return count_of(ins)
+        if kind == "local":  # words of a warp's lanes lie side by side
+            return -(-width_of(ins) // BANK_BYTES)
         decode = getattr(self, "_" + kind.replace(" ", "_"), None)
         if decode is None:
             return True
