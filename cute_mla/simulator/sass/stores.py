@@ -9,10 +9,9 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from ..isa.tensor_copies import tma_store
 from ..state.window import Window
-from .accesses import width
 from .asynchronous import leaders, uniform_words
 from .listing import Address, Register, SassInstruction
-from .memory import assign_loaded, element_bytes, stored
+from .memory import assign_loaded, emit_load, stored
 from .operands import address, memory_operand, pair, source
 from .table import op
 
@@ -73,9 +72,7 @@ def commit_stores(e: Emitter, ins: SassInstruction) -> None:
 @op(r"LD.E(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
 def load_generic(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from a generic address."""
-    value = e.temp()
-    e.line(f"{value} = load_generic(w, {address(e, memory_operand(ins, 1))}, {element_bytes(ins)}, {width(ins, 0)})")
-    assign_loaded(e, ins, value)
+    emit_load(e, ins, "load_generic", address(e, memory_operand(ins, 1)))
 
 
 @op(r"ST.E(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
