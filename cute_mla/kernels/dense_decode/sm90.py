@@ -21,16 +21,20 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   kv_free[10]     output -> load          4 c: the warps of the side that reads the stage
   rope_ready[3]   load -> score           1 and the bytes of one box
   probs_ready[3]  score -> output         4: P and alpha are written
+  right_turn[3]   output -> output        4: the left output group has issued its products of a tile, the right one may
   stats_ready     score -> output         4: 1 / row sum is written, once per work tile
   stats_free      output -> score         8
 
-A RoPE stage has no barrier of its own that tells when it is free, and the output role does not wait for keys: kv_free of a tile's
-four stages says that P of the tile three before has been read, and probs_ready that the score role has waited for the keys.
+The RoPE columns of a tile come behind its second stage. A RoPE stage has no barrier of its own that tells when it is free, and the
+output role does not wait for keys: kv_free of the stages loaded before says that P of the tile three before has been read, and
+probs_ready that the score role has waited for the keys.
 
 The trick: the RoPE columns of K are dead once S is known, so P (64 x 64, the same bytes) is written over them. With five of
 the nine column tiles of Q in the registers of a warpgroup that accumulates nothing else, that leaves shared memory for 2.5
 key tiles, and the roles exchange nothing but P: while the tensor cores multiply P V of one tile, the score warpgroup
-computes the softmax of the next. README.md has the clocks.
+computes the softmax of the next. Two stages of a tile take the place of stages of the tile two before, while that is multiplied: the
+left output group goes first, so that its two stages come free early, and the last two stages of a tile are its refill. README.md has
+the clocks.
 """
 
 from __future__ import annotations
@@ -70,7 +74,9 @@ GEOMETRY = Geometry(
     score_registers=160,
     ready_arrivals=1,
     valid_stages=0,
+    rope_after=2,
     frees_rope=False,
+    takes_turns=True,
 )
 
 
@@ -137,6 +143,8 @@ class LoadRole:
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
         kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
         for i in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(i == GEOMETRY.rope_after):
+                self.load_rope(operands, tiles, pipes, box, tile)
             ready = pipes.kv_ready.barrier(kv)
             pipes.kv_free.producer_acquire(kv)
             if lane == 0:
@@ -144,17 +152,20 @@ class LoadRole:
             cute.arch.sync_warp()
             if box.in_tile:
                 target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
-                self.load_stage(kv_map, target, i * STAGE_COLUMNS, where, ready)
+                self.load_stage(kv_map, target, GEOMETRY.first_column(i), where, ready)
             # two stages side by side, then divided anew: no registers are left to carry a state over more
             kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * STAGES_PER_TILE + (i + 1))
 
-        # P of the tile that had the RoPE stage was read before the last of these stages came free
+    @cute.jit
+    def load_rope(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+        """Load the RoPE columns of a tile, over P of the tile three before, which has been read: its last stages came free before."""
         ready = pipes.rope_ready.barrier(tile)
-        if lane == 0:
+        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
+        if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
         if box.in_tile:
-            target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + offset)
+            target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + box.offset * BOX_COLUMNS)
             if cutlass.const_expr(self.cluster == 1):
                 load_box(target, kv_map, (D_LATENT, *where), ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:

@@ -115,7 +115,7 @@ class E4m3Scores:
                 words[2 * sixteen + row_half] = word
 
     def multiply(self, pipes: Pipes, state: TileState) -> None:
-        """Compute S of one key tile, complete on return. Wait for each stage just before its first use."""
+        """Issue the products of S of one key tile. Wait for each stage just before its first use."""
         self.mma.set(warpgroup.Field.ACCUMULATE, False)
         for i in range(LATENT_BOXES):
             pipes.kv_ready.box(i).consumer_wait(state.kv)
@@ -123,6 +123,9 @@ class E4m3Scores:
         pipes.rope_ready.consumer_wait(state.rope)
         self._multiply_box(LATENT_BOXES * STEPS_PER_BOX, self.tRope[None, None, None, state.rope.stage])
         warpgroup.commit_group()
+
+    def complete(self, pipes: Pipes, state: TileState) -> None:
+        """Wait until S of a tile is complete."""
         warpgroup.wait_group(0)
 
     def _multiply_box(self, first: int, tK: cute.Tensor) -> None:

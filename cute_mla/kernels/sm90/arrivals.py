@@ -16,6 +16,7 @@ def initialise(pipes: Pipes, geometry: Geometry, cluster: int) -> None:
     pipes.rope_ready.initialise(geometry.ready_arrivals)
     pipes.rope_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP * cluster)
     pipes.probs_ready.initialise(WARPS_PER_GROUP)
+    pipes.right_turn.initialise(WARPS_PER_GROUP)
     pipes.stats_ready.initialise(WARPS_PER_GROUP)
     pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
     cute.arch.mbarrier_init_fence()

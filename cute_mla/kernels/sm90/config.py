@@ -38,9 +38,11 @@ class Geometry:
     kv_stages, rope_stages: of the two pipelines for keys. producer_registers, score_registers: of the role that brings the keys, and
     of score. ready_arrivals: on kv_ready and rope_ready, per phase. valid_stages: of the bits that tell which keys are present, 0
     where all are. alternating: whether the stages of a tile alternate between the halves of the columns, so that both output
-    groups' first ones, which come free first, are filled first. frees_rope: whether a barrier tells when a RoPE stage is free. None is
-    needed where it is filled only after kv_free of all stages of its tile: those were the last ones, or later ones, of the tile
-    whose P the RoPE stage had.
+    groups' first ones, which come free first, are filled first. rope_after: stages of a tile that are filled, and multiplied, before its
+    RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
+    the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
+    tile whose P the RoPE stage had. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
+    then come free in half of the time.
     """
 
     d_qk: int
@@ -52,13 +54,17 @@ class Geometry:
     ready_arrivals: int
     valid_stages: int
     alternating: bool = False
+    rope_after: int = STAGES_PER_TILE
     frees_rope: bool = True
+    takes_turns: bool = False
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
         assert total <= ALL_REGISTERS, f"{total} registers a lane of four warpgroups"
         assert self.valid_stages in (0, self.rope_stages), "the bits go round with the RoPE columns"
-        assert self.frees_rope or self.kv_stages <= STAGES_PER_TILE * self.rope_stages, "kv stages come free before RoPE stages"
+        last_read = STAGES_PER_TILE * (self.rope_stages - 1) + self.rope_after  # stages filled since P's tile, with those before RoPE
+        assert self.frees_rope or self.kv_stages <= last_read, "kv stages come free before RoPE stages"
+        assert not (self.takes_turns and self.valid_stages), "a tile without keys has no turns"
 
     @property
     def q_tiles(self) -> int:
@@ -99,6 +105,7 @@ class Geometry:
         """Return the layout of shared memory. dtype: of keys, P and Q. added: fields of a kernel's own, behind the shared ones."""
         valid = (Array("sValid", Uint8, self.valid_stages * VALID_BYTES, 8),) if self.valid_stages else ()
         rope_free = (Barriers("rope_free", self.rope_stages),) if self.frees_rope else ()
+        right_turn = (Barriers("right_turn", self.rope_stages),) if self.takes_turns else ()
         return SmemLayout((
             Tile("sKv", dtype, (TILE_KEYS, STAGE_COLUMNS, self.kv_stages)),
             Tile("sRope", dtype, (TILE_KEYS, BOX_COLUMNS, self.rope_stages)),
@@ -111,6 +118,7 @@ class Geometry:
             Barriers("rope_ready", self.rope_stages),
             *rope_free,
             Barriers("probs_ready", self.rope_stages),
+            *right_turn,
             Barriers("stats_ready", 1),
             Barriers("stats_free", 1),
             *added,
@@ -156,14 +164,15 @@ class Pipes:
     rope_ready: StageBarriers
     rope_free: StageBarriers  # without stages where the geometry has no barriers for it
     probs_ready: StageBarriers
+    right_turn: StageBarriers  # without stages where the geometry takes no turns
     stats_ready: StageBarriers
     stats_free: StageBarriers
 
     @classmethod
     def create(cls, memory: dict) -> Self:
         """Return the barriers of the shared memory that Geometry.smem allocates."""
-        rope_free = memory.get("rope_free", StageBarriers(memory["kv_free"].base, 0))
-        return cls(**fields_of(cls, {**memory, "rope_free": rope_free}))
+        absent = StageBarriers(memory["kv_free"].base, 0)
+        return cls(**fields_of(cls, {"rope_free": absent, "right_turn": absent, **memory}))
 
     def tile(self, number: Int32) -> TileState:
         """Return the states of a tile by its number, for a role that uses all of it."""

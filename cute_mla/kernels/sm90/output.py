@@ -145,7 +145,7 @@ class LatentOutput(OutputAccumulators):
 
     @cute.jit
     def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """Return O += P V of one tile. Wait probs_ready. Signal kv_free, rope_free."""
+        """Return O += P V of one tile. Wait probs_ready, right_turn. Signal kv_free, rope_free, right_turn."""
         # the score role has waited for the keys before it made P
         pipes.probs_ready.consumer_wait(state.rope)
         if cutlass.const_expr(self.validity is not None):
@@ -177,9 +177,13 @@ class LatentOutput(OutputAccumulators):
             self.scale(alpha)
         if cutlass.const_expr(self.clears_unused):
             self.clear_unused(tiles, stages, left, side)
+        if cutlass.const_expr(self.geometry.takes_turns) and side == 1:
+            pipes.right_turn.consumer_wait(state.rope)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
             self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, state.rope.stage, stages[chunk].stage, begun)
+        if cutlass.const_expr(self.geometry.takes_turns) and side == 0:
+            pipes.right_turn.producer_commit(state.rope)
         for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
             warpgroup.wait_group(OUTPUT_CHUNKS - 1 - chunk)
             pipes.kv_free.consumer_release_in_cluster(stages[chunk], self.cluster)
@@ -216,7 +220,7 @@ class OutputRole:
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
-        """Wait probs_ready, stats_ready. Signal kv_free, rope_free, stats_free. Write out or out_accum."""
+        """Wait probs_ready, right_turn, stats_ready. Signal kv_free, rope_free, right_turn, stats_free. Write out or out_accum."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()

@@ -75,7 +75,10 @@ class TileScores(Protocol):
         """Load Q of a work tile, from any strides. Rows past the last one repeat it; their results go nowhere."""
 
     def multiply(self, pipes: Any, state: TileState) -> None:
-        """Compute S of one key tile; complete on return. Wait for each stage just before its first use."""
+        """Issue the products of S of one key tile. Wait for each stage just before its first use."""
+
+    def complete(self, pipes: Any, state: TileState) -> None:
+        """Wait until S of a tile is complete. All of its stages have been waited for then."""
 
     def release_keys(self, pipes: Any, state: TileState) -> None:
         """Hand the keys' memory on, after S."""
@@ -167,25 +170,35 @@ class LatentScores:
         return cute.make_tensor(registers.iterator + tile * words, cute.make_layout(words))
 
     def multiply(self, pipes: Pipes, state: TileState) -> None:
-        """Compute S of one key tile."""
+        """Issue the products of S of one key tile. Wait for each stage just before its first use."""
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
         kv = state.kv
         for i in range(STAGES_PER_TILE):
+            if i == self.geometry.rope_after:
+                self._multiply_rope(pipes, state)
             pipes.kv_ready.consumer_wait(kv)
             warpgroup.fence()
             for step in range(STEPS_PER_STAGE):
                 self._multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.stage])
             kv = pipes.kv_ready.advance_in_tile(kv, i)
+        if self.geometry.rope_after == STAGES_PER_TILE:
+            self._multiply_rope(pipes, state)
+        warpgroup.commit_group()
+
+    def complete(self, pipes: Pipes, state: TileState) -> None:
+        """Wait until S of a tile is complete."""
+        warpgroup.wait_group(0)
+        if not self.geometry.has_rope:
+            pipes.rope_ready.consumer_wait(state.rope)
+
+    def _multiply_rope(self, pipes: Pipes, state: TileState) -> None:
+        """Return S += the RoPE columns of Q times those of K, where keys have any. Wait rope_ready."""
         if self.geometry.has_rope:
             pipes.rope_ready.consumer_wait(state.rope)
             warpgroup.fence()
             for step in range(STEPS_PER_BOX):
                 self._multiply_step(STAGES_PER_TILE * STEPS_PER_STAGE + step, self.tRope[None, None, step, state.rope.stage])
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        if not self.geometry.has_rope:
-            pipes.rope_ready.consumer_wait(state.rope)
 
     def _multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """Return S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
@@ -279,9 +292,9 @@ class ScoreRole:
 
         States are divided out: no registers are left to carry them.
 
-        P of one tile is handed over only when S of the next is complete, so that P V fills the tensor cores during the next
-        softmax. When the next keys have not come yet there is nothing to wait for, and P goes at once. deferred_barrier: the
-        address of the barrier that hands over a P that is written, or NO_BARRIER.
+        P of one tile is handed over only when all products of S of the next are issued: P V queues behind them and fills the tensor cores
+        during the next softmax, without a gap before. When the next keys have not come yet there is nothing to wait for, and P goes at
+        once: the RoPE columns tell. deferred_barrier: the address of the barrier that hands over a P that is written, or NO_BARRIER.
         """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
@@ -309,10 +322,11 @@ class ScoreRole:
 
     @cute.jit
     def multiply_tile(self, pipes: Pipes, gemm: TileScores, state: TileState, deferred_barrier: Int32):
-        """Compute S of one tile. Hand over P of the tile before, if that was deferred."""
+        """Compute S of one tile. Hand over P of the tile before, if that was deferred, behind the products."""
         gemm.multiply(pipes, state)
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
+        gemm.complete(pipes, state)
         gemm.release_keys(pipes, state)
 
     @cute.jit

@@ -17,8 +17,8 @@ SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be
 
 
 def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
-    """Delete some of the 12 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, stats_ready."""
-    return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=12)
+    """Delete some of the 13 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, right_turn, stats_ready."""
+    return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=13)
 
 
 SUITE = Suite(
@@ -31,7 +31,7 @@ SUITE = Suite(
         missing_waits("kv_ready and rope_ready", WALK, 4, 5),
         missing_waits("stats_free", SHORT, 9, 1),
         missing_waits("probs_ready", WALK, 10, 1),
-        missing_waits("stats_ready", SHORT, 11, 1),
+        missing_waits("stats_ready", SHORT, 12, 1),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),
         planted("missing copy in a cluster", PAIR, ptx.TENSOR_COPIES),
         planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
