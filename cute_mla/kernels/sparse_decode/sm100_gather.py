@@ -1,7 +1,7 @@
 """Quantised columns of rows of a cache on their way to a CTA's half of a key tile in shared memory, on SM100.
 
-The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py).
-Where e4m3 is converted, both go through registers, which are loaded one tile ahead; where nothing is, both are copied.
+The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py): e4m3 columns,
+which are converted in their stage (sm100/row_conversion.py), and 16-bit ones. Scales are copied beside them, a word a lane.
 """
 
 from __future__ import annotations
@@ -9,24 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.elements import pack_pair
-from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
-from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
+from ..primitives.smem import Array, Field
+from ..sm100.config import GROUP_WARPS, PAIR, SIXTEEN_BIT, VECTOR
+from ..sm100.row_conversion import E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (
     CHUNK,
+    LANES,
     WARP_KEYS,
     CopiedColumns,
     CopiedTile,
     LaneKeys,
-    gmem,
+    WarpRows,
+    copy_runs,
     latent_columns,
     rope_columns,
+    start_copy,
 )
+from ..sm100.row_producer import KV_STAGES
 
 LATENT_BOXES = SIXTEEN_BIT.latent_boxes
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
@@ -48,37 +53,24 @@ class ScaledKeys(LaneKeys):
 class ScaledColumns(E4m3Columns):
     """e4m3 columns, which become 16-bit: value x scale in fp32, rounded once.
 
-    rank: of this CTA. rScales: of the tile in hand, and of the next one: lane l has a word of the scales of key l % 16, an fp32 of
-    its own in either half of the lanes, or four codes of e8m0.
+    dtype: of the columns that they become.
     """
 
     cache_format: CacheFormat
     dtype: type[cutlass.Numeric]
-    rank: Int32
-    rScales: cute.Tensor
 
     @staticmethod
     def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledColumns:
-        """Return columns of which nothing has been fetched."""
+        """Return the mover of a CTA's columns."""
         columns = latent_e4m3_columns(rank)
         boxes = cache_format.quantised // BOX_COLUMNS
         wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + columns.box < boxes
-        rScales = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        rScales.fill(0)
-        return ScaledColumns(**{**vars(columns), "wanted": wanted}, cache_format=cache_format, dtype=dtype, rank=rank, rScales=rScales)
+        return ScaledColumns(**{**vars(columns), "wanted": wanted}, cache_format=cache_format, dtype=dtype)
 
-    def fetch_scales(self, keys: ScaledKeys) -> None:
-        """Take up the scales that were on their way, and start the load of those of other keys."""
-        self.rScales[0] = self.rScales[1]
-        offset = self.rank * SCALE_WORD
-        if self.cache_format.scales_inside:
-            offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
-        load_word(self.rScales, 1, keys.scales + offset, keys.scales != 0)
-
-    def store(self, step: int, rows: cute.Pointer) -> None:
-        """Convert one pass and write it to the warp's rows of a slot."""
-        values = cute.recast_tensor(self.rChunks[step], Float8E4M3FN).load().to(Float32)
-        scale = self._scale(step)
+    def store(self, step: int, rows: cute.Pointer, words: cute.Tensor, scale_word: Int32) -> None:
+        """Convert one pass and write it to the warp's rows of a stage. scale_word: the lane's."""
+        values = cute.recast_tensor(words, Float8E4M3FN).load().to(Float32)
+        scale = self._scale(step, scale_word)
         for half in range(ELEMENT_BYTES):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
             for i in range(VECTOR):
@@ -87,50 +79,65 @@ class ScaledColumns(E4m3Columns):
                 rWords[i] = pack_pair(low, high, self.dtype)
             self.store_half(step, half, rows, rWords)
 
-    def _scale(self, step: int) -> Float32:
+    def _scale(self, step: int, scale_word: Int32) -> Float32:
         rBits = cute.make_rmem_tensor(cute.make_layout(1), Int32)
         if self.cache_format.scales_inside:
             lane = self.key_of(step) + self.box // (LATENT_BOXES // HALVES) * WARP_KEYS
-            rBits[0] = cute.arch.shuffle_sync(self.rScales[0], lane)
+            rBits[0] = cute.arch.shuffle_sync(scale_word, lane)
         else:
-            code = (cute.arch.shuffle_sync(self.rScales[0], self.key_of(step)) >> (8 * self.box)) & E8M0_NAN_CODE
+            code = (cute.arch.shuffle_sync(scale_word, self.key_of(step)) >> (8 * self.box)) & E8M0_NAN_CODE
             power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << FP32_EXPONENT)
             rBits[0] = cutlass.select_(code == E8M0_NAN_CODE, Int32(E8M0_NAN), power)
         return cute.recast_tensor(rBits, Float32)[0]
 
 
 @dataclass(frozen=True)
-class ScaledTile(ConvertedTile):
-    """A converted tile whose first run has scales."""
+class ScaledTile:
+    """A warp's share of a tile with scales.
 
-    runs: tuple[ScaledColumns, CopiedColumns]
+    rank: of this CTA. sScales: int32 (stages, 4 warps, 32 lanes): lane l has a word of the scales of key l % 16, an fp32 of its own in
+    either half of the lanes, or four codes of e8m0.
+    """
 
-    def prepare(self, keys: ScaledKeys) -> None:
-        """Start all loads of the first tile."""
-        self.runs[0].fetch_scales(keys)
-        super().prepare(keys)
+    scaled: ScaledColumns
+    copied: CopiedColumns
+    rank: Int32
+    sScales: cute.Pointer
 
-    def put(self, rows: cute.Pointer, keys: ScaledKeys, following: ScaledKeys) -> None:
-        """Write the tile to the warp's rows of a slot, and loads the following one."""
-        self.runs[0].fetch_scales(following)
-        super().put(rows, keys, following)
+    def copy(self, rows: WarpRows, keys: ScaledKeys) -> None:
+        """Start the copies of a tile and of its scales; zeros for keys that do not count."""
+        offset = self.rank * SCALE_WORD
+        if self.scaled.cache_format.scales_inside:
+            offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
+        start_copy(self._scale_word(rows), keys.scales + offset, keys.scales != 0, SCALE_WORD)
+        copy_runs((self.scaled, self.copied), rows, keys)
+
+    def finish(self, rows: WarpRows) -> None:
+        """Convert a tile that this warp's copies have brought. All loads come first: ptxas moves none ahead of a store."""
+        scale_word = self._scale_word(rows).load()
+        steps = range(self.scaled.passes)
+        loaded = [self.scaled.load(step, rows.first) for step in steps]
+        for step in steps:
+            self.scaled.store(step, rows.first, loaded[step], scale_word)
+
+    def _scale_word(self, rows: WarpRows) -> cute.Pointer:
+        return self.sScales + (rows.number * LANES + cute.arch.lane_idx())
 
 
-def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledTile | CopiedTile:
-    """Return the mover of the columns that the CTA of this rank holds."""
+def scale_fields(cache_format: CacheFormat) -> tuple[Field, ...]:
+    """Return the fields of shared memory for scales."""
+    return (Array("sScales", Int32, KV_STAGES * GROUP_WARPS * LANES),) if cache_format.quantised else ()
+
+
+def columns_of_cta(
+    cache_format: CacheFormat, dtype: type[cutlass.Numeric], sScales: cute.Pointer | None, rank: Int32
+) -> ScaledTile | CopiedTile:
+    """Return the mover of the columns that the CTA of this rank holds. sScales: where the format has any."""
     wide = cache_format.wide_offset
-    if cache_format.quantised == 0:
+    if sScales is None:
         return CopiedTile((latent_columns(rank), rope_columns(wide + D_LATENT * ELEMENT_BYTES, rank)))
     if cache_format.d_qk > D_LATENT:
         rope = rope_columns(wide, rank)
     else:  # they are the last values, which the odd CTA holds
         rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
-    return ScaledTile((ScaledColumns.create(cache_format, dtype, rank), rope))
-
-
-@cute.jit
-def load_word(target: cute.Tensor, index: cutlass.Constexpr[int], address: Int64, wanted: Boolean):
-    """Load 4 bytes of gmem; zeros, and no access, unless wanted."""
-    target[index] = Int32(0)
-    if wanted:
-        target[index] = gmem(Int32, address, 4).load()
+    return ScaledTile(ScaledColumns.create(cache_format, dtype, rank), rope, rank, sScales)
