@@ -18,7 +18,7 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.elements import aligned
 from .config import BOX_BYTES, CTA_COLUMNS, SIXTEEN_BIT, VECTOR
-from .row_copy import CHUNK, CHUNKS_PER_ROW, LANES, ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows, copy_chunk, copy_runs
+from .row_copy import CHUNK, CHUNKS_PER_ROW, LANES, ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows, both, copy_runs, start_copy
 
 BOX_LANES = BOX_COLUMNS // CHUNK  # that fetch the e4m3 columns of one box and key
 KEYS_AT_ONCE = LANES // (BOX_LANES * SIXTEEN_BIT.latent_boxes)  # of one pass over latent columns
@@ -28,13 +28,13 @@ KEYS_AT_ONCE = LANES // (BOX_LANES * SIXTEEN_BIT.latent_boxes)  # of one pass ov
 class E4m3Columns:
     """16 columns of a key a lane and pass.
 
-    source: byte of a row at which this lane's columns begin. wanted: whether this lane has columns; None: always. passes: copies of
-    a lane and tile. key: of those of a pass, this lane's. at_once: keys of a pass. box: of the stage. chunk: which 16 columns of the
-    box.
+    source: byte of a row at which this lane's columns begin. held: whether this CTA holds them; None: always. Zeros are copied for
+    columns that it does not hold. passes: copies of a lane and tile. key: of those of a pass, this lane's. at_once: keys of a pass.
+    box: of the stage. chunk: which 16 columns of the box.
     """
 
     source: Int32
-    wanted: Boolean | None
+    held: Boolean | None
     passes: int
     key: Int32
     at_once: int
@@ -48,23 +48,17 @@ class E4m3Columns:
     def copy(self, step: int, rows: cute.Pointer, keys: LaneKeys) -> None:
         """Start a copy of one pass to the warp's rows of a stage; zeros for keys that do not count."""
         row = keys.row_of(self.key_of(step))
-        copy_chunk(self._target(step, 0, rows), row + self.source, row != 0, self.wanted)
+        start_copy(self._target(step, 0, rows), row + self.source, both(row != 0, self.held), CHUNK)
 
     def load(self, step: int, rows: cute.Pointer) -> cute.Tensor:
         """Return the bytes that this lane has copied in one pass."""
         words = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-        if self.wanted is None:
-            load_chunk(words, self._target(step, 0, rows))
-        else:
-            load_wanted_chunk(words, self._target(step, 0, rows), self.wanted)
+        cute.autovec_copy(_chunk(self._target(step, 0, rows), words), words)
         return words
 
     def store_half(self, step: int, half: int, rows: cute.Pointer, words: cute.Tensor) -> None:
         """Write eight of the lane's columns, by now 16-bit, to the warp's rows of a stage."""
-        if self.wanted is None:
-            store_chunk(self._target(step, half, rows), words)
-        else:
-            store_wanted_chunk(self._target(step, half, rows), words, self.wanted)
+        cute.autovec_copy(words, _chunk(self._target(step, half, rows), words))
 
     def _target(self, step: int, half: int, rows: cute.Pointer) -> cute.Pointer:
         key = self.key_of(step)
@@ -103,31 +97,6 @@ class ConvertedTile:
         loaded = [run.load(step, rows.first) for run, step in passes]
         for (run, step), words in zip(passes, loaded, strict=True):
             run.store(step, rows.first, words)
-
-
-def load_chunk(target: cute.Tensor, source: cute.Pointer) -> None:
-    """Load 16 bytes of shared memory."""
-    cute.autovec_copy(_chunk(source, target), target)
-
-
-@cute.jit
-def load_wanted_chunk(target: cute.Tensor, source: cute.Pointer, wanted: Boolean):
-    """Load 16 bytes of shared memory, where not all lanes have some."""
-    target.fill(0)
-    if wanted:
-        load_chunk(target, source)
-
-
-def store_chunk(target: cute.Pointer, words: cute.Tensor) -> None:
-    """Store 16 bytes to shared memory."""
-    cute.autovec_copy(words, _chunk(target, words))
-
-
-@cute.jit
-def store_wanted_chunk(target: cute.Pointer, words: cute.Tensor, wanted: Boolean):
-    """Store 16 bytes to shared memory, where not all lanes have some."""
-    if wanted:
-        store_chunk(target, words)
 
 
 def _chunk(place: cute.Pointer, words: cute.Tensor) -> cute.Tensor:

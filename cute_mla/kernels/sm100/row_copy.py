@@ -53,24 +53,25 @@ class WarpRows:
 class CopiedColumns:
     """16-bit columns, `chunks` 16-byte chunks of each key from byte `first` of its row on, to boxes from `box` on.
 
-    wanted: whether this CTA holds them; None: always. key: of those of a pass, this lane's. chunk: the lane's chunk of that key.
+    held: whether this CTA holds them; None: always. Zeros are copied for columns that it does not hold. key: of those of a pass, this
+    lane's. chunk: the lane's chunk of that key.
     """
 
     chunks: int
-    box: int
+    box: int | Int32
     first: Int32
-    wanted: Boolean | None
+    held: Boolean | None
     key: Int32
     chunk: Int32
 
     @staticmethod
-    def create(chunks: int, box: int, first: Int32, wanted: Boolean | None = None) -> CopiedColumns:
+    def create(chunks: int, box: int | Int32, first: Int32, held: Boolean | None = None) -> CopiedColumns:
         """Return the mover of so many chunks. chunks: 4, or a multiple of 8."""
         lane = cute.arch.lane_idx()
         # half a row a key: the lanes that store together take keys j and j + 4, whose swizzled halves differ
         halves = (lane >> 3) | ((lane >> 2) & 1) << 2
         key = halves if chunks < CHUNKS_PER_ROW else lane // chunks
-        return CopiedColumns(chunks, box, first, wanted, key, lane % chunks)
+        return CopiedColumns(chunks, box, first, held, key, lane % chunks)
 
     @property
     def passes(self) -> int:
@@ -84,7 +85,7 @@ class CopiedColumns:
         box = self.box + self.chunk // CHUNKS_PER_ROW
         place = (self.chunk % CHUNKS_PER_ROW) ^ (key % CHUNKS_PER_ROW)
         target = rows + (box * BOX_BYTES + key * ROW_BYTES + place * CHUNK)
-        copy_chunk(target, row + (self.first + self.chunk * CHUNK), row != 0, self.wanted)
+        start_copy(target, row + (self.first + self.chunk * CHUNK), both(row != 0, self.held), CHUNK)
 
 
 @dataclass(frozen=True)
@@ -125,31 +126,16 @@ def from_lane(value: Int64, lane: Int32) -> Int64:
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
-def gmem(element: type[cutlass.Numeric], address: Int64, alignment: int) -> cute.Pointer:
-    """Return an address as a pointer."""
-    return cute.make_ptr(element, address, AddressSpace.gmem, assumed_align=alignment)
-
-
-def copy_chunk(target: cute.Pointer, address: Int64, present: Boolean, wanted: Boolean | None = None) -> None:
-    """Start a copy of 16 bytes of gmem, or of zeros where nothing is present, in the lanes that want it."""
-    if wanted is None:
-        start_copy(target, address, present, CHUNK)
-    else:
-        copy_wanted_chunk(target, address, present, wanted)
-
-
-@cute.jit
-def copy_wanted_chunk(target: cute.Pointer, address: Int64, present: Boolean, wanted: Boolean):
-    """Start a copy of 16 bytes, where not all lanes want one."""
-    if wanted:
-        start_copy(target, address, present, CHUNK)
+def both(first: Boolean, second: Boolean | None) -> Boolean:
+    """Return whether two conditions hold, of which the second may be missing."""
+    return first if second is None else first & second
 
 
 def start_copy(target: cute.Pointer, address: Int64, present: Boolean, nbytes: int) -> None:
     """Start a copy of 4 or 16 bytes of gmem to shared memory, or of zeros."""
     primitives.cp_async_shared_global(
         target.raw_ptr(),
-        gmem(Int32, address, nbytes).raw_ptr(),
+        cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=nbytes).raw_ptr(),
         nbytes,
         primitives.LoadCacheModifier.CG if nbytes == CHUNK else primitives.LoadCacheModifier.CA,
         cp_size=cutlass.select_(present, Int32(nbytes), Int32(0)),
