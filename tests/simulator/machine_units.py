@@ -158,8 +158,9 @@ cp.async.cg.shared.global [%r62], [%rd7], 16; and.b32 %r63, %r0, 16; cp.async.cg
 cp.async.commit_group; cp.async.cg.shared.global [%r62+4096], [%rd7], 16; cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;
 xor.b32 %r64, %r61, 496; add.u32 %r64, %r64, %r60; ld.shared.v4.u32 {{%r100, %r101, %r102, %r103}}, [%r64];
 ld.shared.v4.u32 {{%r104, %r105, %r106, %r107}}, [%r64+2048];
+shl.b32 %r65, %r0, 2; add.u32 %r65, %r65, %r60; and.b32 %r66, %r0, 4; cp.async.ca.shared.global [%r65+8704], [%rd7], 4, %r66;
 cp.async.cg.shared.global [%r62+6144], [%rd7], 16; cp.async.mbarrier.arrive.noinc.shared.b64 [%r60+8192];
-{wait("LANDED", "0")} ld.shared.v4.u32 {{%r108, %r109, %r110, %r111}}, [%r64+6144];
+{wait("LANDED", "0")} ld.shared.u32 %r116, [%r65+8704]; ld.shared.v4.u32 {{%r108, %r109, %r110, %r111}}, [%r64+6144];
 ld.shared.v4.u32 {{%r112, %r113, %r114, %r115}}, [%r64+4096];
 """
 
@@ -344,12 +345,13 @@ UNITS = (
     Evidence(
         "copies",
         _COPIES,
-        16,
+        17,
         (
             "ARRIVES.LDGSTSBAR.64.ARVCNT",
             "DEPBAR.LE",
             "LDGDEPBAR",
             "LDGSTS.E.BYPASS.128",
+            "LDGSTS.E",
             "SYNCS.EXCH.64",
             "SYNCS.PHASECHK.TRANS64.TRYWAIT",
             "SYNCS.PHASECHK.TRANS64",

@@ -1,9 +1,9 @@
 """Dense MLA decode on Blackwell over an e4m3 cache, multiplied as 16-bit elements.
 
-The kernel of sm100.py with another role in front: four warps of each CTA load its half of the columns of every key, page by page,
-and write them as 16-bit columns where the TMA would. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the
-scale of the cache goes into those of the scores and of the output. Roles and pipelines: ../sm100/row_producer.py, whose gather role
-is called convert here; the other roles are the 16-bit kernel's.
+The kernel of sm100.py with another role in front: four warps of each CTA copy its half of the columns of every key, page by page,
+to where the TMA would, and convert them there to 16-bit columns two tiles later. Every e4m3 number is one of either 16-bit type, so
+nothing is rounded; the scale of the cache goes into those of the scores and of the output. Roles and pipelines:
+../sm100/row_producer.py, whose gather role is called convert here; the other roles are the 16-bit kernel's.
 
 Of a key behind the end of the request, or in a page that the cache does not have, nothing is read, and its row is zeros: nothing is
 left to clear.
@@ -27,7 +27,7 @@ from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
 from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
-from ..sm100.row_copy import CHUNK, LaneKeys, make_chunks
+from ..sm100.row_copy import CHUNK, LaneKeys
 from ..sm100.row_producer import (
     KV_ARRIVALS,
     MMA_REGISTERS,
@@ -59,16 +59,20 @@ class WidenedColumns:
 
     @property
     def passes(self) -> int:
-        """Return the loads of a lane and tile."""
+        """Return the copies of a lane and tile."""
         return self.columns.passes
 
-    def fetch(self, step: int, keys: LaneKeys) -> None:
-        """Start the load of one pass; zeros for keys that are not there."""
-        self.columns.fetch(step, keys)
+    def copy(self, step: int, rows: cute.Pointer, keys: LaneKeys) -> None:
+        """Start a copy of one pass; zeros for keys that are not there."""
+        self.columns.copy(step, rows, keys)
 
-    def store(self, step: int, rows: cute.Pointer) -> None:
+    def load(self, step: int, rows: cute.Pointer) -> cute.Tensor:
+        """Return the bytes that this lane has copied in one pass."""
+        return self.columns.load(step, rows)
+
+    def store(self, step: int, rows: cute.Pointer, chunk: cute.Tensor) -> None:
         """Convert one pass and write it to the warp's rows of a stage."""
-        words = widen_in_pairs(self.columns.rChunks[step], self.dtype)
+        words = widen_in_pairs(chunk, self.dtype)
         for half in range(ELEMENT_BYTES):
             part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
             self.columns.store_half(step, half, rows, part)
@@ -84,7 +88,7 @@ def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
     key, chunk = lane // ROPE_LANES, lane % ROPE_LANES
     shuffled = key % 2 | key // 2 % 2 << 2 | key // 4 % 2 << 1 | key // 8 << 3
     source = D_LATENT + rank * CTA_ROPE + chunk * CHUNK
-    return E4m3Columns(source, None, make_chunks(1), shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), chunk)
+    return E4m3Columns(source, None, 1, shuffled, 0, Int32(SIXTEEN_BIT.latent_boxes), chunk)
 
 
 @dataclass(frozen=True)

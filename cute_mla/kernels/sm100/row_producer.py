@@ -14,7 +14,8 @@ Pipelines beside those of dense_decode/sm100.py (producer -> consumer; arrivals 
   kv_free[5]       mma -> gather, output   1
   seen_ready[5]    gather -> score         4: a bit per key of the stage, whether it counts; of indexed keys (indexed_keys.py)
 
-Of keys that do not count nothing is read: they are zeros in shared memory.
+Bytes come by cp.async, as they are, two tiles ahead of their conversion or, if they need none, of their hand-over: no load holds
+a register or a warp. Of keys that do not count nothing is read: they are zeros in shared memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ..attention.operands import QueryOperands
 from ..attention.split_kv_scheduler import TileRange
 from ..primitives.integers import smaller
 from .config import EVEN_CTA, GROUP_WARPS, PAIR, SCORE_WARP, SIXTEEN_BIT, Pipes, Tiles
-from .row_copy import ROW_BYTES, WARP_KEYS, LaneKeys
+from .row_copy import ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows
 
 OUTPUT_WARP, PRODUCER_WARP = SIXTEEN_BIT.output_warp, SIXTEEN_BIT.load_warp
 MMA_WARP = PRODUCER_WARP + GROUP_WARPS
@@ -41,6 +42,7 @@ SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS, MMA_REGISTERS = 152, 160,
 assert SCORE_REGISTERS + OUTPUT_REGISTERS + PRODUCER_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
 
 KV_STAGES = SIXTEEN_BIT.kv_stages
+LAG = 2  # tiles whose copies are under way
 KV_ARRIVALS = PAIR * GROUP_WARPS  # that fill a stage
 NO_POSITION = (1 << 31) - 1  # behind every list of keys
 
@@ -64,15 +66,11 @@ class KeySource(Protocol):
 class ColumnMover(Protocol):
     """The way of a warp's share of a tile to shared memory."""
 
-    @property
-    def lag(self) -> int:
-        """Return the tiles between its start and its end."""
+    def copy(self, rows: WarpRows, keys: Any) -> None:
+        """Start the copies of a tile to the warp's rows of a stage."""
 
-    def prepare(self, keys: Any) -> None:
-        """Start what needs no stage, of the first tile of a work tile."""
-
-    def put(self, rows: cute.Pointer, keys: Any, following: Any) -> None:
-        """Fill the warp's rows of a stage. following: the keys of the next tile."""
+    def finish(self, rows: WarpRows) -> None:
+        """Make columns of what this warp's copies have brought."""
 
 
 class KeyBits(Protocol):
@@ -113,10 +111,9 @@ class RowProducer:
             work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(columns.lag > 0):
-            cute.arch.cp_async_wait_group(0)
-            for late in cutlass.range(smaller(tile, Int32(columns.lag)), unroll=1):
-                self.commit(pipes, tile - smaller(tile, Int32(columns.lag)) + late)
+        cute.arch.cp_async_wait_group(0)
+        for late in cutlass.range(smaller(tile, Int32(LAG)), unroll=1):
+            self.finish(tiles, pipes, columns, tile - smaller(tile, Int32(LAG)) + late, warp)
         # no signal may reach a CTA that is gone
         for i in cutlass.range(KV_STAGES, unroll=1):
             pipes.kv_free.producer_acquire(tile + i)
@@ -126,29 +123,32 @@ class RowProducer:
         self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, columns: ColumnMover, tile_range: TileRange,
         req: Int32, first_key: Int32, first_tile: Int32, warp: Int32,
     ):  # fmt: skip
-        """Fill the stages of one work tile. Of this lane's key, the list is asked two tiles ahead and the row one tile ahead.
+        """Start the copies of one work tile, and finish tiles LAG behind. Of this lane's key, the list is asked a tile ahead.
 
         first_key: the position of the lane's key in the list. first_tile: number of the work tile's first tile.
         """
         keys_of_request = self.source.key_list(operands, req)
-        keys = self.source.locate(operands, keys_of_request, self.source.look_up(keys_of_request, first_key), first_key)
-        columns.prepare(keys)
-        position = first_key + TILE_KEYS
-        found = self.source.look_up(keys_of_request, cutlass.select_(tile_range.tiles > 1, position, Int32(NO_POSITION)))
+        position = first_key
+        found = self.source.look_up(keys_of_request, cutlass.select_(tile_range.tiles > 0, position, Int32(NO_POSITION)))
         for t in cutlass.range(tile_range.tiles, unroll=1):
-            following = self.source.locate(operands, keys_of_request, found, position)
+            keys = self.source.locate(operands, keys_of_request, found, position)
             position = position + TILE_KEYS
             # nothing is fetched for the work tile that follows: its tiles may be another partition's
-            found = self.source.look_up(keys_of_request, cutlass.select_(t + 2 < tile_range.tiles, position, Int32(NO_POSITION)))
+            found = self.source.look_up(keys_of_request, cutlass.select_(t + 1 < tile_range.tiles, position, Int32(NO_POSITION)))
             use = first_tile + t
-            stage = pipes.kv_ready.stage(use)
             pipes.kv_free.producer_acquire(use)
-            columns.put(tiles.stage(stage) + warp * (WARP_KEYS * ROW_BYTES), keys, following)
+            columns.copy(warp_rows(tiles, pipes, use, warp), keys)
+            cute.arch.cp_async_commit_group()
             if cutlass.const_expr(self.bits is not None):
-                self.bits.store(pipes, stage, warp, keys)
-            if use >= columns.lag:
-                self.commit(pipes, use - columns.lag)
-            keys = following
+                self.bits.store(pipes, pipes.kv_ready.stage(use), warp, keys)
+            cute.arch.cp_async_wait_group(LAG)
+            if use >= LAG:
+                self.finish(tiles, pipes, columns, use - LAG, warp)
+
+    def finish(self, tiles: Tiles, pipes: Pipes, columns: ColumnMover, tile: Int32, warp: Int32) -> None:
+        """Make columns of a tile whose copies have landed, and hand them over."""
+        columns.finish(warp_rows(tiles, pipes, tile, warp))
+        self.commit(pipes, tile)
 
     def commit(self, pipes: Any, tile: Int32) -> None:
         """Signal that the warp's share of a tile is in its stage."""
@@ -156,6 +156,12 @@ class RowProducer:
         pipes.kv_ready.producer_commit(tile, cta=EVEN_CTA)
         if self.bits is not None:
             self.bits.commit(pipes, tile)
+
+
+def warp_rows(tiles: Tiles, pipes: Pipes, tile: Int32, warp: Int32) -> WarpRows:
+    """Return a warp's rows of a tile's stage."""
+    stage = pipes.kv_ready.stage(tile)
+    return WarpRows(tiles.stage(stage) + warp * (WARP_KEYS * ROW_BYTES), stage * GROUP_WARPS + warp)
 
 
 def role_table(producer: str) -> tuple[Role, ...]:

@@ -44,7 +44,7 @@ from ..sm100.row_producer import (
 from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import SparseDecodeAbi
 from .operands import IndexList, Operands, look_up, slot_address
-from .sm100_gather import ScaledKeys, columns_of_cta
+from .sm100_gather import ScaledKeys, columns_of_cta, scale_fields
 
 
 class SparseDecodeSm100(AttentionKernel):
@@ -57,7 +57,7 @@ class SparseDecodeSm100(AttentionKernel):
         self.format = config.format
         self.has_rope = config.format.d_qk > D_LATENT
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields())
+        self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields(), *scale_fields(config.format))
 
     @cute.jit
     def run(self, operands: Operands):
@@ -79,8 +79,8 @@ class SparseDecodeSm100(AttentionKernel):
             OutputRole(SIXTEEN_BIT, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
-            producer = RowProducer(partial(columns_of_cta, self.format, self.dtype), SlotKeys(self.format), SeenBits())
-            producer.run(operands, tiles, pipes, warp - PRODUCER_WARP)
+            columns = partial(columns_of_cta, self.format, self.dtype, memory.get("sScales"))
+            RowProducer(columns, SlotKeys(self.format), SeenBits()).run(operands, tiles, pipes, warp - PRODUCER_WARP)
         else:
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:

@@ -1,7 +1,7 @@
 """Quantised columns of rows of a cache on their way to a CTA's half of a key tile in shared memory, on SM100.
 
-The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py).
-Where e4m3 is converted, both go through registers, which are loaded one tile ahead; where nothing is, both are copied.
+The columns of a key that its CTA holds fall into two runs, each of which is done in passes (sm100/row_copy.py): e4m3 columns,
+which are converted in their stage (sm100/row_conversion.py), and 16-bit ones. Scales are copied beside them, a word a lane.
 """
 
 from __future__ import annotations
@@ -9,32 +9,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
+from ..primitives.e4m3 import widen_in_pairs
 from ..primitives.elements import pack_pair
-from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
-from ..sm100.row_conversion import ConvertedTile, E4m3Columns, latent_e4m3_columns
+from ..primitives.registers import as_float
+from ..primitives.smem import Array, Field
+from ..sm100.config import GROUP_WARPS, PAIR, SIXTEEN_BIT, VECTOR
+from ..sm100.row_conversion import E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (
     CHUNK,
+    LANES,
     WARP_KEYS,
     CopiedColumns,
     CopiedTile,
     LaneKeys,
-    gmem,
+    WarpRows,
+    copy_runs,
     latent_columns,
     rope_columns,
+    start_copy,
 )
+from ..sm100.row_producer import KV_STAGES
 
 LATENT_BOXES = SIXTEEN_BIT.latent_boxes
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
 HALVES = 2  # of a warp's lanes, and of a CTA's e4m3 columns where groups are wide
-E8M0_SMALLEST = 0x00400000  # 2^-127, whose code is 0
-E8M0_NAN = 0x7FC00000  # of code 255
+SPARE_BOX = LATENT_BOXES  # of a stage: P overwrites it
+BF16_E8M0_SMALLEST = 0x0040  # 2^-127, whose code is 0
+BF16_NAN = 0x7FC0  # of code 255
 E8M0_NAN_CODE = 255
-FP32_EXPONENT = 23  # its lowest bit
+BF16_EXPONENT = 7  # its lowest bit
+FIRST_HALVES, SECOND_HALVES = 0x1010, 0x3232  # bytes of a word, as prmt counts them
 
 
 @dataclass(frozen=True)
@@ -46,91 +55,111 @@ class ScaledKeys(LaneKeys):
 
 @dataclass(frozen=True)
 class ScaledColumns(E4m3Columns):
-    """e4m3 columns, which become 16-bit: value x scale in fp32, rounded once.
+    """e4m3 columns, which become 16-bit: value x scale, rounded once.
 
-    rank: of this CTA. rScales: of the tile in hand, and of the next one: lane l has a word of the scales of key l % 16, an fp32 of
-    its own in either half of the lanes, or four codes of e8m0.
+    dtype: of the columns that they become. group: the 64 columns of the CTA to which the lane's belong. Lane l has a word of the scales
+    of key l % 16: those of groups 0 and 1 in the lower half of the lanes, of groups 2 and 3 in the upper one.
     """
 
     cache_format: CacheFormat
     dtype: type[cutlass.Numeric]
-    rank: Int32
-    rScales: cute.Tensor
+    group: Int32
 
     @staticmethod
     def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledColumns:
-        """Return columns of which nothing has been fetched."""
+        """Return the mover of a CTA's columns. Lanes without columns move zeros to the box that P overwrites."""
         columns = latent_e4m3_columns(rank)
         boxes = cache_format.quantised // BOX_COLUMNS
-        wanted = None if boxes == PAIR * LATENT_BOXES else rank * LATENT_BOXES + columns.box < boxes
-        rScales = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        rScales.fill(0)
-        return ScaledColumns(**{**vars(columns), "wanted": wanted}, cache_format=cache_format, dtype=dtype, rank=rank, rScales=rScales)
+        fields = vars(columns)
+        if boxes < PAIR * LATENT_BOXES:
+            held = rank * LATENT_BOXES + columns.box < boxes
+            fields = {**fields, "held": held, "box": cutlass.select_(held, columns.box, Int32(SPARE_BOX))}
+        return ScaledColumns(**fields, cache_format=cache_format, dtype=dtype, group=columns.box)
 
-    def fetch_scales(self, keys: ScaledKeys) -> None:
-        """Take up the scales that were on their way, and start the load of those of other keys."""
-        self.rScales[0] = self.rScales[1]
-        offset = self.rank * SCALE_WORD
-        if self.cache_format.scales_inside:
-            offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
-        load_word(self.rScales, 1, keys.scales + offset, keys.scales != 0)
-
-    def store(self, step: int, rows: cute.Pointer) -> None:
-        """Convert one pass and write it to the warp's rows of a slot."""
-        values = cute.recast_tensor(self.rChunks[step], Float8E4M3FN).load().to(Float32)
-        scale = self._scale(step)
+    def store(self, step: int, rows: cute.Pointer, words: cute.Tensor, scales: Int32) -> None:
+        """Convert one pass and write it to the warp's rows of a stage. scales: the lane's."""
+        scale = cute.arch.shuffle_sync(scales, self.key_of(step) + self.group // (LATENT_BOXES // HALVES) * WARP_KEYS)
+        rWords = self._product(words, as_float(scale)) if self.cache_format.scales_inside else self._bf16_product(words, scale)
         for half in range(ELEMENT_BYTES):
-            rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-            for i in range(VECTOR):
-                k = 2 * (half * VECTOR + i)
-                low, high = cute.arch.mul_packed_f32x2((values[k], values[k + 1]), (scale, scale))
-                rWords[i] = pack_pair(low, high, self.dtype)
-            self.store_half(step, half, rows, rWords)
+            self.store_half(step, half, rows, cute.make_tensor(rWords.iterator + half * VECTOR, cute.make_layout(VECTOR)))
 
-    def _scale(self, step: int) -> Float32:
-        rBits = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-        if self.cache_format.scales_inside:
-            lane = self.key_of(step) + self.box // (LATENT_BOXES // HALVES) * WARP_KEYS
-            rBits[0] = cute.arch.shuffle_sync(self.rScales[0], lane)
-        else:
-            code = (cute.arch.shuffle_sync(self.rScales[0], self.key_of(step)) >> (8 * self.box)) & E8M0_NAN_CODE
-            power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << FP32_EXPONENT)
-            rBits[0] = cutlass.select_(code == E8M0_NAN_CODE, Int32(E8M0_NAN), power)
-        return cute.recast_tensor(rBits, Float32)[0]
+    def _product(self, words: cute.Tensor, scale: Float32) -> cute.Tensor:
+        values = cute.recast_tensor(words, Float8E4M3FN).load().to(Float32)
+        rWords = cute.make_rmem_tensor(cute.make_layout(ELEMENT_BYTES * VECTOR), Int32)
+        for i in range(ELEMENT_BYTES * VECTOR):
+            low, high = cute.arch.mul_packed_f32x2((values[2 * i], values[2 * i + 1]), (scale, scale))
+            rWords[i] = pack_pair(low, high, self.dtype)
+        return rWords
+
+    def _bf16_product(self, words: cute.Tensor, scales: Int32) -> cute.Tensor:
+        """Multiply as bf16: values and powers of two are numbers of bf16, so that only the product is rounded, if at all."""
+        scale = cute.arch.prmt(scales, scales, cutlass.select_(self.group % 2 == 0, Int32(FIRST_HALVES), Int32(SECOND_HALVES)))
+        rWords = widen_in_pairs(words, self.dtype)
+        for i in range(ELEMENT_BYTES * VECTOR):
+            rWords[i] = cute.arch.inline_ptx(
+                "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[rWords[i], scale]
+            )
+        return rWords
+
+
+def bf16_of_e8m0(code: Int32) -> Int32:
+    """Return the bits of a scale, a power of two or NaN, as bf16."""
+    power = cutlass.select_(code == 0, Int32(BF16_E8M0_SMALLEST), code << BF16_EXPONENT)
+    return cutlass.select_(code == E8M0_NAN_CODE, Int32(BF16_NAN), power)
 
 
 @dataclass(frozen=True)
-class ScaledTile(ConvertedTile):
-    """A converted tile whose first run has scales."""
+class ScaledTile:
+    """A warp's share of a tile with scales.
 
-    runs: tuple[ScaledColumns, CopiedColumns]
+    rank: of this CTA. sScales: int32 (stages, 4 warps, 32 lanes): lane l has a word of the scales of key l % 16, an fp32 of its own in
+    either half of the lanes, or four codes of e8m0.
+    """
 
-    def prepare(self, keys: ScaledKeys) -> None:
-        """Start all loads of the first tile."""
-        self.runs[0].fetch_scales(keys)
-        super().prepare(keys)
+    scaled: ScaledColumns
+    copied: CopiedColumns
+    rank: Int32
+    sScales: cute.Pointer
 
-    def put(self, rows: cute.Pointer, keys: ScaledKeys, following: ScaledKeys) -> None:
-        """Write the tile to the warp's rows of a slot, and loads the following one."""
-        self.runs[0].fetch_scales(following)
-        super().put(rows, keys, following)
+    def copy(self, rows: WarpRows, keys: ScaledKeys) -> None:
+        """Start the copies of a tile and of its scales; zeros for keys that do not count."""
+        offset = self.rank * SCALE_WORD
+        if self.scaled.cache_format.scales_inside:
+            offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
+        start_copy(self._scale_word(rows), keys.scales + offset, keys.scales != 0, SCALE_WORD)
+        copy_runs((self.scaled, self.copied), rows, keys)
+
+    def finish(self, rows: WarpRows) -> None:
+        """Convert a tile that this warp's copies have brought. All loads come first: ptxas moves none ahead of a store."""
+        scales = self._scale_word(rows).load()
+        if not self.scaled.cache_format.scales_inside:  # two codes of four
+            codes = scales >> (cute.arch.lane_idx() // WARP_KEYS * 16)
+            scales = bf16_of_e8m0(codes & E8M0_NAN_CODE) | bf16_of_e8m0((codes >> 8) & E8M0_NAN_CODE) << 16
+        steps = range(self.scaled.passes)
+        loaded = [self.scaled.load(step, rows.first) for step in steps]
+        for step in steps:
+            self.scaled.store(step, rows.first, loaded[step], scales)
+
+    def _scale_word(self, rows: WarpRows) -> cute.Pointer:
+        return self.sScales + (rows.number * LANES + cute.arch.lane_idx())
 
 
-def columns_of_cta(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledTile | CopiedTile:
-    """Return the mover of the columns that the CTA of this rank holds."""
+def scale_fields(cache_format: CacheFormat) -> tuple[Field, ...]:
+    """Return the fields of shared memory for scales."""
+    return (Array("sScales", Int32, KV_STAGES * GROUP_WARPS * LANES),) if cache_format.quantised else ()
+
+
+def columns_of_cta(
+    cache_format: CacheFormat, dtype: type[cutlass.Numeric], sScales: cute.Pointer | None, rank: Int32
+) -> ScaledTile | CopiedTile:
+    """Return the mover of the columns that the CTA of this rank holds. sScales: where the format has any."""
     wide = cache_format.wide_offset
-    if cache_format.quantised == 0:
+    if sScales is None:
         return CopiedTile((latent_columns(rank), rope_columns(wide + D_LATENT * ELEMENT_BYTES, rank)))
     if cache_format.d_qk > D_LATENT:
         rope = rope_columns(wide, rank)
     else:  # they are the last values, which the odd CTA holds
-        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, LATENT_BOXES - 1, Int32(wide), rank == PAIR - 1)
-    return ScaledTile((ScaledColumns.create(cache_format, dtype, rank), rope))
-
-
-@cute.jit
-def load_word(target: cute.Tensor, index: cutlass.Constexpr[int], address: Int64, wanted: Boolean):
-    """Load 4 bytes of gmem; zeros, and no access, unless wanted."""
-    target[index] = Int32(0)
-    if wanted:
-        target[index] = gmem(Int32, address, 4).load()
+        held = rank == PAIR - 1
+        box = cutlass.select_(held, Int32(LATENT_BOXES - 1), Int32(SPARE_BOX))
+        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, box, Int32(wide), held)
+    return ScaledTile(ScaledColumns.create(cache_format, dtype, rank), rope, rank, sScales)

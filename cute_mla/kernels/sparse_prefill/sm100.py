@@ -40,7 +40,7 @@ from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, latent_columns, rope_columns
+from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, WarpRows, copy_runs, latent_columns, rope_columns
 from ..sm100.row_producer import (
     KV_ARRIVALS,
     MMA_REGISTERS,
@@ -127,11 +127,10 @@ class SkippingTile(CopiedTile):
     """Copies of a tile's columns, of tiles that have keys."""
 
     @cute.jit
-    def put(self, rows: cute.Pointer, keys: TileKeys, following: TileKeys):
-        """Start the copies of a tile that has keys, and wait for those of the tile `lag` before it."""
+    def copy(self, rows: WarpRows, keys: TileKeys):
+        """Start the copies of a tile that has keys."""
         if keys.any_seen():
-            self.start(rows, keys)
-        self.finish()
+            copy_runs(self.runs, rows, keys)
 
 
 class TokenRows:

@@ -193,12 +193,13 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
-@op(r"LDGSTS.E.BYPASS(.LTC(64|128|256)B)?.128", pure=False, taint="own", writes=())
+@op(r"LDGSTS.E(.BYPASS(.LTC(64|128|256)B)?.128)?", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
-    """Emit cp.async of 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
+    """Emit cp.async of 16 or 4 bytes per thread; where the predicate, if there is one, is false, of zeros."""
     condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
-    size = f"where({condition}, {constant(e, 'u32', 16)}, {constant(e, 'u32', 0)})"
-    e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, 16, {size})")
+    nbytes = 16 if ins.modifiers[-1] == "128" else 4
+    size = f"where({condition}, {constant(e, 'u32', nbytes)}, {constant(e, 'u32', 0)})"
+    e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, {nbytes}, {size})")
 
 
 @op(r"LDGDEPBAR", pure=False, writes=())

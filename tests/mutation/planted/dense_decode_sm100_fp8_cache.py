@@ -20,7 +20,8 @@ BROKEN = replace(WALK, broken=True)
 PEAKS = {"bf16": replace(WALK, values="peaks"), "fp16": replace(HALF, values="peaks")}  # RoPE columns matter only where few keys decide
 
 PASSES = 9  # of the convert role, over a tile: eight of latent columns, one of RoPE columns
-LOADS = r"ld\.global\.v4\.b32 [^;]*;"  # those of the convert role come last: for the first tile of a piece, then for the others
+COPIES = r"cp\.async\.cg\.shared\.global [^;]*;"
+FIRST_GROUP = r"setmaxnreg[^;]*;|cp\.async\.commit_group;"  # of the convert role: its begin, the end of its copies; then the next role
 CONVERSIONS = r"cvt\.rn\.b?f16x2\.e4m3x2 (\s*%r\d+), %rs\d+;"
 ENDS = r"setp\.ge\.s32 (\s*%p\d+), %r\d+, %r\d+;(\s*mov\.b(?:32|64) \s*%rd?\d+, 0;\s*mov\.b32 \s*%r\d+, -1;)"
 
@@ -30,15 +31,14 @@ SUITE = Suite(
     (
         planted("missing arrival of a stage", WALK, r"mbarrier\.arrive\.shared::cluster\.b64 [^;]*;", "", alone(-1)),
         planted("missing proxy fence of a stage", WALK, ptx.PROXY_FENCES, "", alone(-1)),
-        planted("missing wait for a stage", WALK, ptx.WAITS, ptx.NO_WAIT, between(LOADS, -PASSES - 1, -PASSES)),
-        *(  # the last pass has the RoPE columns of all keys, the others have all columns of few
-            planted(f"missing load {load}", PEAKS["bf16"] if load % PASSES == PASSES - 1 else WALK, LOADS, "", alone(load))
-            for load in range(-2 * PASSES, 0)
-        ),
+        planted("missing wait for a stage", WALK, ptx.WAITS, ptx.NO_WAIT, between(FIRST_GROUP, -3, -2)),
+        *(planted(f"missing copy {number}", WALK, COPIES, "", alone(number), count=PASSES) for number in range(PASSES)),
+        planted("copies of a tile still under way", WALK, ptx.COPY_WAITS_BUT_TWO, "cp.async.wait_group 3;"),
+        planted("copies of the last tile still under way", WALK, ptx.COPY_WAITS, "cp.async.wait_group 1;"),
         *(
             planted(f"{which} pair of {dtype} values not converted", case, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
             for dtype, case in PEAKS.items()
-            for which, index in (("first", 0), ("last", -1))
+            for which, index in (("first", 0), ("last", 8 * PASSES - 1))  # of the main loop
         ),
         planted("row of another key, first", WALK, ptx.SHUFFLES, ptx.LANE_0, alone(0)),
         planted("row of another key, last", WALK, ptx.SHUFFLES, ptx.LANE_0, alone(-1)),
