@@ -40,18 +40,32 @@ def follow_maximum(old: Float32, candidate: Float32) -> tuple[Float32, Float32]:
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
 
 
-def follow_tile(old: Float32, candidate: Float32, greatest: Float32) -> tuple[Float32, Float32]:
+@dataclass(frozen=True)
+class Window:
+    """The binary logarithms between which the greatest e4m3 probability of a tile may lie.
+
+    placed: where a reference that moves puts it, an integer, so that e4m3 holds it exactly. above: by how much it may then exceed
+    that before the reference moves again. It falls short of it by SLACK_LOG2 at most.
+    """
+
+    placed: float = LARGEST_LOG2
+    above: float = 0.0
+
+
+AT_THE_TOP = Window()
+
+
+def follow_tile(old: Float32, candidate: Float32, greatest: Float32, window: Window = AT_THE_TOP) -> tuple[Float32, Float32]:
     """Return (reference, factor) as follow_maximum does, for probabilities that are rounded to e4m3.
 
-    The reference follows the maximum of every tile, up and down, so that the tile's greatest probability lies in
-    2^(LARGEST_LOG2 - SLACK_LOG2) .. 2^LARGEST_LOG2.
+    The reference follows the maximum of every tile, up and down, where the tile's greatest probability would leave the window.
 
-    greatest: of all tiles, this one included. In the tile where it appears, its probability is 2^LARGEST_LOG2 itself, which e4m3
-    holds exactly. The reference stays where a tile has no key that the row sees. It lies at most DEPTH_LOG2 below where `greatest`
-    would have it: so the factor is at most 2^DEPTH_LOG2, and keys this far below are fewer than would count.
+    greatest: of all tiles, this one included. The reference stays where a tile has no key that the row sees. It lies at most DEPTH_LOG2
+    below where `greatest` would have it: so the factor is at most 2^DEPTH_LOG2, and keys this far below are fewer than would count.
     """
-    target = cute.arch.fmax(candidate, greatest - DEPTH_LOG2) - LARGEST_LOG2
-    moved = (candidate > -Float32.inf) & ((target > old) | (target < old - SLACK_LOG2))
+    target = cute.arch.fmax(candidate, greatest - DEPTH_LOG2) - window.placed
+    ceiling = old + window.above if window.above > 0 else old
+    moved = (candidate > -Float32.inf) & ((target > ceiling) | (target < old - SLACK_LOG2))
     new = cutlass.select_(moved, target, old)
     return new, cutlass.select_(moved, cute.math.exp2(old - new, fastmath=True), Float32(1))
 

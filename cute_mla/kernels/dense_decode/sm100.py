@@ -22,8 +22,8 @@ commits arrives in both:
   kv_ready[5]      load -> mma             1 and the bytes of five boxes from each CTA
   kv_free[5]       mma -> load, output     1: P V of the tile is done, so O is complete up to it
   query_ready      score -> mma            8: Q of a work tile is in tensor memory
-  scores_ready     mma -> score            1
-  scores_free      score -> mma            8: S is in registers
+  scores_ready[2]  mma -> score            1: 32 keys of S, lower and upper half of the tile
+  scores_free[2]   score -> mma            8: they are in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
   probs_ready[2]   score -> mma            8: P is written, keys past the end are cleared
   output_ready[2]  output -> mma           8: O is scaled, or read out
@@ -32,7 +32,7 @@ commits arrives in both:
 
 With e4m3 operands all is the same but for what the half of the bytes brings about: 7 stages of two latent boxes, Q in 72
 columns of tensor memory, two groups of score warps that take tiles in turn (512 threads, S of two tiles, S two tiles ahead of
-P V; ../sm100/alternating.py), 3 stages where the table says 2 and 2 for the scores. P is e4m3, too: its reference
+P V; ../sm100/alternating.py), 3 stages where the table says 2, and 2 for the scores, each of a whole tile. P is e4m3, too: its reference
 follows every tile, and what O is divided by is the sum of P as it was rounded, which the tensor cores add up as P times ones.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the

@@ -20,7 +20,7 @@ from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
-from ..attention.softmax import DITHER, follow_tile
+from ..attention.softmax import DITHER, Window, follow_tile
 from ..primitives import tcgen05
 from ..primitives.elements import pack_word, store_words
 from ..primitives.pipeline import StageBarriers
@@ -44,6 +44,9 @@ ROWS_BARRIER = SCORE_BARRIER + GROUPS * PAIRS_OF_WARPS  # and the next: the warp
 BARRIER_NAMES = ("lower_rows_even", "upper_rows_even", "lower_rows_odd", "upper_rows_odd", "lower_rows", "upper_rows")
 NAMED_BARRIERS = tuple(NamedBarrier(name, SCORE_BARRIER + i) for i, name in enumerate(BARRIER_NAMES))
 ROWS_THREADS = 32 * 2 * GROUPS
+# of the greatest P of a tile: 2^8.75, dithered, is 442, below e4m3's greatest number. A rescale of O takes longer than the products of a
+# tile, and is waited for. So maxima may grow by 3.75 octaves before there is one; ordinary rows then have one, in their first tiles.
+WINDOW = Window(placed=5.0, above=3.75)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class AlternatingRows(ScoreRows):
             before = self._reference(pipes, tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
-        new, alpha = follow_tile(old, candidate, greatest)
+        new, alpha = follow_tile(old, candidate, greatest, WINDOW)
         if self.half == 0:
             own = self._reference(pipes, tile)
             own.store(new)

@@ -5,7 +5,7 @@ A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the element
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import cutlass
@@ -60,17 +60,19 @@ class Geometry:
     """Numbers that depend on the size of an element of Q, K, V and P.
 
     element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take
-    tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V.
+    tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V. score_parts: pieces of S, each of other
+    keys, that are computed, handed over and released one by one.
     """
 
     element_bytes: int
     kv_stages: int
     score_groups: int
+    score_parts: int
 
     @staticmethod
     def of(dtype: type[cutlass.Numeric]) -> Geometry:
-        """Return the geometry of an element type."""
-        return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT
+        """Return the geometry of an element type, where keys come by TMA."""
+        return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT_PARTS
 
     @property
     def sums_probs(self) -> bool:
@@ -81,9 +83,24 @@ class Geometry:
         return self.element_bytes == 1
 
     @property
+    def scores(self) -> int:
+        """Return the pieces of S in tensor memory."""
+        return self.score_groups * self.score_parts
+
+    @property
     def parities(self) -> int:
         """Return the tiles that may be in flight between two roles."""
         return self.score_groups + 1
+
+    @property
+    def run_keys(self) -> int:
+        """Return the keys of a piece of S whose probabilities one score thread computes."""
+        return HALF_KEYS // self.score_parts
+
+    @property
+    def part_keys(self) -> int:
+        """Return the keys of a piece of S."""
+        return TILE_KEYS // self.score_parts
 
     @property
     def output_warp(self) -> int:
@@ -153,7 +170,7 @@ class Geometry:
     def products_per_tile(self, has_rope: bool) -> int:
         """Return the matrix products of one tile."""
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
-        return scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
+        return self.score_parts * scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
 
     @property
     def kv_bytes(self) -> int:
@@ -179,8 +196,8 @@ class Geometry:
             Barriers("kv_ready", self.kv_stages),
             Barriers("kv_free", self.kv_stages),
             Barriers("query_ready", 1),
-            Barriers("scores_ready", groups),
-            Barriers("scores_free", groups),
+            Barriers("scores_ready", self.scores),
+            Barriers("scores_free", self.scores),
             Barriers("alpha_ready", self.parities),
             Barriers("probs_ready", self.parities),
             Barriers("output_ready", self.parities),
@@ -192,8 +209,9 @@ class Geometry:
         ))  # fmt: skip
 
 
-SIXTEEN_BIT = Geometry(element_bytes=2, kv_stages=5, score_groups=1)
-EIGHT_BIT = Geometry(element_bytes=1, kv_stages=7, score_groups=2)
+SIXTEEN_BIT = Geometry(element_bytes=2, kv_stages=5, score_groups=1, score_parts=1)
+SIXTEEN_BIT_PARTS = replace(SIXTEEN_BIT, score_parts=2)  # where the keys come as fast as S, P V and softmax take turns
+EIGHT_BIT = Geometry(element_bytes=1, kv_stages=7, score_groups=2, score_parts=1)
 
 
 @dataclass(frozen=True)

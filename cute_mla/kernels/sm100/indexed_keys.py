@@ -40,8 +40,11 @@ class IndexedPipes(Pipes):
         self.seen_ready.initialise(GROUP_WARPS)
 
 
+@dataclass(frozen=True)
 class SeenBits:
-    """Bits of the producer's warps: 16 keys each."""
+    """Bits of the producer's warps: 16 keys each. score_parts: of the geometry; a score thread has keys of every part."""
+
+    score_parts: int = 1
 
     @cute.jit
     def store(self, pipes: IndexedPipes, stage: Int32, warp: Int32, keys: LaneKeys):
@@ -49,7 +52,9 @@ class SeenBits:
         seen = keys.seen()
         if cute.arch.lane_idx() == 0:
             words = cute.recast_ptr(pipes.sSeen + stage * SEEN_WORDS, dtype=Uint16)
-            (words + warp).store(Uint16(seen & 0xFFFF))
+            # in the word of the score threads that have these keys: two warps in a row, or, of two parts, every other one
+            place = warp if self.score_parts == 1 else warp % 2 * 2 + warp // 2
+            (words + place).store(Uint16(seen & 0xFFFF))
 
     def commit(self, pipes: IndexedPipes, tile: Int32) -> None:
         """Signal seen_ready of a tile."""

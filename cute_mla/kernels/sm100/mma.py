@@ -73,20 +73,21 @@ class PairGemm:
         base = self.tiles.stage(stage)
         return tcgen05.k_major(base + self.geometry.probs_offset), tcgen05.mn_major(base, BOX_BYTES)
 
-    def scores(self, keys: Any, buffer: int | Int32 = 0) -> None:
-        """Issue S = Q K^T over the columns that each CTA holds, to one of the buffers for S.
+    def scores(self, keys: Any, part: int, buffer: int | Int32 = 0) -> None:
+        """Issue a part of S = Q K^T over the columns that each CTA holds, to one of the buffers for S.
 
         The lanes 0..63 and 64..127 get the two partial sums, since the even CTA's keys meet the Q in the lower lanes and the odd
         CTA's keys the Q in the upper ones.
         """
-        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * TILE_KEYS)
+        part_keys = self.geometry.part_keys
+        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * part_keys)
         for step in range(self.geometry.latent_steps + (self.geometry.rope_steps if self.has_rope else 0)):
             # the box after the latent ones holds the RoPE columns, so the steps run through without a seam
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
-                self.tmem + (SCORE_COLUMN - buffer * TILE_KEYS),
+                self.tmem + (SCORE_COLUMN + part * part_keys - buffer * TILE_KEYS),
                 tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
-                keys.advance_start_address(box * BOX_BYTES + step_in_box * STEP_BYTES),
+                keys.advance_start_address(part * part_keys * ROW_BYTES + box * BOX_BYTES + step_in_box * STEP_BYTES),
                 shape,
                 accumulate=step > 0,
             )
@@ -141,8 +142,9 @@ class MmaRole:
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-        for i in cutlass.range_constexpr(self.geometry.score_groups):
-            pipes.scores_free.producer_acquire(tile + i)  # the peer's last arrival must not reach a CTA that is gone
+        for i in cutlass.range_constexpr(self.geometry.scores):
+            # the peer's last arrival must not reach a CTA that is gone
+            pipes.scores_free.producer_acquire(tile * self.geometry.score_parts + i)
 
     @cute.jit
     def multiply_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
@@ -158,11 +160,14 @@ class MmaRole:
         """Issue S of one tile."""
         keys = gemm.keys(pipes.kv_ready.stage(tile))
         pipes.kv_ready.consumer_wait(tile)
-        pipes.scores_free.producer_acquire(tile)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.scores(keys, pipes.scores_ready.stage(tile) if self.geometry.score_groups > 1 else 0)
-            tcgen05.commit(pipes.scores_ready.barrier(tile))
+        buffer = pipes.scores_ready.stage(tile) if self.geometry.score_groups > 1 else 0
+        for part in range(self.geometry.score_parts):
+            use = tile * self.geometry.score_parts + part
+            pipes.scores_free.producer_acquire(use)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                gemm.scores(keys, part, buffer)
+                tcgen05.commit(pipes.scores_ready.barrier(use))
 
     def multiply_output(self, pipes: Pipes, gemm: PairGemm, tile: Int32, accumulate: Boolean) -> None:
         """Issue P V of one tile."""
@@ -196,12 +201,14 @@ class MmaRole:
         pipes.kv_ready.consumer_wait(tile)
         filled = self.validity.has_keys(pipes, tile)
         pipes.kv_free.consumer_release(tile)  # the bits have been read
-        pipes.scores_free.producer_acquire(tile)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            if filled:
-                gemm.scores(keys)
-            tcgen05.commit(pipes.scores_ready.barrier(tile))
+        for part in cutlass.range_constexpr(self.geometry.score_parts):
+            use = tile * self.geometry.score_parts + part
+            pipes.scores_free.producer_acquire(use)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                if filled:
+                    gemm.scores(keys, part)
+                tcgen05.commit(pipes.scores_ready.barrier(use))
         return filled
 
     @cute.jit

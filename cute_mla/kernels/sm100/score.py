@@ -1,8 +1,9 @@
 """The score role of the SM100 kernels over a latent: Q to tensor memory, softmax, P and rescale factors to shared memory, lse.
 
-Thread t of the score warps has query row t % 64 and keys 32 (t / 64) .. + 31 of every tile. The tensor cores leave the
-partial sums of a row over two halves of the columns in lanes t % 64 and 64 + t % 64, so the two threads of a row swap
-half of what they read: each sends the partial scores of the other's keys. The row maximum takes a second swap.
+Thread t of the score warps has query row t % 64 and half t / 64 of the keys of every tile, or of both halves of every tile where S
+comes in two parts. The tensor cores leave the partial sums of a row over two halves of the columns in lanes t % 64 and 64 + t % 64,
+so the two threads of a row swap half of what they read: each sends the partial scores of the other's keys. The row maximum takes a
+second swap.
 
 A kernel gives the role the mask, the factor of a row's output, who loads Q, and, where tiles may turn out to have no keys, what
 tells so. dense_decode/sm100.py describes tiles, pipelines and the trick.
@@ -168,26 +169,33 @@ class ScoreRows:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cute.arch.barrier(barrier_id=SCORE_BARRIER + warp % (GROUP_WARPS // 2), number_of_threads=64)
 
-    def take_partial_sums(self) -> Any:
-        """Load partial scores from tensor memory, which may be overwritten when this returns: those of this thread's keys to its scores.
+    def take_partial_sums(self, part: int) -> Any:
+        """Load a part of the partial scores from tensor memory, where it may be overwritten when this returns.
 
-        Return those of the other's keys.
+        Those of this thread's keys become its scores. Return those of the other's keys.
         """
-        own = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + self.half * HALF_KEYS), HALF_KEYS)
-        others = tcgen05.load_columns(self.tmem + (SCORE_COLUMN + (1 - self.half) * HALF_KEYS), HALF_KEYS)
+        geometry = self.tiles.geometry
+        run_keys = geometry.run_keys
+        first = self.tmem + (SCORE_COLUMN + part * geometry.part_keys)
+        own = tcgen05.load_columns(first + self.half * run_keys, run_keys)
+        others = tcgen05.load_columns(first + (1 - self.half) * run_keys, run_keys)
         tcgen05.await_loads()
         tcgen05.fence_before_signal()
-        for i in range(HALF_KEYS):
-            self.rS[i] = own[i]
+        for i in range(run_keys):
+            self.rS[part * run_keys + i] = own[i]
         return others
 
-    def add_partial_sums(self, others: Any) -> None:
-        """Complete the scores: send the other thread of the row what belongs to it, and add what it has sent."""
-        for vector in range(VECTORS):
+    def send_partial_sums(self, part: int, others: Any) -> None:
+        """Send the other thread of the row what belongs to it."""
+        vectors = self.tiles.geometry.run_keys // VECTOR
+        for vector in range(vectors):
             rOut = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
             for i in range(VECTOR):
                 rOut[i] = others[vector * VECTOR + i]
-            cute.autovec_copy(rOut, self._exchanged(self.half, vector))
+            cute.autovec_copy(rOut, self._exchanged(self.half, part * vectors + vector))
+
+    def add_partial_sums(self) -> None:
+        """Complete the scores by what the other thread of the row has sent."""
         self.sync_halves()
         for vector in range(VECTORS):
             rIn = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
@@ -202,9 +210,12 @@ class ScoreRows:
 
     def mask(self, limit: Int32) -> None:
         """Set the scores of keys from `limit` on, counted within the tile, to -inf. Selects, so that NaN vanishes."""
-        own_limit = limit - self.half * HALF_KEYS
+        geometry = self.tiles.geometry
+        own_limit = limit - self.half * geometry.run_keys
         for i in range(HALF_KEYS):
-            self.rS[i] = cutlass.select_(own_limit <= i, -Float32.inf, self.rS[i])
+            part, place = divmod(i, geometry.run_keys)
+            key = part * geometry.part_keys + place  # counted from the thread's first one
+            self.rS[i] = cutlass.select_(own_limit <= key, -Float32.inf, self.rS[i])
 
     def mask_unseen(self, seen: Int32) -> None:
         """Set the scores of keys whose bit is 0 to -inf, among the bits of this thread's keys."""
@@ -254,12 +265,14 @@ class ScoreRows:
         geometry = self.tiles.geometry
         line = self.tiles.stage(stage) + (geometry.probs_offset + self.row * ROW_BYTES)
         chunk_keys = VECTOR * geometry.word_elements  # of 16 bytes
+        run_chunks = geometry.run_keys // chunk_keys
         for chunk in range(HALF_KEYS // chunk_keys):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
             for i in range(VECTOR):
                 k = chunk * chunk_keys + i * geometry.word_elements
                 rWords[i] = self.word_of_probs(k)
-            place = (self.half * (HALF_KEYS // chunk_keys) + chunk) ^ (self.row % 8)
+            part, place_in_run = divmod(chunk, run_chunks)
+            place = (self.half * run_chunks + (part * 2 * run_chunks + place_in_run)) ^ (self.row % 8)
             target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
             cute.autovec_copy(rWords, cute.make_tensor(target, cute.make_layout(VECTOR)))
 
@@ -337,11 +350,14 @@ class ScoreRole:
     @cute.jit
     def score_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32):
         """Turn S of one tile into P."""
-        pipes.scores_ready.consumer_wait(tile)
-        tcgen05.fence_after_wait()
-        others = rows.take_partial_sums()
-        pipes.scores_free.consumer_release(tile, cta=EVEN_CTA)
-        rows.add_partial_sums(others)
+        for part in range(self.geometry.score_parts):
+            use = tile * self.geometry.score_parts + part
+            pipes.scores_ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+            others = rows.take_partial_sums(part)
+            pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
+            rows.send_partial_sums(part, others)
+        rows.add_partial_sums()
         self.mask.apply(operands, pipes, rows, left, tile)
         alpha = rows.advance(pipes, tile)
         if rows.half == 0:
@@ -361,8 +377,10 @@ class ScoreRole:
         if self.validity.has_keys(pipes, tile):
             self.score_tile(operands, pipes, rows, left, tile)
         else:
-            pipes.scores_ready.consumer_wait(tile)
-            pipes.scores_free.consumer_release(tile, cta=EVEN_CTA)
+            for part in cutlass.range_constexpr(self.geometry.score_parts):
+                use = tile * self.geometry.score_parts + part
+                pipes.scores_ready.consumer_wait(use)
+                pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
             if rows.half == 0:
                 pipes.alpha_ready.producer_commit(tile)
             pipes.probs_ready.producer_commit(tile, cta=EVEN_CTA)

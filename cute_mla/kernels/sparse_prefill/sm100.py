@@ -35,7 +35,7 @@ from ..attention.tiles import first_query_row
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
 from ..primitives.integers import smaller
-from ..sm100.config import CTA_COLUMNS, CTA_ROPE, EVEN_CTA, HALF_KEYS, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Tiles
+from ..sm100.config import CTA_COLUMNS, CTA_ROPE, EVEN_CTA, HALF_KEYS, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
 from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
@@ -70,37 +70,39 @@ class SparsePrefillSm100(AttentionKernel):
         super().__init__(SparsePrefillAbi(config), arch)
         self.has_rope = config.d_qk > D_LATENT
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields())
+        self.smem = SIXTEEN_BIT_PARTS.smem(*IndexedPipes.fields())
 
     @cute.jit
     def run(self, operands: Operands):
         """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
-        tiles, pipes = Tiles.create(SIXTEEN_BIT, memory), IndexedPipes.create(memory)
+        tiles, pipes = Tiles.create(SIXTEEN_BIT_PARTS, memory), IndexedPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
                 pipes.initialise_bits()
-                initialise(pipes, SIXTEEN_BIT, KV_ARRIVALS, mma_releases=True)
+                initialise(pipes, SIXTEEN_BIT_PARTS, KV_ARRIVALS, mma_releases=True)
         tmem = begin(tiles, warp, MMA_WARP)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             score = ScoreRole(
-                SIXTEEN_BIT, self.dtype, SeenMask(waits=False), SinkScale(), None, validity=SeenTiles(), writes_max_logits=True
+                SIXTEEN_BIT_PARTS, self.dtype, SeenMask(waits=False), SinkScale(), None, validity=SeenTiles(), writes_max_logits=True
             )
             score.run(operands, tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            queries = TokenQueries(QueryLoader(SIXTEEN_BIT, self.has_rope, self.vectors))
-            OutputRole(SIXTEEN_BIT, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
+            queries = TokenQueries(QueryLoader(SIXTEEN_BIT_PARTS, self.has_rope, self.vectors))
+            OutputRole(SIXTEEN_BIT_PARTS, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
-            RowProducer(self.columns, TokenRows(), SeenBits()).run(operands, tiles, pipes, warp - PRODUCER_WARP)
+            RowProducer(self.columns, TokenRows(), SeenBits(SIXTEEN_BIT_PARTS.score_parts)).run(
+                operands, tiles, pipes, warp - PRODUCER_WARP
+            )
         else:
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
                 gemm = PairGemm(self.dtype, self.has_rope, tiles, tmem)
-                MmaRole(SIXTEEN_BIT, SeenTiles()).run(operands.schedule, pipes, gemm)
+                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles()).run(operands.schedule, pipes, gemm)
         end(warp, MMA_WARP, tmem)
 
     def columns(self, rank: Int32) -> SkippingTile:
@@ -191,6 +193,6 @@ def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
         barriers=kernel.smem.barriers(),
         named_barriers=NAMED_BARRIERS,
         roles=role_table("gather"),
-        expected={"UTCHMMA": SIXTEEN_BIT.products_per_tile(kernel.has_rope)},
+        expected={"UTCHMMA": SIXTEEN_BIT_PARTS.products_per_tile(kernel.has_rope)},
         tmem_columns=TMEM_COLUMNS,
     )

@@ -10,7 +10,8 @@ from tests.mutation.planting import Suite, alone, each_but_around_dealloc, plant
 # In the order of the PTX: a barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA alive for
 # signals that nobody else waits for. On the simulator, a cluster barrier always comes later than these signals.
 WAITS = (
-    ("scores_ready", WALK),
+    ("scores_ready of the lower keys", WALK),
+    ("scores_ready of the upper keys", WALK),
     ("stats_free", GAPS),
     ("alpha_ready", WALK),
     ("kv_free before O is scaled", RISING),
@@ -20,10 +21,12 @@ WAITS = (
     ("kv_free before the CTA ends", None),
     ("query_ready", WALK),
     ("kv_ready", WALK),
-    ("scores_free", WALK),
+    ("scores_free of the lower keys", WALK),
+    ("scores_free of the upper keys", WALK),
     ("probs_ready", WALK),
     ("output_ready", WALK),
-    ("scores_free before the CTA ends", None),
+    ("scores_free of the lower keys before the CTA ends", None),
+    ("scores_free of the upper keys before the CTA ends", None),
 )
 
 SUITE = Suite(
@@ -46,7 +49,7 @@ SUITE = Suite(
         planted("commit to one CTA", WALK, r"(tcgen05\.commit[^;]*\], )%rs\d+;", r"\g<1>1;"),
         planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0), count=2),
         planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(1), count=2),
-        planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 17, 18, 25)),
+        planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 17, 18, 35, 36, 43)),
         planted("product that takes Q from an empty collector", WALK, ptx.FILLS, ptx.USE, count=4),
         planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=2),  # the first tile's, and those of the others
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),

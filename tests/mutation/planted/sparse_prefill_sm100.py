@@ -17,8 +17,10 @@ SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=2)  # most t
 # In the order of the PTX: a barrier, and whether the wait is this kernel's own or stands where the others have none.
 WAITS = (
     ("seen_ready of score", True),
-    ("scores_ready", False),
-    ("scores_ready of a tile without keys", True),
+    ("scores_ready of the lower keys", False),
+    ("scores_ready of the upper keys", False),
+    ("scores_ready of the lower keys of a tile without keys", True),
+    ("scores_ready of the upper keys of a tile without keys", True),
     ("stats_free", False),
     ("seen_ready of output", True),
     ("alpha_ready", False),
@@ -30,10 +32,12 @@ WAITS = (
     ("kv_free before the CTA ends", False),
     ("query_ready", True),
     ("kv_ready", True),
-    ("scores_free", False),
+    ("scores_free of the lower keys", False),
+    ("scores_free of the upper keys", False),
     ("probs_ready", False),
     ("output_ready", False),
-    ("scores_free before the CTA ends", False),
+    ("scores_free of the lower keys before the CTA ends", False),
+    ("scores_free of the upper keys before the CTA ends", False),
 )
 BOTH_WORDS = r"(ld\.shared\.v2\.b32\s+\{(%r\d+), %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 EITHER_WORD = r"(ld\.shared\.v2\.b32\s+\{%r\d+, %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
