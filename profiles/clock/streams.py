@@ -11,7 +11,6 @@ from ...runtime.artifacts import load_artifacts
 from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
 from ...spec.combine import BLOCKS_PER_SM, CombineConfig
-from ...spec.combine import ROWS_PER_BLOCK as COMBINE_ROWS
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
 from ..model.prediction import Combine
 from ..rows import Case
@@ -38,8 +37,8 @@ def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: 
 
 
 def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
-    """Return the shape whose CTAs on one SM take so many query tokens each, with the columns divided as in `combine`."""
-    return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, COMBINE_ROWS, splits)
+    """Return the shape whose CTAs on one SM take so many query tokens each, with heads and columns divided as in `combine`."""
+    return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, combine.heads, splits)
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
