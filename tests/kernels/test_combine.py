@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
@@ -120,11 +121,12 @@ class Problem:
         kernel: CompiledKernel | None = None,
         column_blocks: int = 1,
         token_blocks: int | None = None,
+        head_blocks: int | None = None,
         policy: simulator.Policy | None = None,
         memory: simulator.GlobalMemory | None = None,
     ) -> list[simulator.Finding]:
         kernel = kernel or shipped("combine", self.dtype)
-        shape = (token_blocks or len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
+        shape = (token_blocks or len(self.rows) * self.s_q, head_blocks or ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
         args = self.args(self.out, self.lse, (*self.out.stride()[:3], *self.lse.stride()))
         return launch(kernel, shape, args, memory or self.memory(), policy)
 
@@ -160,17 +162,17 @@ class Problem:
 
 
 def run_both(problem: Problem) -> None:
-    """With 1 and with 4 blocks of columns: both right, and the same bits."""
+    """With 1 and with 8 blocks of columns: both right, and the same bits."""
     run_grids(problem, (None, 1), (None, COLUMN_BLOCKS))
 
 
-def run_grids(problem: Problem, *grids: tuple[int | None, int]) -> None:
-    """With each grid, (blocks of query tokens or None for all, blocks of columns): right, and the same bits."""
+def run_grids(problem: Problem, *grids: tuple[int | None, int], head_blocks: Sequence[int | None] = (None,)) -> None:
+    """With each grid, (blocks of query tokens or None for all, blocks of columns), and blocks of heads: right, and the same bits."""
     results = []
-    for token_blocks, column_blocks in grids:
+    for (token_blocks, column_blocks), heads in product(grids, head_blocks):
         problem.buffer.fill_(CANARY)
         problem.lse.fill_(CANARY)
-        assert not problem.run(column_blocks=column_blocks, token_blocks=token_blocks)
+        assert not problem.run(column_blocks=column_blocks, token_blocks=token_blocks, head_blocks=heads)
         problem.check()
         results.append((problem.out.clone().view(torch.int16), problem.lse.clone().view(torch.int32)))
     assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
@@ -190,7 +192,7 @@ def test_a_block_takes_several_query_tokens_of_invariant_calls() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97])
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97, 128, 160, 161, 200])
 def test_number_of_splits(dtype: str, splits: int) -> None:
     run_both(Problem([splits], dtype=dtype, seed=splits))
 
@@ -202,6 +204,13 @@ def test_uncut_requests_are_left_alone() -> None:
 @pytest.mark.parametrize("h_q", [1, 7, 8, 9, 16])
 def test_heads_and_query_tokens(h_q: int) -> None:
     run_both(Problem([3, 2], s_q=3, h_q=h_q))
+
+
+@pytest.mark.parametrize("h_q", [1, 7, 9, 16])
+def test_blocks_of_heads(h_q: int) -> None:
+    """From 8 heads a CTA to a single one, also where they do not divide h_q."""
+    head_blocks = range(ceil_div(h_q, ROWS_PER_BLOCK), h_q + 1, 3)
+    run_grids(Problem([3, 40], s_q=2, h_q=h_q), (None, 1), (None, COLUMN_BLOCKS), head_blocks=[*head_blocks, h_q])
 
 
 @pytest.mark.parametrize("empty", [{0}, {1}, {69}, {0, 1, 2, 3}, {31, 32, 33}, set(range(1, 70)), set(range(69))])
@@ -329,7 +338,9 @@ def test_schedules(schedule: str) -> None:
 
 
 def test_grid_is_fine_where_rows_are_few() -> None:
-    assert grid(1, 1, 128, 132) == (1, 16, COLUMN_BLOCKS)
+    assert grid(1, 1, 128, 132) == (1, 33, COLUMN_BLOCKS)
+    assert grid(1, 1, 16, 132) == (1, 16, COLUMN_BLOCKS)
+    assert grid(4, 4, 16, 132) == (16, 2, COLUMN_BLOCKS)
     assert grid(128, 2, 128, 132) == (33, 16, 1)
 
 
