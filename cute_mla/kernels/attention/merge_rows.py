@@ -5,7 +5,8 @@
     lane     columns 128 g + 4 lane + {0..3}, or 2 lane + {0, 1}: loads and stores that a warp makes contiguous
     weights  lane l holds w_s of result 32 k + l; a shuffle hands them round. The lse of the first results are loaded at once and stay
              in registers; later ones are loaded again for each of their three uses
-    loads    two register buffers of 32 elements a lane: one is summed while the other fills
+    loads    4 columns: two register buffers of 32 elements a lane, one is summed while the other fills
+             2 columns: 32 results at once, so that few warps wait for memory as rarely as possible
 
 A result whose weight is 0 is not read. Columns are summed over the results in their order, by one lane.
 """
@@ -110,14 +111,14 @@ def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, 
 
     buffer: (columns, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
     """
+    weighty = cute.arch.vote_ballot_sync(held != 0) >> (first & 31)  # NaN included; loads that wait for no shuffle
     for step in cutlass.range_constexpr(cute.size(weights)):
-        weight = cute.arch.shuffle_sync(held, (first & 31) + step)
-        weights[step] = weight
+        weights[step] = cute.arch.shuffle_sync(held, (first & 31) + step)
         source = results.row(first + step)
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
             for i in cutlass.range_constexpr(cute.size(buffer, mode=[0])):
                 buffer[i, group, step] = buffer.element_type(0)
-        if weight != 0:  # true for NaN
+        if (weighty & (1 << step)) != 0:
             for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
                 results.load(buffer[None, group, step], source + group * GROUP)
 
@@ -155,15 +156,38 @@ def merge_row(
     count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone. columns: (neighbouring ones of a
     lane, groups of 32 lanes' columns). weights: a lane keeps, of every 32nd result.
     """
-    vector, groups = columns
-    steps = BUFFER // (vector * groups)
-    shape = cute.make_layout((vector, groups, steps))
-    even, odd = cute.make_rmem_tensor(shape, results.dtype), cute.make_rmem_tensor(shape, results.dtype)
-    even_weights, odd_weights = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
-    sums = cute.make_rmem_tensor(cute.make_layout((vector, groups)), Float32)
+    sums = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
     sums.fill(0.0)
     kept = cute.make_rmem_tensor(weights, Float32)
     shift, total = row_weights(results, count, kept)
+    if cutlass.const_expr(columns[0] == NARROW_VECTOR):
+        add_blocks(sums, results, count, shift, kept)
+    else:
+        add_stream(sums, results, count, shift, kept)
+    below = total
+    if cutlass.const_expr(sink is not None):
+        below = total + sink_weight(sink, shift)
+    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
+    return shift, total
+
+
+@cute.jit
+def add_blocks(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums, 32 at a time. kept: as in row_weights."""
+    buffer = cute.make_rmem_tensor(cute.make_layout((*sums.shape, 32)), results.dtype)
+    weights = cute.make_rmem_tensor(32, Float32)
+    for first in cutlass.range(0, count, 32, unroll=1):
+        fill(buffer, weights, results, first, weight_from(results, first, count, shift, kept))
+        accumulate(sums, buffer, weights)
+
+
+@cute.jit
+def add_stream(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums: one buffer is summed while the other fills. kept: as in row_weights."""
+    steps = BUFFER // cute.size(sums)
+    shape = cute.make_layout((*sums.shape, steps))
+    even, odd = cute.make_rmem_tensor(shape, results.dtype), cute.make_rmem_tensor(shape, results.dtype)
+    even_weights, odd_weights = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
     held = kept[0]
     fill(even, even_weights, results, Int32(0), held)
     for first in cutlass.range(0, count, 2 * steps, unroll=1):
@@ -174,8 +198,3 @@ def merge_row(
             held = weight_from(results, following, count, shift, kept)
         fill(even, even_weights, results, following, held)
         accumulate(sums, odd, odd_weights)
-    below = total
-    if cutlass.const_expr(sink is not None):
-        below = total + sink_weight(sink, shift)
-    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
-    return shift, total
