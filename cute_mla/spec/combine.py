@@ -11,9 +11,11 @@ from typing import NamedTuple
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .mla import ceil_div
 
-ROWS_PER_BLOCK = 8  # a warp merges one row (query token, head), or a quarter of its columns
+ROWS_PER_BLOCK = 8  # at most; a warp merges one row (query token, head), or a part of its columns
 COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
-BLOCKS_PER_SM = 4  # at most, twice what an SM holds at once: CTAs without anything to merge cost their start
+NARROW_BLOCKS = 8  # along z, where as many CTAs run at once
+RESIDENT_BLOCKS = 2  # CTAs that an SM holds at once
+BLOCKS_PER_SM = 4  # at most, twice as many: CTAs without anything to merge cost their start
 
 
 class CombineArguments(NamedTuple):
@@ -47,12 +49,16 @@ PARAMS = params_of(CombineArguments)
 
 
 def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:
-    """Return the CTAs along (batch * s_q, blocks of heads, blocks of columns).
+    """Return the CTAs along (batch * s_q, heads, blocks of columns).
 
-    The CTAs of the first dimension take the query tokens in turn. The bits of the result do not depend on the grid.
+    The CTAs of the first dimension take the query tokens in turn, those of the second the heads. Where all CTAs run at once they may have
+    fewer heads each. The bits of the result do not depend on the grid.
     """
     tokens, head_blocks = batch * s_q, ceil_div(h_q, ROWS_PER_BLOCK)
-    columns = COLUMN_BLOCKS if tokens * head_blocks <= 2 * sm_count else 1
+    resident = RESIDENT_BLOCKS * sm_count
+    if tokens * head_blocks * NARROW_BLOCKS <= resident:
+        return tokens, min(resident // (tokens * NARROW_BLOCKS), h_q), NARROW_BLOCKS
+    columns = COLUMN_BLOCKS if tokens * head_blocks <= resident else 1
     return min(tokens, max(BLOCKS_PER_SM * sm_count // (head_blocks * columns), 1)), head_blocks, columns
 
 

@@ -10,8 +10,7 @@ from ...manifest import KernelEntry
 from ...runtime.artifacts import load_artifacts
 from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
-from ...spec.combine import BLOCKS_PER_SM, CombineConfig
-from ...spec.combine import ROWS_PER_BLOCK as COMBINE_ROWS
+from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
 from ..model.prediction import Combine
 from ..rows import Case
@@ -27,19 +26,20 @@ _clocks: dict[tuple[str, Constants, Setting, Shape], int] = {}  # by kernel, cir
 def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: Setting) -> float:
     """Return the clocks of the busiest CTA of combine: its first look-up and merge, and what further ones add."""
     entry = load_artifacts().entry("combine", constants.arch, CombineConfig(dtype).name)
+    sms = NARROW_BLOCKS // RESIDENT_BLOCKS if combine.columns == NARROW_BLOCKS else 1  # the fewest on which it divides columns so
     if not combine.merges:
-        found = float(_run("combine", entry, dtype, _combine_shape(combine, 1, 0), constants, setting))
+        found = float(_run("combine", entry, dtype, _combine_shape(combine, 1, 0), constants, setting, sms))
     else:
-        one = _run("combine", entry, dtype, _combine_shape(combine, 1, combine.splits), constants, setting)
+        one = _run("combine", entry, dtype, _combine_shape(combine, 1, combine.splits), constants, setting, sms)
         more = combine.merges - 1
-        step = _run("combine", entry, dtype, _combine_shape(combine, 2, combine.splits), constants, setting) - one if more else 0
+        step = _run("combine", entry, dtype, _combine_shape(combine, 2, combine.splits), constants, setting, sms) - one if more else 0
         found = float(one + more * step)
     return found + (combine.lookups - 1) * constants.l2_latency
 
 
 def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
-    """Return the shape whose CTAs on one SM take so many query tokens each, with the columns divided as in `combine`."""
-    return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, COMBINE_ROWS, splits)
+    """Return the shape whose CTAs take so many query tokens each, with heads and columns divided as in `combine`."""
+    return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, combine.heads, splits)
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
@@ -58,7 +58,7 @@ def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
     return float(_run(case.op, entry, case.dtype, small, constants, setting))
 
 
-def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting) -> int:
+def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting, sm_count: int = 1) -> int:
     key = entry.cubin_sha256, constants, setting, shape
     if key not in _clocks:
         case = Case(op, "", "", "", 1, dtype, shape, 0, "", 0.0, None)
@@ -67,5 +67,5 @@ def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Const
             workload = WORKLOADS[op](case, torch.device("cpu"), 0, 1)
             workload.call(workload.sets[0])
 
-        _clocks[key] = run_call(entry, 1, constants, setting, call).end
+        _clocks[key] = run_call(entry, sm_count, constants, setting, call).end
     return _clocks[key]

@@ -158,11 +158,12 @@ def _combine_grid(shape: CombineShape, cut: int, moved: float, sm_count: int) ->
     """
     across, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
     tokens, merges = ceil_div(shape.batch * shape.s_q, across), ceil_div(cut, across)
-    bytes_of_one = min(shape.h_q, combine_spec.ROWS_PER_BLOCK) * shape.splits * ACCUMULATOR_ROW_BYTES / columns
+    heads = ceil_div(shape.h_q, head_blocks)
+    bytes_of_one = heads * shape.splits * ACCUMULATOR_ROW_BYTES / columns
     lookups = ceil_div(tokens, _TOKENS_PER_LOOKUP)
     return Combine(
         across * head_blocks * columns, COMBINE_CTAS_PER_SM, moved, merges * bytes_of_one,
-        loads=lookups + 2 * max(merges, 1), lookups=lookups, merges=merges, splits=shape.splits, columns=columns,
+        loads=lookups + 2 * max(merges, 1), lookups=lookups, merges=merges, splits=shape.splits, heads=heads, columns=columns,
     )  # fmt: skip
 
 

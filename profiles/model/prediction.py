@@ -34,7 +34,7 @@ class Combine:
     ctas: of the grid. ctas_per_sm: resident at a time. bytes: moved by all CTAs. busiest_bytes: moved by the busiest CTA.
     cold: the bytes come from memory; otherwise the kernel before may have left them in L2. loads: dependent loads of a CTA.
     lookups, merges: of the busiest CTA of combine: rounds that look up query tokens, and tokens that it merges. splits: of such a token.
-    columns: CTAs that share a row's columns.
+    heads: rows of a query token that a CTA merges. columns: CTAs that share a row's columns.
     """
 
     ctas: int
@@ -46,6 +46,7 @@ class Combine:
     lookups: int = 1
     merges: int = 0
     splits: int = 0
+    heads: int = 1
     columns: int = 1
 
 

@@ -6,12 +6,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 import torch
 
 from cute_mla import simulator
-from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, ROWS_PER_BLOCK, grid
+from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, NARROW_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
 from tests.kernels.caches import Keys
@@ -120,11 +121,12 @@ class Problem:
         kernel: CompiledKernel | None = None,
         column_blocks: int = 1,
         token_blocks: int | None = None,
+        head_blocks: int | None = None,
         policy: simulator.Policy | None = None,
         memory: simulator.GlobalMemory | None = None,
     ) -> list[simulator.Finding]:
         kernel = kernel or shipped("combine", self.dtype)
-        shape = (token_blocks or len(self.rows) * self.s_q, ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
+        shape = (token_blocks or len(self.rows) * self.s_q, head_blocks or ceil_div(self.h_q, ROWS_PER_BLOCK), column_blocks)
         args = self.args(self.out, self.lse, (*self.out.stride()[:3], *self.lse.stride()))
         return launch(kernel, shape, args, memory or self.memory(), policy)
 
@@ -159,18 +161,18 @@ class Problem:
         assert (self.buffer[~touched] == CANARY).all()
 
 
-def run_both(problem: Problem) -> None:
-    """With 1 and with 4 blocks of columns: both right, and the same bits."""
-    run_grids(problem, (None, 1), (None, COLUMN_BLOCKS))
+def run_all(problem: Problem) -> None:
+    """With 1, 4 and 8 blocks of columns: all right, and the same bits."""
+    run_grids(problem, (None, 1), (None, COLUMN_BLOCKS), (None, NARROW_BLOCKS))
 
 
-def run_grids(problem: Problem, *grids: tuple[int | None, int]) -> None:
-    """With each grid, (blocks of query tokens or None for all, blocks of columns): right, and the same bits."""
+def run_grids(problem: Problem, *grids: tuple[int | None, int], head_blocks: Sequence[int | None] = (None,)) -> None:
+    """With each grid, (blocks of query tokens or None for all, blocks of columns), and blocks of heads: right, and the same bits."""
     results = []
-    for token_blocks, column_blocks in grids:
+    for (token_blocks, column_blocks), heads in product(grids, head_blocks):
         problem.buffer.fill_(CANARY)
         problem.lse.fill_(CANARY)
-        assert not problem.run(column_blocks=column_blocks, token_blocks=token_blocks)
+        assert not problem.run(column_blocks=column_blocks, token_blocks=token_blocks, head_blocks=heads)
         problem.check()
         results.append((problem.out.clone().view(torch.int16), problem.lse.clone().view(torch.int32)))
     assert all(torch.equal(*pair) for result in results for pair in zip(result, results[0], strict=True))
@@ -190,30 +192,37 @@ def test_a_block_takes_several_query_tokens_of_invariant_calls() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97])
+@pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97, 128, 160, 161, 200])
 def test_number_of_splits(dtype: str, splits: int) -> None:
-    run_both(Problem([splits], dtype=dtype, seed=splits))
+    run_all(Problem([splits], dtype=dtype, seed=splits))
 
 
 def test_uncut_requests_are_left_alone() -> None:
-    run_both(Problem([0, 2, 0, 3, 0]))
+    run_all(Problem([0, 2, 0, 3, 0]))
 
 
 @pytest.mark.parametrize("h_q", [1, 7, 8, 9, 16])
 def test_heads_and_query_tokens(h_q: int) -> None:
-    run_both(Problem([3, 2], s_q=3, h_q=h_q))
+    run_all(Problem([3, 2], s_q=3, h_q=h_q))
+
+
+@pytest.mark.parametrize("h_q", [1, 7, 9, 16])
+def test_blocks_of_heads(h_q: int) -> None:
+    """From 8 heads a CTA to a single one, also where they do not divide h_q."""
+    head_blocks = range(ceil_div(h_q, ROWS_PER_BLOCK), h_q + 1, 3)
+    run_grids(Problem([3, 40], s_q=2, h_q=h_q), (None, 1), (None, NARROW_BLOCKS), head_blocks=[*head_blocks, h_q])
 
 
 @pytest.mark.parametrize("empty", [{0}, {1}, {69}, {0, 1, 2, 3}, {31, 32, 33}, set(range(1, 70)), set(range(69))])
 def test_empty_splits_are_not_read(empty: set[int]) -> None:
-    run_both(Problem([70], empty={(split, 0, head) for split in empty for head in range(2)}))
+    run_all(Problem([70], empty={(split, 0, head) for split in empty for head in range(2)}))
 
 
 @pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
 @pytest.mark.parametrize("splits", [2, 40])
 def test_all_splits_empty(empty_lse: float, splits: int) -> None:
     problem = Problem([splits], h_q=3, empty_lse=empty_lse, empty={(split, 0, 1) for split in range(splits)})
-    run_both(problem)
+    run_all(problem)
     assert (problem.out[0, 0, 1] == 0).all()
     assert problem.lse[0, 1, 0] == empty_lse
 
@@ -222,7 +231,7 @@ def test_all_splits_empty(empty_lse: float, splits: int) -> None:
 def test_nan_lse_reaches_the_output(split: int) -> None:
     problem = Problem([40])
     problem.lse_accum[split, 0, 1] = math.nan
-    run_both(problem)
+    run_all(problem)
     assert problem.out[0, 0, 1].isnan().all()
     assert problem.lse[0, 1, 0].isnan()
     assert not problem.out[0, 0, 0].isnan().any()
@@ -235,26 +244,26 @@ def test_weights_that_underflow(splits: int, largest: int) -> None:
     problem.lse_accum[largest] = 500.0
     problem.lse_accum[1] = -500.0
     problem.accum[1] = math.inf
-    run_both(problem)
+    run_all(problem)
 
 
 @pytest.mark.parametrize("strides", [(2 * D_V * 3, D_V * 3, D_V), (4096, 1536, 513), (2100, 1030, 514), (D_V, 8 * D_V, 2 * D_V)])
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
 def test_strides_of_out(strides: tuple[int, int, int], offset: int) -> None:
-    run_both(Problem([2, 3], s_q=2, h_q=2, strides=strides, offset=offset))
+    run_all(Problem([2, 3], s_q=2, h_q=2, strides=strides, offset=offset))
 
 
 @pytest.mark.parametrize("length", [0, -5, 1, 8192, 8193, 16_384, 16_385, 40_960, 1 << 30])
 def test_fixed_splits_use_the_rows_of_the_length(length: int) -> None:
     """Five rows are kept, and more keys than they hold use all five."""
-    run_both(Problem([5, 5], lengths=[length, 20_000]))
+    run_all(Problem([5, 5], lengths=[length, 20_000]))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_fixed_splits_of_two_caches_with_and_without_tables(seed: int) -> None:
     """The keys of both caches together decide, and null tables are not read."""
     keys = Keys.draw(random.Random(seed), 20_000)
-    run_both(Problem([invariant_splits(keys.most)] * keys.batch, h_q=1, keys=keys))
+    run_all(Problem([invariant_splits(keys.most)] * keys.batch, h_q=1, keys=keys))
 
 
 @pytest.mark.parametrize("splits", [2, 40])
@@ -264,7 +273,7 @@ def test_sinks_scale_out_and_not_lse(splits: int) -> None:
     empty = {(split, token, len(sink) - 1) for split in range(splits) for token in range(2)}
     plain, problem = (Problem([splits], s_q=2, h_q=len(sink), sink=given, empty=empty) for given in (None, sink))
     for run in (plain, problem):
-        run_both(run)
+        run_all(run)
     assert torch.equal(plain.lse, problem.lse)
     assert (problem.out[:, :, 7] == 0).all()
     assert torch.equal(plain.out[:, :, 0], problem.out[:, :, 0])
@@ -274,7 +283,7 @@ def test_sinks_scale_out_and_not_lse(splits: int) -> None:
 @pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
 def test_a_sink_beside_nothing(sink: float, empty_lse: float) -> None:
     problem = Problem([2], h_q=1, sink=[sink], empty_lse=empty_lse, empty={(0, 0, 0), (1, 0, 0)})
-    run_both(problem)
+    run_all(problem)
     assert (problem.out == 0).all()
     assert (problem.lse == empty_lse).all()
 
@@ -329,7 +338,10 @@ def test_schedules(schedule: str) -> None:
 
 
 def test_grid_is_fine_where_rows_are_few() -> None:
-    assert grid(1, 1, 128, 132) == (1, 16, COLUMN_BLOCKS)
+    assert grid(1, 1, 128, 132) == (1, 33, NARROW_BLOCKS)
+    assert grid(1, 1, 16, 132) == (1, 16, NARROW_BLOCKS)
+    assert grid(4, 4, 16, 132) == (16, 2, NARROW_BLOCKS)
+    assert grid(4, 1, 128, 132) == (4, 16, COLUMN_BLOCKS)
     assert grid(128, 2, 128, 132) == (33, 16, 1)
 
 
@@ -341,7 +353,7 @@ def test_blocks_are_few_where_rows_are_many() -> None:
 
 
 BUGS = (
-    Bug("rows of empty splits read", r"setp\.eq\.f32 (.*), 0f00000000;", r"setp.eq.f32 \1, 0fBF800000;", together),
+    Bug("rows of empty splits read", r"setp\.neu\.f32 (.*), 0f00000000;", r"setp.neu.f32 \1, 0fBF800000;", together),
     Bug("half of the splits left out", r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;", together),
     Bug("second 32 splits skipped", r"add\.s32 (.*), 32;", r"add.s32 \1, 64;", together),
     Bug("sink in base 2", r"0f3FB8AA3B", "0f3F800000", together),

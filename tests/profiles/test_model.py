@@ -95,18 +95,18 @@ def test_exponentials_of_dense_prefill() -> None:
 def test_combine_of_a_small_call_takes_a_row_apart() -> None:
     combine = launch_on(case_named("C1.many"), "H200")
     assert isinstance(combine, Combine)
-    assert (combine.ctas, combine.busiest_bytes) == (2 * 4, 8 * 64 * 2052 / 4)
+    assert (combine.ctas, combine.busiest_bytes) == (16 * 8, 64 * 2052 / 8)
     behind = launch_on(case_named("D12.h16"), "H200")
     assert isinstance(behind, Launch)
     assert behind.combine is not None
-    assert behind.combine.ctas == 2 * 4
+    assert behind.combine.ctas == 16 * 8
 
 
 def test_combine_passes_over_what_is_not_cut() -> None:
     """D1: 128 requests, none cut, on 33 CTAs along them. C1.two: all of 128 cut in two."""
     behind = launch_on(case_named("D1.fixed"), "H200")
     assert isinstance(behind, Launch)
-    assert behind.combine == Combine(33 * 16, 2, 0.0, 0.0, loads=1 + 2)
+    assert behind.combine == Combine(33 * 16, 2, 0.0, 0.0, loads=1 + 2, heads=8)
     alone = launch_on(case_named("C1.two"), "H200")
     assert isinstance(alone, Combine)
     assert (alone.ctas, alone.busiest_bytes, alone.loads) == (33 * 16, 4 * 8 * 2 * 2052, 1 + 2 * 4)

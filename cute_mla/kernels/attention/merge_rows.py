@@ -2,9 +2,11 @@
 
     m = max_s lse_s     w_s = 2^(lse_s - m)     out = sum_s w_s out_s / (sum_s w_s + 2^(sink log2 e - m))     lse_s in base 2
 
-    lane     columns 128 g + 4 lane + {0..3}: loads and stores that a warp makes contiguous
-    weights  lane l holds w_s of result 32 k + l; a shuffle hands them round, so any number of results fits in registers
-    loads    two register buffers of 32 elements a lane: one is summed while the other fills
+    lane     columns 128 g + 4 lane + {0..3}, or 2 lane + {0, 1}: loads and stores that a warp makes contiguous
+    weights  lane l holds w_s of result 32 k + l; a shuffle hands them round. The lse of the first results are loaded at once and stay
+             in registers; later ones are loaded again for each of their three uses
+    loads    4 columns: two register buffers of 32 elements a lane, one is summed while the other fills
+             2 columns: 32 results at once, so that few warps wait for memory as rarely as possible
 
 A result whose weight is 0 is not read. Columns are summed over the results in their order, by one lane.
 """
@@ -20,6 +22,7 @@ from cutlass import Float32, Int32, cute
 from .softmax import sink_weight
 
 VECTOR = 4  # elements that a lane loads at a time
+NARROW_VECTOR = 2  # where more warps share a row
 GROUP = 32 * VECTOR  # columns that a warp covers with one load
 BUFFER = 32  # elements a lane has in flight per buffer
 
@@ -41,7 +44,7 @@ class Results:
         raise NotImplementedError
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """Load 4 columns."""
+        """Load as many neighbouring columns as target has."""
         raise NotImplementedError
 
 
@@ -61,42 +64,61 @@ def lane_weight(results: Any, result: Int32, count: Int32, shift: Float32) -> Fl
 
 
 @cute.jit
-def row_weights(results: Any, count: Int32):
-    """Return (m, or 0 if every result is empty; the weight of result `lane`; the sum of all weights). A NaN lse makes the sum NaN."""
+def row_weights(results: Any, count: Int32, held: cute.Tensor):
+    """Return (m, or 0 if every result is empty; the sum of all weights). A NaN lse makes the sum NaN.
+
+    held: registers for the weights of the results 32 k + lane, as many as fit.
+    """
     lane = cute.arch.lane_idx()
-    own = lane_lse(results, lane, count)
-    largest = own
-    for base in cutlass.range(32, count, 32, unroll=1):
+    for k in cutlass.range_constexpr(cute.size(held)):
+        held[k] = lane_lse(results, 32 * k + lane, count)
+    largest = held[0]
+    for k in cutlass.range_constexpr(1, cute.size(held)):
+        largest = cute.arch.fmax(largest, held[k])
+    for base in cutlass.range(32 * cute.size(held), count, 32, unroll=1):
         largest = cute.arch.fmax(largest, lane_lse(results, base + lane, count))
     largest = cute.arch.warp_reduction_max(largest)
     shift = largest if largest > -math.inf else Float32(0)  # not -inf - -inf
-    held = cute.math.exp2(own - shift, fastmath=True)
-    total = held
-    for base in cutlass.range(32, count, 32, unroll=1):
+    total = Float32(0)
+    for k in cutlass.range_constexpr(cute.size(held)):
+        held[k] = cute.math.exp2(held[k] - shift, fastmath=True)
+        total = held[k] if cutlass.const_expr(k == 0) else total + held[k]
+    for base in cutlass.range(32 * cute.size(held), count, 32, unroll=1):
         total += lane_weight(results, base + lane, count, shift)
-    return shift, held, cute.arch.warp_reduction_sum(total)
+    return shift, cute.arch.warp_reduction_sum(total)
 
 
-def vector_at(pointer: cute.Pointer, align: int) -> cute.Tensor:
-    """Return the VECTOR elements at a pointer that is a multiple of `align` bytes."""
+@cute.jit
+def weight_from(results: Any, first: Int32, count: Int32, shift: Float32, held: cute.Tensor) -> Float32:
+    """Return the weight of result first + lane; 0 past the last one. first: a multiple of 32. held: as in row_weights."""
+    weight = held[0]
+    for k in cutlass.range_constexpr(1, cute.size(held)):
+        weight = cutlass.select_(first == 32 * k, held[k], weight)
+    if first >= 32 * cute.size(held):
+        weight = lane_weight(results, first + cute.arch.lane_idx(), count, shift)
+    return weight
+
+
+def vector_at(pointer: cute.Pointer, align: int, count: int) -> cute.Tensor:
+    """Return `count` elements at a pointer that is a multiple of `align` bytes."""
     aligned = cute.make_ptr(pointer.dtype, pointer.toint(), cute.AddressSpace.gmem, assumed_align=align)
-    return cute.make_tensor(aligned, cute.make_layout(VECTOR))
+    return cute.make_tensor(aligned, cute.make_layout(count))
 
 
 @cute.jit
 def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, held: Float32):
     """Load the results [first, first + size(weights)) where their weight is not 0, and 0 elsewhere.
 
-    buffer: (4, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
+    buffer: (columns, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
     """
+    weighty = cute.arch.vote_ballot_sync(held != 0) >> (first & 31)  # NaN included; loads that wait for no shuffle
     for step in cutlass.range_constexpr(cute.size(weights)):
-        weight = cute.arch.shuffle_sync(held, (first & 31) + step)
-        weights[step] = weight
+        weights[step] = cute.arch.shuffle_sync(held, (first & 31) + step)
         source = results.row(first + step)
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
-            for i in cutlass.range_constexpr(VECTOR):
+            for i in cutlass.range_constexpr(cute.size(buffer, mode=[0])):
                 buffer[i, group, step] = buffer.element_type(0)
-        if weight != 0:  # true for NaN
+        if (weighty & (1 << step)) != 0:
             for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
                 results.load(buffer[None, group, step], source + group * GROUP)
 
@@ -106,49 +128,73 @@ def accumulate(sums: cute.Tensor, buffer: cute.Tensor, weights: cute.Tensor):
     """Add weights * buffer to the sums, result after result."""
     for step in cutlass.range_constexpr(cute.size(weights)):
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
-            for i in cutlass.range_constexpr(VECTOR):
+            for i in cutlass.range_constexpr(cute.size(buffer, mode=[0])):
                 sums[i, group] = sums[i, group] + weights[step] * Float32(buffer[i, group, step])
 
 
 @cute.jit
 def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
     """Write sums * scale to the columns of this lane. out_row: this lane's first column; its row may start at any element."""
+    vector = cute.size(sums, mode=[0])
     for group in cutlass.range_constexpr(cute.size(sums, mode=[1])):
-        values = cute.make_rmem_tensor(VECTOR, out_row.dtype)
+        values = cute.make_rmem_tensor(vector, out_row.dtype)
         values.store((sums[None, group].load() * scale).to(out_row.dtype))
         target = out_row + group * GROUP
-        if (target.toint() & (2 * VECTOR - 1)) == 0:
-            cute.autovec_copy(values, vector_at(target, 2 * VECTOR))
+        if (target.toint() & (2 * vector - 1)) == 0:
+            cute.autovec_copy(values, vector_at(target, 2 * vector, vector))
         else:
-            for i in cutlass.range_constexpr(VECTOR):
+            for i in cutlass.range_constexpr(vector):
                 target[i] = values[i]
 
 
 @cute.jit
-def merge_row(out_row: cute.Pointer, results: Any, count: Int32, sink: Float32 | None, groups: cutlass.Constexpr):
-    """Merge `groups` groups of columns of a row and return (m, sum of the weights). out_row: this lane's first column.
+def merge_row(
+    out_row: cute.Pointer, results: Any, count: Int32, sink: Float32 | None, columns: cutlass.Constexpr, weights: cutlass.Constexpr = 1
+):
+    """Merge columns of a row and return (m, sum of the weights). out_row: this lane's first column.
 
-    count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone.
+    count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone. columns: (neighbouring ones of a
+    lane, groups of 32 lanes' columns). weights: a lane keeps, of every 32nd result.
     """
-    steps = BUFFER // (VECTOR * groups)
-    shape = cute.make_layout((VECTOR, groups, steps))
+    sums = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
+    sums.fill(0.0)
+    kept = cute.make_rmem_tensor(weights, Float32)
+    shift, total = row_weights(results, count, kept)
+    if cutlass.const_expr(columns[0] == NARROW_VECTOR):
+        add_blocks(sums, results, count, shift, kept)
+    else:
+        add_stream(sums, results, count, shift, kept)
+    below = total
+    if cutlass.const_expr(sink is not None):
+        below = total + sink_weight(sink, shift)
+    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
+    return shift, total
+
+
+@cute.jit
+def add_blocks(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums, 32 at a time. kept: as in row_weights."""
+    buffer = cute.make_rmem_tensor(cute.make_layout((*sums.shape, 32)), results.dtype)
+    weights = cute.make_rmem_tensor(32, Float32)
+    for first in cutlass.range(0, count, 32, unroll=1):
+        fill(buffer, weights, results, first, weight_from(results, first, count, shift, kept))
+        accumulate(sums, buffer, weights)
+
+
+@cute.jit
+def add_stream(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums: one buffer is summed while the other fills. kept: as in row_weights."""
+    steps = BUFFER // cute.size(sums)
+    shape = cute.make_layout((*sums.shape, steps))
     even, odd = cute.make_rmem_tensor(shape, results.dtype), cute.make_rmem_tensor(shape, results.dtype)
     even_weights, odd_weights = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
-    sums = cute.make_rmem_tensor(cute.make_layout((VECTOR, groups)), Float32)
-    sums.fill(0.0)
-    lane = cute.arch.lane_idx()
-    shift, held, total = row_weights(results, count)
+    held = kept[0]
     fill(even, even_weights, results, Int32(0), held)
     for first in cutlass.range(0, count, 2 * steps, unroll=1):
         fill(odd, odd_weights, results, first + steps, held)
         accumulate(sums, even, even_weights)
         following = first + 2 * steps
         if following % 32 == 0:
-            held = lane_weight(results, following + lane, count, shift)
+            held = weight_from(results, following, count, shift, kept)
         fill(even, even_weights, results, following, held)
         accumulate(sums, odd, odd_weights)
-    below = total
-    if cutlass.const_expr(sink is not None):
-        below = total + sink_weight(sink, shift)
-    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
-    return shift, total

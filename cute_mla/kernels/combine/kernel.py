@@ -3,11 +3,11 @@
     m = max_s lse_s     w_s = 2^(lse_s - m)     lse = (m + log2(sum_s w_s)) ln 2
     out = sum_s w_s out_s / (sum_s w_s + 2^(sink log2 e - m)), the last term only where there is an attention sink
 
-    grid     (x, ceil(h_q / 8), 1 or 4), 256 threads, no shared memory; a CTA takes every x-th query token of the batch, and one warp
-             merges one row (query token, head)
-             z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane, for batches too small to fill
-             the GPU. The bits are the same: a column is summed over the splits in their order, whoever does it.
-    a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, or 8 of 4
+    grid     (x, y, 1, 4 or 8), 256 threads, no shared memory; a CTA takes every x-th query token of the batch and every y-th head,
+             at most 8, and one warp merges one row (query token, head)
+             z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane; z = 8: 64, 2 a lane, for batches too
+             small to fill the GPU. The bits are the same: a column is summed over the splits in their order, whoever does it.
+    a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, 8 of 4, or 32 of 2 at once
 
 The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
 a split whose weight is 0 (it was empty, and nobody wrote its row) is not read. Operands and their meaning: cute_mla/spec/combine.py.
@@ -18,23 +18,24 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.combine import COLUMN_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
+from ...spec.combine import COLUMN_BLOCKS, NARROW_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.mla import D_V
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths
-from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
+from ..attention.merge_rows import BUFFER, GROUP, NARROW_VECTOR, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 from ..primitives.integers import clip
 
 THREADS = 32 * ROWS_PER_BLOCK
-assert COLUMN_BLOCKS * GROUP == D_V, "along z, a warp takes one group of columns or all of them"
+KEPT_WEIGHTS = 4  # of a lane where a few rows have many splits
+assert COLUMN_BLOCKS * GROUP == NARROW_BLOCKS * 32 * NARROW_VECTOR == D_V, "along z, a warp takes one group of columns or all of them"
 
 
 @cute.jit
@@ -74,19 +75,21 @@ class Splits(Results):
         return self.first + Int64(result) * self.row_stride
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
-        """Load 4 columns at once: all rows are aligned."""
-        cute.autovec_copy(vector_at(source, 4 * VECTOR), target)
+        """Load a lane's neighbouring columns at once: all rows are aligned."""
+        cute.autovec_copy(vector_at(source, 4 * cute.size(target), cute.size(target)), target)
 
 
 @cute.kernel
 def combine(args: CombineArguments):
     """Merge the splits of every row that has several, a warp a row."""
     first_token, head_block, column_block = cute.arch.block_idx()
-    token_step, _, column_blocks = cute.arch.grid_dim()
+    token_step, head_step, column_blocks = cute.arch.grid_dim()
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % 32
-    head = head_block * ROWS_PER_BLOCK + thread // 32
+    head = head_block + thread // 32 * head_step
     column = column_block * GROUP + lane * VECTOR
+    if column_blocks == NARROW_BLOCKS:
+        column = (column_block * 32 + lane) * NARROW_VECTOR
     stride = Int64(args.s_q) * args.h_q
 
     # The next kernel may be launched now: one that reads out waits for this grid to end.
@@ -100,27 +103,32 @@ def combine(args: CombineArguments):
     begin = first_token
     while begin < args.batch * args.s_q:
         mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
+        request = Int32(Uint32(mine) // Uint32(args.s_q))
         first, count = Int32(0), Int32(0)
         if mine < args.batch * args.s_q:
-            first, count = splits_of(keys, args.num_splits, mine // args.s_q, args.max_splits, args.accum_rows)
+            first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
         split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
         while split != 0:
             index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
             split = split & (split - 1)
-            request, token = (begin + index * token_step) // args.s_q, (begin + index * token_step) % args.s_q
+            cut = cute.arch.shuffle_sync(request, index)
+            token = begin + index * token_step - cut * args.s_q
             row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
-            out_row = args.out + (request * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
+            out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
             splits = Splits(args.out_accum + (row * D_V + column), args.lse_accum + row, stride * D_V, stride)
             shift, total = Float32(0), Float32(0)
+            results = cute.arch.shuffle_sync(count, index)
             if column_blocks == 1:
-                shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, D_V // GROUP)
+                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, D_V // GROUP))
+            elif column_blocks == NARROW_BLOCKS:
+                shift, total = merge_row(out_row, splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
             else:
-                shift, total = merge_row(out_row, splits, cute.arch.shuffle_sync(count, index), sink, 1)
+                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, 1))
             if lane == 0 and column_block == 0:
                 value = args.empty_lse
                 if total != 0:  # true for NaN
                     value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                (args.lse + (request * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
+                (args.lse + (cut * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
         begin += 32 * token_step
 
 
@@ -154,6 +162,6 @@ def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
         barriers=(),
         named_barriers=(),
         roles=(Role("merge", 0, ROWS_PER_BLOCK),),
-        # Two code paths, each sums two buffers, weighs the sink, and fills three times: before the loop and twice in it.
-        expected={"FFMA": 2 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR},
+        # Three code paths, each sums 64 elements and weighs the sink. Two fill half of them three times: before the loop and twice in it.
+        expected={"FFMA": 3 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR, "LDG.E.64": 2 * BUFFER // NARROW_VECTOR},
     )

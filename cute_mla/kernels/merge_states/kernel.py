@@ -78,7 +78,7 @@ class States(Results):
 def load_columns(target: cute.Tensor, source: cute.Pointer, wide: Boolean):
     """Load 4 columns of a row that may start at any element."""
     if wide:
-        cute.autovec_copy(vector_at(source, WIDE_BYTES), target)
+        cute.autovec_copy(vector_at(source, WIDE_BYTES, VECTOR), target)
     else:
         for i in cutlass.range_constexpr(VECTOR):
             target[i] = source[i]
@@ -137,8 +137,8 @@ class MergeStates:
             results = States(self.dtype, outs, lses)
             strides = (args.out_stride_batch, args.out_stride_token, args.out_stride_head)
             out_row = args.out + (offset(strides, req, token, head) + lane * VECTOR)
-            groups = self.config.head_dim // GROUP
-            shift, total = merge_row(out_row, results, args.states, None, groups)
+            columns = (VECTOR, self.config.head_dim // GROUP)
+            shift, total = merge_row(out_row, results, args.states, None, columns)
             if lane == 0:
                 value = args.empty_lse
                 if total != 0:  # true for NaN
