@@ -21,6 +21,7 @@ from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags, Values
 from .far import far_tensor
 from .tensors import (
+    PREFILL_TILE_KEYS,
     Fp32Result,
     OutputBuffer,
     allocate_output_buffers,
@@ -206,7 +207,7 @@ def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.devi
 def _q(case: DensePrefillCase, device: torch.device) -> Tensor:
     q = allocate_q(case, device)[0]
     own = q[case.q_starts[0] : case.q_starts[-1]]
-    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device)))
+    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device), PREFILL_TILE_KEYS))
     return q
 
 
