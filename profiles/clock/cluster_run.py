@@ -11,8 +11,8 @@ from math import prod
 from ...manifest import KernelEntry
 from ...runtime.artifacts import load_artifacts
 from ...runtime.current import simulate
-from ...simulator.sass.disassembler import disassemble
 from ...simulator.sass.listing import Listing, read_listing
+from ...simulator.sass.text_cache import disassembly
 from ...simulator.sass.trace import MachineTrace
 from .constants import Constants
 from .engine import SCHEDULERS, Setting
@@ -28,9 +28,10 @@ _CAUSES = {
     "issue": ISSUE,
     **dict.fromkeys(("barrier", "cluster barrier", "BAR"), "barrier"),
     **dict.fromkeys(("LDG", "LD", "LDGSTS", "cp.async", "LDGDEPBAR", "ATOMG"), "global loads"),
+    **dict.fromkeys(("LDL", "STL"), "local memory"),
     **dict.fromkeys(("LDS", "LDSM", "STS", "STSM", "ATOMS", "STAS"), "shared accesses"),
     **dict.fromkeys(("LDTM", "STTM"), "tensor memory"),
-    **dict.fromkeys(("UTMALDG", "UTMASTG", "UBLKCP"), "copies"),
+    **dict.fromkeys(("UTMALDG", "UTMAPF", "UTMASTG", "UBLKCP", "UBLKPF"), "copies"),
 }
 OTHER = "results"  # of instructions with a latency of their own, such as MUFU, SHFL, S2R and LDC
 
@@ -56,7 +57,7 @@ def cause_of(noted: str) -> str:
 
 @lru_cache(maxsize=8)
 def _listing(cubin: bytes) -> Listing:
-    return read_listing(disassemble(cubin))
+    return read_listing(disassembly(cubin))
 
 
 def run_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> ClusterRun:

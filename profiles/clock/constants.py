@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from ...spec.arch import ARCHS
-from ..model.machines import FILE
+from ..model.machines import FILE, check_entry, constant_names
 
 NOMINAL, FAST, SLOW = "value", "fast", "slow"
 
@@ -104,16 +104,11 @@ def constants(gpu: str, end: str = NOMINAL) -> Constants:
     arch = own["arch"]
     table = {**clock["common"], **clock[arch], **own}
     plain = {"gpu": gpu, "arch": arch, "sm_count": own["sm_count"]}
-    names = [field.name for field in fields(Constants) if field.name not in plain]
-    wrong = set(names) ^ (table.keys() - {"arch", "sm_count"})
-    if wrong:
-        raise ValueError(f"clock constants of {gpu}: {', '.join(sorted(wrong))} missing or unknown")
+    names = constant_names(f"clock of {gpu}", Constants, plain, table)
     return Constants(**plain, **{name: _value(gpu, name, table[name], end) for name in names})
 
 
 def _value(gpu: str, name: str, entry: Mapping[str, Any], end: str) -> Any:
-    if not entry.get("source"):
-        raise ValueError(f"clock constant {name} of {gpu} has no source")
-    if NOMINAL not in entry or entry.keys() - {NOMINAL, FAST, SLOW, "source"}:
-        raise ValueError(f"clock constant {name} of {gpu} has {', '.join(sorted(entry))}; supported: value, fast, slow, source")
+    forms = ({NOMINAL}, {NOMINAL, FAST}, {NOMINAL, SLOW}, {NOMINAL, FAST, SLOW})
+    check_entry(f"clock of {gpu}", name, entry, forms, "value, optionally with fast or slow")
     return entry.get(end, entry[NOMINAL])

@@ -11,9 +11,9 @@ from typing import Any
 from .barriers import Mbarrier, NamedBarrier
 from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
-from .program import WARP, Arrival, GlobalAccess, Issue, Product, TensorLoad, TensorProduct
+from .program import WARP, Arrival, GlobalAccess, Issue, Product, Request, TensorLoad, TensorProduct
 from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
-from .units import WARPGROUP, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+from .units import WARPGROUP, At, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
 FOREVER = 1 << 60
@@ -66,15 +66,15 @@ class Scheduler:
 class Sm:
     """Units of one SM, with the state of the CTA that runs on it."""
 
-    def __init__(self, rank: int, constants: Constants, setting: Setting, at: Callable[[int, Callable[[int], None]], None]) -> None:
+    def __init__(self, rank: int, constants: Constants, setting: Setting, at: At, ahead: dict[int, float]) -> None:
         self.rank = rank
         self.schedulers = [Scheduler() for _ in range(SCHEDULERS)]
         self.port = Port(constants)
-        self.memory = Memory(constants, setting.hbm_bytes, setting.cold)
-        self.tensor = TensorCore(constants, self.port, at, setting.order)
+        self.memory = Memory(constants, setting.hbm_bytes, setting.cold, ahead)
+        self.tensor = TensorCore(constants, self.port, at, setting.order, setting.spans)
         self.copies = CopyEngine(constants)
         self.remote = Server()
-        self.queue = TensorQueue(constants, at)
+        self.queue = TensorQueue(constants, at, setting.spans)
         self.tensor_memory = [Server() for _ in range(SCHEDULERS)]
         self.mbarriers: dict[int, Mbarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
@@ -99,7 +99,6 @@ class Warp:
         "boards",
         "causes",
         "copy_groups",
-        "copy_open",
         "last_copy",
         "pc",
         "pending",
@@ -128,7 +127,6 @@ class Warp:
         self.causes = [""] * 6
         self.stopped = False  # until a scoreboard resolves
         self.why = ""
-        self.copy_open = 0
         self.copy_groups: list[int] = []
         self.last_copy = 0
 
@@ -148,7 +146,8 @@ class Engine:
         self.setting = setting
         self.heap: list[tuple[int, int, Callable[..., None], Any]] = []
         self.serial = 0
-        self.sms = [Sm(rank, constants, setting, self.at) for rank in range(ctas)]
+        ahead: dict[int, float] = {}
+        self.sms = [Sm(rank, constants, setting, self.at, ahead) for rank in range(ctas)]
         self.warps = {(sm.rank, number): Warp(sm, number) for sm in self.sms for number in range(warps)}
         self.answer: tuple[int, int, bool] | None = None
         self.cluster = NamedBarrier()
@@ -267,10 +266,15 @@ class Engine:
             self.spans.append(Span(rank, track, name, int(start), int(end), address))
 
     def hold(self, warp: Warp, board: int, until: float, cause: str) -> None:
-        """Let a scoreboard hold until a clock."""
-        if until > warp.boards[board]:
+        """Let a scoreboard hold until a clock. board: -1 for none."""
+        if board >= 0 and until > warp.boards[board]:
             warp.boards[board] = int(until)
             warp.causes[board] = cause
+
+    def hold_both(self, warp: Warp, op: TimedInstruction, until: float) -> None:
+        """Let both scoreboards of an instruction hold until a clock."""
+        self.hold(warp, op.read_board, until, op.base)
+        self.hold(warp, op.write_board, until, op.base)
 
     def hold_open(self, warp: Warp, board: int, cause: str) -> Callable[[float], None]:
         """Let a scoreboard hold until the function that is returned has been called with the clock at which it is free."""
@@ -296,6 +300,13 @@ class Engine:
         return clock + op.stall
 
     def _do_shared(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
+        return self._through_port(clock, warp, op, turns, self.constants.shared_latency)
+
+    def _do_local(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
+        """Spill or reload registers, always within L1."""
+        return self._through_port(clock, warp, op, turns, self.constants.l1_latency)
+
+    def _through_port(self, clock: int, warp: Warp, op: TimedInstruction, turns: int, latency: int) -> int | None:
         port, constants = warp.sm.port, self.constants
         if port.queue.free - clock > constants.memory_queue_clocks:
             warp.why = "memory queue"
@@ -303,38 +314,31 @@ class Engine:
             return None
         end = port.access(clock, turns)
         self.record(warp.rank, PORT, op.base, end - turns, end, op.address)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end - turns + constants.shared_latency + turns - 1, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
+        self.hold(warp, op.write_board, end + latency - 1, op.base)
+        self.hold(warp, op.read_board, end + constants.store_read_clocks - 1, op.base)
         return clock + op.stall
 
     def _do_global_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         constants, sm = self.constants, warp.sm
         sm.port.queue.serve(clock, access.wavefronts * 128 / constants.l1_bytes)
-        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, clock + op.read, op.base)
+        end = sm.memory.arrival(clock, access.request, constants.l2_latency, constants.hbm_latency)
+        self.hold(warp, op.write_board, end, op.base)
+        self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
     def _do_global_store(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         end = warp.sm.port.queue.serve(clock, access.wavefronts * 128 / self.constants.l1_bytes)
-        warp.sm.memory.link.serve(clock, access.sectors * 32 / self.constants.l2_bytes)
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, end + self.constants.store_read_clocks, op.base)
+        warp.sm.memory.link.serve(clock, access.request.nbytes / self.constants.l2_bytes)
+        self.hold_both(warp, op, end + self.constants.store_read_clocks)
         return clock + op.stall
 
     def _do_copy(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int:
         constants, sm = self.constants, warp.sm
         sm.port.queue.serve(clock, access.wavefronts)
-        end = sm.memory.arrival(clock, access.sectors * 32, access.lines, constants.l2_latency, constants.hbm_latency)
+        end = sm.memory.arrival(clock, access.request, constants.l2_latency, constants.hbm_latency)
         sm.port.write(access.wavefronts * 128)
         warp.last_copy = max(warp.last_copy, int(end))
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, clock + op.read, op.base)
+        self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
     def _do_copies_arrive(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
@@ -344,8 +348,7 @@ class Engine:
 
     def _do_copies_commit(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         warp.copy_groups.append(warp.last_copy)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, clock + op.latency, op.base)
+        self.hold(warp, op.write_board, clock + op.latency, op.base)
         return clock + op.stall
 
     def _do_copies_wait(self, clock: int, warp: Warp, op: TimedInstruction, remaining: int) -> int | None:
@@ -365,7 +368,7 @@ class Engine:
 
         def take(now: int) -> None:
             begin = barrier.completed_at
-            if barrier.signal(now, arrival.number, arrival.tx):
+            if barrier.signal(now, arrival.number, arrival.tx) and self.setting.spans:
                 self.record(arrival.rank, mbarrier_track(arrival.offset), f"phase {barrier.phase - 1}", begin, now, -1)
 
         self.at(clock, take)
@@ -379,13 +382,8 @@ class Engine:
         for arrival in arrivals:
             latency = self.constants.arrive_latency if arrival.rank == warp.rank else self.constants.remote_latency
             self._signal(clock + latency, arrival)
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
-
-    def _plain_boards(self, clock: int, warp: Warp, op: TimedInstruction) -> None:
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, clock + op.read, op.base)
 
     def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
         offset, parity = wait
@@ -482,7 +480,7 @@ class Engine:
     def _do_tensor_product(self, clock: int, warp: Warp, op: TimedInstruction, product: TensorProduct) -> int:
         ports = [self.sms[warp.rank & ~1 | index].port for index in range(2)] if product.ctas == 2 else [warp.sm.port]
         warp.sm.queue.issue(clock, (product, ports, op.address))
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
 
     def _do_commit(self, clock: int, warp: Warp, op: TimedInstruction, arrivals: Sequence[Arrival]) -> int:
@@ -491,7 +489,7 @@ class Engine:
                 self._signal(now + (0 if arrival.rank == warp.rank else self.constants.remote_latency), arrival)
 
         warp.sm.queue.issue(clock, signal)
-        self._plain_boards(clock, warp, op)
+        self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
 
     def _do_tensor_move(self, clock: int, warp: Warp, op: TimedInstruction, registers: int) -> int:
@@ -499,55 +497,71 @@ class Engine:
         lanes = warp.sm.tensor_memory[warp.warp % SCHEDULERS]
         clocks = registers * WARP * 4 / (self.constants.tensor_bytes / SCHEDULERS)
         end = lanes.serve(clock, clocks)
-        self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
-        if op.write_board >= 0:
-            self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, end, op.base)
+        if self.setting.spans:
+            self.record(warp.rank, f"{TENSOR_MEMORY} {warp.warp % SCHEDULERS}", op.base, end - clocks, end, op.address)
+        self.hold(warp, op.write_board, end + self.constants.tensor_latency, op.base)
+        self.hold(warp, op.read_board, end, op.base)
         return clock + op.stall
 
     def _do_tensor_stores_wait(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         """Wait until the warp's stores to tensor memory are done."""
         until = max(clock, warp.sm.tensor_memory[warp.warp % SCHEDULERS].free) + self.constants.tensor_latency
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, until, op.base)
+        self.hold_both(warp, op, until)
         return clock + op.stall
 
     # copies
 
+    def _do_prefetch(self, clock: int, warp: Warp, op: TimedInstruction, request: Request) -> int:
+        """Bring the lines of a warp's prefetch to L2."""
+        warp.sm.memory.prefetch(clock, request, self.constants.hbm_latency - self.constants.l2_latency)
+        self.hold_both(warp, op, clock + op.read)
+        return clock + op.stall
+
+    def _do_tensor_prefetch(self, clock: int, warp: Warp, op: TimedInstruction, request: Request) -> int:
+        """Bring boxes or contiguous bytes to L2 by TMA."""
+        constants, sm = self.constants, warp.sm
+        sent = sm.copies.accept(clock)
+        self.hold_both(warp, op, sent)
+        end = sm.memory.prefetch(sent, request, constants.copy_hbm_latency - constants.copy_l2_latency)
+        if self.setting.spans:
+            self.record(warp.rank, TMA, f"prefetch {request.nbytes} bytes", sent, end, op.address)
+        return clock + op.stall
+
+    _do_bulk_prefetch = _do_tensor_prefetch
+
     def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
         constants, sm = self.constants, warp.sm
         sent = sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         if load.signals:
-            end = sm.memory.arrival(sent, load.nbytes, load.lines, constants.copy_l2_latency, constants.copy_hbm_latency)
+            end = sm.memory.arrival(sent, load.request, constants.copy_l2_latency, constants.copy_hbm_latency)
             if len(load.signals) > 1:
                 end += constants.multicast_latency
             for rank, arrival in load.signals:
-                self.sms[rank].port.write(load.nbytes)
+                self.sms[rank].port.write(load.request.nbytes)
                 self._signal(end, arrival)
-            self.record(warp.rank, TMA, f"load {load.nbytes} bytes", sent, end, op.address)
+            if self.setting.spans:
+                self.record(warp.rank, TMA, f"load {load.request.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
+
+    _do_bulk_load = _do_tensor_copy
 
     def _do_tensor_store(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int:
         """Store a box: it has been read from shared memory some time after the unit has taken it."""
         sent = warp.sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         warp.last_copy = max(warp.last_copy, int(sent) + self.constants.remote_latency)
         self.record(warp.rank, TMA, "store", sent, warp.last_copy, op.address)
         return clock + op.stall
 
     def _do_bulk_copy(self, clock: int, warp: Warp, op: TimedInstruction, arrival: Arrival) -> int:
         sent = warp.sm.copies.accept(clock)
-        if op.read_board >= 0:
-            self.hold(warp, op.read_board, sent, op.base)
+        self.hold(warp, op.read_board, sent, op.base)
         warp.sm.port.write(-arrival.tx)
         self.sms[arrival.rank].port.write(-arrival.tx)
         end = warp.sm.remote.serve(sent, -arrival.tx / self.constants.remote_bytes) + self.constants.remote_latency
-        self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
+        if self.setting.spans:
+            self.record(warp.rank, TMA, f"copy {-arrival.tx} bytes to CTA {arrival.rank}", sent, end, op.address)
         self._signal(end, arrival)
         return clock + op.stall
 
@@ -556,9 +570,7 @@ class Engine:
             end = warp.sm.remote.serve(clock, -arrival.tx / self.constants.remote_bytes)
             self.sms[arrival.rank].port.write(-arrival.tx)
             self._signal(end + self.constants.remote_latency, arrival)
-        for board in (op.read_board, op.write_board):
-            if board >= 0:
-                self.hold(warp, board, warp.sm.remote.free + op.read, op.base)
+        self.hold_both(warp, op, warp.sm.remote.free + op.read)
         return clock + op.stall
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...simulator.sass.accesses import accesses
 from ...simulator.sass.flow import is_never
 from ...simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
 from .constants import Constants
@@ -19,8 +18,8 @@ _PIPES = {
     "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
     "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
-    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP ARRIVES "
-    "LDGDEPBAR UVIRTCOUNT",
+    "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
+    "ARRIVES LDGDEPBAR UVIRTCOUNT",
     "tensor": "HGMMA QGMMA LDTM STTM",
     "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC MEMBAR "
     "NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
@@ -31,6 +30,7 @@ PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
 # Classes of instructions that a unit executes; the others are plain.
 _KINDS = {
     "shared": "LDS LDSM STS STSM ATOMS",
+    "local": "LDL STL",
     "global load": "LD LDG",
     "global store": "ST STG RED REDG ATOMG",
     "copy": "LDGSTS",
@@ -39,7 +39,8 @@ _KINDS = {
     "copies wait": "DEPBAR",
     "tensor copy": "UTMALDG",
     "tensor store": "UTMASTG UTMAREDG",
-    "bulk copy": "UBLKCP",
+    "tensor prefetch": "UTMAPF",
+    "bulk prefetch": "UBLKPF",
     "product": "HGMMA QGMMA",
     "tensor product": "UTCHMMA UTCQMMA",
     "commit": "UTCBAR",
@@ -51,6 +52,16 @@ _KINDS = {
     "exit": "EXIT",
 }
 _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
+
+# Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
+_LATENCIES = {
+    "mufu_latency": "F2F F2I FCHK FLO I2F MUFU POPC",
+    "shuffle_latency": "CREDUX REDUX SHFL",
+    "special_latency": "S2R S2UR",
+    "constant_latency": "LDC LDCU",
+    "fence_clocks": "FENCE MEMBAR",
+}
+_LATENCY_OF = {opcode: constant for constant, opcodes in _LATENCIES.items() for opcode in opcodes.split()}
 
 PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -119,6 +130,10 @@ def kind_of(ins: SassInstruction) -> str:
         if ins.modifiers[0] == "PHASECHK":
             return "phase wait" if "TRYWAIT" in ins.modifiers else "phase test"
         return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
+    if ins.base == "UBLKCP":
+        return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}[".".join(ins.modifiers[:2])]
+    if ins.base == "CCTL":
+        return "prefetch" if ins.modifiers[-1] in ("PF1", "PF2", "PML2") else ""
     if ins.base == "BAR":
         return "barrier arrive" if "ARV" in ins.modifiers else "barrier sync"
     if ins.base == "FENCE" and ins.modifiers[-1] == "T":
@@ -144,25 +159,8 @@ def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
 
 def latency_of(ins: SassInstruction, constants: Constants) -> int:
     """Return the clocks from issue to the results of an instruction without a unit of its own."""
-    return {
-        "FLO": constants.mufu_latency,
-        "LDL": constants.l1_latency,
-        "MUFU": constants.mufu_latency,
-        "F2F": constants.mufu_latency,
-        "F2I": constants.mufu_latency,
-        "I2F": constants.mufu_latency,
-        "POPC": constants.mufu_latency,
-        "FCHK": constants.mufu_latency,
-        "SHFL": constants.shuffle_latency,
-        "REDUX": constants.shuffle_latency,
-        "CREDUX": constants.shuffle_latency,
-        "S2R": constants.special_latency,
-        "S2UR": constants.special_latency,
-        "LDC": constants.constant_latency,
-        "LDCU": constants.constant_latency,
-        "MEMBAR": constants.fence_clocks,
-        "FENCE": constants.fence_clocks,
-    }.get(ins.base, constants.operand_read_clocks)
+    latency: int = getattr(constants, _LATENCY_OF.get(ins.base, "operand_read_clocks"))
+    return latency
 
 
 def shape_of(ins: SassInstruction) -> tuple[int, int, int]:
@@ -181,8 +179,3 @@ def count_of(ins: SassInstruction) -> int:
 def reads_registers(ins: SassInstruction) -> bool:
     """Return True for a matrix product whose A is in registers."""
     return isinstance(ins.operands[1], Register)
-
-
-def registers_of(ins: SassInstruction) -> int:
-    """Return the number of registers that an instruction writes."""
-    return len(accesses(ins).writes)

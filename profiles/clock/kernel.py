@@ -38,6 +38,7 @@ class KernelClock:
 
     def _feed(self, is_whole: bool) -> None:
         assert self._trace is not None
+        self.decoder.buffers = self._trace.buffers
         for (rank, warp), steps in self._trace.warps.items():
             start = self._done.get((rank, warp), 0)
             program, self._done[rank, warp] = self.decoder.program(rank, steps, start, is_whole)

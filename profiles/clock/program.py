@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy as np
 from ...simulator.sass.accesses import fragment
 from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
 from ...simulator.sass.trace import Step
+from ...simulator.state.memory import Buffer
 from .instructions import TimedInstruction, count_of, reads_registers, shape_of
 
 BANKS, BANK_BYTES, WARP = 32, 4, 32
 SECTOR, LINE = 32, 128
+BUFFER_SHIFT = 48
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
@@ -32,20 +35,31 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class GlobalAccess:
-    """An access of a warp to global memory. sectors: of 32 bytes. lines: of 128 bytes, distinct. wavefronts: turns in the port."""
+class Request:
+    """Bytes that an access asks L2 for. lines: of 128 bytes, distinct; of boxes the first one of each, which stands for the box.
 
-    sectors: int
+    unit: lines that HBM gives together (a prefetch size of the load), 0 for single sectors. every: returns all lines of boxes, else none.
+    """
+
+    nbytes: int
     lines: tuple[int, ...]
+    unit: int = 0
+    every: Callable[[], tuple[int, ...]] = tuple
+
+
+@dataclass(frozen=True)
+class GlobalAccess:
+    """An access of a warp to global memory. wavefronts: turns in the port."""
+
+    request: Request
     wavefronts: int
 
 
 @dataclass(frozen=True)
 class TensorLoad:
-    """A TMA load. nbytes: for each destination. lines: of 128 bytes, the first of each box. signals: (destination's rank, arrival)."""
+    """A load by TMA. request: of each destination. signals: (destination's rank, arrival)."""
 
-    nbytes: int
-    lines: tuple[int, ...]
+    request: Request
     signals: tuple[tuple[int, Arrival], ...]
 
 
@@ -86,11 +100,12 @@ class Product:
 
 
 class Decoder:
-    """Decoder of the traced steps of one kernel. timed: its instructions by address."""
+    """Decoder of the traced steps of one kernel. timed: its instructions by address. buffers: global memory (see lines_of)."""
 
     def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction]) -> None:
         self.code = {ins.address: ins for ins in listing.instructions}
         self.timed = timed
+        self.buffers: Sequence[Buffer] = ()
         self._waves: dict[tuple[bytes, int], int] = {}
 
     def program(self, rank: int, steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
@@ -126,6 +141,8 @@ class Decoder:
         """Return what the unit of an instruction needs; None where no lane executes it."""
         if kind in ("products wait", "copies wait"):
             return count_of(ins)
+        if kind == "local":  # words of a warp's lanes lie side by side
+            return -(-width_of(ins) // BANK_BYTES)
         decode = getattr(self, "_" + kind.replace(" ", "_"), None)
         if decode is None:
             return True
@@ -246,11 +263,10 @@ class Decoder:
 
     def _global_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> GlobalAccess:
         operand = next(item for item in ins.operands if isinstance(item, Address))
-        places = self._address(operand, step, active)
+        places = in_buffers(self._address(operand, step, active), self.buffers)
         size = width_of(ins)
         sectors = np.unique(np.concatenate([places // SECTOR, (places + size - 1) // SECTOR]))
-        lines = tuple(np.unique(sectors * SECTOR // LINE).tolist())
-        return GlobalAccess(len(sectors), lines, max(1, -(-len(places) * size // LINE)))
+        return GlobalAccess(_request(ins, sectors), max(1, -(-len(places) * size // LINE)))
 
     _global_store = _global_load
 
@@ -261,8 +277,15 @@ class Decoder:
             assert step.values is not None
             holds = step.values[condition.registers()[0].name][active]
             places = places[~holds if condition.negative else holds]
-        sectors = np.unique(places // SECTOR)
-        return GlobalAccess(len(sectors), tuple(np.unique(places // LINE).tolist()), max(1, -(-int(active.sum()) * 16 // LINE)))
+        sectors = np.unique(in_buffers(places, self.buffers) // SECTOR)
+        return GlobalAccess(_request(ins, sectors), max(1, -(-int(active.sum()) * 16 // LINE)))
+
+    def _prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
+        operand = ins.operands[0]
+        assert isinstance(operand, Address)
+        places = self._address(replace(operand, wide=True), step, active)  # a pair, though the text does not say so
+        lines = np.unique(in_buffers(places, self.buffers) // LINE)
+        return Request(len(lines) * LINE, tuple(lines.tolist()))
 
     # ------------------------------------------------------------ asynchronous units
 
@@ -270,10 +293,38 @@ class Decoder:
         signal = self._run(ins.operands[0], 1, step, active)
         offset, parity = signal & OFFSET_MASK, signal >> RANK_SHIFT & 1
         ranks = tuple(dict.fromkeys(box.rank for box in step.boxes))
-        nbytes = sum(box.nbytes for box in step.boxes) // max(1, len(ranks))
+        request = self._boxes(step, max(1, len(ranks)))
         places = [(item, item & ~1 | parity if "2CTA" in ins.modifiers else item) for item in ranks]
-        signals = tuple((item, Arrival(signalled, offset, 0, -nbytes)) for item, signalled in places)
-        return TensorLoad(nbytes, tuple(dict.fromkeys(box.start // LINE for box in step.boxes)), signals)
+        signals = tuple((item, Arrival(signalled, offset, 0, -request.nbytes)) for item, signalled in places)
+        return TensorLoad(request, signals)
+
+    def _tensor_prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
+        return self._boxes(step, 1)
+
+    def _boxes(self, step: Step, destinations: int) -> Request:
+        """Return the request of the boxes of a step, which each destination receives."""
+        boxes = [item.box for item in step.boxes]
+        starts = in_buffers(np.array([box.gmem_range[0] for box in boxes], np.int64), self.buffers) // LINE
+
+        def every() -> tuple[int, ...]:
+            return tuple(dict.fromkeys(line for box in boxes for line in rows_lines(*box.gmem_rows(), self.buffers)))
+
+        return Request(sum(box.nbytes for box in boxes) // destinations, tuple(dict.fromkeys(starts.tolist())), every=every)
+
+    def _bulk_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
+        request = self._bytes(ins.operands[1], ins.operands[2], step, active)
+        target, signal = (self._run(ins.operands[0], index, step, active) for index in range(2))
+        arrival = Arrival(signal >> RANK_SHIFT, signal & OFFSET_MASK, 0, -request.nbytes)
+        return TensorLoad(request, ((target >> RANK_SHIFT, arrival),))
+
+    def _bulk_prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
+        return self._bytes(ins.operands[0], ins.operands[1], step, active)
+
+    def _bytes(self, start: Operand, size: Operand, step: Step, active: np.ndarray) -> Request:
+        """Return the request of contiguous bytes: their address in a pair, and their number / 16."""
+        first = self._run(start, 0, step, active) + (self._run(start, 1, step, active) << 32)
+        nbytes = int(self._value(size, step, active)[0]) << 4
+        return Request(nbytes, rows_lines(np.array([first], np.int64), nbytes, self.buffers))
 
     def _bulk_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Arrival:
         signal = self._run(ins.operands[0], 1, step, active)
@@ -313,6 +364,28 @@ class Decoder:
     def _uniform(self, operand: Operand, step: Step, active: np.ndarray) -> int:
         """Return the uniform register of an operand in brackets, in the first active lane."""
         return self._run(operand, 0, step, active)
+
+
+def in_buffers(places: np.ndarray, buffers: Sequence[Buffer]) -> np.ndarray:
+    """Return addresses by buffer and offset: every buffer begins with a line, as on a GPU, wherever the host has put it."""
+    index = np.searchsorted(np.array([buffer.address for buffer in buffers], np.int64), places, "right") - 1
+    starts = np.array([0, *(buffer.address for buffer in buffers)], np.int64)
+    ends = np.array([0, *(buffer.address + buffer.nbytes for buffer in buffers)], np.int64)
+    found = np.where(places < ends[index + 1], index + 1, 0)
+    return (found << BUFFER_SHIFT) + places - starts[found]
+
+
+def rows_lines(starts: np.ndarray, nbytes: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
+    """Return the distinct lines of rows of so many bytes."""
+    first = in_buffers(starts, buffers)
+    last = first + nbytes - 1
+    return tuple(dict.fromkeys(line for low, high in zip(first // LINE, last // LINE, strict=True) for line in range(low, high + 1)))
+
+
+def _request(ins: SassInstruction, sectors: np.ndarray) -> Request:
+    """Return the request of a load or store of sectors, with the prefetch size that it names."""
+    unit = next((int(word[3:-1]) // LINE for word in ins.modifiers if re.fullmatch(r"LTC\d+B", word)), 0)
+    return Request(len(sectors) * SECTOR, tuple(np.unique(sectors * SECTOR // LINE).tolist()), unit)
 
 
 def width_of(ins: SassInstruction) -> int:

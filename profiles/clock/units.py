@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .constants import Constants
-from .program import Product, TensorProduct
+from .program import LINE, Product, Request, TensorProduct
 
 WARPGROUP = 4
 
@@ -64,26 +64,54 @@ class Port:
 class Memory:
     """The way of one SM to L2 and HBM. A line is in L2 once it has been loaded.
 
-    cold: whether lines come from HBM at first. hbm_bytes: bytes a clock of this SM's share.
+    cold: whether lines come from HBM at first. hbm_bytes: bytes a clock of this SM's share. ahead: lines that an SM of the cluster has
+    prefetched, with the clock from which on a load finds them in L2.
     """
 
-    def __init__(self, constants: Constants, hbm_bytes: float, cold: bool) -> None:
+    def __init__(self, constants: Constants, hbm_bytes: float, cold: bool, ahead: dict[int, float]) -> None:
         self.constants = constants
         self.cold = cold
         self.hbm_bytes = hbm_bytes
+        self.ahead = ahead
         self.link = Server()
         self.hbm = Server()
         self.seen: set[int] = set()
-        self.l1: set[int] = set()
 
-    def arrival(self, clock: float, nbytes: int, lines: tuple[int, ...], l2_latency: int, hbm_latency: int) -> float:
-        """Return when the last of the bytes of these lines is there."""
+    def arrival(self, clock: float, request: Request, l2_latency: int, hbm_latency: int) -> float:
+        """Return when the last of the bytes that an access asks for is there."""
+        lines = request.lines
         new = [line for line in lines if line not in self.seen] if self.cold else []
         self.seen.update(new)
         fraction = len(new) / len(lines) if lines else float(self.cold)
-        end = self.link.serve(clock, nbytes / self.constants.l2_bytes) + l2_latency
+        end = self.link.serve(clock, request.nbytes / self.constants.l2_bytes) + l2_latency
+        if new and self.ahead:
+            wanted = request.every() or new
+            found = [self.ahead[line] for line in wanted if line in self.ahead]
+            fraction *= 1 - len(found) / len(wanted)
+            end = max(end, max(found, default=0.0) + l2_latency)
         if fraction:
-            end = max(end, self.hbm.serve(clock, fraction * nbytes / self.hbm_bytes) + hbm_latency)
+            beside = self._beside(new, request.unit)
+            nbytes = (len(new) + len(beside)) * LINE if request.unit else fraction * request.nbytes
+            there = self.hbm.serve(clock, nbytes / self.hbm_bytes) + hbm_latency
+            self.ahead.update(dict.fromkeys(beside, there - l2_latency))
+            end = max(end, there)
+        return end
+
+    def _beside(self, new: list[int], unit: int) -> set[int]:
+        """Return the lines that come with new ones because HBM is read in units of so many lines; none for unit 0."""
+        whole = {line - line % unit + index for line in new for index in range(unit)}
+        return {line for line in whole if line not in self.seen and line not in self.ahead}
+
+    def prefetch(self, clock: float, request: Request, gain: int) -> float:
+        """Bring lines to L2. Return when they are there for a load; gain: latency of HBM beyond that of L2."""
+        if not self.cold or self.seen.issuperset(request.lines):
+            return clock
+        every = request.every() or request.lines
+        new = [line for line in every if line not in self.seen and line not in self.ahead]
+        if not new:
+            return clock
+        end = self.hbm.serve(clock, len(new) / len(every) * request.nbytes / self.hbm_bytes) + gain
+        self.ahead.update(dict.fromkeys(new, end))
         return end
 
 
@@ -103,16 +131,17 @@ class QueuedProduct:
 class TensorCore:
     """The tensor cores of an SM as one unit for products of warpgroups. order: "fifo" or "alternate" among warpgroups.
 
-    spans: (name, start, end, address) of the products.
+    spans: (name, start, end, address) of the products, when they are kept.
 
     Operands of the next product are fetched from shared memory while one runs, so a product takes the longer of the two.
     """
 
-    def __init__(self, constants: Constants, port: Port, at: At, order: str = "fifo") -> None:
+    def __init__(self, constants: Constants, port: Port, at: At, order: str, keeps_spans: bool) -> None:
         self.constants = constants
         self.port = port
         self.at = at
         self.order = order
+        self.keeps_spans = keeps_spans
         self.queues: dict[int, deque[QueuedProduct]] = {}
         self.in_flight = 0
         self.busy_until = 0
@@ -160,8 +189,9 @@ class TensorCore:
         item.start = clock
         self.busy += end - clock
         self.busy_until = end
-        warp = WARPGROUP * item.warpgroup
-        self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
+        if self.keeps_spans:
+            warp = WARPGROUP * item.warpgroup
+            self.spans.append((f"{product.name} of warps {warp} to {warp + WARPGROUP - 1}", clock, end, item.address))
         tail = constants.product_tail_registers if product.from_registers else constants.product_tail
         item.end = end + tail
         for wake in item.wakes:
@@ -195,12 +225,13 @@ QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of
 class TensorQueue:
     """The tensor core of Blackwell, in the order of issue: products of one CTA or a pair, and commits that signal behind them.
 
-    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products.
+    A product waits for the one before, a commit for its results. spans: (name, start, end, address) of the products, when they are kept.
     """
 
-    def __init__(self, constants: Constants, at: At) -> None:
+    def __init__(self, constants: Constants, at: At, keeps_spans: bool) -> None:
         self.constants = constants
         self.at = at
+        self.keeps_spans = keeps_spans
         self.queue: deque[QueuedTensorProduct | Callable[[int], None]] = deque()
         self.busy_until = 0
         self.busy = 0
@@ -232,5 +263,6 @@ class TensorQueue:
         self.busy += end - clock
         self.busy_until = end
         self.running = True
-        self.spans.append((product.name, clock, end, address))
+        if self.keeps_spans:
+            self.spans.append((product.name, clock, end, address))
         self.at(end, self._next)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -89,10 +89,7 @@ _LESS_IS_BETTER = ("_clocks", "_us")
 
 
 def _bounds(name: str, table: Mapping[str, Any]) -> Bounds:
-    constants = [field.name for field in fields(Machine) if field.name not in _PLAIN]
-    wrong = set(constants) ^ (table.keys() - set(_PLAIN))
-    if wrong:
-        raise ValueError(f"{name}: {', '.join(sorted(wrong))} missing or unknown; constants: {', '.join(constants)}")
+    constants = constant_names(name, Machine, _PLAIN, table)
     ends = {end: {constant: _value(name, constant, table[constant], end) for constant in constants} for end in ENDS}
     for constant in constants:
         best, worst = (ends[end][constant] for end in ENDS)
@@ -102,11 +99,25 @@ def _bounds(name: str, table: Mapping[str, Any]) -> Bounds:
     return Bounds(machine[BEST], machine[WORST], {constant: table[constant]["source"] for constant in constants})
 
 
-def _value(name: str, constant: str, entry: Mapping[str, Any], end: str) -> float:
+def constant_names(owner: str, of: type[Any], plain: Collection[str], table: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a dataclass that a table must have entries for: all but plain ones. ValueError if it has others."""
+    names = [field.name for field in fields(of) if field.name not in plain]
+    wrong = set(names) ^ (table.keys() - set(plain))
+    if wrong:
+        raise ValueError(f"{owner}: {', '.join(sorted(wrong))} missing or unknown; constants: {', '.join(names)}")
+    return names
+
+
+def check_entry(owner: str, constant: str, entry: Mapping[str, Any], forms: Collection[set[str]], supported: str) -> None:
+    """Check that an entry has a source, and otherwise the keys of one of the forms. ValueError with the text of what is supported."""
     if not entry.get("source"):
-        raise ValueError(f"{name}: {constant} has no source")
-    if entry.keys() - {"source"} not in ({"value"}, set(ENDS)):
-        raise ValueError(f"{name}: {constant} has {', '.join(sorted(entry))}; supported: value, or best and worst, and source")
+        raise ValueError(f"{owner}: {constant} has no source")
+    if entry.keys() - {"source"} not in forms:
+        raise ValueError(f"{owner}: {constant} has {', '.join(sorted(entry))}; supported: {supported}, and source")
+
+
+def _value(name: str, constant: str, entry: Mapping[str, Any], end: str) -> float:
+    check_entry(name, constant, entry, ({"value"}, set(ENDS)), "value, or best and worst")
     return float(entry["value"] if "value" in entry else entry[end])
 
 

@@ -22,7 +22,7 @@ class Bytes(Observer):
         self.tma = 0
         self.stored = 0
 
-    def async_write(self, target: Any, box: Any) -> None:
+    def async_write(self, target: Any, box: Any, warp: int) -> None:
         self.tma += box.nbytes
 
     def shared_access(self, w: Any, target: Any, index: np.ndarray | None, offsets: np.ndarray, nbytes: int, write: bool) -> None:

@@ -167,6 +167,7 @@ _SYNCHRONISATION = """
 mov.u32 %r60, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra ZERO; st.shared.v4.u32 [%r60], {9, 0, 0, 0}; ZERO: bar.sync 0;
 ld.shared.v4.u32 {%r100, %r101, %r102, %r103}, [%r60];
 nanosleep.u32 100; bar.warp.sync -1; fence.acq_rel.cta; fence.acq_rel.gpu; fence.acq_rel.cluster; prefetch.global.L2 [%rd2];
+prefetch.global.L1 [%rd2]; prefetch.global.L2::evict_last [%rd2];
 setp.lt.u32 %p1, %r0, 64; @%p1 bra FIRST; bar.sync 2, 128; bra BEHIND; FIRST: bar.arrive 2, 128; BEHIND: mov.u32 %r104, 5;
 griddepcontrol.launch_dependents;
 """
@@ -254,7 +255,13 @@ barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 
 
 _ISSUE = "cp.async.bulk.tensor.{}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{}"
-_BOX = _box("p3", 256, f"@%p20 bra SENT; {_ISSUE.format(4, '')} [%r60], [%rd20, {{0, 1, 2, -1}}], [%r60+8192]; SENT:")
+_BOX = _box(
+    "p3",
+    256,
+    f"""@%p20 bra SENT; cp.async.bulk.prefetch.L2.global [%rd2], 512;
+cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%rd20, {{0, 1, 2, -1}}];
+{_ISSUE.format(4, "")} [%r60], [%rd20, {{0, 1, 2, -1}}], [%r60+8192]; SENT:""",
+)
 _LOW_BOX = _box("p4", 128, f"@%p20 bra SENT; {_ISSUE.format(3, '')} [%r60], [%rd20, {{4, 1, 2}}], [%r60+8192]; SENT:")
 _EACH_LANES_BOX = _box(
     "p3",
@@ -352,7 +359,18 @@ UNITS = (
         "synchronisation",
         _SYNCHRONISATION,
         5,
-        ("NANOSLEEP", "WARPSYNC.ALL", "MEMBAR.ALL.CTA", "CCTL.IVALL", "CCTL.E.PF2", "BAR.ARV", "CS2R", "PREEXIT"),
+        (
+            "NANOSLEEP",
+            "WARPSYNC.ALL",
+            "MEMBAR.ALL.CTA",
+            "CCTL.IVALL",
+            "CCTL.E.PF1",
+            "CCTL.E.PF2",
+            "CCTL.E.PML2",
+            "BAR.ARV",
+            "CS2R",
+            "PREEXIT",
+        ),
     ),
     gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B", archs=("sm100",)),
     Evidence("atomics on one word", _ATOMICS, 4, ("ATOMS.AND", "ATOMS.OR", "ATOMS.XOR", "REDUX", "VOTEU.ANY", "UFLO.U32")),
@@ -364,7 +382,7 @@ UNITS = (
     Evidence("registers", _REGISTERS, 1, ("USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL", "ACQBULK")),
     Evidence("leaving a region", _LEAVING, 2, ("BREAK", "BREAK.RELIABLE", "BSSY.RELIABLE", "BSYNC.RELIABLE")),
     Evidence("scalar loop", _SCALAR_LOOP, 1, ("ULEA.HI", "ULEA.HI.SX32", "ULDC", "LDCU")),
-    Evidence("box", _BOX, 1, ("UTMALDG.4D", "UTMACCTL.PF")),
+    Evidence("box", _BOX, 1, ("UTMALDG.4D", "UTMACCTL.PF", "UTMAPF.L2.4D", "UBLKPF.L2")),
     Evidence("box of three dimensions", _LOW_BOX, 1, ("UTMALDG.3D",)),
     Evidence("box of each lane", _EACH_LANES_BOX, 1, ("BRA.U.ANY", "R2UR", "R2UR.BROADCAST")),
     Evidence("boxes of a pair", _PAIRS_BOX, 1, ("UTMALDG.4D.2CTA",), cluster=2, archs=("sm100",)),

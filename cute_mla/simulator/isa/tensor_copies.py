@@ -139,19 +139,21 @@ def tma_load(
         check_reach(cta, where, signal, form.cluster, form.pair)
         targets = targets_of(cta, where, masks[lane] if mask is not None else None)
         barriers = signalled(cta, targets, signal, form.pair)
+        warp = int(w.lanes[lane]) // WARP
 
-        def effect(boxes: tuple[tma.Box, ...] = boxes, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
+        def effect(
+            boxes: tuple[tma.Box, ...] = boxes, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers, warp: int = warp
+        ) -> None:
             for target in targets:
                 for box in boxes:
                     load_box(engine, box, target.smem)
                     if observer is not None:
-                        observer.async_write(target, box)
+                        observer.async_write(target, box, warp)
             nbytes = sum(box.nbytes for box in boxes)
             for item in barriers:
                 engine.complete_tx(item, nbytes)
 
         low, high = span(boxes)
-        warp = int(w.lanes[lane]) // WARP
         global_order.check_grid(w, (warp,))
         smem_hazards.check_copy(w, warp, targets, low, high)
         copies.issue(w, warp, effect, barriers, [(target, low, high) for target in targets])

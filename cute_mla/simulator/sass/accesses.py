@@ -69,8 +69,8 @@ def _is_predicate(operand: Operand) -> bool:
 _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _none: (
         "ACQBULK ARRIVES BAR BPT BRA BREAK BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR NANOSLEEP NOP "
-        "PREEXIT RET STAS STG STS STSM STTM UBLKCP UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG UVIRTCOUNT "
-        "WARPGROUP WARPSYNC YIELD BRX ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
+        "PREEXIT RET STAS STG STS STSM STTM UBLKCP UBLKPF UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG "
+        "UVIRTCOUNT WARPGROUP WARPSYNC YIELD BRX ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
         "AWAIT CONVERGED FOREIGN LEAVE NOWHERE"  # parts of a lifted wait, branch, call, exit and return
     ),
     _one: (
@@ -214,7 +214,7 @@ def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"
         return 2 if index == 0 or source_is_global else 1
-    if ins.base == "UTMACCTL" or operand.space == "gdesc":
+    if ins.base in ("UBLKPF", "UTMACCTL") or operand.space == "gdesc":
         return 2
     return 1
 

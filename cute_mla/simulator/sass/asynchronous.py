@@ -169,9 +169,6 @@ def load_tensor_box(w: Window, words: tuple[np.ndarray, ...], plan: np.ndarray, 
     tma_load(window, destination, plan[where], tuple(item.view(np.int32) for item in coordinates), barrier, chosen, form)
 
 
-ignored(r"UTMACCTL.PF", "a hint: no effect on results", writes=())
-
-
 @op(r"UBLKCP.S.[SG]", pure=False, taint="own", writes=())
 def copy_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a bulk copy to shared memory: destination and mbarrier in a run, the source, for global memory a pair, and the bytes / 16."""
@@ -280,7 +277,6 @@ def take_registers(e: Emitter, ins: SassInstruction) -> None:
 
 
 ignored(r"USETMAXREG.DEALLOC.CTAPOOL", "moves registers between warps: no effect on values", needs="warp", writes=())
-ignored(r"CCTL.E.PF2", "a hint: no effect on results", writes=())
 
 
 @op(r"CCTL.IVALL", pure=False, writes=())

@@ -8,9 +8,8 @@ from ..isa.emitter import Emitter
 from ..isa.table import runtime
 from ..state.local_memory import LocalMemory
 from ..state.window import Window
-from .accesses import width
 from .listing import SassInstruction
-from .memory import assign_loaded, element_bytes, stored
+from .memory import emit_load, stored
 from .operands import address, memory_operand
 from .table import op
 
@@ -18,9 +17,7 @@ from .table import op
 @op(r"LDL(.LU)?(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
 def load(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from the thread's local memory. LU, the last use, is a hint."""
-    value = e.temp()
-    e.line(f"{value} = load_local(w, {address(e, memory_operand(ins, 1))}, {element_bytes(ins)}, {width(ins, 0)}, {e.layout.local_bytes})")
-    assign_loaded(e, ins, value)
+    emit_load(e, ins, "load_local", address(e, memory_operand(ins, 1)), e.layout.local_bytes)
 
 
 @op(r"STL(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())

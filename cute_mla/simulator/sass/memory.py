@@ -45,6 +45,13 @@ def assign_loaded(e: Emitter, ins: SassInstruction, value: str, result: Operand 
         e.line(f"if w.cta.poison is not None: meet_poison(w, {where}, {rows})")
 
 
+def emit_load(e: Emitter, ins: SassInstruction, function: str, place: str, *more: object) -> None:
+    """Emit the call of a function that loads elements from a place, and store what it returns."""
+    value = e.temp()
+    e.line(f"{value} = {function}({', '.join(map(str, ('w', place, element_bytes(ins), width(ins, 0), *more)))})")
+    assign_loaded(e, ins, value)
+
+
 _STRONG = r".STRONG.(CTA|GPU|SYS)"
 _HINTS = r"(.EL|.EF|.NA|.LU)?(.LTC(64|128|256)B)?"
 
@@ -52,21 +59,15 @@ _HINTS = r"(.EL|.EF|.NA|.LU)?(.LTC(64|128|256)B)?"
 @op(rf"LDG.E{_HINTS}(.U8|.S8|.U16|.S16|.64|.128)?(.CONSTANT|{_STRONG})?", pure=False, taint="own", loads=True)
 def load_global(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from global memory. CONSTANT: through the cache of data that the kernel does not write."""
-    value = e.temp()
-    place = address(e, memory_operand(ins, 1))
     if "STRONG" in ins.modifiers:
         e.line("order_memory(w)")
-    e.line(f"{value} = load_global(w, {place}, {element_bytes(ins)}, {width(ins, 0)})")
-    assign_loaded(e, ins, value)
+    emit_load(e, ins, "load_global", address(e, memory_operand(ins, 1)))
 
 
 @op(r"LDS(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
 def load_shared(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from the CTA's shared memory."""
-    value = e.temp()
-    place = f"own_shared(w, {address(e, memory_operand(ins, 1))})"
-    e.line(f"{value} = load_shared(w, {place}, {element_bytes(ins)}, {width(ins, 0)}, False)")
-    assign_loaded(e, ins, value)
+    emit_load(e, ins, "load_shared", f"own_shared(w, {address(e, memory_operand(ins, 1))})", False)
 
 
 def stored(e: Emitter, ins: SassInstruction) -> tuple[str, str]:

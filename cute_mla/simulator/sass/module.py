@@ -20,6 +20,7 @@ from . import (
     memory,
     moves,
     predicates,
+    prefetches,
     products,
     stores,
     tensor_allocation,
@@ -35,8 +36,8 @@ from .table import MachineInstruction
 
 # importing them fills the instruction table
 FAMILIES = (
-    asynchronous, floats, integers, local_memory, memory, moves, predicates, products, stores, tensor_allocation, tensor_moves,
-    tensor_products, warps,
+    asynchronous, floats, integers, local_memory, memory, moves, predicates, prefetches, products, stores, tensor_allocation,
+    tensor_moves, tensor_products, warps,
 )  # fmt: skip
 LARGEST_ACCESS = 16  # bytes; the stack ends at a multiple of it
 JUMP_TABLES = 2  # constant bank of the tables of indirect branches

@@ -51,8 +51,8 @@ RESULT_ORDERS = {
     for opcode in opcodes.split()
 }
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "USETMAXREG", "UTCATOMSWS", "UTCBAR", "UTCHMMA",
-    "UTCQMMA", "UTMACCTL",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS", "UTCBAR",
+    "UTCHMMA", "UTCQMMA", "UTMACCTL",
 })  # fmt: skip
 # Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
 EFFECTS = {"MEMBAR": Reg("the memory barrier", "r"), "FENCE": Reg("the proxy fence", "r"), "SYNCS.EXCH": Reg("the mbarrier", "r")}

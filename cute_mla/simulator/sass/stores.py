@@ -9,12 +9,11 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from ..isa.tensor_copies import tma_store
 from ..state.window import Window
-from .accesses import width
 from .asynchronous import leaders, uniform_words
 from .listing import Address, Register, SassInstruction
-from .memory import assign_loaded, element_bytes, stored
+from .memory import assign_loaded, emit_load, stored
 from .operands import address, memory_operand, pair, source
-from .table import ignored, op
+from .table import op
 
 
 def policy(ins: SassInstruction, first: int) -> None:
@@ -70,15 +69,10 @@ def commit_stores(e: Emitter, ins: SassInstruction) -> None:
     e.line("bulk_commit_group(w)")
 
 
-ignored(r"UTMAPF.L2.[1-5]D", "a hint: no effect on results", writes=())
-
-
 @op(r"LD.E(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", loads=True)
 def load_generic(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from a generic address."""
-    value = e.temp()
-    e.line(f"{value} = load_generic(w, {address(e, memory_operand(ins, 1))}, {element_bytes(ins)}, {width(ins, 0)})")
-    assign_loaded(e, ins, value)
+    emit_load(e, ins, "load_generic", address(e, memory_operand(ins, 1)))
 
 
 @op(r"ST.E(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())

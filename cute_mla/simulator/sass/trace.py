@@ -20,6 +20,7 @@ from ..numerics.tma import Box
 from ..state.barriers import Question
 from ..state.cta import Cluster, Cta
 from ..state.engine_protocol import Engine
+from ..state.memory import Buffer
 from ..state.registers import WARP
 from ..state.window import Observer, Window
 from .accesses import accesses
@@ -27,8 +28,8 @@ from .listing import SassInstruction
 from .table import MachineInstruction, lookup, op
 
 _BARRIERS = {"ARRIVES", "BAR", "SYNCS", "UTCBAR"}
-_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UTMALDG", "UTMAREDG", "UTMASTG"}
-_MEMORY = {"ATOMG", "ATOMS", "LD", "LDG", "LDS", "LDSM", "RED", "REDG", "ST", "STG", "STS", "STSM"}
+_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UBLKPF", "UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
+_MEMORY = {"ATOMG", "ATOMS", "CCTL", "LD", "LDG", "LDS", "LDSM", "RED", "REDG", "ST", "STG", "STS", "STSM"}
 _PRODUCTS = {"HGMMA", "LDTM", "QGMMA", "STTM", "UTCHMMA", "UTCQMMA"}
 TRACED = frozenset(_BARRIERS | _COPIES | _MEMORY | _PRODUCTS)
 
@@ -37,18 +38,17 @@ Values = dict[str, np.ndarray]  # register -> its value in the lanes that execut
 
 @dataclass(frozen=True)
 class LoadedBox:
-    """A box that a TMA load brings to the CTA of this rank. start: its first global address."""
+    """A box that a TMA load brings to the CTA of this rank, or that a TMA prefetch of this CTA brings to L2."""
 
     rank: int
-    nbytes: int
-    start: int
+    box: Box
 
 
 @dataclass(frozen=True)
 class Step:
     """One executed instruction of a warp. address: its place in the code. values: the registers that it reads; None if it has no record.
 
-    lanes: the lanes of the warp that reached it, 0 to 31; its guard is among the values. boxes: what a TMA load brings.
+    lanes: the lanes of the warp that reached it, 0 to 31; its guard is among the values. boxes: what a TMA load or prefetch brings.
     """
 
     address: int
@@ -62,32 +62,39 @@ class MachineTrace(Observer):
 
     blocks: of the traced module. oracle: asked when no warp can go on; it may give the answer to the question of one warp whether a phase
     is complete now, as the rank of its CTA, its number and the answer. Without an oracle such questions are answered as they stand.
+    buffers: global memory of the launch, known once an instruction has been recorded.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.oracle: Callable[[], tuple[int, int, bool] | None] | None = None
         self.warps: dict[tuple[int, int], list[Step]] = {}
+        self.buffers: Sequence[Buffer] = ()
         self._cluster: Cluster | None = None
         self._places = [places(block) for block in blocks]
         self._pending: dict[tuple[int, int], list[Step]] = {}
-        self._boxes: list[LoadedBox] = []
+        self._boxes: dict[int, list[LoadedBox]] = {}  # of the instruction that runs, by warp
         self._questions: dict[tuple[int, int], Question] = {}
         self._answers: dict[tuple[int, int], bool] = {}
 
     def operands(self, w: Window, address: int, names: tuple[str, ...], rows: Sequence[np.ndarray]) -> None:
         """Note the registers that an instruction is about to read, for each warp of a window."""
-        self._boxes = []
+        self._boxes = {warp: [] for warp in w.warps}
         if not self.records(w.cta):
             return
+        self.buffers = w.engine.memory.buffers
         for warp in w.warps:
             where = slice(None) if len(w.warps) == 1 else w.lane_warps == warp
             values = {name: np.array(row[where]) for name, row in zip(names, rows, strict=True)}
-            step = Step(address, values, w.lanes[where] % WARP, self._boxes)
+            step = Step(address, values, w.lanes[where] % WARP, self._boxes[warp])
             self._pending.setdefault((w.cta.rank, warp), []).append(step)
 
-    def async_write(self, target: Cta, box: Box) -> None:
+    def async_write(self, target: Cta, box: Box, warp: int) -> None:
         """Note a box of the load that runs; copies complete at issue while a trace is made."""
-        self._boxes.append(LoadedBox(target.rank, box.nbytes, box.gmem_range[0]))
+        self._boxes[warp].append(LoadedBox(target.rank, box))
+
+    def prefetch(self, cta: Cta, warp: int, boxes: Sequence[Box]) -> None:
+        """Note the boxes of the prefetch that runs."""
+        self._boxes[warp].extend(LoadedBox(cta.rank, box) for box in boxes)
 
     def executed(self, cta: Cta, block: int, warps: tuple[int, ...]) -> None:
         """Append the instructions of a block to the steps of warps, with their operands."""

@@ -6,7 +6,7 @@ written back. The window chooses the lanes, so generated code never needs masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,8 +60,11 @@ class Observer:
         """Note that no warp can go on. Return True if the observer has woken one."""
         return False
 
-    def async_write(self, target: Cta, box: Box) -> None:
-        """Note that a TMA load takes effect in target's shared memory."""
+    def async_write(self, target: Cta, box: Box, warp: int) -> None:
+        """Note that a TMA load takes effect in target's shared memory. warp: that issued it."""
+
+    def prefetch(self, cta: Cta, warp: int, boxes: Sequence[Box]) -> None:
+        """Note that a warp asks TMA to bring boxes to L2. Only machine code tells."""
 
 
 class _Rows(dict[int, np.ndarray]):

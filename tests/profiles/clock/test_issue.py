@@ -90,6 +90,24 @@ def test_wide_words_go_by_quarters_of_a_warp() -> None:
     assert [span.end - span.start for span in run.spans(PORT) if span.name == "LDS"] == [4]
 
 
+@pytest.mark.parametrize(("kind", "words"), [("u32", 1), ("v4.u32", 4)])
+def test_spilled_registers_go_through_the_port(kind: str, words: int) -> None:
+    registers = "%r2" if words == 1 else "{%r2, %r3, %r4, %r5}"
+    address = "or.b32 %r2, %r2, %r3; or.b32 %r4, %r4, %r5; or.b32 %r2, %r2, %r4; cvt.u64.u32 %rd5, %r2; add.s64 %rd5, %rd5, %rd4;"
+    body = f"""
+    .local .align 16 .b8 stack[64]; mov.u64 %rd4, stack; mov.u32 %r2, 0; mov.u32 %r3, 0; mov.u32 %r4, 0; mov.u32 %r5, 0;
+    ld.global.u32 %r6, [%rd2]; and.b32 %r6, %r6, 16; cvt.u64.u32 %rd5, %r6; add.s64 %rd5, %rd5, %rd4;
+    st.local.{kind} [%rd5], {registers}; st.local.{kind} [%rd5+16], {registers};
+    {f"{address} ld.local.{kind} {registers}, [%rd5];" * 5} {address} st.global.u32 [%rd2], %r2;
+    """
+    run = timed(Kernel(body), ones())
+    loads = [span for span in run.spans(PORT) if span.name == "LDL"]
+    stores = [span for span in run.spans(PORT) if span.name == "STL"]
+    assert [span.end - span.start for span in loads + stores] == [words] * 7
+    gaps = run.gaps("LDL")[1:]  # each load needs the address that the one before has brought, and an addition
+    assert all(H100.l1_latency + words - 1 <= gap <= H100.l1_latency + words + 15 for gap in gaps)
+
+
 def pointers(number: int, step: int) -> np.ndarray:
     """Return addresses `step` bytes apart, each that of the next; the last is its own."""
     array = aligned(number * step // 8, np.uint64)
