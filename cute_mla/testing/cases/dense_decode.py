@@ -19,7 +19,7 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
 from ...spec.mla import D_QK, ceil_div
 from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .base import DTYPES, TAGS, CausalValues, DecodeCase, Tags
 from .far import far_tensor
 from .tensors import (
     OUTSIDE,
@@ -92,7 +92,7 @@ class DenseDecodeCase(DecodeCase):
     causal: bool = False
     zero_lengths: bool = False
     lengths: tuple[int, ...] | None = None
-    values: Values = "normal"
+    values: CausalValues = "normal"
     cache_layout: CacheLayout = "packed"
     operands: str = LATENT
     scaled: bool = True

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...spec.arch import Arch
 from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
 from ...spec.mla import ceil_div
-from .base import DTYPES, TAGS, BaseCase, Tags, Values
+from .base import DTYPES, TAGS, BaseCase, CausalValues, Tags
 from .far import far_tensor
 from .tensors import (
     PREFILL_TILE_KEYS,
@@ -75,7 +75,7 @@ class DensePrefillCase(BaseCase):
     h_kv: int = 1
     group: int = 1
     causal: bool = False
-    values: Values = "normal"
+    values: CausalValues = "normal"
     ends: Ends = "margins"
     neighbours: Neighbours = "finite"
     kv_layout: KvLayout = "packed"
