@@ -100,11 +100,9 @@ _LARGE: tuple[DensePrefillCase, ...] = (
     DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), causal=True, kv_layout="heads_first", sm_count=2),
     DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
     DensePrefillCase("fp16", lengths=((257, 257), (64, 65)), values="rising", causal=True, outputs="given", sm_count=2),
-    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 128), (1, 65), (1, 63)), sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 128), (1, 127), (1, 65), (1, 63)), sm_count=2),
     # Neighbours full of NaN, behind the keys of a sequence and before them.
-    DensePrefillCase(
-        lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), neighbours="nan", outputs="strided", causal=True, sm_count=1
-    ),
+    DensePrefillCase(lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
     DensePrefillCase(lengths=((1, 700), (1, 17), (64, 17), (1, 1)), values="falling", sm_count=1),
     DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1),
