@@ -6,7 +6,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.simulator.frontend.ptx import Imm, Instruction, Mem, Negated, Operand, Reg, Special, Symbol, Vec
 from tests.mutation.bounds import parameter_names
 from tests.mutation.equality import analysis_of
-from tests.mutation.intervals import Analysis, is_pure, root
+from tests.mutation.intervals import Analysis, is_pure, registers, root, written
 from tests.mutation.sites import Mutation
 
 DEPTH = 4  # definitions that an expression goes back
@@ -18,6 +18,19 @@ def expression(kernel: KernelEntry, mutation: Mutation) -> str:
     names = parameter_names(kernel, analysis.entry)
     item = next((item for item in analysis.entry.instructions if item.line == mutation.line), None)
     return "" if item is None else _call(analysis, names, item, item.opcode, DEPTH)
+
+
+def use(kernel: KernelEntry, mutation: Mutation) -> str:
+    """Return the first instruction that reads the broken one's result, as an expression; empty if there is none."""
+    analysis = analysis_of(kernel.name)
+    names = parameter_names(kernel, analysis.entry)
+    items = analysis.entry.instructions
+    first = next((index for index, item in enumerate(items) if item.line == mutation.line), len(items))
+    results = written(items[first]) if first < len(items) else []
+    for item in items[first + 1 :]:
+        if any(register in results for operand in item.operands[1:] for register in registers(operand)):
+            return _call(analysis, names, item, item.opcode, DEPTH)
+    return ""
 
 
 def _call(analysis: Analysis, names: dict[str, str], item: Instruction, name: str, depth: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from cute_mla.simulator.frontend.ptx import EntryText, Imm, Instruction, LabelRef, Mem, Negated, Operand, Pair, Reg, Special, Symbol, Vec
-from tests.mutation.ranges import BITS, INVERSE, SWAPPED, Range, arithmetic, comparable, every, hull, meet, narrowed, wrapped
+from tests.mutation.ranges import BITS, INVERSE, SWAPPED, Range, arithmetic, comparable, every, fits, hull, meet, narrowed, product, wrapped
 
 State = dict[str, Range]  # ranges of registers at a place; a register that is left out has any value that it has anywhere
 
@@ -174,8 +174,60 @@ class Analysis:
             if value is None:
                 return None
             values.append(wrapped_literal(value) if item.opcode.endswith("32") else value)
-        result = arithmetic(item, values)
+        result = self._rest_of_quotient(item, state, depth) or arithmetic(item, values)
         return every(bits) if result is None else wrapped(result, bits)
+
+    def _rest_of_quotient(self, item: Instruction, state: State, depth: int) -> Range | None:
+        """Return the range of x + y d - (x / d) d, as x - (x / d) d + y d, which is at least y d; None for other results.
+
+        Two forms: of rows of which every d belong to a token, (y - x / d) d + x; and x, or a sum of x and y d, less (x / d) d.
+        """
+        name, sources = item.opcode, item.operands[1:]
+        if name in ("mad.lo.s32", "mad.lo.u32"):
+            outer = self._defined(sources[0], "sub.s32")
+            quotient = self._defined(outer.operands[2], "div.s32", "div.u32") if outer is not None else None
+            if outer is None or quotient is None or quotient.operands[1:] != [sources[2], sources[1]]:
+                return None
+            times = self.lookup(outer.operands[1], state, depth)
+        elif name == "sub.s32":
+            taken = self._defined(sources[1], "mul.lo.s32", "mul.lo.u32")
+            quotient = self._defined(taken.operands[1], "div.s32", "div.u32") if taken is not None else None
+            if taken is None or quotient is None or quotient.operands[2] != taken.operands[2]:
+                return None
+            times = self._factor_beside(sources[0], quotient, state, depth)
+        else:
+            return None
+        number, divisor = (self.lookup(operand, state, depth) for operand in quotient.operands[1:])
+        if times is None or number is None or divisor is None or number[0] < 0 or divisor[0] < 1:
+            return None
+        low, high = product(times, divisor)
+        total = low, high + min(number[1], divisor[1] - 1)
+        return total if fits(total, 32) else None
+
+    def _factor_beside(self, total: Operand | None, quotient: Instruction, state: State, depth: int) -> Range | None:
+        """Return the range of y in a total x + y d, where the quotient is x / d; 0 if the total is x."""
+        number, divisor = quotient.operands[1:]
+        if total == number:
+            return 0, 0
+        found = self._defined(total, "add.s32", "mad.lo.s32")
+        if found is None:
+            return None
+        if root(found) == "mad":
+            parts, rest = found.operands[1:3], found.operands[3]
+        else:
+            ordered = found.operands[1:] if found.operands[1] == number else found.operands[:0:-1]
+            rest, multiple = ordered[0], self._defined(ordered[1], "mul.lo.s32", "mul.lo.u32")
+            if multiple is None:
+                return None
+            parts = multiple.operands[1:]
+        if rest != number or divisor not in parts:
+            return None
+        return self.lookup(parts[1] if parts[0] == divisor else parts[0], state, depth)
+
+    def _defined(self, operand: Operand | None, *opcodes: str) -> Instruction | None:
+        """Return the only instruction that writes an operand, if it has one of these opcodes, and sources that are written once."""
+        item = self.once(operand) if isinstance(operand, Reg) else None
+        return item if item is not None and item.opcode in opcodes and isinstance(operand, Reg) and self.stable(operand) else None
 
     # ---- branches
 

@@ -158,13 +158,16 @@ def _and(rest: Sequence[str], bits: int, values: Sequence[Range]) -> Range | Non
 
 
 def _or(rest: Sequence[str], bits: int, values: Sequence[Range]) -> Range | None:
+    """Return what a union of bits may be: no less than a number, and at most the sum, if bits are added that are no sign."""
     (a, b), (c, d) = values
-    return (max(a, c), (1 << max(b, d).bit_length()) - 1) if a >= 0 and c >= 0 else None
+    if a >= 0 and c >= 0:
+        return max(a, c), min(b + d, (1 << max(b, d).bit_length()) - 1)
+    return (a, b + d) if c >= 0 else (c, b + d) if a >= 0 else None
 
 
 def _xor(rest: Sequence[str], bits: int, values: Sequence[Range]) -> Range | None:
     found = _or(rest, bits, values)
-    return (0, found[1]) if found is not None else None
+    return (0, found[1]) if found is not None and min(values)[0] >= 0 else None
 
 
 def _shifted(step: Callable[[int, int], int]) -> Callable[[Sequence[str], int, Sequence[Range]], Range | None]:

@@ -12,7 +12,7 @@ from tests.mutation import numeric
 from tests.mutation.bench import Subject, first_notice
 from tests.mutation.equality import Proof, is_equal
 from tests.mutation.intervals import Analysis
-from tests.mutation.ranges import every
+from tests.mutation.ranges import arithmetic, every
 from tests.mutation.smoke import ROUND_ROBIN
 
 HEAD = ".version 9.0\n.target sm_90a\n.address_size 64\n.visible .entry k(.param .u64 p, .param .u32 n)\n.reqntid 128, 1, 1\n{\n"
@@ -96,6 +96,32 @@ LOAD = "\tld.global.b32 %r2, [%rd1];\n"
 )  # fmt: skip
 def test_only_equal_mutations_are_proved(body: str, kind: str, expected: bool) -> None:
     assert proved(body, kind) == [expected]
+
+
+QUOTIENT = "\tmov.u32 %r2, %tid.x;\n\tld.param.b32 %r3, [d];\n\tdiv.u32 %r4, %r2, %r3;\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        ("mul.lo.s32 %r5, %r4, %r3;\n\tsub.s32 %r6, %r2, %r5;", (0, 8)),
+        ("mul.lo.s32 %r5, %r4, %r3;\n\tmul.lo.s32 %r7, %r3, %r1;\n\tadd.s32 %r8, %r2, %r7;\n\tsub.s32 %r6, %r8, %r5;", (0, 9008)),
+        ("sub.s32 %r5, %r1, %r4;\n\tmad.lo.s32 %r6, %r5, %r3, %r2;", (0, 9008)),
+        ("sub.s32 %r5, %r1, %r4;\n\tmad.lo.s32 %r6, %r5, %r3, %r1;", (-1143, 10000)),  # another number than is divided
+        ("mul.lo.s32 %r5, %r4, %r4;\n\tsub.s32 %r6, %r2, %r5;", (-16129, 127)),  # another divisor
+    ],
+)
+def test_what_a_quotient_leaves_is_not_negative(rest: str, expected: tuple[int, int]) -> None:
+    ptx = HEAD.replace(".param .u32 n", ".param .u32 n, .param .u32 d") + REGISTERS + QUOTIENT + "\t" + rest + "\n\tret;\n}\n"
+    analysis = Analysis(parse_ptx(ptx)["k"], {**BOUNDS, "d": (1, 9)})
+    assert analysis.everywhere["%r6"] == expected
+
+
+@pytest.mark.parametrize(("a", "b", "expected"), [((0, 8), (0, 8), (0, 15)), ((0, 64), (0, 63), (0, 127)), ((-8, 3), (0, 7), (-8, 10))])
+def test_a_union_of_bits_is_at_most_the_sum(a: tuple[int, int], b: tuple[int, int], expected: tuple[int, int]) -> None:
+    _, ptx = analysed("\tor.b32 %r2, %r1, %r1;")
+    (item,) = (item for item in parse_ptx(ptx)["k"].instructions if item.opcode == "or.b32")
+    assert arithmetic(item, [a, b]) == expected
 
 
 GUARDED = (

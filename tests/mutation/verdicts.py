@@ -14,7 +14,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation import numeric
 from tests.mutation.campaign import Line
 from tests.mutation.equality import is_equal
-from tests.mutation.expressions import expression
+from tests.mutation.expressions import expression, use
 from tests.mutation.sites import Mutation
 
 EXPLANATIONS = Path(__file__).with_name("numbers.toml")
@@ -27,18 +27,19 @@ class NumberExplanation:
     """Why no practical input shows mutations of these kinds.
 
     place: of the roles that run the instruction. code: of the whole expression that expressions.py makes of the instruction, or of the edit
-    of machine code.
+    of machine code. use: of that of the first instruction that reads its result.
     """
 
     kernel: re.Pattern[str]
     kind: re.Pattern[str]
     place: re.Pattern[str]
     code: re.Pattern[str]
+    use: re.Pattern[str]
     reason: str
 
-    def covers(self, line: Line, code: str) -> bool:
+    def covers(self, line: Line, code: str, use: str = "") -> bool:
         """Return whether the explanation is about a mutation."""
-        found = ((self.kernel, line.kernel), (self.kind, line.kind), (self.place, line.place), (self.code, code))
+        found = ((self.kernel, line.kernel), (self.kind, line.kind), (self.place, line.place), (self.code, code), (self.use, use))
         return all(pattern.fullmatch(text) for pattern, text in found)
 
 
@@ -54,7 +55,7 @@ class Verdict:
 
 def explanations(path: Path = EXPLANATIONS) -> list[NumberExplanation]:
     """Return the contents of numbers.toml, or of machine.toml."""
-    names = ("kernel", "kind", "place", "code")
+    names = ("kernel", "kind", "place", "code", "use")
     return [
         NumberExplanation(**{name: re.compile(entry.get(name, ".*")) for name in names}, reason=entry["reason"])
         for entry in tomllib.loads(path.read_text())["survivor"]
@@ -88,8 +89,8 @@ def judged(lines: Iterable[Line]) -> Iterator[Verdict]:
         elif is_equal(entry, mutation_of(line)):
             yield Verdict(line, EQUAL)
         else:
-            code = expression(entry, mutation_of(line))
-            why = next((item for item in known if item.covers(line, code)), None)
+            code, reader = expression(entry, mutation_of(line)), use(entry, mutation_of(line))
+            why = next((item for item in known if item.covers(line, code, reader)), None)
             yield Verdict(line, OPEN if why is None else EXPLAINED, code, why)
 
 

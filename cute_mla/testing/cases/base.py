@@ -15,6 +15,7 @@ from ...spec.mla import D_V
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Values = Literal["normal", "rising", "falling", "peaks", "opposed", "steps", "needles"]
+CausalValues = Literal[Values, "cliff"]  # of ops with a causal mask
 QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
 Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
 Metadata = Literal["tensors", "object", "stale"]

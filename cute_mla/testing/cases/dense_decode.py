@@ -19,7 +19,7 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
 from ...spec.mla import D_QK, ceil_div
 from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .base import DTYPES, TAGS, CausalValues, DecodeCase, Tags
 from .far import far_tensor
 from .tensors import (
     OUTSIDE,
@@ -63,7 +63,7 @@ class DenseDecodeCase(DecodeCase):
         tile; "falling": it never moves after the first tile; "peaks": a few keys per request outweigh all others.
         "opposed": scores rise from the first key to the middle one, or from the last to the middle one, in OPPOSED_ROWS neighbouring query
         rows each; no later tile hides a wrong sum. "steps": scores are alike in a tile and rise in such rows or fall from tile to tile.
-        "needles": in each tile one key outweighs all others, in each row another.
+        "needles": in each tile one key outweighs all others, in each row another. "cliff": each key outweighs all before it.
     cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
         "heads_first": a transposed [pages, h_kv, page, 576]; "far": the last page lies FAR_ELEMENTS or more from the first;
         "far_rows": the last row of every page does.
@@ -72,10 +72,18 @@ class DenseDecodeCase(DecodeCase):
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first.
     broken: every third used entry of the block table lies outside the cache.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
+    scaled: whether the call passes these scales; without them they are 1.
     """
 
     op: ClassVar[str] = "dense_decode"
-    tags: ClassVar[Tags] = {"causal": lambda _: "causal", "zero_lengths": lambda _: "zeros", "operands": str, **TABLE_TAGS, **TAGS}
+    tags: ClassVar[Tags] = {
+        "causal": lambda _: "causal",
+        "zero_lengths": lambda _: "zeros",
+        "operands": str,
+        "scaled": lambda _: "unscaled",
+        **TABLE_TAGS,
+        **TAGS,
+    }
 
     s_k: int = 128
     h_kv: int = 1
@@ -84,9 +92,10 @@ class DenseDecodeCase(DecodeCase):
     causal: bool = False
     zero_lengths: bool = False
     lengths: tuple[int, ...] | None = None
-    values: Values = "normal"
+    values: CausalValues = "normal"
     cache_layout: CacheLayout = "packed"
     operands: str = LATENT
+    scaled: bool = True
     table_pages: int | None = None
     far_table: bool = False
     broken: bool = False
@@ -124,7 +133,9 @@ class DenseDecodeCase(DecodeCase):
 
     @property
     def descales(self) -> tuple[float | None, float | None]:
-        """Return the scales of q and of the cache, None for an operand that is not e4m3."""
+        """Return the scales of q and of the cache, None for an operand that is not e4m3 or has none."""
+        if not self.scaled:
+            return None, None
         return DESCALE_Q if self.operands == FP8 else None, None if self.operands == LATENT else DESCALE_K
 
     @property

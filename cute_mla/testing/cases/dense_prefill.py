@@ -18,9 +18,10 @@ from torch import Tensor
 from ...spec.arch import Arch
 from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
 from ...spec.mla import ceil_div
-from .base import DTYPES, TAGS, BaseCase, Tags, Values
+from .base import DTYPES, TAGS, BaseCase, CausalValues, Tags
 from .far import far_tensor
 from .tensors import (
+    PREFILL_TILE_KEYS,
     Fp32Result,
     OutputBuffer,
     allocate_output_buffers,
@@ -74,7 +75,7 @@ class DensePrefillCase(BaseCase):
     h_kv: int = 1
     group: int = 1
     causal: bool = False
-    values: Values = "normal"
+    values: CausalValues = "normal"
     ends: Ends = "margins"
     neighbours: Neighbours = "finite"
     kv_layout: KvLayout = "packed"
@@ -206,7 +207,7 @@ def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.devi
 def _q(case: DensePrefillCase, device: torch.device) -> Tensor:
     q = allocate_q(case, device)[0]
     own = q[case.q_starts[0] : case.q_starts[-1]]
-    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device)))
+    own.copy_(draw_queries(case.values, tuple(own.shape), generator_for(case, own.numel(), device), PREFILL_TILE_KEYS))
     return q
 
 

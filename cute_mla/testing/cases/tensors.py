@@ -6,6 +6,7 @@ Every element in and around a tensor is NaN before it gets its value.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,11 +19,15 @@ from .base import DTYPES, BaseCase
 from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
+PREFILL_TILE_KEYS = 128  # of a tile of dense prefill
 STEEP = 4.0  # of ramped values: rotary columns of q, and the bound of those of k; scores span +-43 at the default scale
 STEP = 0.25  # of "steps": by how much rotary columns of keys grow from tile to tile
 NEEDLE, HIGHEST_NEEDLE = 2.0, 3  # of "needles": the rotary column of a key in units, and the most units
 OPPOSED_ROWS = 8  # neighbouring query rows whose scores take the same direction; a thread of Hopper's tensor cores has rows r and r + 8
-RAMPED = ("rising", "falling", "peaks", "opposed", "steps", "needles")  # values whose scores depend on the position of the key
+CLIFF_BITS = 10  # of a key's position, from which "cliff" makes its score
+# Scale for "cliff" that makes a key's score 130 powers of two greater than that of the key before: all others have no weight beside it.
+CLIFF_SCALE = 130 * log(2) * (1 << CLIFF_BITS - 1) / STEEP**2
+RAMPED = ("rising", "falling", "peaks", "opposed", "steps", "needles", "cliff")  # values whose scores depend on the position of the key
 ORDERED = ("rising", "falling", "opposed", "steps", "needles")  # of these, values whose indices ascend in sparse ops
 OUTSIDE = "block_table"  # kind of the finding that a used block-table entry outside the cache is
 
@@ -69,23 +74,42 @@ def ramp_direction(device: torch.device) -> Tensor:
     return 1.0 - 2.0 * (torch.arange(D_ROPE, device=device) % 3 == 0)
 
 
-def draw_queries(values: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draw q, fp32 [.., tokens, heads, d_qk]. For ramped values the rotary columns decide on the scores."""
+def draw_queries(values: str, shape: tuple[int, ...], generator: torch.Generator, tile_keys: int = TILE_KEYS) -> Tensor:
+    """Draw q, fp32 [.., tokens, heads, d_qk]. For ramped values the rotary columns decide on the scores.
+
+    Of values without another random part, rows depend on request, token and head. tile_keys: of "needles", as in needles.
+    """
     q = normal_values(shape, generator)
     if values not in RAMPED:
         return q
     tokens, heads = torch.arange(shape[-3], device=q.device)[:, None], torch.arange(shape[-2], device=q.device)
+    requests = torch.arange(shape[0], device=q.device)[:, None, None] if len(shape) > 3 else 0
     q[..., -D_ROPE:] = STEEP * ramp_direction(q.device)
-    falls = ((tokens + heads) // OPPOSED_ROWS % 2)[..., None]  # [tokens, heads, 1], of values that differ so
+    falls = (tokens + heads) // OPPOSED_ROWS + (requests if values == "steps" else 0)
+    falls = (falls % 2)[..., None]  # [.., tokens, heads, 1], of values that differ so
     if values == "steps":
         q[..., -D_ROPE:] *= 1 - 2 * falls
     if values == "opposed":
         q[..., -D_ROPE:] *= falls == torch.arange(D_ROPE, device=q.device) // (D_ROPE // 2)
-    if values in ("steps", "needles"):
+    if values in ("steps", "needles", "cliff"):
         q[..., :-D_ROPE] = 0
     if values == "needles":
-        q[..., -D_ROPE:] = STEEP * functional.one_hot((tokens * shape[-2] + heads) % D_ROPE, D_ROPE)
+        rows = tokens * (shape[-2] + (shape[-2] % tile_keys == 0)) + heads + 11 * requests
+        q[..., -tile_keys:] = STEEP * functional.one_hot(_needle_column(rows, tile_keys), tile_keys)
+    if values == "cliff":
+        weights = torch.zeros(D_ROPE, device=q.device)
+        weights[:CLIFF_BITS] = STEEP * 2.0 ** (torch.arange(CLIFF_BITS, device=q.device) - CLIFF_BITS + 1)
+        q[..., -D_ROPE:] = weights
     return q
+
+
+def _needle_column(rows: Tensor, tile_keys: int) -> Tensor:
+    """Return the column of q that is not 0 in these rows: another one in each of tile_keys neighbouring rows.
+
+    In a thread of Hopper's tensor cores, whose keys are two in eight, every register of either of its rows has the needle of some row.
+    """
+    eight, row = rows // 8, rows % 8
+    return (eight + row // 2) % (tile_keys // 8) * 8 + row
 
 
 def score_levels(values: str, position: Tensor, length: int, step: float, generator: torch.Generator) -> Tensor:
@@ -104,11 +128,13 @@ def score_levels(values: str, position: Tensor, length: int, step: float, genera
 def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator, step: float = STEP, backwards: bool = False) -> None:
     """Set the rotary columns of keys [n, .., d_qk] so that scores follow `values`, one of RAMPED, over `length` keys.
 
-    step: of "steps". backwards: "needles" grow from the last key to the first.
+    step: of "steps". backwards: "needles" grow from the last key to the first, in tiles of PREFILL_TILE_KEYS.
     """
     position = torch.arange(len(keys), device=keys.device)
     if values == "needles":
         columns = needles(position, length if backwards else None)
+    elif values == "cliff":
+        columns = STEEP * functional.pad(position[:, None] >> torch.arange(CLIFF_BITS, device=keys.device) & 1, (0, D_ROPE - CLIFF_BITS))
     elif values == "opposed":
         fraction = position / max(length - 1, 1)
         rising, falling = (2 * ((walked - 0.1) / 0.4).clamp(0, 1) - 1 for walked in (fraction, 1 - fraction))
@@ -116,22 +142,19 @@ def ramp_keys(values: str, keys: Tensor, length: int, generator: torch.Generator
         columns = STEEP * halves * ramp_direction(keys.device)
     else:
         columns = score_levels(values, position, length, step, generator)[:, None] * ramp_direction(keys.device)
-    keys[..., -D_ROPE:] = columns.view(-1, *[1] * (keys.dim() - 2), D_ROPE)
+    keys[..., -columns.shape[-1] :] = columns.view(-1, *[1] * (keys.dim() - 2), columns.shape[-1])
 
 
 def needles(position: Tensor, length: int | None) -> Tensor:
-    """Return rotary columns fp32 [n, 64] with one that is not 0: a query row of needles has a high score with one key of every tile.
+    """Return the last columns of keys, fp32 [n, keys of a tile], one of them not 0: a row has a high score with one key of every tile.
 
     The key's place in its tile differs from row to row and, by 8, from tile to tile. Scores grow from tile to tile, up to the third; if a
-    length is given, in the walk from the last of so many keys to the first, which meets greater ones in each two tiles.
+    length is given, in the walk from the last of so many keys to the first, in tiles of PREFILL_TILE_KEYS.
     """
-    tile = position // TILE_KEYS
-    if length is None:
-        height = tile.clamp(max=HIGHEST_NEEDLE - 1) + 1
-    else:
-        pairs = (length - 1) // (2 * TILE_KEYS) - tile // 2
-        height = 2 * pairs + 1 + (tile + tile // 2 + 1) % 2
-    return functional.one_hot((position + tile * OPPOSED_ROWS) % D_ROPE, D_ROPE) * (NEEDLE * height)[:, None]
+    tile_keys = TILE_KEYS if length is None else PREFILL_TILE_KEYS
+    tile = position // tile_keys
+    height = tile.clamp(max=HIGHEST_NEEDLE - 1) + 1 if length is None else (length - 1) // tile_keys - tile + 1
+    return functional.one_hot((position + tile * OPPOSED_ROWS) % tile_keys, tile_keys) * (NEEDLE * height)[:, None]
 
 
 def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -35,8 +35,9 @@ def ramps(steps_scale: float = STEPS_SCALE) -> tuple[tuple[str, float | None], .
 
 
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case
-_ATTEMPTS = 50  # rounds of candidates, none of them possible, after which values are taken to exclude each other
-_LACKING = 0.8  # probability that a draw takes a missing value where there is one: not 1, since values may exclude each other
+_ATTEMPTS = 100  # rounds of candidates, none of them possible, after which values are taken to exclude each other
+# Probability that a draw takes a missing value where there is one: not 1, since values may exclude each other; less after rounds in vain.
+_LACKING, _LACKING_IN_VAIN = 0.8, 0.3
 
 
 def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen: set[object]) -> list[C]:
@@ -50,7 +51,8 @@ def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen:
     cases: list[C] = []
     vain = 0
     while missing:
-        made = ((choice, make(choice)) for choice in (_draw(factors, missing, draw) for _ in range(_CANDIDATES)))
+        lacking = _LACKING_IN_VAIN if vain > _ATTEMPTS // 4 else _LACKING
+        made = ((choice, make(choice)) for choice in (_draw(factors, missing, draw, lacking) for _ in range(_CANDIDATES)))
         possible = [(choice, case) for choice, case in made if case is not None and missing & set(choice.items())]
         vain = 0 if possible else vain + 1
         if vain == _ATTEMPTS:
@@ -66,12 +68,12 @@ def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen:
     return cases
 
 
-def _draw(factors: Factors, missing: set[tuple[str, Hashable]], draw: random.Random) -> dict[str, Hashable]:
-    """Draw a value of each factor, mostly one that is missing."""
+def _draw(factors: Factors, missing: set[tuple[str, Hashable]], draw: random.Random, probability: float) -> dict[str, Hashable]:
+    """Draw a value of each factor, with this probability one that is missing."""
     result = {}
     for factor, values in factors.items():
         lacking = [value for value in values if (factor, value) in missing]
-        result[factor] = draw.choice(lacking if lacking and draw.random() < _LACKING else values)
+        result[factor] = draw.choice(lacking if lacking and draw.random() < probability else values)
     return result
 
 

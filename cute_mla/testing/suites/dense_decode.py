@@ -12,7 +12,7 @@ from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
 from ..cases.far import FAR_DIMENSIONS
-from ..cases.tensors import ORDERED, STEP
+from ..cases.tensors import CLIFF_SCALE, ORDERED, STEP
 from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
@@ -62,12 +62,14 @@ _FACTORS: Factors = {
     "metadata": ("object", "tensors"),
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
+    "scaled": (True,),  # whether e4m3 operands have scales
 }
 _STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
-_HEADS_OF_ROWS = {"one": ((9, 1), (63, 3)), "two": ((42, 1), (126, 3))}
-_HEADS_OF_ELEMENTS = ((9, 1), (42, 2))  # 3 tokens of 42 heads are so many rows of out that a warp of combine takes whole ones
+# Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys.
+_HEADS_OF_ROWS = {"one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
+_HEADS_OF_ELEMENTS = ((21, 1), (42, 2))  # 3 tokens of 42 heads are so many rows of out that a warp of combine takes whole ones
 
 
 def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
@@ -85,8 +87,14 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
         return None  # combine takes whole rows of out, of every alignment, where there are many
     if choice["batch_invariant"] and sms > 2:
         return None  # nothing would be cut: see _staircase
+    if h_kv > 1 and (choice["lengths"][1:] != _CUT[1:] and choice["lengths"] != _SEVERAL_TILES):
+        return None  # three KV heads cost most
+    if not choice["scaled"] and values == "steps":
+        return None
     if choice["lengths"] == _STALE:
         rest["metadata"] = "stale"
+        if choice["outputs"] in FAR_DIMENSIONS:
+            return None  # no request is whole
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
         dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
@@ -104,7 +112,7 @@ def _covers() -> Iterator[DenseDecodeCase]:
         heads = tuple(pair for pair in every if operands == LATENT or pair[1] == 1)
         factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
         if operands != LATENT:
-            factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3)}
+            factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3), "scaled": (True, False)}
         if operands == FP8 and dtype != "bf16":
             factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
         if elements:
@@ -112,8 +120,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
         if rows == "two":
             layouts = {
                 "cache_layout": ("packed", "far", "far_rows"),
-                "q_layout": ("packed", "far_heads"),
-                "outputs": ("strided", "far_heads"),
+                "q_layout": ("packed", *FAR_DIMENSIONS),
+                "outputs": ("strided", *FAR_DIMENSIONS),
             }
             factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
         yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
@@ -124,12 +132,15 @@ def _covers() -> Iterator[DenseDecodeCase]:
 def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
     """Return a causal case of one head, whose rows see every number of the keys of a tile; batch invariant, with a plan that cuts.
 
+    The last key that a row sees outweighs all others, as the next one would.
+
     The third request shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The plan is of other lengths: of
     two parts or four, one ends inside the second request, where the call must not cut, and the next begins there.
     """
     tokens, most = (TILE_ROWS, 570) if rows == "one" else (2 * TILE_ROWS, 440)
     case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=(most, tokens + 36, tokens + 44), causal=True, sm_count=4)
-    return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale", q_layout="odd" if elements else "packed")
+    case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed")
+    return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale")
 
 
 # Cases whose size is what they test.
@@ -164,7 +175,7 @@ _LARGE: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase(batch=0, h_q=64),
     # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
     DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
-    DenseDecodeCase("fp16", s_k=1050, values="falling", sm_count=1),
+    DenseDecodeCase("fp16", s_k=1050, h_q=9, values="falling", sm_count=1),
 )
 
 SMOKE = tuple(dict.fromkeys([*_LARGE_16_BITS, *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE), *_covers()]))

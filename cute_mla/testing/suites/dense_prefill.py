@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill import DensePrefillCase
-from ..cases.tensors import ORDERED
+from ..cases.tensors import CLIFF_SCALE, ORDERED
 from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
@@ -23,14 +24,18 @@ SHORT_TILES = 100  # the simulated device runs cases of the grid with at most th
 _MINUS_INF = float("-inf")
 
 _KEY_TILE = 128  # keys of a tile of the kernels
-_LONG = ((1, 64), (0, 9), (66, 280))  # several tiles, of rows of every warp, also in the last item of a CTA; too costly with many heads
+# Several tiles, of rows of every warp, with needles at all of their keys, also in the last item of a CTA; too costly with many heads.
+_LONG = ((1, 64), (0, 9), (128, 280))
+# Neither query tokens nor keys, none of either, rows that attend to nothing; and more rows than one tile has, the last of which lie far.
+_BEYOND_A_TILE = ((0, 0), (0, 70), (64, 0), (1, 1), (130, 52))
+_MANY_HEADS = ((17, 17), (3, 9), (40, 150))
 # Features of a small case, by factor. With a small sm_count each CTA processes many tiles.
 _FACTORS: Factors = {
     "lengths": (
-        ((9, 129), (65, 65)),  # prompts, and chunks of prompts behind a cached context
-        ((0, 0), (0, 70), (64, 0), (1, 1), (130, 20)),  # neither query tokens nor keys, none of either, rows that attend to nothing
+        ((9, 129), (65, 109)),  # prompts, and chunks of prompts behind a cached context
+        _BEYOND_A_TILE,
         _LONG,
-        ((17, 17), (3, 9), (40, 150)),
+        _MANY_HEADS,
     ),
     "heads": ((1, 1), (1, 2), (2, 2)),  # KV heads, and query heads per KV head
     "causal": (False, True),
@@ -55,7 +60,11 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
-    if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (h_kv > 1 and choice["lengths"] == _LONG):
+    if {choice["q_layout"], choice["outputs"]} & {"far_tokens", "far_heads"} and choice["lengths"] != _BEYOND_A_TILE:
+        return None
+    if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (h_kv > 1 and choice["lengths"] != _MANY_HEADS):
+        return None
+    if group > 1 and choice["lengths"] == _LONG:
         return None
     if values in ORDERED and (choice["lengths"][-1][1] <= _KEY_TILE or (values == "needles" and choice["lengths"] != _LONG)):
         return None
@@ -75,28 +84,27 @@ def _covers() -> Iterator[DensePrefillCase]:
 
 
 def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
-    """Return a causal case whose rows see every number of the keys of a tile.
+    """Return a causal case whose rows see every number of the keys of a tile. The last that a row sees outweighs all others.
 
-    The second sequence shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The third has blocks of rows
-    that see nothing, three or five of them, so that later rounds of items begin at any block.
+    The first sequence has more rows than one tile, with more key tiles. The second shifts the numbers by half of the 16 rows that a warp
+    of Hopper's tensor cores has. The third has blocks of rows that see nothing, three or five of them, so that later rounds of items
+    begin at any block; in the fifth only rows behind a tile see something.
     """
-    lengths = ((128, 128), (128, 136), (520, 1), (1, 1), (2, 1), (3, 1))
-    return DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, q_layout="odd" if elements else "packed", sm_count=2)
+    lengths = ((192, 192), (128, 136), (520, 1), (1, 1), (130, 1), (3, 1))
+    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=2)
+    return replace(case, q_layout="odd" if elements else "packed")
 
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillCase, ...] = (
-    DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), h_kv=2, causal=True, kv_layout="heads_first", sm_count=2),
+    DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), causal=True, kv_layout="heads_first", sm_count=2),
     DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
-    DensePrefillCase("fp16", lengths=((257, 257), (64, 127)), values="rising", causal=True, outputs="given", sm_count=2),
-    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 129), (1, 128), (1, 127), (1, 63)), sm_count=2),
+    DensePrefillCase("fp16", lengths=((257, 257), (64, 65)), values="rising", causal=True, outputs="given", sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 128), (1, 127), (1, 65), (1, 63)), sm_count=2),
     # Neighbours full of NaN, behind the keys of a sequence and before them.
-    DensePrefillCase(
-        lengths=((65, 127), (64, 64), (129, 17), (0, 130), (1, 1)), neighbours="nan", outputs="strided", causal=True, sm_count=1
-    ),
+    DensePrefillCase(lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
-    DensePrefillCase(lengths=((64, 700), (1, 400), (1, 17), (1, 1)), values="falling", sm_count=1),
-    DensePrefillCase("fp16", d_qk=128, lengths=((129, 300),), values="opposed", causal=True, softmax_scale=0.03, sm_count=1),
+    DensePrefillCase(lengths=((1, 700), (1, 17), (64, 17), (1, 1)), values="falling", sm_count=1),
     DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),
 )

@@ -60,6 +60,8 @@ def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
         return None
+    if choice["index_layout"] in FAR_DIMENSIONS and extra is None:
+        return None  # of both caches
     if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
         return None
     if values in ORDERED and main.topk <= 2 * TILE_KEYS:
