@@ -199,13 +199,13 @@ class Decoder:
     def _arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
         places = self._address(ins.operands[1], step, active)
         values = self._value(ins.operands[2], step, active)
-        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR") else "A1TR"
+        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR", "A0T1") else "A1TR"
         remote = "RED" in ins.modifiers
         found: dict[tuple[int, int], list[int]] = {}
         for place, value in zip(places.tolist(), values.tolist(), strict=True):
             target = found.setdefault((place >> RANK_SHIFT if remote else rank, place & OFFSET_MASK), [0, 0])
-            target[0] += {"A1T0": 1, "A1TR": 1, "ART0": value, "A0TR": 0}[form]
-            target[1] += value if form in ("A1TR", "A0TR") else 0
+            target[0] += {"A1": 1, "AR": value, "A0": 0}[form[:2]]
+            target[1] += {"T0": 0, "TR": value, "T1": 1}[form[2:]]
         return tuple(Arrival(*place, *counts) for place, counts in found.items())
 
     def _initialise(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -228,7 +228,10 @@ class Decoder:
 
     def _copies_arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
         places = (self._address(ins.operands[0], step, active) & OFFSET_MASK).tolist()
-        return tuple(Arrival(rank, place, places.count(place), 0) for place in dict.fromkeys(places))
+        counts = [(place, places.count(place)) for place in dict.fromkeys(places)]
+        return tuple(
+            Arrival(rank, place, 0, -lanes) if "TRANSCNT" in ins.modifiers else Arrival(rank, place, lanes, 0) for place, lanes in counts
+        )
 
     def _remote_store(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
         place = ins.operands[0]
@@ -278,7 +281,7 @@ class Decoder:
             holds = step.values[condition.registers()[0].name][active]
             places = places[~holds if condition.negative else holds]
         sectors = np.unique(in_buffers(places, self.buffers) // SECTOR)
-        return GlobalAccess(_request(ins, sectors), max(1, -(-int(active.sum()) * 16 // LINE)))
+        return GlobalAccess(_request(ins, sectors), max(1, -(-int(active.sum()) * width_of(ins) // LINE)))
 
     def _prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
         operand = ins.operands[0]

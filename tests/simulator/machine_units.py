@@ -162,6 +162,11 @@ shl.b32 %r65, %r0, 2; add.u32 %r65, %r65, %r60; and.b32 %r66, %r0, 4; cp.async.c
 cp.async.cg.shared.global [%r62+6144], [%rd7], 16; cp.async.mbarrier.arrive.noinc.shared.b64 [%r60+8192];
 {wait("LANDED", "0")} ld.shared.u32 %r116, [%r65+8704]; ld.shared.v4.u32 {{%r108, %r109, %r110, %r111}}, [%r64+6144];
 ld.shared.v4.u32 {{%r112, %r113, %r114, %r115}}, [%r64+4096];
+bar.sync 0; xor.b32 %r65, %r61, 1024; cvt.u64.u32 %rd9, %r65; add.s64 %rd9, %rd9, %rd0;
+cp.async.cg.shared.global [%r62+6144], [%rd9], 16; cp.async.ca.shared.global.L2::128B [%r62+2048], [%rd9+8], 4;
+cp.async.mbarrier.arrive.shared.b64 [%r60+8192]; mbarrier.arrive.shared.b64 %rd8, [%r60+8192];
+{wait("COUNTED", "1")} ld.shared.u32 %r116, [%r64+6144]; xor.b32 %r112, %r112, %r116;
+ld.shared.u32 %r116, [%r64+2048]; xor.b32 %r113, %r113, %r116;
 """
 
 _SYNCHRONISATION = """
@@ -348,10 +353,16 @@ UNITS = (
         17,
         (
             "ARRIVES.LDGSTSBAR.64.ARVCNT",
+            "ARRIVES.LDGSTSBAR.64.TRANSCNT",
+            "SYNCS.ARRIVE.TRANS64.RED.A0T1",
             "DEPBAR.LE",
             "LDGDEPBAR",
             "LDGSTS.E.BYPASS.128",
+<<<<<<< HEAD
             "LDGSTS.E",
+=======
+            "LDGSTS.E.LTC128B",
+>>>>>>> clk23
             "SYNCS.EXCH.64",
             "SYNCS.PHASECHK.TRANS64.TRYWAIT",
             "SYNCS.PHASECHK.TRANS64",

@@ -173,3 +173,19 @@ def test_a_call_outside_the_cubin_is_a_finding_when_it_is_reached(arch: Arch, va
     assert kinds(report) == ({"unsupported"} if value == 7 else set())
     if value == 6:
         assert (array == 7).all()
+
+
+CHOSEN = """
+ld.global.u32 %r1, [%rd2]; mov.u64 %rd3, p1; mov.u64 %rd4, p2; setp.gt.u32 %p1, %r1, 5; selp.b64 %rd3, %rd3, %rd4, %p1;
+ld.param.u64 %rd5, [%rd3+8]; cvt.u32.u64 %r2, %rd5; shr.u64 %rd5, %rd5, 32; cvt.u32.u64 %r3, %rd5; xor.b32 %r2, %r2, %r3;
+st.global.u32 [%rd2], %r2;
+"""
+
+
+def test_each_lane_loads_the_parameter_that_it_has_chosen(arch: Arch) -> None:
+    given = np.arange(THREADS, dtype=np.uint32) * 7 % 11
+    array = given.copy()
+    module = load(arch, CHOSEN, ".param .u64 p0, .param .align 8 .b8 p1[16], .param .align 8 .b8 p2[16]")
+    report = execute(module, array, [pointer(array), struct.pack("<QII", 1, 77, 3 << 8), struct.pack("<QII", 2, 1000, 5 << 16)])
+    assert not report.findings
+    assert array.tolist() == np.where(given > 5, 77 ^ 3 << 8, 1000 ^ 5 << 16).tolist()

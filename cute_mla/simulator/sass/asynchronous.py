@@ -96,6 +96,15 @@ def arrive_behind_copies(e: Emitter, ins: SassInstruction) -> None:
     e.line(f"cp_async_arrive(w, {own(e, ins, 0)}, True)")
 
 
+ignored(r"SYNCS.ARRIVE.TRANS64.RED.A0T1", "expects what ARRIVES.LDGSTSBAR.64.TRANSCNT behind it, under the same guard, counts", writes=())
+
+
+@op(r"ARRIVES.LDGSTSBAR.64.TRANSCNT", pure=False, taint="own", writes=())
+def count_copies(e: Emitter, ins: SassInstruction) -> None:
+    """Emit what keeps a phase open until the earlier copies of each lane are complete: with A0T1 ahead, an arrival beyond the count."""
+    e.line(f"cp_async_arrive(w, {own(e, ins, 0)}, False)")
+
+
 @op(r"UCGABAR_ARV", pure=False, taint="own", needs="warp", writes=())
 def arrive_at_cluster(e: Emitter, ins: SassInstruction) -> None:
     """Emit an arrival at the cluster barrier."""
@@ -193,11 +202,19 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
+<<<<<<< HEAD
 @op(r"LDGSTS.E(.BYPASS(.LTC(64|128|256)B)?.128)?", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
     """Emit cp.async of 16 or 4 bytes per thread; where the predicate, if there is one, is false, of zeros."""
     condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     nbytes = 16 if ins.modifiers[-1] == "128" else 4
+=======
+@op(r"LDGSTS.E(.BYPASS)?(.LTC(64|128|256)B)?(.64|.128)?", pure=False, taint="own", writes=())
+def copy_async(e: Emitter, ins: SassInstruction) -> None:
+    """Emit cp.async of 4, 8 or 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
+    condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
+    nbytes = next((int(word) // 8 for word in ins.modifiers if word in ("64", "128")), 4)
+>>>>>>> clk23
     size = f"where({condition}, {constant(e, 'u32', nbytes)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, {nbytes}, {size})")
 

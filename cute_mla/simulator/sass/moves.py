@@ -54,7 +54,10 @@ def read_system(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"LDC(.64)?", r"ULDC(.U8|.64)?", r"LDCU(.U8|.64|.128)?")
 def load_constant(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a load from constant bank 0, a table of bank 2, or bank 4, which holds addresses outside the cubin."""
+    """Emit a load from constant bank 0, a table of bank 2, or bank 4, which holds addresses outside the cubin.
+
+    An index of bank 0 chooses a word of the parameters; below them it would choose the kind of cluster.
+    """
     place = ins.operands[1]
     if not isinstance(place, Constant):
         raise Unsupported(f"a load from {place}")
@@ -68,6 +71,11 @@ def load_constant(e: Emitter, ins: SassInstruction) -> None:
         return
     if place.bank:
         raise Unsupported(f"a load from {place}")
+    if place.index is not None and place.offset >= e.layout.params_begin and "U8" not in ins.modifiers:
+        e.check_taint(place.index.registers(), "an address")
+        starts = [constant(e, "u32", place.offset + 4 * index) for index in range(width(ins, 0))]
+        assign_run(e, ins.operands[0], [f"table_word(w.cta.params, {source(e, place.index, 'u32')} + {start})" for start in starts])
+        return
     if place.index is not None:
         e.check_taint(place.index.registers(), "an address")
         e.line(f"first_table({source(e, place.index, 'u32')})")
