@@ -358,11 +358,8 @@ UNITS = (
             "DEPBAR.LE",
             "LDGDEPBAR",
             "LDGSTS.E.BYPASS.128",
-<<<<<<< HEAD
             "LDGSTS.E",
-=======
             "LDGSTS.E.LTC128B",
->>>>>>> clk23
             "SYNCS.EXCH.64",
             "SYNCS.PHASECHK.TRANS64.TRYWAIT",
             "SYNCS.PHASECHK.TRANS64",

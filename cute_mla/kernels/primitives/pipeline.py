@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,16 @@ class StageBarriers:
     def producer_acquire(self, use: Use) -> None:
         """Block until the consumers of the stage's previous use have released it; the first use of a stage does not block."""
         cute.arch.mbarrier_wait(self.barrier(use), self._phase(use) ^ 1)
+
+    def try_acquire(self, use: Use) -> Boolean:
+        """Ask whether the stage is free. Work between this and `finish_acquire` hides what the answer takes."""
+        return cute.arch.mbarrier_try_wait(self.barrier(use), self._phase(use) ^ 1)
+
+    @cute.jit
+    def finish_acquire(self, use: Use, free: Boolean):
+        """Block as producer_acquire does, unless the stage was free already."""
+        if not free:
+            self.producer_acquire(use)
 
     def producer_commit(self, use: Use, cta: int | None = None) -> None:
         """Arrive once per warp, after all its lanes: what the warp has written may be read.

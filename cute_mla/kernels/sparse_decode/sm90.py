@@ -16,11 +16,11 @@ go by cp.async. In fp8_584 a key has no columns but its values: the RoPE stages 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import cutlass
-from cutlass import Boolean, Int32, Uint8, cute
+from cutlass import Boolean, Int32, Int64, Uint8, cute
 
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
@@ -47,9 +47,9 @@ from ..sm90.config import (
     Pipes,
     Tiles,
 )
-from ..sm90.gather_split import HALF_BYTES, KEYS_PER_WARP, halves_of_cta, hand_over, peer_shift
+from ..sm90.gather_split import HALF_BYTES, HALVES, KEYS_PER_WARP, Half, halves_of_cta, hand_over, peer_shift
 from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.row_conversion import Lane, pinned_lane, steps_ahead
+from ..sm90.row_conversion import Lane, Step, batches_of, new_buffers, no_wait, pinned_lane, zero_behind
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.valid_keys import AbsentKeyMask
 from ..sm90.warpgroups import (
@@ -66,7 +66,20 @@ from ..sm90.warpgroups import (
 )
 from .abi import SparseDecodeAbi
 from .operands import Operands
-from .sm90_gather import Buffer, Indices, Keys, copy_rope, find_keys, load_step, position_in_tile, step_scales, store_step, tile_steps
+from .sm90_gather import (
+    Indices,
+    Keys,
+    clear_absent,
+    copy_rope,
+    copy_stage,
+    find_keys,
+    load_batch,
+    load_scales,
+    position_in_tile,
+    step_scales,
+    store_step,
+    tile_steps,
+)
 
 GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each stage of a tile and one for its RoPE columns
 SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather and score
@@ -75,20 +88,22 @@ SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather
 def geometry_of(cache_format: CacheFormat) -> Geometry:
     """Return the geometry of a cache format.
 
-    Few column tiles of Q in registers leave the gather role enough of them for its loads in flight. The others leave room for nine stages.
+    Copies of 16-bit columns take no registers, so that Q has them, and a tenth stage the shared memory. Few column tiles of Q in registers
+    leave the gather role those for its loads in flight where it converts.
     """
-    q_tiles_in_smem, rope_stages = 7, 3
-    in_registers = cache_format.d_qk // BOX_COLUMNS - q_tiles_in_smem
-    producer_registers = {1: 96, 2: 88}[in_registers]
+    q_tiles_in_registers, kv_stages, producer_registers = {"latent": (4, 10, 56), "fp8_656": (2, 9, 88), "fp8_584": (1, 9, 96)}[
+        cache_format.name
+    ]
     return Geometry(
         d_qk=cache_format.d_qk,
-        q_tiles_in_registers=in_registers,
-        kv_stages=9,
-        rope_stages=rope_stages,
+        q_tiles_in_registers=q_tiles_in_registers,
+        kv_stages=kv_stages,
+        rope_stages=3,
         producer_registers=producer_registers,
         score_registers=SHARED_REGISTERS - producer_registers,
         ready_arrivals=1,
-        valid_stages=rope_stages,
+        valid_stages=3,
+        alternating=True,
     )
 
 
@@ -153,8 +168,7 @@ class GatherRole:
         self.dtype = dtype
         self.geometry = geometry
         self.cluster = cluster
-        self.steps = tile_steps(cache_format, cluster)
-        self.ahead = steps_ahead(self.steps)
+        self.batches = batches_of(tile_steps(cache_format, geometry, cluster)) if cache_format.group else ()
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -168,7 +182,11 @@ class GatherRole:
             # asked here, so that nothing but the answer is kept through the tiles
             work_tile = schedule.work_tile(req, begin_tile)
             if tile_range.tiles > 0:
-                kv, rope = self.gather_tiles(operands, tiles, pipes, Span(req, begin_tile, tile_range.tiles), kv, rope, shift)
+                span = Span(req, begin_tile, tile_range.tiles)
+                if cutlass.const_expr(self.format.group):
+                    kv, rope = self.convert_tiles(operands, tiles, pipes, span, kv, rope, shift)
+                else:
+                    kv, rope = self.copy_tiles(operands, tiles, pipes, span, kv, rope, shift)
             tile = tile + tile_range.tiles
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
@@ -176,7 +194,7 @@ class GatherRole:
             await_peer(pipes, self.geometry, tile)
 
     @cute.jit
-    def gather_tiles(
+    def convert_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
     ) -> tuple[PipelineState, PipelineState]:
         """Gather the tiles of one work tile.
@@ -185,87 +203,149 @@ class GatherRole:
 
         Return the pipeline states behind them.
         """
-        steps, ahead, per_stage = self.steps, self.ahead, len(self.steps) // STAGES_PER_TILE
-        # What is not converted would all be asked for before any is stored: a stage's loads wait for its last store.
-        together = 1 if self.format.group else per_stage
+        batches = self.batches
         thread = cute.arch.thread_idx()[0]  # of the first warpgroup
         lane, halves = pinned_lane(thread), halves_of_cta(self.cluster)
-        # of a pair a thread has one key of the slots, and registers for the address of its first byte
-        bytes_before, reader = (0, lane) if self.cluster == 1 else (lane.source, replace(lane, source=Int32(0)))
         # of a pair, the half of it that this CTA converts
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
-        buffers = [Buffer.create(max(step.words for step in steps[i::ahead])) for i in range(ahead)]
+        buffers = new_buffers(batches)
         indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, thread)
-        row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
+        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *load_scales(keys.scales)
         index = indices.look_up(position + TILE_KEYS)
-        near = row0 + bytes_before
-        for s in cutlass.range_constexpr(ahead):
-            load_step(self.format, steps[s], buffers[s], (row0, row1)[steps[s].key], (near, row1)[steps[s].key], reader)
+        load_batch(batches[0], buffers[0], keys, halves, lane, thread)
         left = span.tiles
         while left > 0:
             left = left - 1
-            present = Keys((row0, row1), (scales0, scales1), valid)
+            keys, scales = Keys((row0, row1), Int64(0), valid), (scales0, scales1)
             position = position + TILE_KEYS
-            self.begin_rope(tiles, pipes, rope, present, lane, thread)
-            for s in cutlass.range_constexpr(len(steps)):
-                if cutlass.const_expr(s % per_stage == 0):
-                    pipes.kv_free.producer_acquire(kv)
-                else:
-                    cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                target = first_stage + kv.stage * STAGE_BYTES
-                scales = step_scales(self.format, steps[s], buffers[s % ahead], present, halves[steps[s].key], thread)
-                store_step(steps[s], buffers[s % ahead], scales, target, lane, steps[s].key * HALF_BYTES, self.dtype)
-                if cutlass.const_expr((s + 1) % per_stage == 0):
-                    self.finish_stage(pipes, kv, steps[s].stage, target, shift)
-                    kv = pipes.kv_free.advance(kv)
-                if cutlass.const_expr(s + ahead == len(steps) - 1 + together):
+            following = keys
+            for b in cutlass.range_constexpr(len(batches)):
+                last = b + 1 == len(batches)
+                zero = zero_behind(buffers[b % 2][0], row0)
+                if cutlass.const_expr(last):
                     # whatever is loaded from here on belongs to the next tile
-                    keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, thread)
-                    row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *keys.own_scales
-                    near = row0 + bytes_before
-                    index = indices.look_up(position + TILE_KEYS)
-                if cutlass.const_expr((s + 1) % together == 0):
-                    for done in cutlass.range_constexpr(s + 1 - together, s + 1):
-                        step = steps[(done + ahead) % len(steps)]
-                        load_step(self.format, step, buffers[done % ahead], (row0, row1)[step.key], (near, row1)[step.key], reader)
-            self.finish_rope(pipes, rope)
+                    row0, row1, valid = *following.rows, following.valid
+                    scales0, scales1 = load_scales(following.behind(zero).scales)
+                    index = indices.look_up(position + zero + TILE_KEYS)
+                load_batch(batches[(b + 1) % len(batches)], buffers[(b + 1) % 2], following.behind(zero), halves, lane, thread)
+                if cutlass.const_expr(b == 0):
+                    self.begin_rope(tiles, pipes, rope, keys, halves, lane, thread)
+                for i in cutlass.range_constexpr(len(batches[b])):
+                    step, words = batches[b][i], buffers[b % 2][i]
+                    if cutlass.const_expr(step.begins_stage):
+                        free = pipes.kv_free.try_acquire(kv)
+                        acquire = partial(pipes.kv_free.finish_acquire, kv, free)
+                    else:
+                        cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
+                        acquire = no_wait
+                    target = first_stage + kv.stage * STAGE_BYTES
+                    clear_absent(step, words, keys, halves[step.key], thread)
+                    if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
+                        # beside a conversion, whose instructions fill the time that each of these takes
+                        following = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
+                    factors = step_scales(self.format, step, scales, halves[step.key], thread)
+                    store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.dtype, acquire)
+                    if cutlass.const_expr(step.ends_stage):
+                        self.finish_stage(pipes, kv, rope, step, target, shift)
+                        kv = pipes.kv_free.advance(kv)
             rope = pipes.rope_free.advance(rope)
         return kv, rope
 
     @cute.jit
-    def begin_rope(self, tiles: Tiles, pipes: Pipes, state: PipelineState, keys: Keys, lane: Lane, thread: Int32):
+    def copy_tiles(
+        self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
+    ) -> tuple[PipelineState, PipelineState]:
+        """Gather the tiles of one work tile from a 16-bit cache: cp.async moves all bytes, a stage ahead of the one that is handed over.
+
+        Return the pipeline states behind them.
+        """
+        thread = cute.arch.thread_idx()[0]  # of the first warpgroup
+        lane, halves = pinned_lane(thread), halves_of_cta(self.cluster)
+        first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
+        indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
+        position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
+        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        row0, row1, valid = *keys.rows, keys.valid
+        index = indices.look_up(position + TILE_KEYS)
+        landing, landing_rope = kv, rope
+        left = span.tiles
+        while left > 0:
+            keys = Keys((row0, row1), Int64(0), valid)
+            for stage in cutlass.range_constexpr(STAGES_PER_TILE):
+                if cutlass.const_expr(stage == 0):
+                    self.begin_rope(tiles, pipes, rope, keys, halves, lane, thread)
+                    rope = pipes.rope_free.advance(rope)
+                pipes.kv_free.producer_acquire(kv)
+                target = first_stage + kv.stage * STAGE_BYTES
+                copy_stage(self.geometry.first_column(stage), keys, halves, target, lane, thread, HALVES // self.cluster)
+                cute.arch.cp_async_commit_group()
+                kv = pipes.kv_free.advance(kv)
+                if cutlass.const_expr(stage > 0):
+                    landing = self.finish_copies(pipes, landing, landing_rope, stage - 1, first_stage, shift, 1)
+                elif left < span.tiles:
+                    landing = self.finish_copies(pipes, landing, landing_rope, STAGES_PER_TILE - 1, first_stage, shift, 1)
+                    landing_rope = pipes.rope_free.advance(landing_rope)
+            left = left - 1
+            position = position + TILE_KEYS
+            keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
+            row0, row1, valid = *keys.rows, keys.valid
+            index = indices.look_up(position + TILE_KEYS)
+        self.finish_copies(pipes, landing, landing_rope, STAGES_PER_TILE - 1, first_stage, shift, 0)
+        return kv, rope
+
+    @cute.jit
+    def finish_copies(
+        self, pipes: Pipes, kv: PipelineState, rope: PipelineState, stage: cutlass.Constexpr[int], first_stage: Int32, shift: Int32,
+        in_flight: cutlass.Constexpr[int],
+    ) -> PipelineState:  # fmt: skip
+        """Commit a stage of a tile whose copies are the last but `in_flight` groups. Return the state of the next one."""
+        cute.arch.cp_async_wait_group(in_flight)
+        target = first_stage + kv.stage * STAGE_BYTES
+        self.commit_stage(pipes, kv, rope, stage, self.cluster > 1, target, shift)
+        return pipes.kv_free.advance(kv)
+
+    @cute.jit
+    def begin_rope(
+        self, tiles: Tiles, pipes: Pipes, state: PipelineState, keys: Keys, halves: tuple[Half, Half], lane: Lane, thread: Int32
+    ):
         """Acquire the RoPE stage, start the copies of its columns, and write beside it which keys are present: two bytes a warp."""
         pipes.rope_free.producer_acquire(state)
         if cutlass.const_expr(self.geometry.has_rope):
             own = tiles.sRope.iterator.toint() + state.stage * BOX_BYTES + halves_of_cta(self.cluster)[0] * HALF_BYTES
-            copy_rope(self.format, keys.rows, (own, own ^ HALF_BYTES), lane)
-            cute.arch.cp_async_commit_group()
+            copy_rope(self.format, keys, halves, (own, own ^ HALF_BYTES), lane, thread)
+            if cutlass.const_expr(self.format.group):
+                cute.arch.cp_async_commit_group()
         if thread % 32 == 0:
             target = tiles.sValid + (state.stage * VALID_BYTES + thread // 32)
             target.store(Uint8(keys.valid & 0xFF))
             (target + WARPS_PER_GROUP).store(Uint8((keys.valid >> KEYS_PER_WARP) & 0xFF))
 
-    @cute.jit
-    def finish_rope(self, pipes: Pipes, state: PipelineState):
-        """Commit the RoPE columns, which have had all the tile to land."""
-        if cutlass.const_expr(self.geometry.has_rope):
-            cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if self.is_last(STAGES_PER_TILE):
-            pipes.rope_ready.producer_commit(state)
+    def finish_stage(self, pipes: Pipes, kv: PipelineState, rope: PipelineState, step: Step, target: Int32, shift: Int32) -> None:
+        """Commit a stage of a tile whose last step has been stored; `target` is the half that the peer gets unless it has made its own."""
+        if step.stage + 1 == STAGES_PER_TILE and self.geometry.has_rope:
+            cute.arch.cp_async_wait_group(0)  # the RoPE columns, which have had all the tile to land
+        self.commit_stage(pipes, kv, rope, step.stage, step.key < HALVES - 1, target, shift)
 
     @cute.jit
-    def finish_stage(self, pipes: Pipes, state: PipelineState, stage: cutlass.Constexpr[int], target: Int32, shift: Int32):
-        """Commit a stage of a tile, of a pair its half, which begins at `target`."""
+    def commit_stage(
+        self, pipes: Pipes, kv: PipelineState, rope: PipelineState, stage: cutlass.Constexpr[int], shared: cutlass.Constexpr[bool],
+        target: Int32, shift: Int32,
+    ):  # fmt: skip
+        """Fence and commit a stage of a tile, of which all threads have stored their part; with the last one the RoPE columns.
+
+        shared: whether the half of it that begins at `target` is copied to the peer.
+        """
         cute.arch.fence_proxy("async.shared", space="cta")
-        ready = pipes.kv_ready.barrier(state)
+        ready = pipes.kv_ready.barrier(kv)
         if self.is_last(stage):
-            if cutlass.const_expr(self.cluster == 1):
-                arrive(ready)
-            else:
+            if cutlass.const_expr(shared):
                 hand_over(ready, target, STAGE_COLUMNS // BOX_COLUMNS, shift)
+            else:
+                arrive(ready)
+            if cutlass.const_expr(stage + 1 == STAGES_PER_TILE):
+                pipes.rope_ready.producer_commit(rope)
 
     @cute.jit
     def is_last(self, stage: cutlass.Constexpr[int]) -> Boolean:
@@ -283,10 +363,9 @@ class GatherRole:
         return mine
 
 
-def gather_barriers(geometry: Geometry) -> tuple[NamedBarrier, ...]:
-    """Return the named barriers of the gather role: one for each stage of a tile, and one for its RoPE columns."""
-    names = [f"slot_{stage}" for stage in range(STAGES_PER_TILE)] + ["rope" if geometry.has_rope else "valid"]
-    return tuple(NamedBarrier(name, GATHER_BARRIER + i) for i, name in enumerate(names))
+def gather_barriers() -> tuple[NamedBarrier, ...]:
+    """Return the named barriers of the gather role: one for each stage of a tile."""
+    return tuple(NamedBarrier(f"slot_{stage}", GATHER_BARRIER + stage) for stage in range(STAGES_PER_TILE))
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
@@ -295,7 +374,7 @@ def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=named_barriers() + gather_barriers(kernel.geometry),
+        named_barriers=named_barriers() + gather_barriers(),
         roles=role_table("gather"),
         expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )

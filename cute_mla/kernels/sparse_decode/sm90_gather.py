@@ -1,9 +1,9 @@
 """The gather role of the SM90 kernel: the bytes of 64 slots become a tile of 16-bit columns in shared memory.
 
 A thread has two keys of every tile, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth 16 bytes: a
-warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each; the bytes of a step are
-asked for several steps before they are converted and stored, across the end of the tile. The RoPE columns are no step: cp.async
-copies them while the tile's other columns are converted.
+warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each, in batches: the bytes of a batch are
+asked for while the batch before is converted and stored, across the end of the tile. The RoPE columns, and all columns of a 16-bit
+cache, are no step: cp.async copies them.
 
 Of a pair of CTAs each converts the slots' columns of one half of the keys (sm90/gather_split.py). Their RoPE columns both
 gather: they are not converted.
@@ -11,6 +11,7 @@ gather: they are not converted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -21,28 +22,34 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.integers import smaller
 from ..primitives.registers import as_float
-from ..sm90.config import STAGE_COLUMNS
-from ..sm90.gather_split import CHUNK, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import LANES_PER_KEY, Lane, Run, Step, global_words, load_runs, store_runs
+from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
+from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
+from ..sm90.row_conversion import LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, store_runs
 from ..sm90.row_copy import copy_chunk
 from .operands import NO_SLOT, IndexList, Operands, slot_address
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
+ALL_PRESENT = -1
+LOCAL_STAGES: tuple[int, ...] = (3,)  # of a tile: both CTAs of a pair convert all of them, so that fewer bytes go between the SMs
+SCALE_SHARE = 8  # bytes of a key's scales that a lane loads
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
 E8M0_ONE = 1 << 23
 
 
-def tile_steps(cache_format: CacheFormat, cluster: int) -> tuple[Step, ...]:
+def tile_steps(cache_format: CacheFormat, geometry: Geometry, cluster: int) -> tuple[Step, ...]:
     """Return all steps of a tile, in order: stage by stage. The RoPE columns go another way."""
     steps: list[Step] = []
-    for first in range(0, D_LATENT, STAGE_COLUMNS):
+    for stage in range(STAGES_PER_TILE):
+        first = geometry.first_column(stage)
         runs = [_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS)]
         scale_bytes = cache_format.scale_bytes // (cache_format.groups or 1)
         scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
-        slot = first // STAGE_COLUMNS
-        steps += [Step(slot, key, part, scale_source) for part in together for key in range(HALVES // cluster)]
+        keys = range(HALVES if stage in LOCAL_STAGES else HALVES // cluster)
+        parts = [(part, key) for part in together for key in keys]
+        for i, (part, key) in enumerate(parts):
+            steps.append(Step(stage, key, part, scale_source, begins_stage=i == 0, ends_stage=i + 1 == len(parts)))
     return tuple(steps)
 
 
@@ -93,13 +100,22 @@ class Indices:
 class Keys:
     """A thread's keys of a tile.
 
-    rows: addresses of its two keys' rows, 0 for a key that is not there. own_scales: the scales of the key that it has looked
-    up, where they do not lie in the row. valid: of all keys of the warp, a bit each, those of the first half of the tile first.
+    rows: addresses of the first bytes that it moves of its two keys, to be read only if the key is present. scales: address of its share
+    of the scales of the key that it has looked up, 0 if that key is absent. valid: of all keys of the warp, a bit each, those of the
+    first half of the tile first.
     """
 
     rows: tuple[Int64, Int64]
-    own_scales: tuple[Int32, Int32]
+    scales: Int64
     valid: Int32
+
+    def present(self, half: Half, thread: Int32) -> Int32:
+        """Return 1 if the thread's key of a half of the tile is present, else 0."""
+        return (self.valid >> source_lane(thread, half)) & 1
+
+    def behind(self, zero: Int32) -> Keys:
+        """Return the same keys, known no sooner than a number that is 0."""
+        return Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid)
 
 
 def position_in_tile(thread: Int32) -> Int32:
@@ -114,7 +130,7 @@ def source_lane(thread: Int32, half: int | Int32) -> Int32:
 
 
 def find_keys(
-    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], thread: Int32
+    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], lane: Lane, thread: Int32
 ) -> Keys:
     """Return this thread's keys.
 
@@ -122,9 +138,15 @@ def find_keys(
     tile, from the others.
     """
     row, scales = slot_address(operands, cache_format, index, in_extra)
-    first, second = (shuffle_address(row, source_lane(thread, half)) for half in halves)
-    own = (Int32(0), Int32(0)) if cache_format.scales_inside else load_scales(scales)
-    return Keys((first, second), own, cute.arch.vote_ballot_sync(row != 0))
+    first, second = (shuffle_address(row, source_lane(thread, half)) + lane.source for half in halves)
+    if cache_format.scales_inside:
+        scales = cutlass.select_(scales != 0, scales + scale_share(thread) * SCALE_SHARE, scales)
+    return Keys((first, second), scales, cute.arch.vote_ballot_sync(row != 0))
+
+
+def scale_share(thread: Int32) -> Int32:
+    """Return which share of the scales a lane has of the key that it has looked up, where a key has fp32 scales: two lanes look it up."""
+    return thread % 32 // LOOKED_UP
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
@@ -137,73 +159,64 @@ def shuffle_address(own: Int64, lane: Int32) -> Int64:
     )
 
 
-@cute.jit
 def load_scales(address: Int64) -> tuple[Int32, Int32]:
-    """Load the eight bytes with a key's e8m0 scales; 0, and no access, for an absent key."""
-    words = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+    """Start the load of eight bytes of scales; 0, and no access, for an absent key."""
+    words = cute.make_rmem_tensor(cute.make_layout(SCALE_SHARE // 4), Int32)
     words.fill(0)
-    if address != 0:
-        cute.autovec_copy(global_words(address, 2, 8), words)
+    load_if(address != 0, words, address)
     return words[0], words[1]
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """The bytes of one step on their way. words: all its runs. scale: a scale that lies in the row."""
-
-    words: cute.Tensor
-    scale: cute.Tensor
-
-    @staticmethod
-    def create(words: int) -> Buffer:
-        """Return the registers for a step of up to so many words."""
-        return Buffer(cute.make_rmem_tensor(cute.make_layout(words), Int32), cute.make_rmem_tensor(cute.make_layout(1), Int32))
+def load_batch(batch: Batch, buffers: list[cute.Tensor], keys: Keys, halves: tuple[Half, Half], lane: Lane, thread: Int32) -> None:
+    """Start the loads of a batch of steps."""
+    for step, words in zip(batch, buffers, strict=False):
+        load_runs_if(step, words, keys.rows[step.key], lane, keys.present(halves[step.key], thread))
 
 
 @cute.jit
-def load_step(
-    cache_format: cutlass.Constexpr[CacheFormat], step: cutlass.Constexpr[Step], buffer: Buffer, row: Int64, near: Int64, lane: Lane
-):
-    """Start the loads of a step; zeros, and no access, for an absent key."""
-    scaled = step.quantised and cache_format.scales_inside
-    if row != 0:
-        load_runs(step, buffer.words, near, lane)
-        if cutlass.const_expr(scaled):
-            buffer.scale[0] = global_words(row + (cache_format.quantised + step.scale_source), 1, 4)[0]
-    else:
-        clear(buffer.words, step.words)
-        if cutlass.const_expr(scaled):
-            clear(buffer.scale, 1)
+def clear_absent(step: cutlass.Constexpr[Step], words: cute.Tensor, keys: Keys, half: Half, thread: Int32):
+    """Zero the bytes of a step if its key is absent: the registers still have those of another key."""
+    if keys.valid != ALL_PRESENT:
+        mask = Int32(0) - keys.present(half, thread)
+        for i in cutlass.range_constexpr(step.words):
+            words[i] = words[i] & mask
 
 
-def clear(words: cute.Tensor, count: int) -> None:
-    """Zero the first registers of a buffer. As PTX, which stays in its branch: nothing is zeroed ahead of a load."""
-    zeros = cute.arch.inline_ptx(" ".join(f"mov.b32 {{$w{i}}}, 0;" for i in range(count)), write_only_types=[Int32] * count)
-    for i, zero in enumerate(zeros if count > 1 else (zeros,)):
-        words[i] = zero
+def copy_rope(
+    cache_format: CacheFormat, keys: Keys, halves: tuple[Half, Half], targets: tuple[Int32, Int32], lane: Lane, thread: Int32
+) -> None:
+    """Start the copies of the RoPE columns of the thread's two keys. targets: shared memory addresses of the two halves of a RoPE stage."""
+    source = _run(cache_format, D_LATENT, D_LATENT).source
+    for row, half, target in zip(keys.rows, halves, targets, strict=True):
+        copy_box(row + source, target, lane, keys.present(half, thread) != 0)
 
 
-def copy_rope(cache_format: CacheFormat, rows: tuple[Int64, Int64], targets: tuple[Int32, Int32], lane: Lane) -> None:
-    """Start the copies of the RoPE columns of the thread's two keys.
-
-    targets: shared memory addresses of the two halves of a RoPE stage. Zeros are copied for an absent key, of which nothing is read.
-    """
-    other, first = LANES_PER_KEY * CHUNK, _run(cache_format, D_LATENT, D_LATENT).source
-    for row, target in zip(rows, targets, strict=True):
-        there = row != 0
-        place = target + lane.wide
-        copy_chunk(place, row + (lane.source + lane.swapped) + first, there)
-        copy_chunk(place ^ other, row + ((lane.source + lane.swapped) ^ other) + first, there)
+def copy_stage(first_column: int, keys: Keys, halves: tuple[Half, Half], target: Int32, lane: Lane, thread: Int32, count: int) -> None:
+    """Start the copies of a stage's 16-bit columns of the thread's first `count` keys. target: shared memory address of its half."""
+    for key in range(count):
+        there = keys.present(halves[key], thread) != 0
+        for box in range(STAGE_COLUMNS // BOX_COLUMNS):
+            row = keys.rows[key] + (first_column + box * BOX_COLUMNS) * ELEMENT_BYTES
+            copy_box(row, (target ^ (key * HALF_BYTES)) + box * BOX_BYTES, lane, there)
 
 
-def step_scales(cache_format: CacheFormat, step: Step, buffer: Buffer, keys: Keys, half: Half, thread: Int32) -> list[Float32]:
-    """Return the scales of a step's runs, whose key lies in this half of the tile. All lanes."""
+def copy_box(row: Int64, target: Int32, lane: Lane, there: Boolean) -> None:
+    """Start the copy of 64 16-bit columns of a key to half a box; of an absent key nothing is read, and zeros are written."""
+    other, place = LANES_PER_KEY * CHUNK, target + lane.wide
+    copy_chunk(place, row + lane.swapped, there)
+    copy_chunk(place ^ other, row + (lane.swapped ^ other), there)
+
+
+def step_scales(cache_format: CacheFormat, step: Step, own: tuple[Int32, Int32], half: Half, thread: Int32) -> list[Float32]:
+    """Return the scales of a step's runs, whose key lies in this half of the tile. own: what load_scales has loaded. All lanes."""
     if not step.quantised:
         return []
-    if cache_format.scales_inside:
-        return [as_float(buffer.scale[0])]
     word, byte = divmod(step.scale_source, 4)
-    scales = cute.arch.shuffle_sync(keys.own_scales[word], source_lane(thread, half))
+    lane = source_lane(thread, half)
+    if cache_format.scales_inside:
+        share, word = divmod(word, SCALE_SHARE // 4)
+        return [as_float(cute.arch.shuffle_sync(own[word], lane + share * LOOKED_UP))]
+    scales = cute.arch.shuffle_sync(own[word], lane)
     return [power_of_two(scales, byte + run.scale) for run in step.runs if run.quantised]
 
 
@@ -224,13 +237,19 @@ def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric])
 
 
 def store_step(
-    step: Step, buffer: Buffer, scales: list[Float32], target: Int32, lane: Lane, offset: int, dtype: type[cutlass.Numeric]
+    step: Step,
+    loaded: cute.Tensor,
+    scales: list[Float32],
+    target: Int32,
+    lane: Lane,
+    dtype: type[cutlass.Numeric],
+    acquire: Callable[[], None],
 ) -> None:
-    """Convert a step and store it in the half of a stage that begins `offset` bytes behind a shared memory address."""
+    """Convert a step and store it in the half of a stage that begins at a shared memory address. acquire: called before the first store."""
 
     def convert(words: cute.Tensor, run: Run) -> cute.Tensor:
         if run.box:
             cute.arch.sync_warp()  # keeps ptxas from converting both boxes at a time, for which registers are short
         return dequantise(words, scales[run.scale], dtype)
 
-    store_runs(step, buffer.words, convert, target, lane, offset)
+    store_runs(step, loaded, convert, target, lane, acquire)

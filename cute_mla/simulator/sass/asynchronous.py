@@ -202,19 +202,11 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
-<<<<<<< HEAD
-@op(r"LDGSTS.E(.BYPASS(.LTC(64|128|256)B)?.128)?", pure=False, taint="own", writes=())
-def copy_async(e: Emitter, ins: SassInstruction) -> None:
-    """Emit cp.async of 16 or 4 bytes per thread; where the predicate, if there is one, is false, of zeros."""
-    condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
-    nbytes = 16 if ins.modifiers[-1] == "128" else 4
-=======
 @op(r"LDGSTS.E(.BYPASS)?(.LTC(64|128|256)B)?(.64|.128)?", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
     """Emit cp.async of 4, 8 or 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
     condition = source(e, ins.operands[2], "pred") if len(ins.operands) > 2 else constant(e, "pred", 1)
     nbytes = next((int(word) // 8 for word in ins.modifiers if word in ("64", "128")), 4)
->>>>>>> clk23
     size = f"where({condition}, {constant(e, 'u32', nbytes)}, {constant(e, 'u32', 0)})"
     e.line(f"cp_async(w, {own(e, ins, 0)}, {address(e, memory_operand(ins, 1))}, {nbytes}, {size})")
 
