@@ -16,6 +16,7 @@ go by cp.async. In fp8_584 a key has no columns but its values: the RoPE stages 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -234,12 +235,7 @@ class GatherRole:
                     self.begin_rope(tiles, pipes, rope, keys, halves, lane, thread)
                 for i in cutlass.range_constexpr(len(batches[b])):
                     step, words = batches[b][i], buffers[b % 2][i]
-                    if cutlass.const_expr(step.begins_stage):
-                        free = pipes.kv_free.try_acquire(kv)
-                        acquire = partial(pipes.kv_free.finish_acquire, kv, free)
-                    else:
-                        cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                        acquire = no_wait
+                    acquire = stage_wait(pipes, step, kv)
                     target = first_stage + kv.stage * STAGE_BYTES
                     clear_absent(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
@@ -361,6 +357,14 @@ class GatherRole:
         else:
             cute.arch.barrier_arrive(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
         return mine
+
+
+def stage_wait(pipes: Pipes, step: Step, state: PipelineState) -> Callable[[], None]:
+    """Ask whether the stage that a step begins is free, and return the wait for it; no wait for any other step."""
+    if step.begins_stage:
+        return partial(pipes.kv_free.finish_acquire, state, pipes.kv_free.try_acquire(state))
+    cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
+    return no_wait
 
 
 def gather_barriers() -> tuple[NamedBarrier, ...]:
