@@ -83,9 +83,11 @@ def draw_queries(values: str, shape: tuple[int, ...], generator: torch.Generator
     if values not in RAMPED:
         return q
     tokens, heads = torch.arange(shape[-3], device=q.device)[:, None], torch.arange(shape[-2], device=q.device)
-    requests = torch.arange(shape[0], device=q.device)[:, None, None] if len(shape) > 3 else 0
+    requests = torch.arange(shape[0], device=q.device)[:, None, None] if len(shape) > 3 else torch.zeros_like(tokens)
     q[..., -D_ROPE:] = STEEP * ramp_direction(q.device)
-    falls = (tokens + heads) // OPPOSED_ROWS + (requests if values == "steps" else 0)
+    falls = (tokens + heads) // OPPOSED_ROWS
+    if values == "steps":
+        falls = falls + requests
     falls = (falls % 2)[..., None]  # [.., tokens, heads, 1], of values that differ so
     if values == "steps":
         q[..., -D_ROPE:] *= 1 - 2 * falls
