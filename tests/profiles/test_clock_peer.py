@@ -125,7 +125,7 @@ def test_one_of_our_cubins_is_timed_as_a_peer(tmp_path: Path) -> None:
     assert 1_000 < one < two < 10_000  # dependent round trips to memory, and little else
     assert found["block_clocks"] == two - one
     assert time_peer(cubin, [read_peer_launch(paths[0])], constants("H200"))["block_clocks"] is None
-    assert max(share for role in found["waits"].values() for share in role.values()) > 0.3
+    assert [max(shares, key=shares.get) for shares in found["waits"].values()] == ["global loads"] * 2
 
 
 def test_a_cubin_that_cannot_be_timed_is_refused() -> None:
