@@ -8,7 +8,7 @@ batch are asked for while the batch before is converted and stored, across the e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cutlass import Boolean, Int32, Int64, cute
@@ -170,31 +170,26 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
 
 def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
     """Start the loads of a step, of a present key's row."""
-    first = 0
-    for run in step.runs:
-        address = row + (lane.source + run.source)
-        if run.quantised:
-            cute.autovec_copy(global_words(address, CHUNK_WORDS, CHUNK), part_of(words, first, CHUNK_WORDS))
-        else:
-            half = LANES_PER_KEY * CHUNK
-            cute.autovec_copy(global_words(address + lane.swapped, CHUNK_WORDS, CHUNK), part_of(words, first, CHUNK_WORDS))
-            cute.autovec_copy(
-                global_words(address + (lane.swapped ^ half), CHUNK_WORDS, CHUNK), part_of(words, first + CHUNK_WORDS, CHUNK_WORDS)
-            )
-        first += run.words
+    for part, address in chunks_of(step, words, row, lane.source, lane):
+        cute.autovec_copy(global_words(address, CHUNK_WORDS, CHUNK), part)
 
 
 def load_runs_if(step: Step, words: cute.Tensor, row: Int64, lane: Lane, wanted: Boolean) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
+    for part, address in chunks_of(step, words, row, 0, lane):
+        load_if(wanted, part, address)
+
+
+def chunks_of(step: Step, words: cute.Tensor, row: Int64, offset: int | Int32, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
+    """Yield the registers and the address of each 16 bytes of a step. offset: of the first byte of the row that the thread moves."""
     first = 0
     for run in step.runs:
-        address = row + run.source
+        address = row + (offset + run.source)
         if run.quantised:
-            load_if(wanted, part_of(words, first, CHUNK_WORDS), address)
+            yield part_of(words, first, CHUNK_WORDS), address
         else:
-            half = LANES_PER_KEY * CHUNK
-            load_if(wanted, part_of(words, first, CHUNK_WORDS), address + lane.swapped)
-            load_if(wanted, part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ half))
+            yield part_of(words, first, CHUNK_WORDS), address + lane.swapped
+            yield part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ (LANES_PER_KEY * CHUNK))
         first += run.words
 
 
