@@ -194,6 +194,15 @@ class GatherRole:
         if cutlass.const_expr(self.cluster > 1) and thread < 32:
             await_peer(pipes, self.geometry, tile)
 
+    def first_keys(
+        self, operands: Operands, span: Span, halves: tuple[Half, Half], lane: Lane, thread: Int32
+    ) -> tuple[Indices, Int32, Keys]:
+        """Return the indices of a work tile, and this thread's position and keys in its first tile."""
+        indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
+        position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
+        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        return indices, position, keys
+
     @cute.jit
     def convert_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, span: Span, kv: PipelineState, rope: PipelineState, shift: Int32
@@ -210,9 +219,7 @@ class GatherRole:
         # of a pair, the half of it that this CTA converts
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = new_buffers(batches)
-        indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
-        position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        indices, position, keys = self.first_keys(operands, span, halves, lane, thread)
         row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *load_scales(keys.scales)
         index = indices.look_up(position + TILE_KEYS)
         load_batch(batches[0], buffers[0], keys, halves, lane, thread)
@@ -260,9 +267,7 @@ class GatherRole:
         thread = cute.arch.thread_idx()[0]  # of the first warpgroup
         lane, halves = pinned_lane(thread), halves_of_cta(self.cluster)
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
-        indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
-        position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        indices, position, keys = self.first_keys(operands, span, halves, lane, thread)
         row0, row1, valid = *keys.rows, keys.valid
         index = indices.look_up(position + TILE_KEYS)
         landing, landing_rope = kv, rope
