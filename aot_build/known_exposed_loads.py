@@ -9,14 +9,6 @@ from collections.abc import Mapping
 
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
-    "dense_decode_sm100_bf16_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_fp8_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_fp8_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_fp8_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_fp8_cluster2_elements": {"LDG.E": 1},
     "dense_decode_sm90_bf16_fp8_cache_cluster1": {"LDG.E.128": 7},
     "dense_decode_sm90_bf16_fp8_cache_cluster1_elements": {"LDG.E.128": 7},
     "dense_decode_sm90_fp16_fp8_cache_cluster1": {"LDG.E.128": 8},
