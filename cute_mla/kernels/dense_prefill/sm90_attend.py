@@ -14,6 +14,7 @@ from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
+from .board import Board
 from .operands import Operands, WorkItem
 from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TILE_KEYS, TURN_BARRIER, WARPGROUP, Pipes, Tiles, key_tiles
 from .sm90_gemm import Products, QueryStage
@@ -31,8 +32,8 @@ class AttendRole:
         self.by_tma = by_tma
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
-        """Wait key_ready, value_ready, query_ready. Signal key_free, value_free, query_free. Write out and lse.
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
+        """Wait item_ready, key_ready, value_ready, query_ready. Signal item_free, key_free, value_free, query_free. Write out and lse.
 
         P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros.
         """
@@ -42,33 +43,34 @@ class AttendRole:
         factors = [Float32(1), Float32(1)]
         if group != 0:
             give_turn(group)
-        use, done, pending = Int32(0), Int32(0), Boolean(False)
-        before = operands.items.take(Int32(0))
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.rows > 0:
-                if item.keys > 0:
-                    self.take_queries(operands, tiles, pipes, item, products, done)
-                    self.settle_output(pipes, products, factors, use - 2, pending)
-                    self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
-                    self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
-                    start_anew(softmax, ended)
-                    factors = self.softmax_step(item, products, softmax, key_tiles(item.keys) - 1)
-                    # in both branches: in front of them, ptxas would move it in front of the softmax
-                    if done > 0:
-                        warpgroup.wait_group(0)
-                        pipes.value_free.consumer_release(use - 1)
-                        self.finish_rows(operands, before, products, ended)
-                    else:
-                        warpgroup.wait_group(0)
-                    products.clear_output()
-                    factors = self.attend_tiles(pipes, item, products, softmax, factors, use, done)
-                    use = use + key_tiles(item.keys)
-                    done = done + 1
-                    pending = key_tiles(item.keys) > 1
-                    before = item
+        use, done, turn, pending = Int32(0), Int32(0), Int32(1), Boolean(False)
+        more, item = board.take(Int32(0))
+        before = item
+        while more:
+            if item.keys > 0:
+                self.take_queries(operands, tiles, pipes, item, products, done)
+                self.settle_output(pipes, products, factors, use - 2, pending)
+                self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
+                self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
+                start_anew(softmax, ended)
+                factors = self.softmax_step(item, products, softmax, key_tiles(item.keys) - 1)
+                # in both branches: in front of them, ptxas would move it in front of the softmax
+                if done > 0:
+                    warpgroup.wait_group(0)
+                    pipes.value_free.consumer_release(use - 1)
+                    self.finish_rows(operands, before, products, ended)
                 else:
-                    self.write_empty_rows(operands, item, products)
+                    warpgroup.wait_group(0)
+                products.clear_output()
+                factors = self.attend_tiles(pipes, item, products, softmax, factors, use, done)
+                use = use + key_tiles(item.keys)
+                done = done + 1
+                pending = key_tiles(item.keys) > 1
+                before = item
+            else:
+                self.write_empty_rows(operands, item, products)
+            more, item = board.take(turn)
+            turn = turn + 1
         if done > 0:
             self.settle_output(pipes, products, factors, use - 2, pending)
             pipes.value_ready.consumer_wait(use - 1)
