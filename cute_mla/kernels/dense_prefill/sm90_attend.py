@@ -165,9 +165,9 @@ class AttendRole:
         """Release K, and Q after the last tile: S is complete."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
-            if last:
+            if last:  # first: Q of the next item is more urgent than its second tile of K
                 cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
+            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
 
     @cute.jit
     def mask(self, item: WorkItem, products: Products, tile: Int32):
