@@ -27,6 +27,8 @@ BOX_ROWS = 64
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
+LANE_BITS = 5  # of a warp, which sorts that many sequences together
+TURNED_EIGHTHS = 5  # of the CTAs: by how many the first of a run is further than that of the run before
 
 
 class DensePrefillArguments(NamedTuple):

@@ -72,6 +72,11 @@ class WorkItems:
         head = of_head - sequence * self.args.h_q
         first_query, queries = span(self.args.cu_seqlens_q, sequence, self.args.total_q)
         first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
+        return self.at(head, block, (first_query, queries), (first_key, keys))
+
+    def at(self, head: Int32, block: Int32, queries_of: tuple[Int32, Int32], keys_of: tuple[Int32, Int32]) -> WorkItem:
+        """Return the item of a block of rows. queries_of, keys_of: first row and rows of its sequence."""
+        (first_query, queries), (first_key, keys) = queries_of, keys_of
         skipped = block * self.item_rows
         rows = queries - skipped
         diagonal = skipped + keys - queries

@@ -71,7 +71,8 @@ from .sm90_config import (
     Pipes,
     Tiles,
 )
-from .sm90_load import ItemRole, KeyRole, QueryRole, ValueRole
+from .sm90_items import ItemRole
+from .sm90_load import KeyRole, QueryRole, ValueRole
 
 
 class DensePrefillSm90(AttentionKernel):

@@ -16,6 +16,7 @@ from ..primitives.wgmma import K_STEP
 from .board import ITEM_WORDS
 
 TILE_KEYS = 128
+TILE_KEY_BITS = TILE_KEYS.bit_length() - 1
 GROUPS = 2  # of warps that compute, each with its own query rows
 GROUP_ROWS = TILE_ROWS[SM90.name] // GROUPS
 
@@ -25,8 +26,8 @@ THREADS = (1 + GROUPS) * WARPGROUP
 KEY_WARP, VALUE_WARP, QUERY_WARP, ITEM_WARP = 0, 1, 2, 3  # of the first warpgroup
 ITEM_STAGES = 4  # items that may be posted ahead
 
-LOAD_REGISTERS = 32  # a lane; all threads start with 168
-COMPUTE_REGISTERS = 240
+LOAD_REGISTERS = 40  # a lane; all threads start with 168
+COMPUTE_REGISTERS = 232
 
 TURN_BARRIER = 1  # and 2: bar.sync ids, of the warpgroup whose turn it is; 0 is the CTA's
 STAGE_BARRIER = 3  # and 4: of one warpgroup

@@ -1,11 +1,11 @@
-"""The roles of the SM90 kernel that find work items and fill shared memory by TMA: a warp each, ahead of the warpgroups that compute."""
+"""The roles of the SM90 kernel that fill shared memory by TMA: one warp each, which runs ahead of the warpgroups that compute."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.pipeline import arrive
@@ -14,21 +14,6 @@ from ..sm90.clear_rows import clear_rows
 from .board import Board
 from .operands import Operands
 from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
-
-
-class ItemRole:
-    """One warp: the CTA's work items, ahead of the other roles."""
-
-    @cute.jit
-    def run(self, operands: Operands, board: Board):
-        """Wait item_free. Signal item_ready. Items without rows are left out; behind the last one comes the word that there is none."""
-        posted = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.rows > 0:
-                board.post(posted, Boolean(True), item)
-                posted = posted + 1
-        board.post(posted, Boolean(False), operands.items.take(Int32(0)))
 
 
 class KeyRole:
