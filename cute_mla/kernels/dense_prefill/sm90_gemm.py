@@ -77,7 +77,9 @@ class Products:
         first = tiled_mma(self.dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         first.set(warpgroup.Field.ACCUMULATE, cutlass.select_(overwrite, Boolean(False), Boolean(True)))
         for step in range(cute.size(self.tP, mode=[2])):
-            cute.gemm(self.output_mma if step else first, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output)
+            cute.gemm(
+                self.output_mma if step else first, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output
+            )
         warpgroup.commit_group()
 
     def round_probs(self) -> None:
