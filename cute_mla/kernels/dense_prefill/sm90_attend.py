@@ -79,6 +79,7 @@ class AttendRole:
                 if due:
                     give_turn(group)
                     self.finish_rows(operands, owed, products, ended)
+                    warpgroup.fence()
                 self.start_output(pipes, products, larger(use + i - 1, Int32(0)), fresh)
                 if not due:
                     give_turn(group)
@@ -98,6 +99,7 @@ class AttendRole:
             self.settle_output(pipes, products, factors, use - 2, fresh)
             if due:
                 self.finish_rows(operands, owed, products, ended)
+            warpgroup.fence()
             self.start_output(pipes, products, use - 1, fresh)
             warpgroup.wait_group(0)
             self.finish_rows(operands, before, products, softmax)
@@ -142,7 +144,6 @@ class AttendRole:
     def start_output(self, pipes: Pipes, products: Products, use: Int32, fresh: Boolean) -> None:
         """Issue P V of a tile. fresh: whether it overwrites O."""
         pipes.value_ready.consumer_wait(use)
-        warpgroup.fence()
         products.start_output(pipes.value_ready.stage(use), fresh)
 
     @cute.jit
