@@ -120,6 +120,11 @@ class DensePrefillProblem:
         """Work items, including those of blocks that a sequence may not have."""
         return self.row_blocks * self.batch * self.h_q
 
+    @property
+    def sorts_sequences(self) -> bool:
+        """Whether items of several sequences are sorted together."""
+        return self.arch.name == SM90.name
+
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""
         return min(self.items, sm_count), 1, 1

@@ -9,7 +9,7 @@ from typing import Any
 from ...manifest import kernel_name
 from ...spec import cache_write, dense_prefill, merge_states
 from ...spec import combine as combine_spec
-from ...spec.arch import SM90, Arch
+from ...spec.arch import Arch
 from ...spec.cache_rows import KEYS_PER_BLOCK
 from ...spec.dense_decode import DenseDecodeProblem
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
@@ -141,7 +141,7 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
     kernel = _kernel("dense_prefill", problem.config, target)
     ctas = problem.grid(target.sm_count)[0]
     tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], PREFILL_KEYS, shape.causal, shape.cached)
-    deal = sorted_prefill_order if target.arch.name == SM90.name else dense_prefill_order
+    deal = sorted_prefill_order if problem.sorts_sequences else dense_prefill_order
     cta_work = prefill_work(tiles, deal(tiles, shape.lengths, shape.h_q, ctas))
     return Launch(**kernel, cta_work=cta_work, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
 

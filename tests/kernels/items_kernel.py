@@ -40,7 +40,7 @@ class Records:
     capacity: Int32
 
     @cute.jit
-    def post(self, turn: Int32, there: Boolean, item: WorkItem):
+    def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
         """Write an item down, or their number behind the last."""
         cta = cute.arch.block_idx()[0]
         if cute.arch.lane_idx() == 0:

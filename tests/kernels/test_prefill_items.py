@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def found(
     memory = simulator.GlobalMemory()
     for name, tensor in tensors.items():
         memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=name in ("records", "counts"))
-    args = [*tensors.values(), batch, heads, *totals, row_blocks, int(causal), capacity]
+    args: list[Any] = [*tensors.values(), batch, heads, *totals, row_blocks, int(causal), capacity]
     assert not launch(kernel(), (ctas, 1, 1), args, memory)
     walks = zip(tensors["records"].tolist(), tensors["counts"].tolist(), strict=True)
     return [[tuple(record) for record in rows[:count]] for rows, count in walks]

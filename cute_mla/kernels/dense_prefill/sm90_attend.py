@@ -5,8 +5,6 @@ Two warpgroups, each with 64 rows of an item, which issue their products in turn
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
@@ -17,27 +15,9 @@ from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
 from .board import Board
-from .operands import Operands, WorkItem
+from .operands import Operands, Rows, WorkItem
 from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TILE_KEYS, TURN_BARRIER, WARPGROUP, Pipes, Tiles, key_tiles
 from .sm90_gemm import Products, QueryStage
-
-
-class Rows(NamedTuple):
-    """Rows of out that an item writes: the part of a WorkItem that outlives its products."""
-
-    head: Int32
-    first_row: Int32
-    rows: Int32
-
-    @staticmethod
-    def of(item: WorkItem) -> Rows:
-        """Return the rows of an item."""
-        return Rows(item.head, item.first_row, item.rows)
-
-    @staticmethod
-    def none() -> Rows:
-        """Return no rows."""
-        return Rows(Int32(0), Int32(0), Int32(0))
 
 
 class AttendRole:
