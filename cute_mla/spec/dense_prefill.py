@@ -122,7 +122,7 @@ class DensePrefillProblem:
 
     @property
     def sorts_sequences(self) -> bool:
-        """Whether items of several sequences are sorted together."""
+        """Return whether items of several sequences are sorted together."""
         return self.arch.name == SM90.name
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
