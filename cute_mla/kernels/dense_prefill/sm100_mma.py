@@ -13,6 +13,7 @@ from ..primitives import tcgen05
 from ..primitives.integers import larger
 from ..primitives.pipeline import PipelineState
 from ..sm100.boxes import ROW_BYTES
+from .board import Board
 from .sm100_config import (
     BOX_BYTES,
     FIRST_KEYS,
@@ -31,7 +32,6 @@ from .sm100_config import (
     Tiles,
     key_tiles,
 )
-from .sm100_work_items import Board
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows

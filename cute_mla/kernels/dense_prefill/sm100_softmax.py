@@ -19,6 +19,7 @@ from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
 from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
+from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import (
     BOXES_PER_STAGE,
@@ -36,7 +37,6 @@ from .sm100_config import (
     first_lane,
     key_tiles,
 )
-from .sm100_work_items import Board
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
