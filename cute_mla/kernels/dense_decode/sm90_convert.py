@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
@@ -44,7 +44,21 @@ from ..sm90.config import (
 )
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES
 from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.row_conversion import LANES_PER_KEY, ROPE_STAGE, Lane, Run, Step, load_runs, steps_ahead, store_runs
+from ..sm90.row_conversion import (
+    ALL_PRESENT,
+    LANES_PER_KEY,
+    ROPE_STAGE,
+    Batch,
+    Lane,
+    Run,
+    Step,
+    batches_of,
+    load_runs_if,
+    new_buffers,
+    pinned_lane,
+    store_runs,
+    zero_behind,
+)
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import (
     OUTPUT_GROUPS,
@@ -61,7 +75,7 @@ from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
 from .sm90_mask import LengthMask
 
-CONVERT_REGISTERS = 80
+CONVERT_REGISTERS = 88
 GEOMETRY = Geometry(
     d_qk=D_QK,
     q_tiles_in_registers=2,
@@ -118,6 +132,7 @@ class ConvertRole:
 
     def __init__(self, dtype: type[cutlass.Numeric]) -> None:
         self.dtype = dtype
+        self.batches, self.in_flight = batches_in_flight(dtype)
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -146,28 +161,30 @@ class ConvertRole:
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
-        Pages are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        Pages are asked for a tile ahead of the addresses, bytes one or more batches ahead of their use.
         """
-        lane = Lane.of(thread)
-        source, lane = lane.source, replace(lane, source=Int32(0))
-        buffers = [cute.make_rmem_tensor(cute.make_layout(max(step.words for step in STEPS[i::AHEAD])), Int32) for i in range(AHEAD)]
-        pages = look_up(operands, req, keys)
-        rows = self.addresses(operands, keys, pages, source)
+        batches, ahead = self.batches, self.in_flight - 1
+        lane = pinned_lane(thread)
+        buffers = new_buffers(batches, self.in_flight)
+        row0, row1 = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)
-        for s in cutlass.range_constexpr(AHEAD):
-            load_step(STEPS[s], buffers[s], rows[STEPS[s].key], lane)
+        for b in cutlass.range_constexpr(ahead):
+            load_batch(batches[b], buffers[b], (row0, row1), Int32(0), lane)
         for use in cutlass.range(tile, end, unroll=1):
-            for s in cutlass.range_constexpr(len(STEPS)):
-                cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                self.finish_step(tiles, pipes, s, buffers[s % AHEAD], use, lane)
-                if cutlass.const_expr(s + AHEAD == len(STEPS)):
+            present = (row0 != 0, row1 != 0)
+            for b in cutlass.range_constexpr(len(batches)):
+                loading = b + ahead
+                zero = zero_behind(row0, *buffers[b % self.in_flight][: len(batches[b])]) if ahead == 1 else Int32(0)
+                if cutlass.const_expr(loading == len(batches)):
                     # whatever is loaded from here on belongs to the next tile
-                    rows = self.addresses(operands, keys, pages, source)
+                    row0, row1 = self.addresses(operands, keys, pages, lane.source)
                     keys = keys.following(operands)
-                    pages = look_up(operands, req, keys)
-                step = STEPS[(s + AHEAD) % len(STEPS)]
-                load_step(step, buffers[s % AHEAD], rows[step.key], lane)
+                    pages = look_up(operands, req, keys.behind(zero))
+                load_batch(batches[loading % len(batches)], buffers[loading % self.in_flight], (row0, row1), zero, lane)
+                for i in cutlass.range_constexpr(len(batches[b])):
+                    cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
+                    self.finish_step(tiles, pipes, batches[b][i], buffers[b % self.in_flight][i], present, use, lane)
 
     def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
@@ -175,30 +192,46 @@ class ConvertRole:
         return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
     @cute.jit
-    def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):
+    def finish_step(
+        self,
+        tiles: Tiles,
+        pipes: Pipes,
+        step: cutlass.Constexpr[Step],
+        words: cute.Tensor,
+        present: tuple[Boolean, Boolean],
+        tile: Int32,
+        lane: Lane,
+    ):
         """Store the bytes of a step that have come. The first step of a stage acquires it, the last one commits it."""
-        step = STEPS[s]
         if cutlass.const_expr(step.stage == ROPE_STAGE):
             ready, free, use, stage = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
             stage_bytes = BOX_BYTES
         else:
             ready, free, use, stage = pipes.kv_ready, pipes.kv_free, tile * STAGES_PER_TILE + step.stage, tiles.sKv.iterator.toint()
             stage_bytes = STAGE_BYTES
-        if cutlass.const_expr(s == 0 or STEPS[s - 1].stage != step.stage):
+        if cutlass.const_expr(step.begins_stage):
             free.producer_acquire(use)
+        clear_absent(words, present[step.key])
         target = stage + ready.stage(use) * stage_bytes + step.key * HALF_BYTES
         store_runs(step, words, lambda chunk, run: widen(chunk, self.dtype), target, lane)
-        if cutlass.const_expr(s + 1 == len(STEPS) or STEPS[s + 1].stage != step.stage):
+        if cutlass.const_expr(step.ends_stage):
             cute.arch.fence_proxy("async.shared", space="cta")
             ready.producer_commit(use)
 
 
+def load_batch(batch: Batch, buffers: list[cute.Tensor], rows: tuple[Int64, Int64], zero: Int32, lane: Lane) -> None:
+    """Start the loads of a batch of steps; of an absent key, at address 0, nothing is read. zero: known when they may be issued."""
+    for step, words in zip(batch, buffers, strict=False):
+        row = rows[step.key]
+        load_runs_if(step, words, row + zero, lane, row != 0)
+
+
 @cute.jit
-def load_step(step: cutlass.Constexpr[Step], words: cute.Tensor, row: Int64, lane: Lane):
-    """Start the loads of a step; zeros, and no access, for an absent key."""
-    words.fill(0)
-    if row != 0:
-        load_runs(step, words, row, lane)
+def clear_absent(words: cute.Tensor, present: Boolean):
+    """Zero the bytes of a step of an absent key: the registers still have those of another key."""
+    if cute.arch.vote_ballot_sync(present) != ALL_PRESENT:
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = cutlass.select_(present, words[i], Int32(0))
 
 
 def tile_steps() -> tuple[Step, ...]:
@@ -207,13 +240,25 @@ def tile_steps() -> tuple[Step, ...]:
     for first in range(0, D_QK, STAGE_COLUMNS):
         columns = range(first, min(first + STAGE_COLUMNS, D_QK), BOX_COLUMNS)
         runs = [Run((column - first) // BOX_COLUMNS, column, quantised=True) for column in columns]
-        steps += [Step(first // STAGE_COLUMNS, key, (run,)) for run in runs for key in range(HALVES)]
+        parts = [(run, key) for run in runs for key in range(HALVES)]
+        for i, (run, key) in enumerate(parts):
+            steps.append(Step(first // STAGE_COLUMNS, key, (run,), begins_stage=i == 0, ends_stage=i + 1 == len(parts)))
     assert steps[-1].stage == ROPE_STAGE
     return tuple(steps)
 
 
 STEPS = tile_steps()
-AHEAD = steps_ahead(STEPS)
+
+
+def batches_in_flight(dtype: type[cutlass.Numeric]) -> tuple[tuple[Batch, ...], int]:
+    """Return the batches of a tile, and how many are in flight.
+
+    16 columns take 32 instructions to become bf16, so that the steps of a batch cover much of the latency of the next. They take 8 to
+    become fp16: nine steps in flight, one by one, are faster there by the clock.
+    """
+    if dtype is cutlass.BFloat16:
+        return batches_of(STEPS), 2
+    return tuple((step,) for step in STEPS), 9
 
 
 @dataclass(frozen=True)
@@ -230,6 +275,10 @@ class KeyPositions:
     def following(self, operands: Operands) -> KeyPositions:
         """Return the positions in the next tile."""
         return KeyPositions(*operands.next_tile_entry(self.entry, self.row), self.left - TILE_KEYS)
+
+    def behind(self, zero: Int32) -> KeyPositions:
+        """Return the same positions, known no sooner than a number that is 0."""
+        return replace(self, entry=self.entry + zero)
 
 
 @cute.jit

@@ -21,6 +21,7 @@ from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES
 CHUNK_WORDS = CHUNK // 4
 LANES_PER_KEY = 4
 ROPE_STAGE = STAGES_PER_TILE  # the "stage" of a tile that is in the RoPE ring
+ALL_PRESENT = -1  # the answer of a warp all of whose lanes say yes
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
 
 
@@ -69,18 +70,6 @@ class Step:
         return any(run.quantised for run in self.runs)
 
 
-def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Return the steps in flight: as many as the role's registers hold.
-
-    The number divides that of all steps, so that every step of every tile has the same registers.
-    """
-
-    def words(ahead: int) -> int:
-        return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
-
-    return max(ahead for ahead in range(1, len(steps) + 1) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
-
-
 Batch = tuple[Step, ...]
 
 
@@ -97,9 +86,9 @@ def batches_of(steps: Batch) -> tuple[Batch, ...]:
     raise AssertionError("a step has more words than registers")
 
 
-def buffer_steps(batches: tuple[Batch, ...]) -> list[Batch]:
-    """Return, of each register buffer of even and of odd batches, the step with the most words."""
-    columns = [itertools.zip_longest(*batches[side::2]) for side in range(2)]
+def buffer_steps(batches: tuple[Batch, ...], in_flight: int = 2) -> list[Batch]:
+    """Return, of each register buffer, the step with the most words. Batches take the buffers of so many in turn."""
+    columns = [itertools.zip_longest(*batches[side::in_flight]) for side in range(in_flight)]
     return [tuple(max(filter(None, steps), key=lambda step: step.words) for steps in column) for column in columns]
 
 
@@ -168,23 +157,17 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
         words[i] = word
 
 
-def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
-    """Start the loads of a step, of a present key's row."""
-    for part, address in chunks_of(step, words, row, lane.source, lane):
-        cute.autovec_copy(global_words(address, CHUNK_WORDS, CHUNK), part)
-
-
 def load_runs_if(step: Step, words: cute.Tensor, row: Int64, lane: Lane, wanted: Boolean) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
-    for part, address in chunks_of(step, words, row, 0, lane):
+    for part, address in chunks_of(step, words, row, lane):
         load_if(wanted, part, address)
 
 
-def chunks_of(step: Step, words: cute.Tensor, row: Int64, offset: int | Int32, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
-    """Yield the registers and the address of each 16 bytes of a step. offset: of the first byte of the row that the thread moves."""
+def chunks_of(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
+    """Yield the registers and the address of each 16 bytes of a step, from the first byte of a row that the thread moves."""
     first = 0
     for run in step.runs:
-        address = row + (offset + run.source)
+        address = row + run.source
         if run.quantised:
             yield part_of(words, first, CHUNK_WORDS), address
         else:
@@ -193,21 +176,25 @@ def chunks_of(step: Step, words: cute.Tensor, row: Int64, offset: int | Int32, l
         first += run.words
 
 
-def new_buffers(batches: tuple[Batch, ...]) -> list[list[cute.Tensor]]:
-    """Return the registers of even and of odd batches, all zero: what an absent key leaves must be defined."""
-    buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in buffer_steps(batches)]
+def new_buffers(batches: tuple[Batch, ...], in_flight: int = 2) -> list[list[cute.Tensor]]:
+    """Return the registers of the batches in flight, all zero: what an absent key leaves must be defined."""
+    sides = buffer_steps(batches, in_flight)
+    buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in sides]
     for words in itertools.chain(*buffers):
         words.fill(0)
     return buffers
 
 
-def zero_behind(words: cute.Tensor, row: Int64) -> Int32:
-    """Return 0 once the loads of a buffer have come. row: a multiple of 16, which ptxas does not know.
+def zero_behind(row: Int64, *buffers: cute.Tensor) -> Int32:
+    """Return 0 once the loads of some buffers have come. row: a multiple of 16, which ptxas does not know.
 
     ptxas gives all loads that are in flight across a branch one scoreboard, so a wait for any of them is a wait for the last one: those
     of the next batch must be issued behind the wait for this one.
     """
-    return Int32(row) & (CHUNK - 1) & words[0]
+    zero = Int32(row) & (CHUNK - 1)
+    for words in buffers:
+        zero = zero & words[0]
+    return zero
 
 
 def store_chunk(words: cute.Tensor, target: Int32) -> None:
