@@ -65,6 +65,8 @@ from .sm90_walk import first_tile, for_each_tile, next_tile
 ROPE_STAGES = 3
 VALID_STAGES = ROPE_STAGES  # a tile's bits take the place of those of the tile whose RoPE stage it gets
 
+SHARED_STAGES = 2  # of a tile, between the CTAs of a pair: the first ones
+
 
 def geometry_of(d_qk: int) -> Geometry:
     """Return the geometry: copies need no registers for bytes, so that Q gets them; what Q leaves of shared memory are stages."""
@@ -77,7 +79,8 @@ def geometry_of(d_qk: int) -> Geometry:
         score_registers=152,
         ready_arrivals=1,
         valid_stages=VALID_STAGES,
-        alternating=True,
+        rope_after=2,
+        takes_turns=True,
     )
 
 
@@ -200,13 +203,20 @@ class CopyRole:
         present = told_of_keys(tiles, pipes, tile)
         rows = TileRows.create(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(step == self.geometry.rope_after):
+                self.copy_rope(tiles, pipes, lane, rows, present, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_free.producer_acquire(use)
             if present:
-                # of a pair, the other half comes from the peer
-                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.cluster
+                # of a stage that a pair shares, the other half comes from the peer
+                source = self.geometry.first_column(step) * ELEMENT_BYTES
+                halves = HALVES // self.cluster if shares_stage(step, self.cluster) else HALVES
                 rows.copy(lane, kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
+
+    @cute.jit
+    def copy_rope(self, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, rows: TileRows, present: Boolean, tile: Int32):
+        """Copy the RoPE columns of all keys of a tile. Wait rope_free. Signal rope_landed."""
         pipes.rope_free.producer_acquire(tile)
         if cutlass.const_expr(self.geometry.has_rope) and present:
             target = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES
@@ -233,19 +243,29 @@ class CourierRole:
         """Wait kv_landed, rope_landed. Signal kv_ready, rope_ready."""
         present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(step == self.geometry.rope_after):
+                self.deliver_rope(pipes, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_landed.consumer_wait(use)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(self.cluster == 1):
+            if cutlass.const_expr(not shares_stage(step, self.cluster)):
                 pipes.kv_ready.producer_commit(use)
             elif present:
                 own = kv_stage(tiles, pipes, use) + halves_of_cta(self.cluster)[0] * HALF_BYTES
                 hand_over(pipes.kv_ready.barrier(use), own, STAGE_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
                 pipes.kv_ready.producer_commit(use)
+
+    def deliver_rope(self, pipes: CopyPipes, tile: Int32) -> None:
+        """Wait rope_landed. Signal rope_ready."""
         pipes.rope_landed.consumer_wait(tile)
         cute.arch.fence_proxy("async.shared", space="cta")
         pipes.rope_ready.producer_commit(tile)
+
+
+def shares_stage(step: int, cluster: int) -> bool:
+    """Return whether each CTA of a pair copies half of a stage of a tile. The others are wanted too soon for a second way."""
+    return cluster > 1 and step < SHARED_STAGES
 
 
 def told_of_keys(tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:
