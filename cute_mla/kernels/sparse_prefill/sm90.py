@@ -19,8 +19,11 @@ are (producer -> consumer; arrivals per phase):
   valid_ready[3]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
   kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 stages where d_qk is 512)
   rope_landed[3]   copy -> courier                 64
-  kv_ready[10]     courier -> score, output        1; of a pair, and the bytes of the peer's half
+  kv_ready[10]     courier -> score, output        1; of a stage that a pair shares, and the bytes of the peer's half
   rope_ready[3]    courier -> score                1
+
+A pair shares the first two stages of a tile: each CTA copies half of their keys and hands them to the peer. The other two each copies
+whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between.
 
 A tile without any key is passed by: of it there are only the handshakes. Nothing joins tokens: all roles walk from one to the
 next on their own, and the scout looks ahead over the end of a token.

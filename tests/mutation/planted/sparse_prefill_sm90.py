@@ -14,11 +14,11 @@ from tests.mutation.planting import Suite, alone, each_in, planted, together
 
 # One CTA walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
 ALONE = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1)
-PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys for both
+PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys of two stages for both
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=1)  # most tiles with keys have one
 
 # The first waits in the order of the PTX. None: found only by a rare schedule, or implied by another one.
-WAITS = ("valid_ready of copy", None, None, "kv_free", None, None, *(f"landed[{stage}]" for stage in range(5)), "rope_free of scout")
+WAITS = ("valid_ready of copy", None, None, None, "kv_free", None, *(f"landed[{stage}]" for stage in range(5)), "rope_free of scout")
 OF_COURIER = 5  # arrivals and fences: four stages, RoPE columns
 OF_SCOUT = 1
 
