@@ -206,8 +206,8 @@ class CopyRole:
         present = told_of_keys(tiles, pipes, tile)
         rows = TileRows.create(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
-            if cutlass.const_expr(step == self.geometry.rope_after):
-                self.copy_rope(tiles, pipes, lane, rows, present, tile)
+            if cutlass.const_expr(step == self.geometry.rope_after) and present:
+                self.copy_rope(tiles, pipes, lane, rows, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_free.producer_acquire(use)
             if present:
@@ -216,12 +216,16 @@ class CopyRole:
                 halves = HALVES // self.cluster if shares_stage(step, self.cluster) else HALVES
                 rows.copy(lane, kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
+        if not present:
+            # last: of such a tile the score role waits for rope_ready only, which must tell that all its stages have been waited for
+            pipes.rope_free.producer_acquire(tile)
+            arrive_landed(pipes.rope_landed.barrier(tile))
 
     @cute.jit
-    def copy_rope(self, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, rows: TileRows, present: Boolean, tile: Int32):
-        """Copy the RoPE columns of all keys of a tile. Wait rope_free. Signal rope_landed."""
+    def copy_rope(self, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, rows: TileRows, tile: Int32):
+        """Copy the RoPE columns of all keys of a tile, where they have any. Wait rope_free. Signal rope_landed."""
         pipes.rope_free.producer_acquire(tile)
-        if cutlass.const_expr(self.geometry.has_rope) and present:
+        if cutlass.const_expr(self.geometry.has_rope):
             target = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES
             rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
         arrive_landed(pipes.rope_landed.barrier(tile))
@@ -236,17 +240,17 @@ class CourierRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
-        """Wait kv_landed, rope_landed; of a pair valid_ready too. Signal kv_ready, rope_ready."""
+        """Wait valid_ready, kv_landed, rope_landed. Signal kv_ready, rope_ready."""
         tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
         if cutlass.const_expr(self.cluster > 1):
             await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
-        """Wait kv_landed, rope_landed. Signal kv_ready, rope_ready."""
-        present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
+        """Wait valid_ready, kv_landed, rope_landed. Signal kv_ready, rope_ready."""
+        present = told_of_keys(tiles, pipes, tile)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
-            if cutlass.const_expr(step == self.geometry.rope_after):
+            if cutlass.const_expr(step == self.geometry.rope_after) and present:
                 self.deliver_rope(pipes, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_landed.consumer_wait(use)
@@ -258,8 +262,13 @@ class CourierRole:
                 hand_over(pipes.kv_ready.barrier(use), own, STAGE_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
                 pipes.kv_ready.producer_commit(use)
+        if not present:
+            # behind the stages, which rope_ready must tell of, too
+            pipes.rope_landed.consumer_wait(tile)
+            pipes.rope_ready.producer_commit(tile)
 
-    def deliver_rope(self, pipes: CopyPipes, tile: Int32) -> None:
+    @cute.jit
+    def deliver_rope(self, pipes: CopyPipes, tile: Int32):
         """Wait rope_landed. Signal rope_ready."""
         pipes.rope_landed.consumer_wait(tile)
         cute.arch.fence_proxy("async.shared", space="cta")
