@@ -26,7 +26,9 @@ PICTURES = {  # in docs/images
     "sparse_decode_sm90_bf16_fp8_656_cluster2": "sparse-decode-sm90-clock.svg",
     "sparse_decode_sm100_bf16_fp8_656_cluster2": "sparse-decode-sm100-clock.svg",
     "sparse_prefill_sm90_bf16_d576_cluster2": "sparse-prefill-sm90-clock.svg",
+    "sparse_prefill_sm100_bf16_d576_cluster2": "sparse-prefill-sm100-clock.svg",
     "dense_prefill_sm90_bf16_d192": "dense-prefill-sm90-clock.svg",
+    "dense_prefill_sm100_bf16_d192": "dense-prefill-sm100-clock.svg",
 }
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 
