@@ -147,7 +147,7 @@ def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDec
 def _overwritten_plan(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
     """Return a case whose plan is no plan. Its results are undefined, but it keeps to its operands."""
     h_q = TILE_ROWS // 2 if rows == "one" else TILE_ROWS + 2
-    case = DenseDecodeCase(dtype, batch=3, lengths=(66, 20, 70), h_q=h_q, outputs="odd" if elements else "given", sm_count=12)
+    case = DenseDecodeCase(dtype, batch=3, lengths=(66, 20, 3), h_q=h_q, outputs="odd" if elements else "given", sm_count=12)
     return replace(with_fp8(case, operands), metadata="overwritten")
 
 

@@ -94,7 +94,7 @@ def _covers() -> Iterator[SparseDecodeCase]:
             q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
-            dtype, cache=cache, batch=3, h_q=66 if two else 7, main=Pool(100, 66), metadata="overwritten",
+            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)), metadata="overwritten",
             outputs="odd" if elements else "given", sm_count=12,
         )  # fmt: skip
 
