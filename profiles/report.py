@@ -16,6 +16,7 @@ from .model.machines import machines
 from .model.report import model_of
 from .plots.latency_plot import latency_svg, timed_of
 from .plots.roofline_plot import Point, roofline_svg
+from .plots.svg import with_article
 from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
 
@@ -125,7 +126,7 @@ def plot(document: dict[str, Any]) -> str:
             for row in document["rows"]
             if row["rate"] == 1
         ]
-        return roofline_svg(gpu, points, f"The roofline of {'an' if gpu.name.startswith('H') else 'a'} {gpu.name}")
+        return roofline_svg(gpu, points, f"The roofline of {with_article(gpu.name)}")
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
     points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in _timed(document) if row["rate"] == 1]
     return roofline_svg(gpu, points, f"Useful work on {document['environment']['gpu']}")

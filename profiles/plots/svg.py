@@ -15,6 +15,11 @@ def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "mid
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rotation}>{escape(content)}</text>'
 
 
+def with_article(gpu: str) -> str:
+    """Return the name of a GPU behind its indefinite article."""
+    return f"{'an' if gpu.startswith('H') else 'a'} {gpu}"
+
+
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, width: float) -> str:
     """Return a straight line."""
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{stroke}" stroke-width="{width}"/>'

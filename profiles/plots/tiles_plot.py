@@ -18,7 +18,7 @@ from ..clock.recorded import Recorded, merged, record
 from ..clock.spans import ISSUE, PORT, TENSOR_CORE, TMA, Span
 from ..clock.stall_report import default_setting
 from ..kernel_stats.golden_clocks import GPU_OF
-from .svg import FAINT, GRID, INK, line, picture, text
+from .svg import FAINT, GRID, INK, line, picture, text, with_article
 
 PICTURES = {  # in docs/images
     "dense_decode_sm90_bf16_cluster2": "dense-decode-sm90-clock.svg",
@@ -75,8 +75,7 @@ def tiles_svg(run: Recorded, block: float) -> str:
     bottom = TOP + ROW * len(rows)
     scale = (WIDTH - LEFT - RIGHT) / (end - start)
     body = [f"<defs>{_HATCH}</defs>", text(LEFT, 18, run.title, size=13, anchor="start")]
-    gpu = f"{'an' if run.gpu.startswith('H') else 'a'} {run.gpu}"
-    note = f"predicted by the clock for {gpu}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
+    note = f"predicted by the clock for {with_article(run.gpu)}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
     body.append(text(LEFT, 34, note, size=11, anchor="start", fill=FAINT))
     body += _axis(start, end, block, scale, bottom)
     for number, row in enumerate(rows):

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, cute
-from cutlass.cute.runtime import make_ptr
 
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.kernels.dense_prefill.operands import WorkItem, WorkItems
 from cute_mla.kernels.dense_prefill.sm90_items import ItemRole
+from cute_mla.spec import abi
 from cute_mla.spec.arch import SM90
 from cute_mla.spec.dense_prefill import TILE_ROWS
-from tests.support.params import int32s, pointers
+from tests.kernels.plain_kernel import plain_kernel
 
 RECORD = 6  # head, first row, rows, first key, keys, diagonal
-PARAMS = (
-    *pointers("cu_seqlens_q", "cu_seqlens_k", "records", "counts"),  # records: int32 [ctas, capacity, RECORD]
-    *int32s("batch", "h_q", "total_q", "total_k", "row_blocks", "causal", "capacity"),
-)
 
 
-@dataclass(frozen=True)
-class ItemsConfig:
-    """The kernel has no variants."""
+class ItemsArguments(NamedTuple):
+    """Arguments of the kernel. records: int32 [ctas, capacity, RECORD]. The others: as in DensePrefillArguments."""
 
-    name: str = "items"
+    cu_seqlens_q: abi.Pointer
+    cu_seqlens_k: abi.Pointer
+    records: abi.Pointer
+    counts: abi.Pointer
+    batch: abi.Int32
+    h_q: abi.Int32
+    total_q: abi.Int32
+    total_k: abi.Int32
+    row_blocks: abi.Int32
+    causal: abi.Int32
+    capacity: abi.Int32
 
 
 @dataclass(frozen=True)
@@ -54,63 +59,18 @@ class Records:
 
 
 @cute.kernel
-def find(
-    cu_seqlens_q: cute.Pointer,
-    cu_seqlens_k: cute.Pointer,
-    records: cute.Pointer,
-    counts: cute.Pointer,
-    batch: Int32,
-    h_q: Int32,
-    total_q: Int32,
-    total_k: Int32,
-    row_blocks: Int32,
-    causal: Int32,
-    capacity: Int32,
-) -> None:
-    args: Any = SimpleNamespace(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        batch=batch,
-        h_q=h_q,
-        heads_per_kv=Int32(1),
-        total_q=total_q,
-        total_k=total_k,
-        row_blocks=row_blocks,
-    )
-    operands: Any = SimpleNamespace(items=WorkItems(args, causal != 0, TILE_ROWS[SM90.name]))
-    board: Any = Records(records, counts, capacity)
+def find(arguments: ItemsArguments) -> None:
+    args: Any = SimpleNamespace(**arguments._asdict(), heads_per_kv=Int32(1))
+    operands: Any = SimpleNamespace(items=WorkItems(args, arguments.causal != 0, TILE_ROWS[SM90.name]))
+    board: Any = Records(arguments.records, arguments.counts, arguments.capacity)
     ItemRole().run(operands, board)
 
 
 @cute.jit
-def host(
-    cu_seqlens_q: cute.Pointer,
-    cu_seqlens_k: cute.Pointer,
-    records: cute.Pointer,
-    counts: cute.Pointer,
-    batch: Int32,
-    h_q: Int32,
-    total_q: Int32,
-    total_k: Int32,
-    row_blocks: Int32,
-    causal: Int32,
-    capacity: Int32,
-) -> None:
-    find(cu_seqlens_q, cu_seqlens_k, records, counts, batch, h_q, total_q, total_k, row_blocks, causal, capacity).launch(
-        grid=(1, 1, 1), block=(32, 1, 1)
-    )
+def host(arguments: ItemsArguments) -> None:
+    find(arguments).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
 def source() -> KernelDefinition:
     """Return the kernel, ready to compile."""
-    int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
-    return KernelDefinition(
-        op="items",
-        config=ItemsConfig(),
-        host=host,
-        args=(*(int32s_in_memory for _ in range(4)), *(Int32(1) for _ in range(7))),
-        params=PARAMS,
-        block=(32, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-    )
+    return plain_kernel("items", host, ItemsArguments)

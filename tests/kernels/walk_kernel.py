@@ -2,47 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, cute
-from cutlass.cute.runtime import make_ptr
 
 from cute_mla.kernels.attention.lengths import Lengths
 from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
-from tests.support.params import int32s, pointers
+from cute_mla.spec import abi
+from tests.kernels.plain_kernel import plain_kernel
 
 RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
-PARAMS = (
-    *pointers("plan", "num_splits", "lengths", "extra_lengths", "records", "counts"),  # records: int32 [parts, capacity, RECORD]
-    *int32s("batch", "max_keys", "extra_max_keys", "max_splits", "accum_rows", "capacity"),
-)
 
 
-@dataclass(frozen=True)
-class WalkConfig:
-    """The kernel has no variants."""
+class WalkArguments(NamedTuple):
+    """Arguments of the kernel. records: int32 [parts, capacity, RECORD]. The others: as in the decode kernels."""
 
-    name: str = "walk"
+    plan: abi.Pointer
+    num_splits: abi.Pointer
+    lengths: abi.Pointer
+    extra_lengths: abi.Pointer
+    records: abi.Pointer
+    counts: abi.Pointer
+    batch: abi.Int32
+    max_keys: abi.Int32
+    extra_max_keys: abi.Int32
+    max_splits: abi.Int32
+    accum_rows: abi.Int32
+    capacity: abi.Int32
 
 
 @cute.kernel
-def walk(
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    records: cute.Pointer,
-    counts: cute.Pointer,
-    batch: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    max_splits: Int32,
-    accum_rows: Int32,
-    capacity: Int32,
-) -> None:
-    schedule = SplitKvSchedule(plan, num_splits, Lengths(lengths, extra_lengths, max_keys, extra_max_keys), batch, max_splits, accum_rows)
+def walk(args: WalkArguments) -> None:
+    lengths = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
+    schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows)
     part = cute.arch.block_idx()[2]
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:
@@ -50,7 +44,7 @@ def walk(
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile(req, begin_tile)
-            record = records + (part * capacity + done) * RECORD
+            record = args.records + (part * args.capacity + done) * RECORD
             record[0] = req
             record[1] = begin_tile
             record[2] = tile_range.tiles
@@ -59,39 +53,14 @@ def walk(
             record[5] = work_tile.accum_row
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-        counts[part] = done
+        args.counts[part] = done
 
 
 @cute.jit
-def host(
-    plan: cute.Pointer,
-    num_splits: cute.Pointer,
-    lengths: cute.Pointer,
-    extra_lengths: cute.Pointer,
-    records: cute.Pointer,
-    counts: cute.Pointer,
-    batch: Int32,
-    max_keys: Int32,
-    extra_max_keys: Int32,
-    max_splits: Int32,
-    accum_rows: Int32,
-    capacity: Int32,
-) -> None:
-    walk(
-        plan, num_splits, lengths, extra_lengths, records, counts, batch, max_keys, extra_max_keys, max_splits, accum_rows, capacity
-    ).launch(grid=(1, 1, 1), block=(32, 1, 1))
+def host(args: WalkArguments) -> None:
+    walk(args).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
 def source() -> KernelDefinition:
     """Return the kernel, ready to compile."""
-    int32s_in_memory = make_ptr(Int32, 0, cute.AddressSpace.gmem, assumed_align=4)
-    return KernelDefinition(
-        op="walk",
-        config=WalkConfig(),
-        host=host,
-        args=(*(int32s_in_memory for _ in range(6)), *(Int32(1) for _ in range(6))),
-        params=PARAMS,
-        block=(32, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-    )
+    return plain_kernel("walk", host, WalkArguments)

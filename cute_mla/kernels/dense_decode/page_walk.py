@@ -11,8 +11,6 @@ from ...spec.split_plan import TILE_KEYS
 from ..primitives.integers import smaller
 from .operands import NO_PAGE, LaneBox, Operands
 
-WARP = 32
-
 
 @cute.jit
 def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
@@ -50,7 +48,7 @@ def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Cal
     lane = cute.arch.lane_idx()
     req, begin_tile = schedule.first_work_tile()
     last = schedule.last_request()
-    group_keys = operands.box_keys() * WARP
+    group_keys = operands.box_keys() * cute.arch.WARP_SIZE
     group = group_keys // TILE_KEYS
     tile = Int32(0)
     while req <= last:

@@ -101,10 +101,6 @@ class Products:
         self.scores.fill(0.0)
         self.output.fill(0.0)
 
-    def clear_output(self) -> None:
-        """Set O to 0."""
-        self.output.fill(0.0)
-
     def scale_output(self, factors: list[Float32]) -> None:
         """Multiply the thread's two rows of O."""
         rO = flat(self.output)

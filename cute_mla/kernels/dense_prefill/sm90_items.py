@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
 
-from ...spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
+from ...spec.dense_prefill import RANKED_ROUNDS, TURNED_EIGHTHS
 from ..primitives.integers import clip, larger, smaller
+from ..primitives.warp import inclusive_sum
 from .board import Board
 from .operands import Operands, WorkItem, WorkItems, span
 from .sm90_config import TILE_KEY_BITS, TILE_KEYS, key_tiles
@@ -47,7 +47,7 @@ class Sequences:
         rows = items.item_rows
         blocks = smaller(Int32((Uint32(queries) + (rows - 1)) // rows), args.row_blocks)
         blocks = cutlass.select_(there, blocks, Int32(0))
-        fits = there & ((sum_until(blocks) <= most) | (lane == 0))
+        fits = there & ((inclusive_sum(blocks, lane, Int32) <= most) | (lane == 0))
         blocks = cutlass.select_(fits, blocks, Int32(0))
         last = ((keys - queries + (TILE_KEYS - 1)) >> TILE_KEY_BITS) + blocks - 1
         rank = cutlass.select_(items.causal, last, key_tiles(keys))
@@ -56,9 +56,9 @@ class Sequences:
         return Sequences(
             items=items,
             count=cute.arch.popc(cute.arch.vote_ballot_sync(fits)),
-            sum=over_warp(blocks, add),
-            lowest=over_warp(lowest, smaller),
-            highest=over_warp(highest, larger),
+            sum=cute.arch.warp_reduction_sum(blocks),
+            lowest=cute.arch.warp_reduction(lowest, smaller),
+            highest=cute.arch.warp_reduction(highest, larger),
             first_query=first_query,
             queries=queries,
             first_key=first_key,
@@ -78,12 +78,12 @@ class Sequences:
         low, high = self.lowest, self.highest
         while low < high:
             middle = low + Int32(Uint32(high - low + 1) >> 1)
-            found = over_warp(self.of_rank(middle), add) * heads > place
+            found = cute.arch.warp_reduction_sum(self.of_rank(middle)) * heads > place
             low, high = cutlass.select_(found, middle, low), cutlass.select_(found, high, middle - 1)
         above = self.of_rank(low + 1)
         here = self.of_rank(low) - above
-        until = sum_until(here * heads)
-        left = place - over_warp(above, add) * heads
+        until = inclusive_sum(here * heads, cute.arch.lane_idx(), Int32)
+        left = place - cute.arch.warp_reduction_sum(above) * heads
         lane = cute.arch.popc(cute.arch.vote_ballot_sync(until <= left))
         each, before = cute.arch.shuffle_sync(here, lane), cute.arch.shuffle_sync(until - here * heads, lane)
         head = Int32(Uint32(left - before) // Uint32(each))
@@ -93,27 +93,6 @@ class Sequences:
         )
         block = cutlass.select_(self.items.causal, low - last + blocks - 1, left - before - head * each)
         return self.items.at(first_head + head, block, (first_query, queries), (first_key, keys))
-
-
-def over_warp(value: Int32, join: Callable[[Int32, Int32], Int32]) -> Int32:
-    """Return what `join` makes of the values of all lanes."""
-    for level in range(LANE_BITS):
-        value = join(value, cute.arch.shuffle_sync_bfly(value, 1 << level))
-    return value
-
-
-def add(a: Int32, b: Int32) -> Int32:
-    """Return the sum."""
-    return a + b
-
-
-def sum_until(value: Int32) -> Int32:
-    """Return the sum over the lanes up to this one."""
-    lane = cute.arch.lane_idx()
-    for level in range(LANE_BITS):
-        below = cute.arch.shuffle_sync_up(value, 1 << level)
-        value = value + cutlass.select_(lane >= 1 << level, below, Int32(0))
-    return value
 
 
 class ItemRole:

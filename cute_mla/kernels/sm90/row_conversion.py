@@ -129,11 +129,6 @@ def pinned_lane(thread: Int32) -> Lane:
     return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
-def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
-    """Return the words of gmem."""
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(count))
-
-
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
     """Return the some registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))

@@ -51,6 +51,7 @@ from ...spec.split_plan import (
 from ..attention.lengths import Lengths
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
+from ..primitives.warp import inclusive_sum
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -89,18 +90,12 @@ def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Conste
     """Return the exclusive prefix sum over the threads, and the total. Every thread must call it; it contains one barrier."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, thread // 32  # not warp_idx(): it shuffles, which inside the branch below would hang or lie
-    inclusive = value
-    for level in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(inclusive, 1 << level)
-        inclusive += below if lane >= (1 << level) else dtype(0)
+    inclusive = inclusive_sum(value, lane, dtype)
     if lane == 31:
         warp_totals[warp] = inclusive
     cute.arch.sync_threads()
     # Each warp scans the 32 totals again, which saves a second barrier.
-    totals = warp_totals[lane]
-    for level in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(totals, 1 << level)
-        totals += below if lane >= (1 << level) else dtype(0)
+    totals = inclusive_sum(warp_totals[lane], lane, dtype)
     before = cute.arch.shuffle_sync(totals, cutlass.max(warp - 1, 0))
     start = before if warp > 0 else dtype(0)
     return start + inclusive - value, cute.arch.shuffle_sync(totals, 31)
