@@ -15,7 +15,7 @@ request, or in a page that the cache does not have, nothing is read, and its row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import cutlass
@@ -42,9 +42,10 @@ from ..sm90.config import (
     Pipes,
     Tiles,
 )
-from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES
+from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES
 from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.row_conversion import LANES_PER_KEY, ROPE_STAGE, Lane, Run, Step, load_runs, steps_ahead, store_runs
+from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, ROPE_STAGE, Lane, load_chunk, part_of, pinned_lane, store_chunk
+from ..sm90.row_copy import copy_chunk
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import (
     OUTPUT_GROUPS,
@@ -61,16 +62,19 @@ from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
 from .sm90_mask import LengthMask
 
-CONVERT_REGISTERS = 80
+CONVERT_REGISTERS = 56
 GEOMETRY = Geometry(
     d_qk=D_QK,
-    q_tiles_in_registers=2,
-    kv_stages=9,
+    q_tiles_in_registers=4,
+    kv_stages=10,
     rope_stages=3,
     producer_registers=CONVERT_REGISTERS,
     score_registers=ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS - CONVERT_REGISTERS,
     ready_arrivals=WARPS_PER_GROUP,
     valid_stages=0,
+    rope_after=2,
+    frees_rope=False,
+    takes_turns=True,
 )
 
 
@@ -135,85 +139,82 @@ class ConvertRole:
                 first = thread // LANES_PER_KEY
                 entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
                 keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
-                self.gather_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
+                self.convert_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
             tile = end
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def gather_tiles(
+    def convert_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
-        Pages are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        Pages are asked for a tile ahead of the addresses, bytes COPIED_AHEAD parts of a tile ahead of their conversion.
         """
-        lane = Lane.of(thread)
-        source, lane = lane.source, replace(lane, source=Int32(0))
-        buffers = [cute.make_rmem_tensor(cute.make_layout(max(step.words for step in STEPS[i::AHEAD])), Int32) for i in range(AHEAD)]
-        pages = look_up(operands, req, keys)
-        rows = self.addresses(operands, keys, pages, source)
+        lane = pinned_lane(thread)
+        rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)
-        for s in cutlass.range_constexpr(AHEAD):
-            load_step(STEPS[s], buffers[s], rows[STEPS[s].key], lane)
+        for part in PARTS[:COPIED_AHEAD]:
+            self.copy_part(tiles, pipes, part, tile, rows, lane)
         for use in cutlass.range(tile, end, unroll=1):
-            for s in cutlass.range_constexpr(len(STEPS)):
-                cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                self.finish_step(tiles, pipes, s, buffers[s % AHEAD], use, lane)
-                if cutlass.const_expr(s + AHEAD == len(STEPS)):
-                    # whatever is loaded from here on belongs to the next tile
-                    rows = self.addresses(operands, keys, pages, source)
+            for p in cutlass.range_constexpr(len(PARTS)):
+                copied = p + COPIED_AHEAD
+                if cutlass.const_expr(copied == len(PARTS)):
+                    # whatever is copied from here on belongs to the next tile
+                    rows = self.addresses(operands, keys, pages, lane.source)
                     keys = keys.following(operands)
                     pages = look_up(operands, req, keys)
-                step = STEPS[(s + AHEAD) % len(STEPS)]
-                load_step(step, buffers[s % AHEAD], rows[step.key], lane)
+                if cutlass.const_expr(copied < len(PARTS)):
+                    self.copy_part(tiles, pipes, PARTS[copied], use, rows, lane)
+                elif use + 1 < end:
+                    self.copy_part(tiles, pipes, PARTS[copied - len(PARTS)], use + 1, rows, lane)
+                else:
+                    cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(COPIED_AHEAD)
+                self.convert_part(tiles, pipes, PARTS[p], use, lane)
 
     def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = second_key_entry(operands, keys.row)
         return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
-    @cute.jit
-    def finish_step(self, tiles: Tiles, pipes: Pipes, s: cutlass.Constexpr[int], words: cute.Tensor, tile: Int32, lane: Lane):
-        """Store the bytes of a step that have come. The first step of a stage acquires it, the last one commits it."""
-        step = STEPS[s]
-        if cutlass.const_expr(step.stage == ROPE_STAGE):
-            ready, free, use, stage = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
-            stage_bytes = BOX_BYTES
+    def copy_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: Lane) -> None:
+        """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""
+        if part != ROPE_STAGE:  # a RoPE stage is free when the stages before it are
+            pipes.kv_free.producer_acquire(tile * STAGES_PER_TILE + part)
+        for target, key, box in self.chunks(tiles, pipes, part, tile, lane):
+            copy_chunk(target, rows[key] + (part * STAGE_COLUMNS + box * BOX_COLUMNS), rows[key] != 0)
+        cute.arch.cp_async_commit_group()
+
+    def convert_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> None:
+        """Convert, where they lie, the bytes of a part that this thread has copied, and commit its stage."""
+        targets = [target for target, _, _ in self.chunks(tiles, pipes, part, tile, lane)]
+        raw = [load_chunk(target) for target in targets]  # all ahead of the first store: ptxas moves none
+        for target, words in zip(targets, raw, strict=True):
+            columns = widen(words, self.dtype)
+            for half in range(ELEMENT_BYTES):
+                store_chunk(part_of(columns, half * CHUNK_WORDS, CHUNK_WORDS), target ^ (half * CHUNK))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if part == ROPE_STAGE:
+            pipes.rope_ready.producer_commit(tile)
         else:
-            ready, free, use, stage = pipes.kv_ready, pipes.kv_free, tile * STAGES_PER_TILE + step.stage, tiles.sKv.iterator.toint()
-            stage_bytes = STAGE_BYTES
-        if cutlass.const_expr(s == 0 or STEPS[s - 1].stage != step.stage):
-            free.producer_acquire(use)
-        target = stage + ready.stage(use) * stage_bytes + step.key * HALF_BYTES
-        store_runs(step, words, lambda chunk, run: widen(chunk, self.dtype), target, lane)
-        if cutlass.const_expr(s + 1 == len(STEPS) or STEPS[s + 1].stage != step.stage):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            ready.producer_commit(use)
+            pipes.kv_ready.producer_commit(tile * STAGES_PER_TILE + part)
+
+    def chunks(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> list[tuple[Int32, int, int]]:
+        """Return the shared memory address, the key and the box of each 16 bytes that this thread moves of a part of a tile."""
+        if part == ROPE_STAGE:
+            stage, boxes = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES, 1
+        else:
+            stage = tiles.sKv.iterator.toint() + pipes.kv_ready.stage(tile * STAGES_PER_TILE + part) * STAGE_BYTES
+            boxes = STAGE_COLUMNS // BOX_COLUMNS
+        first = stage + lane.narrow
+        return [(first + (key * HALF_BYTES + box * BOX_BYTES), key, box) for key in range(HALVES) for box in range(boxes)]
 
 
-@cute.jit
-def load_step(step: cutlass.Constexpr[Step], words: cute.Tensor, row: Int64, lane: Lane):
-    """Start the loads of a step; zeros, and no access, for an absent key."""
-    words.fill(0)
-    if row != 0:
-        load_runs(step, words, row, lane)
-
-
-def tile_steps() -> tuple[Step, ...]:
-    """Return all steps of a tile, in order: stage by stage."""
-    steps = []
-    for first in range(0, D_QK, STAGE_COLUMNS):
-        columns = range(first, min(first + STAGE_COLUMNS, D_QK), BOX_COLUMNS)
-        runs = [Run((column - first) // BOX_COLUMNS, column, quantised=True) for column in columns]
-        steps += [Step(first // STAGE_COLUMNS, key, (run,)) for run in runs for key in range(HALVES)]
-    assert steps[-1].stage == ROPE_STAGE
-    return tuple(steps)
-
-
-STEPS = tile_steps()
-AHEAD = steps_ahead(STEPS)
+PARTS = (*range(GEOMETRY.rope_after), ROPE_STAGE, *range(GEOMETRY.rope_after, STAGES_PER_TILE))  # of a tile, in the order of their use
+COPIED_AHEAD = 1  # parts that are copied while another one is converted
 
 
 @dataclass(frozen=True)

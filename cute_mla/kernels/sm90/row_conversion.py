@@ -69,18 +69,6 @@ class Step:
         return any(run.quantised for run in self.runs)
 
 
-def steps_ahead(steps: tuple[Step, ...]) -> int:
-    """Return the steps in flight: as many as the role's registers hold.
-
-    The number divides that of all steps, so that every step of every tile has the same registers.
-    """
-
-    def words(ahead: int) -> int:
-        return sum(max(step.words + step.quantised for step in steps[i::ahead]) for i in range(ahead))
-
-    return max(ahead for ahead in range(1, len(steps) + 1) if len(steps) % ahead == 0 and words(ahead) <= IN_FLIGHT_WORDS)
-
-
 Batch = tuple[Step, ...]
 
 
@@ -140,11 +128,6 @@ def pinned_lane(thread: Int32) -> Lane:
     return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
-def global_words(address: Int64, count: int, align: int) -> cute.Tensor:
-    """Return the words of gmem."""
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align), cute.make_layout(count))
-
-
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
     """Return the some registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))
@@ -168,23 +151,17 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
         words[i] = word
 
 
-def load_runs(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> None:
-    """Start the loads of a step, of a present key's row."""
-    for part, address in chunks_of(step, words, row, lane.source, lane):
-        cute.autovec_copy(global_words(address, CHUNK_WORDS, CHUNK), part)
-
-
 def load_runs_if(step: Step, words: cute.Tensor, row: Int64, lane: Lane, wanted: Boolean) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
-    for part, address in chunks_of(step, words, row, 0, lane):
+    for part, address in chunks_of(step, words, row, lane):
         load_if(wanted, part, address)
 
 
-def chunks_of(step: Step, words: cute.Tensor, row: Int64, offset: int | Int32, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
-    """Yield the registers and the address of each 16 bytes of a step. offset: of the first byte of the row that the thread moves."""
+def chunks_of(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
+    """Yield the registers and the address of each 16 bytes of a step, from the first byte of a row that the thread moves."""
     first = 0
     for run in step.runs:
-        address = row + (offset + run.source)
+        address = row + run.source
         if run.quantised:
             yield part_of(words, first, CHUNK_WORDS), address
         else:
@@ -210,10 +187,22 @@ def zero_behind(words: cute.Tensor, row: Int64) -> Int32:
     return Int32(row) & (CHUNK - 1) & words[0]
 
 
+def load_chunk(source: Int32) -> cute.Tensor:
+    """Load 16 bytes from a shared memory address."""
+    words = cute.make_rmem_tensor(cute.make_layout(CHUNK_WORDS), Int32)
+    cute.autovec_copy(chunk_at(source), words)
+    return words
+
+
 def store_chunk(words: cute.Tensor, target: Int32) -> None:
     """Store 16 bytes to a shared memory address."""
-    pointer = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK)
-    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS)))
+    cute.autovec_copy(words, chunk_at(target))
+
+
+def chunk_at(address: Int32) -> cute.Tensor:
+    """Return the words of 16 bytes at a shared memory address."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK)
+    return cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
 
 
 def no_wait() -> None:
