@@ -1,11 +1,15 @@
 """Dense MLA decode on Hopper over an e4m3 cache, multiplied as 16-bit elements.
 
-The kernel of sm90.py with another role in front: four warps load the rows of a tile, page by page, and write them as 16-bit
-columns to the stages of the pipelines. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
-go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the trick.
+The kernel of sm90.py with another role in front: four warps copy the rows of a tile, page by page, to the stages of the pipelines by
+cp.async, and convert them there to 16-bit columns. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of
+the cache go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the
+trick.
+
+Shared memory: a thread copies 16 bytes to where the first of the two chunks belongs that they become. The same thread reads them back and
+writes both chunks. No other thread touches that place, so a wait for the thread's own copies is all the order that it takes.
 
 Roles (512 threads):
-  convert  warpgroup 0: pages, addresses, loads, conversion
+  convert  warpgroup 0: pages, addresses, copies, conversion
   score    warpgroup 1
   output   warpgroups 2, 3
 
@@ -20,10 +24,11 @@ from functools import partial
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
+from cutlass.experimental import primitives
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
-from ...spec.mla import D_QK, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
@@ -63,6 +68,7 @@ from .operands import NO_PAGE, DescaledRows, Operands
 from .sm90_mask import LengthMask
 
 CONVERT_REGISTERS = 56
+LINE_BYTES = 128  # of L2, which a prefetch brings
 GEOMETRY = Geometry(
     d_qk=D_QK,
     q_tiles_in_registers=4,
@@ -118,7 +124,7 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
 
 
 class ConvertRole:
-    """One warpgroup: pages, addresses, loads, conversion. dtype: what e4m3 becomes."""
+    """One warpgroup: pages, addresses, copies, conversion. dtype: what e4m3 becomes."""
 
     def __init__(self, dtype: type[cutlass.Numeric]) -> None:
         self.dtype = dtype
@@ -150,7 +156,8 @@ class ConvertRole:
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
-        Pages are asked for a tile ahead of the addresses, bytes COPIED_AHEAD parts of a tile ahead of their conversion.
+        Pages are looked up a tile ahead, and L2 is asked for rows as early. Bytes are copied COPIED_AHEAD parts of a tile ahead of their
+        conversion.
         """
         lane = pinned_lane(thread)
         rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
@@ -159,6 +166,8 @@ class ConvertRole:
         for part in PARTS[:COPIED_AHEAD]:
             self.copy_part(tiles, pipes, part, tile, rows, lane)
         for use in cutlass.range(tile, end, unroll=1):
+            for row in self.addresses(operands, keys, pages, lane.source):  # computed again below: no registers are left to keep them
+                prefetch_row(row, lane)
             for p in cutlass.range_constexpr(len(PARTS)):
                 copied = p + COPIED_AHEAD
                 if cutlass.const_expr(copied == len(PARTS)):
@@ -213,8 +222,17 @@ class ConvertRole:
         return [(first + (key * HALF_BYTES + box * BOX_BYTES), key, box) for key in range(HALVES) for box in range(boxes)]
 
 
+@cute.jit
+def prefetch_row(row: Int64, lane: Lane):
+    """Bring a row to L2: each of a key's lanes asks for a line, all of them for the last one."""
+    if row != 0:
+        first = row + lane.source * (LINE_BYTES // CHUNK - 1)
+        for address in (first, row + D_LATENT):
+            primitives.prefetch_l2(cute.make_ptr(Int32, address, cute.AddressSpace.gmem).raw_ptr())
+
+
 PARTS = (*range(GEOMETRY.rope_after), ROPE_STAGE, *range(GEOMETRY.rope_after, STAGES_PER_TILE))  # of a tile, in the order of their use
-COPIED_AHEAD = 1  # parts that are copied while another one is converted
+COPIED_AHEAD = 1  # parts that are copied while another one is converted. More wait for stages that are not free yet
 
 
 @dataclass(frozen=True)
