@@ -131,7 +131,7 @@ class ConvertRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
+        """Wait kv_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
