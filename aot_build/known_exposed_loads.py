@@ -9,22 +9,10 @@ from collections.abc import Mapping
 
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
-    "dense_decode_sm100_bf16_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_fp8_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_bf16_fp8_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_cluster2_elements": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_fp8_cluster2": {"LDG.E": 1},
-    "dense_decode_sm100_fp16_fp8_cluster2_elements": {"LDG.E": 1},
     "dense_prefill_sm100_bf16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_bf16_d192_elements": {"LDG.E.U16": 48},
     "dense_prefill_sm100_fp16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_fp16_d192_elements": {"LDG.E.U16": 48},
-    "dense_prefill_sm90_bf16_d128": {"LDG.E": 4},
-    "dense_prefill_sm90_bf16_d192": {"LDG.E": 4},
-    "dense_prefill_sm90_fp16_d128": {"LDG.E": 4},
-    "dense_prefill_sm90_fp16_d192": {"LDG.E": 4},
     "sparse_prefill_sm100_bf16_d512_cluster2": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster2_elements": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d576_cluster2": {"LDG.E": 2},

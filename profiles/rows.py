@@ -111,7 +111,11 @@ def _sparse_prefill(document: Table, entry: Table) -> Shape:
 
 def _dense_prefill(document: Table, entry: Table) -> Shape:
     return DensePrefillShape(
-        lengths=_lengths(document, entry, 1), h_q=entry["h_q"], h_kv={"h_kv": entry["h_q"], **entry}["h_kv"], causal=entry["causal"]
+        lengths=_lengths(document, entry, 1),
+        h_q=entry["h_q"],
+        h_kv={"h_kv": entry["h_q"], **entry}["h_kv"],
+        causal=entry["causal"],
+        cached=entry.get("cached", 0),
     )
 
 
@@ -133,7 +137,7 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands"}),
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
     "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk"}),
-    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal"}),
+    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "cached"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),

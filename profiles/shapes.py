@@ -175,13 +175,17 @@ class SparsePrefillShape:
 
 @dataclass(frozen=True)
 class DensePrefillShape(UntiledShape):
-    """A dense prefill, forward only, of sequences that attend to themselves. lengths: tokens of each sequence."""
+    """A dense prefill, forward only, of sequences that attend to themselves.
+
+    lengths: tokens of each sequence. cached: earlier keys of each sequence, in front of those of its tokens.
+    """
 
     lengths: tuple[int, ...]
     h_q: int
     h_kv: int
     causal: bool
     d_qk: int = PREFILL_HEAD_DIMS[0]
+    cached: int = 0
 
     @property
     def batch(self) -> int:
@@ -194,21 +198,28 @@ class DensePrefillShape(UntiledShape):
         return sum(self.lengths)
 
     @property
+    def keys(self) -> int:
+        """Number of keys of all sequences."""
+        return self.tokens + self.batch * self.cached
+
+    @property
     def work(self) -> Work:
         """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
-        pairs = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
+        own = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
+        pairs = own + self.tokens * self.cached
         q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
         return Work(
             flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * pairs),
-            bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
+            bytes=float(self.tokens * q_row_bytes * self.h_q + self.keys * kv_row_bytes * self.h_kv),
         )
 
     @property
     def text(self) -> str:
-        """Short form such as "b1 L8192 h128 causal"."""
+        """Short form such as "b1 L8192 h128 causal" or "b1 L2048 after 32768 h128 causal"."""
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
-        return f"b{self.batch} {lengths_text(self.lengths)} {heads} {'causal' if self.causal else 'full'}"
+        after = f" after {self.cached}" if self.cached else ""
+        return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads} {'causal' if self.causal else 'full'}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The only module that imports both devices. Each import waits for the first use: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -86,6 +86,7 @@ def simulate(
     seed: int = 0,
     on_finding: str = "raise",
     code: str = "ptx",
+    ignored: Collection[str] = (),
 ) -> Iterator[SimulatedDevice]:
     """Run kernels on CPU tensors on a simulated device, in this thread or task only.
 
@@ -99,6 +100,7 @@ def simulate(
 
     code: "ptx" runs the PTX of the kernels, "sass" the machine code of their cubins, which takes nvdisasm (the build extra). Kernels with
     instructions that the simulator does not know are refused with the list.
+    ignored: kinds of findings that are not reported, such as "poison" where an undefined result is meant to be.
 
     Yields the SimulatedDevice, with findings, instructions (warp instructions executed) and seconds. Raises ValueError on
     bad arguments and ArtifactError if the built kernels cannot be used.
@@ -109,7 +111,7 @@ def simulate(
         if not isinstance(arch, str) or arch not in (*ARCHS, *ALIASES):
             raise ValueError(f"arch is {arch!r}; supported: {', '.join((*ARCHS, *ALIASES))}")
         arch = ARCHS[ALIASES.get(arch, arch)]
-    device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding, code)
+    device = SimulatedDevice(arch, arch.sm_count if sm_count is None else sm_count, schedule, seed, on_finding, code, ignored)
     with cpu_tensors_on(device):
         yield device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,16 @@ class SimulatedDevice:
     launches: kernels run. counts: warp instructions by kernel, role and class, once count_by_role() has been called.
     """
 
-    def __init__(self, arch: Arch, sm_count: int, schedule: str, seed: int, on_finding: str, code: str = "ptx") -> None:
+    def __init__(
+        self,
+        arch: Arch,
+        sm_count: int,
+        schedule: str,
+        seed: int,
+        on_finding: str,
+        code: str = "ptx",
+        ignored: Collection[str] = (),
+    ) -> None:
         numbers: tuple[tuple[str, Any], ...] = (("sm_count", sm_count), ("seed", seed))
         for name, number in numbers:
             if number is True or number is False or not isinstance(number, Integral):
@@ -73,7 +82,7 @@ class SimulatedDevice:
         self.counts: dict[str, Counts] | None = None
         self._attach: Callable[[KernelEntry, MachineTrace], None] | None = None
         self.call_cache = CallCache(exact=True)
-        self._policy = simulator.Policy.named(schedule, seed)
+        self._policy = replace(simulator.Policy.named(schedule, seed), ignored=frozenset(ignored))
         self._order = f"schedule {schedule}, seed {seed}"
         self._raise = on_finding == "raise"
         self._uninitialized = UninitializedMemory()

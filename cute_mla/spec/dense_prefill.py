@@ -2,11 +2,16 @@
 
 out = softmax(softmax_scale * q k^T) v for each sequence and query head; query heads share the keys of a KV head in groups.
 
-A work item is TILE_ROWS query rows of one head of one sequence. Items are numbered by sequence, then head, then block of
-rows, the last block in front (under a causal mask it has the most keys). Every CTA gets one item a round. RANKED_ROUNDS rounds
-share a run of consecutive items, of few enough heads that L2 holds their keys; among them the items go out by block, the longest
-first, and the odd rounds in reverse order of CTAs, so that a CTA with a long block gets a short block next. This module holds
-what follows from shapes alone; kernels skip items that a sequence does not have.
+A work item is TILE_ROWS query rows of one head of one sequence. Runs of consecutive items are sorted, the most keys first, and dealt to
+the CTAs in alternating direction, so that a CTA with a long item gets a short one next. A run is RANKED_ROUNDS items a CTA, of few
+enough heads that L2 holds their keys.
+
+On sm90 a run has the items of some heads of neighbouring sequences: as many sequences as a warp has lanes, or fewer if these alone have
+more items, and as many heads as then fit. Each run begins TURNED_EIGHTHS / 8 of the CTAs further than the one before, so that no CTA
+gets the odd item of every run.
+
+On sm100 items are numbered by sequence, then head, then block of rows, the last block in front (under a causal mask it has the most keys);
+every sequence has as many as the longest may have, and kernels skip those that it does not have. A run is sorted by block.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ BOX_ROWS = 64
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
+LANE_BITS = 5  # of a warp, which sorts that many sequences together
+TURNED_EIGHTHS = 5  # of the CTAs: by how many the first of a run is further than that of the run before
 
 
 class DensePrefillArguments(NamedTuple):
@@ -112,6 +119,11 @@ class DensePrefillProblem:
     def items(self) -> int:
         """Work items, including those of blocks that a sequence may not have."""
         return self.row_blocks * self.batch * self.h_q
+
+    @property
+    def sorts_sequences(self) -> bool:
+        """Return whether items of several sequences are sorted together."""
+        return self.arch.name == SM90.name
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""

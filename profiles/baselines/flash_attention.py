@@ -39,9 +39,9 @@ class FlashAttention4:
 def _packed(library: Any, workload: DensePrefill, operands: Operands, options: dict[str, bool]) -> Run:
     ends = {
         "cu_seqlens_q": workload.cu_seqlens,
-        "cu_seqlens_k": workload.cu_seqlens,
+        "cu_seqlens_k": workload.cu_seqlens_k,
         "max_seqlen_q": workload.longest,
-        "max_seqlen_k": workload.longest,
+        "max_seqlen_k": workload.longest_k,
     }
 
     def run() -> Results:

@@ -13,7 +13,7 @@ from .constants import Constants
 from .instructions import PIPE_NUMBERS, TimedInstruction
 from .program import WARP, Arrival, GlobalAccess, Issue, Product, Request, TensorLoad, TensorProduct
 from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
-from .units import WARPGROUP, At, CopyEngine, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
+from .units import WARPGROUP, At, CopyEngine, Hbm, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
 SCHEDULERS = 4
 FOREVER = 1 << 60
@@ -66,11 +66,11 @@ class Scheduler:
 class Sm:
     """Units of one SM, with the state of the CTA that runs on it."""
 
-    def __init__(self, rank: int, constants: Constants, setting: Setting, at: At, ahead: dict[int, float]) -> None:
+    def __init__(self, rank: int, constants: Constants, setting: Setting, at: At, hbm: Hbm) -> None:
         self.rank = rank
         self.schedulers = [Scheduler() for _ in range(SCHEDULERS)]
         self.port = Port(constants)
-        self.memory = Memory(constants, setting.hbm_bytes, setting.cold, ahead)
+        self.memory = Memory(constants, setting.cold, hbm)
         self.tensor = TensorCore(constants, self.port, at, setting.order, setting.spans)
         self.copies = CopyEngine(constants)
         self.remote = Server()
@@ -146,8 +146,8 @@ class Engine:
         self.setting = setting
         self.heap: list[tuple[int, int, Callable[..., None], Any]] = []
         self.serial = 0
-        ahead: dict[int, float] = {}
-        self.sms = [Sm(rank, constants, setting, self.at, ahead) for rank in range(ctas)]
+        hbm = Hbm(ctas * setting.hbm_bytes)
+        self.sms = [Sm(rank, constants, setting, self.at, hbm) for rank in range(ctas)]
         self.warps = {(sm.rank, number): Warp(sm, number) for sm in self.sms for number in range(warps)}
         self.answer: tuple[int, int, bool] | None = None
         self.cluster = NamedBarrier()
@@ -538,10 +538,10 @@ class Engine:
             if len(load.signals) > 1:
                 end += constants.multicast_latency
             for rank, arrival in load.signals:
-                self.sms[rank].port.write(load.request.nbytes)
+                self.sms[rank].port.write(load.nbytes)
                 self._signal(end, arrival)
             if self.setting.spans:
-                self.record(warp.rank, TMA, f"load {load.request.nbytes} bytes", sent, end, op.address)
+                self.record(warp.rank, TMA, f"load {load.nbytes} bytes", sent, end, op.address)
         return clock + op.stall
 
     _do_bulk_load = _do_tensor_copy

@@ -36,15 +36,16 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Request:
-    """Bytes that an access asks L2 for. lines: of 128 bytes, distinct; of boxes the first one of each, which stands for the box.
+    """Bytes that an access asks L2 for. lines: of 128 bytes, distinct; none for boxes.
 
-    unit: lines that HBM gives together (a prefetch size of the load), 0 for single sectors. every: returns all lines of boxes, else none.
+    unit: lines that HBM gives together (a prefetch size of the load), 0 for single sectors. sectors: returns those of boxes, distinct; None
+    for all other accesses.
     """
 
     nbytes: int
     lines: tuple[int, ...]
     unit: int = 0
-    every: Callable[[], tuple[int, ...]] = tuple
+    sectors: Callable[[], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ class GlobalAccess:
 
 @dataclass(frozen=True)
 class TensorLoad:
-    """A load by TMA. request: of each destination. signals: (destination's rank, arrival)."""
+    """A load by TMA. request: of each destination. nbytes: that each receives, zeros included. signals: (destination's rank, arrival)."""
 
     request: Request
+    nbytes: int
     signals: tuple[tuple[int, Arrival], ...]
 
 
@@ -296,29 +298,29 @@ class Decoder:
         signal = self._run(ins.operands[0], 1, step, active)
         offset, parity = signal & OFFSET_MASK, signal >> RANK_SHIFT & 1
         ranks = tuple(dict.fromkeys(box.rank for box in step.boxes))
-        request = self._boxes(step, max(1, len(ranks)))
+        destinations = max(1, len(ranks))
+        nbytes = sum(item.box.nbytes for item in step.boxes) // destinations
         places = [(item, item & ~1 | parity if "2CTA" in ins.modifiers else item) for item in ranks]
-        signals = tuple((item, Arrival(signalled, offset, 0, -request.nbytes)) for item, signalled in places)
-        return TensorLoad(request, signals)
+        signals = tuple((item, Arrival(signalled, offset, 0, -nbytes)) for item, signalled in places)
+        return TensorLoad(self._boxes(step, destinations), nbytes, signals)
 
     def _tensor_prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
         return self._boxes(step, 1)
 
     def _boxes(self, step: Step, destinations: int) -> Request:
-        """Return the request of the boxes of a step, which each destination receives."""
-        boxes = [item.box for item in step.boxes]
-        starts = in_buffers(np.array([box.gmem_range[0] for box in boxes], np.int64), self.buffers) // LINE
+        """Return the request of the boxes of a step, which each destination receives. What lies outside the tensor is not asked for."""
+        boxes = [item.box for item in step.boxes if item.box.layout.inside.size]
 
-        def every() -> tuple[int, ...]:
-            return tuple(dict.fromkeys(line for box in boxes for line in rows_lines(*box.gmem_rows(), self.buffers)))
+        def sectors() -> tuple[int, ...]:
+            return tuple(dict.fromkeys(sector for box in boxes for sector in rows_units(*box.gmem_rows(), SECTOR, self.buffers)))
 
-        return Request(sum(box.nbytes for box in boxes) // destinations, tuple(dict.fromkeys(starts.tolist())), every=every)
+        return Request(sum(box.layout.inside.size * box.layout.unit for box in boxes) // destinations, (), sectors=sectors)
 
     def _bulk_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
         request = self._bytes(ins.operands[1], ins.operands[2], step, active)
         target, signal = (self._run(ins.operands[0], index, step, active) for index in range(2))
         arrival = Arrival(signal >> RANK_SHIFT, signal & OFFSET_MASK, 0, -request.nbytes)
-        return TensorLoad(request, ((target >> RANK_SHIFT, arrival),))
+        return TensorLoad(request, request.nbytes, ((target >> RANK_SHIFT, arrival),))
 
     def _bulk_prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
         return self._bytes(ins.operands[0], ins.operands[1], step, active)
@@ -327,7 +329,7 @@ class Decoder:
         """Return the request of contiguous bytes: their address in a pair, and their number / 16."""
         first = self._run(start, 0, step, active) + (self._run(start, 1, step, active) << 32)
         nbytes = int(self._value(size, step, active)[0]) << 4
-        return Request(nbytes, rows_lines(np.array([first], np.int64), nbytes, self.buffers))
+        return Request(nbytes, rows_units(np.array([first], np.int64), nbytes, LINE, self.buffers))
 
     def _bulk_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Arrival:
         signal = self._run(ins.operands[0], 1, step, active)
@@ -378,11 +380,11 @@ def in_buffers(places: np.ndarray, buffers: Sequence[Buffer]) -> np.ndarray:
     return (found << BUFFER_SHIFT) + places - starts[found]
 
 
-def rows_lines(starts: np.ndarray, nbytes: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
-    """Return the distinct lines of rows of so many bytes."""
+def rows_units(starts: np.ndarray, nbytes: int, unit: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
+    """Return the distinct lines or sectors, of `unit` bytes, of rows of so many bytes."""
     first = in_buffers(starts, buffers)
     last = first + nbytes - 1
-    return tuple(dict.fromkeys(line for low, high in zip(first // LINE, last // LINE, strict=True) for line in range(low, high + 1)))
+    return tuple(dict.fromkeys(item for low, high in zip(first // unit, last // unit, strict=True) for item in range(low, high + 1)))
 
 
 def _request(ins: SassInstruction, sectors: np.ndarray) -> Request:

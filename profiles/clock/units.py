@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .constants import Constants
-from .program import LINE, Product, Request, TensorProduct
+from .program import LINE, SECTOR, Product, Request, TensorProduct
 
 WARPGROUP = 4
+SECTORS = LINE // SECTOR  # of a line
 
 At = Callable[[int, Callable[[int], None]], None]  # calls a function at a clock
 
@@ -52,67 +53,115 @@ class Port:
         self.owed += nbytes / self.bytes
         self.queue.busy += nbytes / self.bytes
 
-    def share(self, idle: float, clocks: float, operands: float) -> float:
-        """Return the clocks of a product that fetches operands for so many turns, after the tensor core was idle."""
+    def needed(self, idle: float, operands: float) -> float:
+        """Return the least clocks of a product that fetches operands for so many turns, after the tensor core was idle."""
+        self.owed = max(0.0, self.owed - max(0.0, idle))
+        return operands + max(0.0, self.owed - self.slack)
+
+    def fetch(self, clocks: float, operands: float) -> None:
+        """Take the turns of a product's operands; the turns that are left in its clocks are those of what is owed."""
         self.fetched += operands
-        owed = max(0.0, self.owed - max(0.0, idle))
-        clocks = max(clocks, operands + max(0.0, owed - self.slack))
-        self.owed = max(0.0, owed - (clocks - operands))
-        return clocks
+        self.owed = max(0.0, self.owed - (clocks - operands))
+
+
+def share(ports: Sequence[Port], idle: float, clocks: float, operands: float) -> float:
+    """Return the clocks of a product of at least so many, which fetches operands through each of some ports.
+
+    All its CTAs take the same time, so what one port has to catch up with gives the others turns, too.
+    """
+    clocks = max(clocks, *(port.needed(idle, operands) for port in ports))
+    for port in ports:
+        port.fetch(clocks, operands)
+    return clocks
+
+
+class Hbm(Server):
+    """The way of a cluster to HBM, which has the shares of its SMs together. nbytes: a clock.
+
+    there: sectors that boxes and prefetches have brought to L2, with the clock from which on a load finds them.
+    """
+
+    def __init__(self, nbytes: float) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self.there: dict[int, float] = {}
+
+    def bring(self, clock: float, nbytes: float) -> float:
+        """Return when HBM has given so many bytes, but for its latency."""
+        return self.serve(clock, nbytes / self.nbytes)
+
+    def lines_there(self, lines: Iterable[int]) -> dict[int, float]:
+        """Return the lines of which sectors were brought, with the clock from which on a load finds them."""
+        found = {line: [self.there[item] for item in sectors_of((line,)) if item in self.there] for line in lines} if self.there else {}
+        return {line: max(clocks) for line, clocks in found.items() if clocks}
 
 
 class Memory:
     """The way of one SM to L2 and HBM. A line is in L2 once it has been loaded.
 
-    cold: whether lines come from HBM at first. hbm_bytes: bytes a clock of this SM's share. ahead: lines that an SM of the cluster has
-    prefetched, with the clock from which on a load finds them in L2.
+    cold: whether lines come from HBM at first. hbm: the cluster's way to it.
     """
 
-    def __init__(self, constants: Constants, hbm_bytes: float, cold: bool, ahead: dict[int, float]) -> None:
+    def __init__(self, constants: Constants, cold: bool, hbm: Hbm) -> None:
         self.constants = constants
         self.cold = cold
-        self.hbm_bytes = hbm_bytes
-        self.ahead = ahead
+        self.hbm = hbm
         self.link = Server()
-        self.hbm = Server()
         self.seen: set[int] = set()
 
     def arrival(self, clock: float, request: Request, l2_latency: int, hbm_latency: int) -> float:
         """Return when the last of the bytes that an access asks for is there."""
-        lines = request.lines
-        new = [line for line in lines if line not in self.seen] if self.cold else []
-        self.seen.update(new)
-        fraction = len(new) / len(lines) if lines else float(self.cold)
         end = self.link.serve(clock, request.nbytes / self.constants.l2_bytes) + l2_latency
-        if new and self.ahead:
-            wanted = request.every() or new
-            found = [self.ahead[line] for line in wanted if line in self.ahead]
-            fraction *= 1 - len(found) / len(wanted)
-            end = max(end, max(found, default=0.0) + l2_latency)
-        if fraction:
+        if not self.cold:
+            return end
+        if request.sectors is not None:
+            return max(end, self._boxes(clock, request.sectors(), l2_latency, hbm_latency))
+        new = [line for line in request.lines if line not in self.seen]
+        self.seen.update(new)
+        there = self.hbm.lines_there(new)
+        end = max(end, max(there.values(), default=0.0) + l2_latency)
+        if len(new) > len(there):
             beside = self._beside(new, request.unit)
-            nbytes = (len(new) + len(beside)) * LINE if request.unit else fraction * request.nbytes
-            there = self.hbm.serve(clock, nbytes / self.hbm_bytes) + hbm_latency
-            self.ahead.update(dict.fromkeys(beside, there - l2_latency))
-            end = max(end, there)
+            share = (len(new) - len(there)) / len(request.lines)
+            nbytes = (len(new) + len(beside)) * LINE if request.unit else share * request.nbytes
+            brought = self.hbm.bring(clock, nbytes) + hbm_latency
+            self.hbm.there.update(dict.fromkeys(sectors_of(beside), brought - l2_latency))
+            end = max(end, brought)
+        return end
+
+    def _boxes(self, clock: float, sectors: Sequence[int], l2_latency: int, hbm_latency: int) -> float:
+        """Return when the sectors of boxes are there: HBM gives each of them to a cluster once."""
+        there = self.hbm.there
+        end = max((there[sector] for sector in sectors if sector in there), default=0.0) + l2_latency
+        new = [sector for sector in sectors if sector not in there]
+        if new:
+            brought = self.hbm.bring(clock, len(new) * SECTOR) + hbm_latency
+            there.update(dict.fromkeys(new, brought - l2_latency))
+            end = max(end, brought)
         return end
 
     def _beside(self, new: list[int], unit: int) -> set[int]:
         """Return the lines that come with new ones because HBM is read in units of so many lines; none for unit 0."""
         whole = {line - line % unit + index for line in new for index in range(unit)}
-        return {line for line in whole if line not in self.seen and line not in self.ahead}
+        return whole - self.seen - self.hbm.lines_there(whole).keys()
 
     def prefetch(self, clock: float, request: Request, gain: int) -> float:
         """Bring lines to L2. Return when they are there for a load; gain: latency of HBM beyond that of L2."""
-        if not self.cold or self.seen.issuperset(request.lines):
+        if not self.cold:
             return clock
-        every = request.every() or request.lines
-        new = [line for line in every if line not in self.seen and line not in self.ahead]
+        every = request.lines if request.sectors is None else tuple(dict.fromkeys(item // SECTORS for item in request.sectors()))
+        there = self.hbm.lines_there(every)
+        new = [line for line in every if line not in self.seen and line not in there]
         if not new:
             return clock
-        end = self.hbm.serve(clock, len(new) / len(every) * request.nbytes / self.hbm_bytes) + gain
-        self.ahead.update(dict.fromkeys(new, end))
+        end = self.hbm.bring(clock, len(new) / len(every) * request.nbytes) + gain
+        self.hbm.there.update(dict.fromkeys(sectors_of(new), end))
         return end
+
+
+def sectors_of(lines: Iterable[int]) -> list[int]:
+    """Return the sectors of lines."""
+    return [line * SECTORS + index for line in lines for index in range(SECTORS)]
 
 
 @dataclass
@@ -184,7 +233,7 @@ class TensorCore:
         flops = 2 * 64 * product.n * product.k
         rate = constants.product_flops * 2 // product.element_bytes
         nbytes = (product.n + (0 if product.from_registers else 64)) * product.k * product.element_bytes
-        clocks = self.port.share(clock - self.busy_until, flops / rate, nbytes / self.port.bytes)
+        clocks = share([self.port], clock - self.busy_until, flops / rate, nbytes / self.port.bytes)
         end = int(clock + clocks)
         item.start = clock
         self.busy += end - clock
@@ -259,7 +308,7 @@ class TensorQueue:
         rate = self.constants.product_flops * 2 // product.element_bytes
         needed = 2 * product.rows * product.n * product.k / rate
         idle = clock - self.busy_until
-        end = int(clock + max(port.share(idle, needed, product.operands / port.bytes) for port in ports))
+        end = int(clock + share(ports, idle, needed, product.operands / self.constants.shared_bytes))
         self.busy += end - clock
         self.busy_until = end
         self.running = True

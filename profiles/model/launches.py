@@ -27,7 +27,15 @@ from ..shapes import (
     SparseDecodeShape,
     SparsePrefillShape,
 )
-from .partition import DecodeWork, decode_work, dense_prefill_work, sparse_prefill_work
+from .partition import (
+    DecodeWork,
+    PrefillTiles,
+    decode_work,
+    dense_prefill_order,
+    prefill_work,
+    sorted_prefill_order,
+    sparse_prefill_work,
+)
 from .prediction import Combine, Launch
 from .tile_costs import PREFILL_KEYS, block_of
 
@@ -132,7 +140,9 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
     )
     kernel = _kernel("dense_prefill", problem.config, target)
     ctas = problem.grid(target.sm_count)[0]
-    cta_work = dense_prefill_work(shape.lengths, shape.h_q, dense_prefill.TILE_ROWS[target.arch.name], PREFILL_KEYS, shape.causal, ctas)
+    tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], PREFILL_KEYS, shape.causal, shape.cached)
+    deal = sorted_prefill_order if problem.sorts_sequences else dense_prefill_order
+    cta_work = prefill_work(tiles, deal(tiles, shape.lengths, shape.h_q, ctas))
     return Launch(**kernel, cta_work=cta_work, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
 
 

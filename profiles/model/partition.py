@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ...spec.dense_prefill import RANKED_ROUNDS
+from ...spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
 from ...spec.mla import ceil_div
 from ...spec.split_plan import INVARIANT_SPLIT_TILES
 from ...testing.split_plan_reference import pieces, reference_plan
@@ -57,37 +58,90 @@ def sparse_prefill_work(tokens: int, groups: int, blocks: int) -> tuple[CtaWork,
     return tuple(CtaWork(number * blocks, number) for number in each)
 
 
-def dense_prefill_order(count: int, row_blocks: int, ctas: int) -> Iterator[list[int]]:
-    """Yield the items of each CTA of dense prefill.
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Tiles of dense prefill. rows, keys: of a tile. cached: keys of each sequence in front of those of its own tokens."""
+
+    rows: int
+    keys: int
+    causal: bool
+    cached: int = 0
+
+    def blocks(self, length: int) -> int:
+        """Return the blocks of rows of a sequence."""
+        return ceil_div(length, self.rows)
+
+    def of_item(self, item: PrefillItem) -> int:
+        """Return the key tiles of an item."""
+        skipped = item.block * self.rows
+        if skipped >= item.length:
+            return 0
+        return ceil_div((min(skipped + self.rows, item.length) if self.causal else item.length) + self.cached, self.keys)
+
+
+class PrefillItem(NamedTuple):
+    """A block of rows of a head of a sequence, and the sequence's length."""
+
+    sequence: int
+    head: int
+    block: int
+    length: int
+
+
+def dense_prefill_order(tiles: PrefillTiles, lengths: Sequence[int], heads: int, ctas: int) -> list[list[PrefillItem]]:
+    """Return the items of each CTA on sm100.
 
     RANKED_ROUNDS rounds at a time are sorted, longest block first, and dealt to the CTAs in alternating direction.
     """
-    dealt: list[list[int]] = [[] for _ in range(ctas)]
-    for first in range(0, count, RANKED_ROUNDS * ctas):
-        run = range(first, min(first + RANKED_ROUNDS * ctas, count))
-        ranked = sorted(run, key=lambda item: (item % row_blocks, item))
-        for rank, item in enumerate(ranked):
-            turn, cta = divmod(rank, ctas)
-            dealt[cta if turn % 2 == 0 else ctas - 1 - cta].append(item)
-    yield from dealt
+    row_blocks = tiles.blocks(max(lengths, default=0))
+    numbered = [
+        PrefillItem(sequence, head, block, length)
+        for sequence, length in enumerate(lengths)
+        for head in range(heads)
+        for block in reversed(range(row_blocks))
+    ]
+    dealt: list[list[PrefillItem]] = [[] for _ in range(ctas)]
+    for first in range(0, len(numbered), RANKED_ROUNDS * ctas):
+        run = numbered[first : first + RANKED_ROUNDS * ctas]
+        _deal(sorted(run, key=lambda item: -item.block), dealt, 0)
+    return dealt
 
 
-def dense_prefill_work(lengths: Sequence[int], heads: int, rows: int, keys: int, causal: bool, ctas: int) -> tuple[CtaWork, ...]:
-    """Return the work of dense prefill over sequences that attend to themselves. rows: of an item; keys: of a block."""
-    row_blocks = ceil_div(max(lengths), rows)
-    count = row_blocks * heads * len(lengths)
-    cta_work = []
-    for items in dense_prefill_order(count, row_blocks, min(ctas, count)):
-        blocks = [
-            _item_blocks(lengths[item // row_blocks // heads], row_blocks - 1 - item % row_blocks, rows, keys, causal) for item in items
-        ]
-        cta_work.append(CtaWork(sum(blocks), sum(1 for number in blocks if number)))
-    return tuple(cta_work)
+def sorted_prefill_order(tiles: PrefillTiles, lengths: Sequence[int], heads: int, ctas: int) -> list[list[PrefillItem]]:
+    """Return the items of each CTA on sm90, where the items of several sequences and heads are sorted together."""
+    dealt: list[list[PrefillItem]] = [[] for _ in range(ctas)]
+    most, first, turned = RANKED_ROUNDS * ctas, 0, 0
+    while first < len(lengths):
+        end, blocks = first + 1, tiles.blocks(lengths[first])
+        while end < len(lengths) and end - first < 1 << LANE_BITS and blocks + tiles.blocks(lengths[end]) <= most:
+            blocks, end = blocks + tiles.blocks(lengths[end]), end + 1
+        together = max(most // max(blocks, 1), 1)
+        for head in range(0, heads, together):
+            run = [
+                PrefillItem(sequence, number, block, lengths[sequence])
+                for sequence in range(first, end)
+                for number in range(head, min(head + together, heads))
+                for block in range(tiles.blocks(lengths[sequence]))
+            ]
+            _deal(sorted(run, key=lambda item: -_rank(tiles, item)), dealt, turned)
+            turned = (turned + ctas - ctas * TURNED_EIGHTHS // 8) % ctas
+        first = end
+    return dealt
 
 
-def _item_blocks(length: int, block: int, rows: int, keys: int, causal: bool) -> int:
-    """Return the blocks of keys that the rows of one item attend to."""
-    skipped = block * rows
-    if skipped >= length:
-        return 0
-    return ceil_div(min(skipped + rows, length) if causal else length, keys)
+def _rank(tiles: PrefillTiles, item: PrefillItem) -> int:
+    return item.block + ceil_div(tiles.cached, tiles.keys) if tiles.causal else tiles.of_item(item)
+
+
+def _deal(items: Sequence[PrefillItem], dealt: list[list[PrefillItem]], turned: int) -> None:
+    """Deal sorted items to the CTAs in alternating direction. turned: the CTA that gets the first one."""
+    ctas = len(dealt)
+    for rank, item in enumerate(items):
+        turn, place = divmod(rank, ctas)
+        dealt[(turned + (place if turn % 2 == 0 else ctas - 1 - place)) % ctas].append(item)
+
+
+def prefill_work(tiles: PrefillTiles, dealt: Sequence[Sequence[PrefillItem]]) -> tuple[CtaWork, ...]:
+    """Return the work of CTAs by their items."""
+    blocks = [[tiles.of_item(item) for item in items] for items in dealt]
+    return tuple(CtaWork(sum(numbers), sum(1 for number in numbers if number)) for numbers in blocks)

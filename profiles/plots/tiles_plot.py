@@ -26,7 +26,9 @@ PICTURES = {  # in docs/images
     "sparse_decode_sm90_bf16_fp8_656_cluster2": "sparse-decode-sm90-clock.svg",
     "sparse_decode_sm100_bf16_fp8_656_cluster2": "sparse-decode-sm100-clock.svg",
     "sparse_prefill_sm90_bf16_d576_cluster2": "sparse-prefill-sm90-clock.svg",
+    "sparse_prefill_sm100_bf16_d576_cluster2": "sparse-prefill-sm100-clock.svg",
     "dense_prefill_sm90_bf16_d192": "dense-prefill-sm90-clock.svg",
+    "dense_prefill_sm100_bf16_d192": "dense-prefill-sm100-clock.svg",
 }
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 
@@ -73,7 +75,8 @@ def tiles_svg(run: Recorded, block: float) -> str:
     bottom = TOP + ROW * len(rows)
     scale = (WIDTH - LEFT - RIGHT) / (end - start)
     body = [f"<defs>{_HATCH}</defs>", text(LEFT, 18, run.title, size=13, anchor="start")]
-    note = f"predicted by the clock for {'an' if run.gpu.startswith('H') else 'a'} {run.gpu}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
+    gpu = f"{'an' if run.gpu.startswith('H') else 'a'} {run.gpu}"
+    note = f"predicted by the clock for {gpu}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
     body.append(text(LEFT, 34, note, size=11, anchor="start", fill=FAINT))
     body += _axis(start, end, block, scale, bottom)
     for number, row in enumerate(rows):

@@ -40,8 +40,12 @@ class DensePrefill(Workload[Operands]):
         assert isinstance(self.case.shape, DensePrefillShape)
         self.shape = self.case.shape
         self.ends = tuple(accumulate(self.shape.lengths, initial=0))
-        self.cu_seqlens = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
+        self.key_ends = tuple(accumulate((length + self.shape.cached for length in self.shape.lengths), initial=0))
+        self.cu_seqlens, self.cu_seqlens_k = (
+            torch.tensor(ends, dtype=torch.int32, device=self.device) for ends in (self.ends, self.key_ends)
+        )
         self.longest = max(self.shape.lengths)
+        self.longest_k = self.longest + self.shape.cached
 
     def make_operands(self, seed: int) -> Operands:
         """Allocate one operand set."""
@@ -49,8 +53,8 @@ class DensePrefill(Workload[Operands]):
         draw = generator(device, seed)
         return Operands(
             q=values(draw, dtype, shape.tokens, shape.h_q, shape.d_qk),
-            k=values(draw, dtype, shape.tokens, shape.h_kv, shape.d_qk),
-            v=values(draw, dtype, shape.tokens, shape.h_kv, D_V),
+            k=values(draw, dtype, shape.keys, shape.h_kv, shape.d_qk),
+            v=values(draw, dtype, shape.keys, shape.h_kv, D_V),
             out=torch.full((shape.tokens, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
             lse=torch.full((shape.tokens, shape.h_q), math.nan, dtype=torch.float32, device=device),
         )
@@ -62,9 +66,9 @@ class DensePrefill(Workload[Operands]):
             operands.k,
             operands.v,
             self.cu_seqlens,
-            self.cu_seqlens,
+            self.cu_seqlens_k,
             self.longest,
-            self.longest,
+            self.longest_k,
             causal=self.shape.causal,
             out=operands.out,
             lse=operands.lse,
@@ -91,12 +95,12 @@ class DensePrefill(Workload[Operands]):
 
     def expected(self, operands: Operands, sample: int) -> Results:
         """Return the results of the checked tokens over all keys of the sequence, with the causal mask if there is one."""
-        rows = slice(self.ends[sample], self.ends[sample + 1])
+        rows, keys = (slice(ends[sample], ends[sample + 1]) for ends in (self.ends, self.key_ends))
         tokens = torch.tensor(self._checked_tokens(sample), device=self.device)
         group = self.shape.h_q // self.shape.h_kv
         q = operands.q[rows][tokens].transpose(0, 1)
-        k, v = (tensor[rows].transpose(0, 1).repeat_interleave(group, dim=0) for tensor in (operands.k, operands.v))
-        length = self.shape.lengths[sample]
-        visible = torch.arange(length, device=self.device) <= (tokens[:, None] if self.shape.causal else length)
+        k, v = (tensor[keys].transpose(0, 1).repeat_interleave(group, dim=0) for tensor in (operands.k, operands.v))
+        length = self.shape.lengths[sample] + self.shape.cached
+        visible = torch.arange(length, device=self.device) <= (tokens[:, None] + self.shape.cached if self.shape.causal else length)
         out, lse = reference.attention(q, k, v, self.shape.d_qk**-0.5, visible)
         return {"out": out, "lse": lse}

@@ -69,7 +69,7 @@ def test_types_share_a_structure_and_its_blocks(bench: Bench, tmp_path: Path) ->
     case = DenseDecodeCase(lengths=(20,), h_q=3, sm_count=1)
     short, other, long = (
         reached(bench, changed, tmp_path)
-        for changed in (case, replace(case, dtype="fp16"), replace(case, lengths=(300,), s_q=2, causal=True))
+        for changed in (case, replace(case, dtype="fp16"), replace(case, lengths=(2500, 300), batch=2, s_q=2, causal=True))
     )
     (name,) = (name for name in short if name.startswith(f"dense_decode {bench.arch.name}"))
     assert short.keys() == other.keys() == long.keys()

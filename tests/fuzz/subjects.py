@@ -93,7 +93,7 @@ def anything(results: Any) -> str:
 
 
 def overwritten_plan(results: Any) -> str:
-    """Accept as `anything` does; the call may also read rows that no part of the plan computed, which the simulated device notices."""
+    """Accept as `anything` does; rows may also belong to no part of the plan or to several, which the simulated device notices."""
     return ""
 
 
@@ -102,13 +102,13 @@ def same_slots(results: Any) -> str:
     return ""
 
 
-# Functions above, and the kind of finding that they allow.
-ALLOWED_FINDINGS: dict[Verify, str] = {overwritten_plan: "poison", same_slots: "race"}
+# Functions above, and the kinds of findings that they allow.
+ALLOWED_FINDINGS: dict[Verify, set[str]] = {overwritten_plan: {"poison", "race"}, same_slots: {"race"}}
 
 
 def allowed_findings(verify: Verify, arguments: Arguments) -> set[str]:
     """Return the kinds of findings that a right call may have: of its judge, and of used block-table entries outside the cache."""
-    kinds = {ALLOWED_FINDINGS[verify]} if verify in ALLOWED_FINDINGS else set()
+    kinds = set(ALLOWED_FINDINGS.get(verify, ()))
     read = "k_cache" in arguments and isinstance(arguments.get("block_table"), Tensor) and arguments.get("indices") is None
     if read and _uses_no_page(arguments):
         kinds.add("block_table")

@@ -1,4 +1,4 @@
-"""The order in which the dense prefill kernels hand out their items: plain integers in place of the device's."""
+"""The order in which dense prefill on sm100 hands out its items: plain integers in place of the device's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not install
 
 from cute_mla.kernels.dense_prefill import operands
 from cute_mla.kernels.primitives import integers
-from cute_mla.profiles.model.partition import dense_prefill_order
+from cute_mla.profiles.model.partition import PrefillTiles, dense_prefill_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 
@@ -60,7 +60,10 @@ def test_every_item_is_handed_out_once(monkeypatch: pytest.MonkeyPatch, heads: i
 
 @pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(1, 1, 1), (16, 64, 132), (3, 5, 7), (2, 200, 132), (1, 3, 8)])
 def test_the_model_hands_out_alike(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, ctas: int) -> None:
-    assert list(dense_prefill_order(heads * row_blocks, row_blocks, ctas)) == handed_out(monkeypatch, heads, row_blocks, ctas)
+    tiles = PrefillTiles(1, 1, causal=True)
+    dealt = dense_prefill_order(tiles, [row_blocks], heads, ctas)
+    numbers = [[item.head * row_blocks + row_blocks - 1 - item.block for item in items] for items in dealt]
+    assert numbers == handed_out(monkeypatch, heads, row_blocks, ctas)
 
 
 @pytest.mark.parametrize(("heads", "row_blocks", "ctas"), [(16, 64, 132), (8, 64, 132), (16, 256, 132), (128, 16, 132), (16, 64, 148)])

@@ -66,7 +66,7 @@ def test_places_are_roles_and_rings() -> None:
     subject = Subject(load_artifacts().manifest.kernels["dense_prefill_sm90_bf16_d192"])
     places = subject.places.of_all(find(subject.text))
     waits = {place for mutation, place in places.items() if mutation.kind == "phase not waited for"}
-    assert {"keys: key_free #0", "values: value_free #0", "queries: query_free #1", "attend_0+attend_1: key_ready #1"} <= waits
+    assert {"keys: key_free #0", "values: value_free #0", "queries: query_free #1", "attend_0+attend_1: key_ready #0"} <= waits
     assert "all #0" in {place for mutation, place in places.items() if mutation.kind == "grid wait deleted"}
 
 

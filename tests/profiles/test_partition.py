@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from cute_mla.profiles.model.partition import CtaWork, decode_work, dense_prefill_order, dense_prefill_work, sparse_prefill_work
+from cute_mla.profiles.model.partition import (
+    CtaWork,
+    PrefillItem,
+    PrefillTiles,
+    decode_work,
+    dense_prefill_order,
+    prefill_work,
+    sorted_prefill_order,
+    sparse_prefill_work,
+)
+
+Order = Callable[[PrefillTiles, list[int], int, int], list[list[PrefillItem]]]
 
 
 def test_parts_of_a_plan_by_hand() -> None:
@@ -32,15 +45,32 @@ def test_tokens_go_round() -> None:
     assert sparse_prefill_work(7, 3, 32) == (CtaWork(96, 3), CtaWork(64, 2), CtaWork(64, 2))
 
 
-def test_items_by_hand() -> None:
-    # 2 heads x 3 blocks on 2 CTAs: all in one run; items 0, 3 have the last block, which is the longest; then to and fro
-    assert list(dense_prefill_order(6, 3, 2)) == [[0, 4, 2], [3, 1, 5]]
+ORDERS = (dense_prefill_order, sorted_prefill_order)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_items_by_hand(order: Order) -> None:
+    # 2 heads x 3 blocks on 2 CTAs: all in one run, the last block first, which is the longest; then to and fro
+    causal, full = (PrefillTiles(128, 128, is_causal) for is_causal in (True, False))
+    dealt = order(causal, [300], 2, 2)
+    assert [[(item.head, item.block) for item in items] for items in dealt] == [[(0, 2), (1, 1), (0, 0)], [(1, 2), (0, 1), (1, 0)]]
     # 300 rows in blocks of 128, causal: 3, 2, 1 tiles
-    assert dense_prefill_work([300], 2, 128, 128, True, 2) == (CtaWork(3 + 2 + 1, 3), CtaWork(3 + 2 + 1, 3))
-    assert dense_prefill_work([300], 2, 128, 128, False, 2) == (CtaWork(9, 3), CtaWork(9, 3))
+    assert prefill_work(causal, dealt) == (CtaWork(3 + 2 + 1, 3), CtaWork(3 + 2 + 1, 3))
+    assert prefill_work(full, order(full, [300], 2, 2)) == (CtaWork(9, 3), CtaWork(9, 3))
+    # behind 200 cached keys: 4, 4, 3 tiles
+    after = PrefillTiles(128, 128, True, 200)
+    assert sum(work.blocks for work in prefill_work(after, order(after, [300], 2, 2))) == 2 * (4 + 4 + 3)
 
 
-def test_blocks_that_a_sequence_does_not_have_are_nobodys() -> None:
-    parts = dense_prefill_work([256, 100], 1, 128, 128, False, 4)
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_a_sequence_does_not_have_are_nobodys(order: Order) -> None:
+    tiles = PrefillTiles(128, 128, False)
+    parts = prefill_work(tiles, order(tiles, [256, 100], 1, 4))
     assert sum(work.blocks for work in parts) == 2 * 2 + 1
     assert sum(work.pieces for work in parts) == 3
+
+
+def test_sequences_of_many_lengths_are_spread_evenly() -> None:
+    tiles, lengths = PrefillTiles(128, 128, True), [331, 946, 1804, 763, 991, 842, 1036, 1291, 88, 605, 635, 369, 1349, 813, 601, 1123]
+    blocks = [work.blocks for work in prefill_work(tiles, sorted_prefill_order(tiles, lengths, 128, 132))]
+    assert max(blocks) * len(blocks) < 1.02 * sum(blocks)

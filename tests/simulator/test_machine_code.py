@@ -37,7 +37,9 @@ MAX_TILES = 6
 def near_case(op: str) -> BaseCase:
     """Return the largest of the smallest cases, without memory that is too far apart to copy and without findings that it asks for."""
     entries = [entry for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.mode != "skipped"]
-    cases = [entry.case for entry in entries if 1 <= entry.case.tiles <= MAX_TILES and not re.search("far|broken", entry.case.id)]
+    cases = [
+        entry.case for entry in entries if 1 <= entry.case.tiles <= MAX_TILES and not re.search("far|broken|overwritten", entry.case.id)
+    ]
     found: BaseCase = max(cases, key=lambda case: (case.tiles, case.id))
     return found
 

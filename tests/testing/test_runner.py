@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -55,8 +55,10 @@ class StandIn:
         return kwargs["out"], kwargs["lse"]
 
     @contextmanager
-    def simulate(self, arch: str, sm_count: int | None, *, schedule: str, seed: int, on_finding: str, code: str) -> Iterator[Any]:
-        assert on_finding == "collect"
+    def simulate(
+        self, arch: str, sm_count: int | None, *, schedule: str, seed: int, on_finding: str, code: str, ignored: Collection[str]
+    ) -> Iterator[Any]:
+        assert (on_finding, ignored) == ("collect", ())
         self.schedules.append(schedule)
         yield SimpleNamespace(findings=self.findings)
 

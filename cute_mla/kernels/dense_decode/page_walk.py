@@ -1,4 +1,4 @@
-"""The load role's walk over the pages of its partition, the same for every architecture."""
+"""Walks of the load role over the pages of its partition: with an entry of the block table a tile, or with those of several tiles."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from cutlass import Int32, Int64, cute
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.integers import smaller
 from .operands import NO_PAGE, LaneBox, Operands
+
+WARP = 32
 
 
 @cute.jit
@@ -32,6 +34,39 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
             next_page = look_up(operands, req, next_entry, tile_range.keys - (t + 1) * TILE_KEYS)
             load_tile(LaneBox.create(operands, page, row), tile + t)
             page, entry, row = next_page, next_entry, next_row
+        tile = tile + tile_range.tiles
+        work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+        req, begin_tile = work_tile.next_req, work_tile.next_tile
+    return tile
+
+
+@cute.jit
+def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+    """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
+
+    A group is as many tiles as 32 boxes hold. The stages that are full hide the latency, once a group.
+    """
+    schedule = operands.schedule
+    lane = cute.arch.lane_idx()
+    req, begin_tile = schedule.first_work_tile()
+    last = schedule.last_request()
+    group_keys = operands.box_keys() * WARP
+    group = group_keys // TILE_KEYS
+    tile = Int32(0)
+    while req <= last:
+        tile_range = schedule.tile_range(req, begin_tile)
+        entry, row = operands.page_entry(begin_tile * TILE_KEYS + lane * operands.box_keys())
+        for first in cutlass.range(0, tile_range.tiles, group, unroll=1):
+            first_entry = cute.arch.shuffle_sync(entry, 0)
+            pages = Int32(NO_PAGE)
+            behind = Int64(lane) * operands.args.page_size - cute.arch.shuffle_sync(row, 0)  # keys from the group's first to the page
+            if behind < smaller(tile_range.keys - first * TILE_KEYS, group_keys):
+                pages = (operands.table_row(req) + first_entry + lane).load()
+            for t in cutlass.range(first, smaller(first + group, tile_range.tiles), unroll=1):
+                page = cute.arch.shuffle_sync(pages, entry - first_entry)
+                is_used = lane * operands.box_keys() < tile_range.keys - t * TILE_KEYS
+                load_tile(LaneBox.create(operands, cutlass.select_(is_used, page, Int32(NO_PAGE)), row), tile + t)
+                entry, row = operands.next_tile_entry(entry, row)
         tile = tile + tile_range.tiles
         work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
         req, begin_tile = work_tile.next_req, work_tile.next_tile

@@ -80,7 +80,7 @@ from ..sm100.pair import begin, end, initialise
 from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole, ScoreRows
 from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
-from .page_walk import for_each_tile
+from .page_walk import for_each_tile_in_groups
 from .sm100_convert import fp8_cache_definition
 from .sm100_mask import LengthMask
 
@@ -155,7 +155,7 @@ class LoadRole:
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Wait kv_free. Signal kv_ready."""
-        tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
+        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
         for i in cutlass.range(self.geometry.kv_stages, unroll=1):

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill import RANKED_ROUNDS, DensePrefillArguments
 from ..primitives.integers import clip, larger, smaller
+
+
+class Rows(NamedTuple):
+    """The rows of out that an item writes: the part of a WorkItem that outlives its products."""
+
+    head: Int32
+    first_row: Int32
+    rows: Int32
+
+    @staticmethod
+    def of(item: WorkItem) -> Rows:
+        """Return the rows of an item."""
+        return Rows(item.head, item.first_row, item.rows)
+
+    @staticmethod
+    def none() -> Rows:
+        """Return no rows."""
+        return Rows(Int32(0), Int32(0), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,11 @@ class WorkItems:
         head = of_head - sequence * self.args.h_q
         first_query, queries = span(self.args.cu_seqlens_q, sequence, self.args.total_q)
         first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
+        return self.at(head, block, (first_query, queries), (first_key, keys))
+
+    def at(self, head: Int32, block: Int32, queries_of: tuple[Int32, Int32], keys_of: tuple[Int32, Int32]) -> WorkItem:
+        """Return the item of a block of rows. queries_of, keys_of: first row and rows of its sequence."""
+        (first_query, queries), (first_key, keys) = queries_of, keys_of
         skipped = block * self.item_rows
         rows = queries - skipped
         diagonal = skipped + keys - queries
@@ -137,14 +161,14 @@ class Operands:
         """Return element 0 of a query row of the item's block."""
         return self.args.q + _offset(self.args.q_stride_token, self.args.q_stride_head, item, row)
 
-    def out_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+    def out_row(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
         """Return element 0 of an output row."""
         return self.args.out + _offset(self.args.out_stride_token, self.args.out_stride_head, item, row)
 
-    def lse_of(self, item: WorkItem, row: Int32) -> cute.Pointer:
+    def lse_of(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
         """Return the lse of a query row."""
         return self.args.lse + _offset(self.args.lse_stride_token, self.args.lse_stride_head, item, row)
 
 
-def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem, row: Int32) -> Int64:
+def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem | Rows, row: Int32) -> Int64:
     return Int64(item.first_row + row) * token_stride + Int64(item.head) * head_stride

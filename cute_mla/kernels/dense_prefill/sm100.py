@@ -52,6 +52,7 @@ from ..primitives import tcgen05
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from .abi import DensePrefillAbi
+from .board import Board
 from .operands import Operands
 from .sm100_config import (
     GROUP_WARPS,
@@ -75,7 +76,6 @@ from .sm100_load import LoadRole, QueryRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
 from .sm100_softmax import SoftmaxRole
-from .sm100_work_items import Board
 
 
 class DensePrefillSm100(AttentionKernel):

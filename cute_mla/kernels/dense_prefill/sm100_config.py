@@ -14,6 +14,7 @@ from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from ..sm100.boxes import ROW_BYTES
+from .board import ITEM_WORDS
 from .operands import WorkItem
 
 QUERY_TILES = 2  # of an item
@@ -53,7 +54,6 @@ OUTPUT_REGISTERS = 96
 OTHER_REGISTERS = 48
 
 ITEM_STAGES = 4  # rounds whose items the load role may post ahead
-ITEM_WORDS = 8
 
 TMEM_LANE = 1 << 16
 

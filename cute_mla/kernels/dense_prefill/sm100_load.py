@@ -11,6 +11,7 @@ from ..primitives.integers import smaller
 from ..primitives.pipeline import PipelineState
 from ..primitives.tma import load_box
 from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
+from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import (
     BOX_BYTES,
@@ -29,7 +30,6 @@ from .sm100_config import (
     Tiles,
     key_tiles,
 )
-from .sm100_work_items import Board
 
 CHUNK_COLUMNS = BOX_COLUMNS // CHUNKS_PER_ROW
 QUERY_THREADS = 32 * QUERY_WARPS

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import cutlass
@@ -13,6 +15,7 @@ from ..primitives import tcgen05
 from ..primitives.integers import larger
 from ..primitives.pipeline import PipelineState
 from ..sm100.boxes import ROW_BYTES
+from .board import Board
 from .sm100_config import (
     BOX_BYTES,
     FIRST_KEYS,
@@ -31,7 +34,6 @@ from .sm100_config import (
     Tiles,
     key_tiles,
 )
-from .sm100_work_items import Board
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows
@@ -164,10 +166,13 @@ class MmaRole:
             with cute.arch.elect_one():
                 gemm.output(tile, operands, first, end, accumulate)
 
-    def await_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
-        """Wait until stages are filled."""
-        for use in uses:
-            cute.arch.mbarrier_wait(pipes.kv_ready.base + use.stage, use.phase)
+    @cute.jit
+    def await_stages(self, pipes: Pipes, uses: list[PipelineState]):
+        """Wait until stages are filled. All are asked before an answer is looked at: one takes 35 clocks."""
+        filled = [cute.arch.mbarrier_try_wait(pipes.kv_ready.base + use.stage, use.phase) for use in uses]
+        if not reduce(and_, filled):
+            for i in cutlass.range_constexpr(len(uses)):
+                cute.arch.mbarrier_wait(pipes.kv_ready.base + uses[i].stage, uses[i].phase)
 
     def free_stages(self, pipes: Pipes, uses: list[PipelineState]) -> None:
         """Release stages when everything issued so far is done."""

@@ -10,9 +10,9 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.elements import store_row
+from .board import Board
 from .operands import Operands
 from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
-from .sm100_work_items import Board
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
 STORED_AT_ONCE = 32

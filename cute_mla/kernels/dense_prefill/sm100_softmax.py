@@ -19,6 +19,7 @@ from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
 from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
+from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import (
     BOXES_PER_STAGE,
@@ -36,14 +37,13 @@ from .sm100_config import (
     first_lane,
     key_tiles,
 )
-from .sm100_work_items import Board
 
 LOADED_AT_ONCE = 32  # columns of tensor memory
 KEYS_STORED_AT_ONCE = 64
 WORD_BITS = 32
 MAX_CHAINS = 4  # independent maxima, so that none waits for the one before
 PAIRS_PER_GROUP = 8
-POLYNOMIAL_PAIRS = 3  # of a group
+POLYNOMIAL_PAIRS = 2  # of a group
 
 # 2^r = sum_k c_k r^k for -1/2 <= r <= 1/2, relative error 2.1e-7 in fp32, as the special function unit's: P would do with much
 # less, but lse may be the logarithm of a sum of a few of them, and its error near 0 has to stay below 1e-6

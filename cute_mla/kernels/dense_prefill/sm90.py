@@ -11,6 +11,7 @@ Roles (384 threads):
   keys     warp 0: TMA of K
   values   warp 1: TMA of V; zeroes what lies behind the last key
   queries  warp 2: TMA of Q (not in the `elements` variants, where the warpgroups load their rows themselves)
+  items    warp 3: finds the CTA's items, up to four ahead of the other roles
   attend   warpgroups 1, 2: 64 rows each: S = Q K^T, softmax, O += P V with P and O in registers, out, lse
 
 Shared memory: Q (128 rows), and as many tiles of K and of V as fit: 2 each with 192 columns, 3 with 128.
@@ -23,6 +24,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   value_landed     values -> itself    1 and the bytes of such a tile, which it clears the rest of before it hands it on
   query_ready[2]   queries -> attend   1 and the bytes of a warpgroup's rows, once per item
   query_free[2]    attend -> queries   4: the last S of the item is there
+  item_ready[4]    items -> others     1: what the next item is, or that there is none
+  item_free[4]     others -> items     11: it has been read; 10 without a query role
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
 The trick: nothing that is computed waits for the tensor cores, or they for it. A warpgroup issues S of the next tile together
@@ -46,12 +49,14 @@ from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
 from .abi import DensePrefillAbi
+from .board import Board
 from .operands import Operands
 from .sm90_attend import AttendRole
 from .sm90_config import (
     COMPUTE_REGISTERS,
     GROUP_ROWS,
     GROUPS,
+    ITEM_WARP,
     KEY_WARP,
     LOAD_REGISTERS,
     QUERY_WARP,
@@ -66,6 +71,7 @@ from .sm90_config import (
     Pipes,
     Tiles,
 )
+from .sm90_items import ItemRole
 from .sm90_load import KeyRole, QueryRole, ValueRole
 
 
@@ -88,35 +94,38 @@ class DensePrefillSm90(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes)
+                initialise(pipes, item_readers=GROUPS * WARPS_PER_GROUP + (3 if self.by_tma else 2))
                 for tensor_map in (operands.args.q_map, operands.args.k_map, operands.args.v_map):
                     prefetch_map(tensor_map)
         cute.arch.sync_threads()
         # Q, K, V and the lengths may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group = warp // WARPS_PER_GROUP
+        group, board = warp // WARPS_PER_GROUP, Board(tiles.sItems, pipes)
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
-                KeyRole(geometry).run(operands, tiles, pipes)
+                KeyRole(geometry).run(operands, board, tiles, pipes)
             if warp == VALUE_WARP:
-                ValueRole(geometry).run(operands, tiles, pipes)
+                ValueRole(geometry).run(operands, board, tiles, pipes)
+            if warp == ITEM_WARP:
+                ItemRole().run(operands, board)
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
-                QueryRole(geometry).run(operands, tiles, pipes)
+                QueryRole(geometry).run(operands, board, tiles, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
             attend = AttendRole(self.dtype, geometry.d_qk, self.by_tma)
-            attend.run(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
+            attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
-def initialise(pipes: Pipes) -> None:
-    """Set the arrivals of every barrier."""
-    for ready in (pipes.key_ready, pipes.value_ready, pipes.value_landed, pipes.query_ready):
+def initialise(pipes: Pipes, item_readers: int) -> None:
+    """Set the arrivals of every barrier. item_readers: warps that take items."""
+    for ready in (pipes.key_ready, pipes.value_ready, pipes.value_landed, pipes.query_ready, pipes.item_ready):
         ready.initialise(1)
     for free in (pipes.key_free, pipes.value_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
     pipes.query_free.initialise(WARPS_PER_GROUP)
+    pipes.item_free.initialise(item_readers)
     cute.arch.mbarrier_init_fence()
 
 
@@ -135,8 +144,9 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             Role("keys", KEY_WARP, 1),
             Role("values", VALUE_WARP, 1),
             Role("queries", QUERY_WARP, 1),
+            Role("items", ITEM_WARP, 1),
             *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
         ),
-        expected={"HGMMA": 2 * scores + 3 * output},  # once for the first tile of an item, once for the others; the very last P V
-        overlapped={"MUFU.EX2": 2 * GROUP_ROWS * TILE_KEYS // WARPGROUP},  # P V goes on during both softmaxes
+        expected={"HGMMA": scores + 2 * output},  # of a tile, and the very last P V
+        overlapped={"MUFU.EX2": GROUP_ROWS * TILE_KEYS // WARPGROUP},  # P V goes on during the softmax
     )

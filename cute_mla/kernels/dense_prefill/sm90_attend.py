@@ -14,7 +14,8 @@ from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
-from .operands import Operands, WorkItem
+from .board import Board
+from .operands import Operands, Rows, WorkItem
 from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TILE_KEYS, TURN_BARRIER, WARPGROUP, Pipes, Tiles, key_tiles
 from .sm90_gemm import Products, QueryStage
 
@@ -31,8 +32,8 @@ class AttendRole:
         self.by_tma = by_tma
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
-        """Wait key_ready, value_ready, query_ready. Signal key_free, value_free, query_free. Write out and lse.
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
+        """Wait item_ready, key_ready, value_ready, query_ready. Signal item_free, key_free, value_free, query_free. Write out and lse.
 
         P V of an item's last tile goes with the first S of the next item; the very first S goes with a P of zeros.
         """
@@ -42,38 +43,44 @@ class AttendRole:
         factors = [Float32(1), Float32(1)]
         if group != 0:
             give_turn(group)
-        use, done, pending = Int32(0), Int32(0), Boolean(False)
-        before = operands.items.take(Int32(0))
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.rows > 0:
-                if item.keys > 0:
+        # fresh: whether the next P V is the first of its item. due: whether O then still is the result of the item before, `owed`
+        use, done, turn, fresh, due = Int32(0), Int32(0), Int32(1), Boolean(True), Boolean(False)
+        more, item = board.take(Int32(0))
+        before, owed = Rows.of(item), Rows.none()
+        while more:
+            count = key_tiles(item.keys)
+            if count == 0:
+                self.write_empty_rows(operands, item, products)
+            for i in cutlass.range(count, unroll=1):
+                if i == 0:
                     self.take_queries(operands, tiles, pipes, item, products, done)
-                    self.settle_output(pipes, products, factors, use - 2, pending)
-                    self.start_products(pipes, products, use, larger(use - 1, Int32(0)))
-                    self.free_operands(pipes, group, use, done, key_tiles(item.keys) == 1)
+                self.settle_output(pipes, products, factors, use + i - 2, fresh)
+                self.start_scores(pipes, products, use + i)
+                if due:
+                    give_turn(group)
+                    self.finish_rows(operands, owed, products, ended)
+                    warpgroup.fence()
+                self.start_output(pipes, products, larger(use + i - 1, Int32(0)), fresh)
+                if not due:
+                    give_turn(group)
+                warpgroup.wait_group(1)
+                self.free_operands(pipes, group, use + i, done, i == count - 1)
+                if i == 0:
                     start_anew(softmax, ended)
-                    factors = self.softmax_step(item, products, softmax, key_tiles(item.keys) - 1)
-                    # in both branches: in front of them, ptxas would move it in front of the softmax
-                    if done > 0:
-                        warpgroup.wait_group(0)
-                        pipes.value_free.consumer_release(use - 1)
-                        self.finish_rows(operands, before, products, ended)
-                    else:
-                        warpgroup.wait_group(0)
-                    products.clear_output()
-                    factors = self.attend_tiles(pipes, item, products, softmax, factors, use, done)
-                    use = use + key_tiles(item.keys)
-                    done = done + 1
-                    pending = key_tiles(item.keys) > 1
-                    before = item
-                else:
-                    self.write_empty_rows(operands, item, products)
+                    owed = before
+                factors = self.softmax_step(item, products, softmax, count - 1 - i)
+                fresh = i == 0
+                due = fresh and (done > 0)
+            if count > 0:
+                use, done, before = use + count, done + 1, Rows.of(item)
+            more, item = board.take(turn)
+            turn = turn + 1
         if done > 0:
-            self.settle_output(pipes, products, factors, use - 2, pending)
-            pipes.value_ready.consumer_wait(use - 1)
+            self.settle_output(pipes, products, factors, use - 2, fresh)
+            if due:
+                self.finish_rows(operands, owed, products, ended)
             warpgroup.fence()
-            products.start_output(pipes.value_ready.stage(use - 1))
+            self.start_output(pipes, products, use - 1, fresh)
             warpgroup.wait_group(0)
             self.finish_rows(operands, before, products, softmax)
         if group == 0:
@@ -102,59 +109,36 @@ class AttendRole:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
 
-    @cute.jit
-    def attend_tiles(
-        self,
-        pipes: Pipes,
-        item: WorkItem,
-        products: Products,
-        softmax: OnlineSoftmax,
-        factors: list[Float32],
-        use: Int32,
-        done: Int32,
-    ):
-        """Attend to the tiles of an item behind the first, all but P V of the last one.
-
-        factors: of O, due before the next P V. Return the factors of the last tile.
-        """
-        count = key_tiles(item.keys)
-        for i in cutlass.range(1, count, unroll=1):
-            self.settle_output(pipes, products, factors, use + i - 2, i > 1)
-            self.start_products(pipes, products, use + i, use + i - 1)
-            self.free_operands(pipes, products.group, use + i, done, i == count - 1)
-            factors = self.softmax_step(item, products, softmax, count - 1 - i)
-        return factors
-
     def softmax_step(self, item: WorkItem, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
         """Turn the scores of a tile into probabilities. Return the factors that this asks of O."""
         self.mask(item, products, tile)
         return softmax.add_tile(products.scores)
 
-    @cute.jit
-    def start_products(self, pipes: Pipes, products: Products, key_use: Int32, value_use: Int32):
-        """Issue S of one tile, and P V of the one before, in this warpgroup's turn. S is complete on return."""
-        pipes.key_ready.consumer_wait(key_use)
+    def start_scores(self, pipes: Pipes, products: Products, use: Int32) -> None:
+        """Issue S of a tile in this warpgroup's turn."""
+        pipes.key_ready.consumer_wait(use)
         take_turn(products.group)
         warpgroup.fence()
-        products.start_scores(pipes.key_ready.stage(key_use))
-        pipes.value_ready.consumer_wait(value_use)
-        products.start_output(pipes.value_ready.stage(value_use))
-        give_turn(products.group)
-        warpgroup.wait_group(1)
+        products.start_scores(pipes.key_ready.stage(use))
+
+    def start_output(self, pipes: Pipes, products: Products, use: Int32, fresh: Boolean) -> None:
+        """Issue P V of a tile. fresh: whether it overwrites O."""
+        pipes.value_ready.consumer_wait(use)
+        products.start_output(pipes.value_ready.stage(use), fresh)
 
     @cute.jit
-    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, pending: Boolean):
-        """Prepare P V of a tile: O is relative to the maximum over all tiles up to it, and P is rounded.
+    def settle_output(self, pipes: Pipes, products: Products, factors: list[Float32], use: Int32, fresh: Boolean):
+        """Prepare P V of a tile: O is relative to the maximum over all tiles up to it, unless it is `fresh`, and P is rounded.
 
-        A `pending` P V, with the values of `use`, is complete on return.
+        The P V in flight, with the values of `use`, is complete on return.
 
         Its wait stands here, at the head of the loop, and not behind the softmax that it must not delay: in one block with the
         softmax, ptxas would move it in front.
         """
         warpgroup.wait_group(0)
-        if pending:
+        if use >= 0:
             pipes.value_free.consumer_release(use)
-        if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
+        if not fresh and cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             products.scale_output(factors)
         products.round_probs()
 
@@ -163,9 +147,9 @@ class AttendRole:
         """Release K, and Q after the last tile: S is complete."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
-            if last:
+            if last:  # first: Q of the next item is more urgent than its second tile of K
                 cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
+            cute.arch.mbarrier_arrive(pipes.key_free.barrier(use))
 
     @cute.jit
     def mask(self, item: WorkItem, products: Products, tile: Int32):
@@ -177,33 +161,33 @@ class AttendRole:
             mask_keys(products.scores, products.thread, limits)
 
     @cute.jit
-    def finish_rows(self, operands: Operands, item: WorkItem, products: Products, softmax: OnlineSoftmax):
+    def finish_rows(self, operands: Operands, rows: Rows, products: Products, softmax: OnlineSoftmax):
         """Normalise, and writes the rows that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
             lse = (softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)) * LN2
-            words = products.row_words(row_half, inverse)
+            words = [cutlass.select_(empty, Int32(0), word) for word in products.row_words(row_half, inverse)]
             if cutlass.const_expr(self.by_tma):
                 words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
-            self.write_row(operands, item, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
+            self.write_row(operands, rows, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
 
     @cute.jit
     def write_empty_rows(self, operands: Operands, item: WorkItem, products: Products):
         """Write the rows of a block that sees no key."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             words = [Int32(0)] * (D_V // 8)
-            self.write_row(operands, item, products, row_half, words, operands.empty_lse)
+            self.write_row(operands, Rows.of(item), products, row_half, words, operands.empty_lse)
 
     @cute.jit
-    def write_row(self, operands: Operands, item: WorkItem, products: Products, row_half: int, words: list[Int32], lse: Float32):
+    def write_row(self, operands: Operands, rows: Rows, products: Products, row_half: int, words: list[Int32], lse: Float32):
         """Write one of the thread's rows, if the sequence has it."""
         row, thread = block_row(products, row_half), products.thread
-        if row < item.rows:
+        if row < rows.rows:
             if thread % 4 == 0:
-                operands.lse_of(item, row).store(lse)
-            self.store_row(operands.out_row(item, row), words, thread)
+                operands.lse_of(rows, row).store(lse)
+            self.store_row(operands.out_row(rows, row), words, thread)
 
     def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
         """Store a quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""

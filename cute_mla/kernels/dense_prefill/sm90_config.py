@@ -11,20 +11,23 @@ from ...spec.arch import SM90
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.pipeline import StageBarriers
-from ..primitives.smem import SWIZZLE_PERIOD, Barriers, SmemLayout, Tile
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
+from .board import ITEM_WORDS
 
 TILE_KEYS = 128
+TILE_KEY_BITS = TILE_KEYS.bit_length() - 1
 GROUPS = 2  # of warps that compute, each with its own query rows
 GROUP_ROWS = TILE_ROWS[SM90.name] // GROUPS
 
 WARPGROUP = 128
 WARPS_PER_GROUP = WARPGROUP // 32
 THREADS = (1 + GROUPS) * WARPGROUP
-KEY_WARP, VALUE_WARP, QUERY_WARP = 0, 1, 2  # of the first warpgroup
+KEY_WARP, VALUE_WARP, QUERY_WARP, ITEM_WARP = 0, 1, 2, 3  # of the first warpgroup
+ITEM_STAGES = 4  # items that may be posted ahead
 
-LOAD_REGISTERS = 24  # a lane; all threads start with 168
-COMPUTE_REGISTERS = 240
+LOAD_REGISTERS = 40  # a lane; all threads start with 168
+COMPUTE_REGISTERS = 232
 
 TURN_BARRIER = 1  # and 2: bar.sync ids, of the warpgroup whose turn it is; 0 is the CTA's
 STAGE_BARRIER = 3  # and 4: of one warpgroup
@@ -69,6 +72,7 @@ class Geometry:
             Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
             Tile("sK", dtype, (TILE_KEYS, self.d_qk, self.stages)),
             Tile("sV", dtype, (TILE_KEYS, D_V, self.stages)),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
             Barriers("key_ready", self.stages),
             Barriers("key_free", self.stages),
             Barriers("value_ready", self.stages),
@@ -76,6 +80,8 @@ class Geometry:
             Barriers("value_landed", 1),
             Barriers("query_ready", GROUPS),
             Barriers("query_free", GROUPS),
+            Barriers("item_ready", ITEM_STAGES),
+            Barriers("item_free", ITEM_STAGES),
         ))  # fmt: skip
 
 
@@ -86,6 +92,7 @@ class Tiles:
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
     sK: cute.Tensor  # (128 keys, d_qk, stages)
     sV: cute.Tensor  # (128 keys, 128 columns, stages)
+    sItems: cute.Pointer  # int32 (4, 8): items
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ class Pipes:
     value_landed: StageBarriers
     query_ready: StageBarriers
     query_free: StageBarriers
+    item_ready: StageBarriers
+    item_free: StageBarriers
 
 
 def key_tiles(keys: Int32) -> Int32:

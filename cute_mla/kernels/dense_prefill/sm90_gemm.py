@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
@@ -72,10 +72,14 @@ class Products:
             cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, stage], self.scores)
         warpgroup.commit_group()
 
-    def start_output(self, stage: Int32) -> None:
-        """Issue O += P V as a group of WGMMAs."""
+    def start_output(self, stage: Int32, overwrite: Boolean) -> None:
+        """Issue O += P V, or O = P V, as a group of WGMMAs."""
+        first = tiled_mma(self.dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        first.set(warpgroup.Field.ACCUMULATE, cutlass.select_(overwrite, Boolean(False), Boolean(True)))
         for step in range(cute.size(self.tP, mode=[2])):
-            cute.gemm(self.output_mma, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output)
+            cute.gemm(
+                self.output_mma if step else first, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output
+            )
         warpgroup.commit_group()
 
     def round_probs(self) -> None:
@@ -110,13 +114,12 @@ class Products:
     def row_words(self, row_half: int, inverse: Float32) -> list[Int32]:
         """Return one of the thread's rows of O, normalised and rounded.
 
-        Word e has columns 8 e + 2 (t % 4) and the next. A row that attends to nothing (inverse 0) is 0 whatever was accumulated.
+        Word e has columns 8 e + 2 (t % 4) and the next.
         """
         rO = flat(self.output)
         words = []
         for first in range(2 * row_half, cute.size(rO), 4):
-            low, high = (cutlass.select_(inverse == 0.0, Float32(0), rO[i] * inverse) for i in (first, first + 1))
-            words.append(pack_pair(low, high, self.dtype))
+            words.append(pack_pair(rO[first] * inverse, rO[first + 1] * inverse, self.dtype))
         return words
 
 

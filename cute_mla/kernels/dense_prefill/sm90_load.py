@@ -11,6 +11,7 @@ from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.pipeline import arrive
 from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
+from .board import Board
 from .operands import Operands
 from .sm90_config import GROUP_ROWS, GROUPS, TILE_KEYS, Geometry, Pipes, Tiles, key_tiles
 
@@ -22,11 +23,11 @@ class KeyRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait key_free. Signal key_ready."""
-        use = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, key_free. Signal item_free, key_ready."""
+        use, turn = Int32(0), Int32(1)
+        more, item = board.take(Int32(0))
+        while more:
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
                 stage, ready = pipes.key_ready.stage(use + i), pipes.key_ready.barrier(use + i)
@@ -34,6 +35,8 @@ class KeyRole:
                 where = (item.kv_head, item.first_key + (count - 1 - i) * TILE_KEYS)
                 load_tile(tiles.sK, stage, operands.args.k_map, where, ready, self.geometry.key_bytes)
             use = use + count
+            more, item = board.take(turn)
+            turn = turn + 1
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -45,14 +48,14 @@ class ValueRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait value_free. Signal value_ready.
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, value_free. Signal item_free, value_ready.
 
         P is 0 behind the last key, but 0 times a NaN that may lie there is NaN.
         """
-        use, cleared = Int32(0), Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+        use, cleared, turn = Int32(0), Int32(0), Int32(1)
+        more, item = board.take(Int32(0))
+        while more:
             count = key_tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
                 stage, ready = pipes.value_ready.stage(use + i), pipes.value_ready.barrier(use + i)
@@ -69,6 +72,8 @@ class ValueRole:
                     arrive(ready)
                     cleared = cleared + 1
             use = use + count
+            more, item = board.take(turn)
+            turn = turn + 1
 
 
 class QueryRole:
@@ -78,11 +83,11 @@ class QueryRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait query_free. Signal query_ready. Rows behind the sequence's are those of the next one, or zeros."""
-        done = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, query_free. Signal item_free, query_ready. Rows behind the sequence's are those of the next one, or zeros."""
+        done, turn = Int32(0), Int32(1)
+        more, item = board.take(Int32(0))
+        while more:
             if item.keys > 0:
                 for group in cutlass.range_constexpr(GROUPS):
                     use = done * GROUPS + group
@@ -90,6 +95,8 @@ class QueryRole:
                     where = (item.head, item.first_row + group * GROUP_ROWS)
                     load_tile(tiles.sQ, group, operands.args.q_map, where, pipes.query_ready.barrier(use), self.geometry.query_bytes)
                 done = done + 1
+            more, item = board.take(turn)
+            turn = turn + 1
 
 
 @cute.jit

@@ -64,7 +64,6 @@ class Geometry:
         assert self.valid_stages in (0, self.rope_stages), "the bits go round with the RoPE columns"
         last_read = STAGES_PER_TILE * (self.rope_stages - 1) + self.rope_after  # stages filled since P's tile, with those before RoPE
         assert self.frees_rope or self.kv_stages <= last_read, "kv stages come free before RoPE stages"
-        assert not (self.takes_turns and self.valid_stages), "a tile without keys has no turns"
 
     @property
     def q_tiles(self) -> int:

@@ -153,6 +153,8 @@ class LatentOutput(OutputAccumulators):
                 self.add_values(tiles, pipes, state, begun, left, side)
                 begun = Boolean(True)
             else:
+                if cutlass.const_expr(self.geometry.takes_turns) and side == 0:
+                    pipes.right_turn.producer_commit(state.rope)
                 for stage in self.stages(pipes, state):
                     pipes.kv_free.consumer_release_in_cluster(stage, self.cluster)
         else:

@@ -19,8 +19,11 @@ are (producer -> consumer; arrivals per phase):
   valid_ready[3]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
   kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 stages where d_qk is 512)
   rope_landed[3]   copy -> courier                 64
-  kv_ready[10]     courier -> score, output        1; of a pair, and the bytes of the peer's half
+  kv_ready[10]     courier -> score, output        1; of a stage that a pair shares, and the bytes of the peer's half
   rope_ready[3]    courier -> score                1
+
+A pair shares the first two stages of a tile: each CTA copies half of their keys and hands them to the peer. The other two each copies
+whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between.
 
 A tile without any key is passed by: of it there are only the handshakes. Nothing joins tokens: all roles walk from one to the
 next on their own, and the scout looks ahead over the end of a token.
@@ -65,6 +68,8 @@ from .sm90_walk import first_tile, for_each_tile, next_tile
 ROPE_STAGES = 3
 VALID_STAGES = ROPE_STAGES  # a tile's bits take the place of those of the tile whose RoPE stage it gets
 
+SHARED_STAGES = 2  # of a tile, between the CTAs of a pair: the first ones
+
 
 def geometry_of(d_qk: int) -> Geometry:
     """Return the geometry: copies need no registers for bytes, so that Q gets them; what Q leaves of shared memory are stages."""
@@ -77,7 +82,8 @@ def geometry_of(d_qk: int) -> Geometry:
         score_registers=152,
         ready_arrivals=1,
         valid_stages=VALID_STAGES,
-        alternating=True,
+        rope_after=2,
+        takes_turns=True,
     )
 
 
@@ -200,15 +206,26 @@ class CopyRole:
         present = told_of_keys(tiles, pipes, tile)
         rows = TileRows.create(pipes, tile, operands.latent.row_stride)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(step == self.geometry.rope_after) and present:
+                self.copy_rope(tiles, pipes, lane, rows, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_free.producer_acquire(use)
             if present:
-                # of a pair, the other half comes from the peer
-                source, halves = self.geometry.first_column(step) * ELEMENT_BYTES, HALVES // self.cluster
+                # of a stage that a pair shares, the other half comes from the peer
+                source = self.geometry.first_column(step) * ELEMENT_BYTES
+                halves = HALVES // self.cluster if shares_stage(step, self.cluster) else HALVES
                 rows.copy(lane, kv_stage(tiles, pipes, use), source, STAGE_COLUMNS // BOX_COLUMNS, halves)
             arrive_landed(pipes.kv_landed.barrier(use))
+        if not present:
+            # last: of such a tile the score role waits for rope_ready only, which must tell that all its stages have been waited for
+            pipes.rope_free.producer_acquire(tile)
+            arrive_landed(pipes.rope_landed.barrier(tile))
+
+    @cute.jit
+    def copy_rope(self, tiles: Tiles, pipes: CopyPipes, lane: CopyLane, rows: TileRows, tile: Int32):
+        """Copy the RoPE columns of all keys of a tile, where they have any. Wait rope_free. Signal rope_landed."""
         pipes.rope_free.producer_acquire(tile)
-        if cutlass.const_expr(self.geometry.has_rope) and present:
+        if cutlass.const_expr(self.geometry.has_rope):
             target = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES
             rows.copy(lane, target, D_LATENT * ELEMENT_BYTES, 1)
         arrive_landed(pipes.rope_landed.barrier(tile))
@@ -223,29 +240,44 @@ class CourierRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
-        """Wait kv_landed, rope_landed; of a pair valid_ready too. Signal kv_ready, rope_ready."""
+        """Wait valid_ready, kv_landed, rope_landed. Signal kv_ready, rope_ready."""
         tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, tiles, pipes))
         if cutlass.const_expr(self.cluster > 1):
             await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def deliver_tile(self, tiles: Tiles, pipes: CopyPipes, tile: Int32):
-        """Wait kv_landed, rope_landed. Signal kv_ready, rope_ready."""
-        present = told_of_keys(tiles, pipes, tile) if self.cluster > 1 else True
+        """Wait valid_ready, kv_landed, rope_landed. Signal kv_ready, rope_ready."""
+        present = told_of_keys(tiles, pipes, tile)
         for step in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(step == self.geometry.rope_after) and present:
+                self.deliver_rope(pipes, tile)
             use = tile * STAGES_PER_TILE + step
             pipes.kv_landed.consumer_wait(use)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(self.cluster == 1):
+            if cutlass.const_expr(not shares_stage(step, self.cluster)):
                 pipes.kv_ready.producer_commit(use)
             elif present:
                 own = kv_stage(tiles, pipes, use) + halves_of_cta(self.cluster)[0] * HALF_BYTES
                 hand_over(pipes.kv_ready.barrier(use), own, STAGE_COLUMNS // BOX_COLUMNS, peer_shift(pipes.kv_ready.base))
             else:
                 pipes.kv_ready.producer_commit(use)
+        if not present:
+            # behind the stages, which rope_ready must tell of, too
+            pipes.rope_landed.consumer_wait(tile)
+            pipes.rope_ready.producer_commit(tile)
+
+    @cute.jit
+    def deliver_rope(self, pipes: CopyPipes, tile: Int32):
+        """Wait rope_landed. Signal rope_ready."""
         pipes.rope_landed.consumer_wait(tile)
         cute.arch.fence_proxy("async.shared", space="cta")
         pipes.rope_ready.producer_commit(tile)
+
+
+def shares_stage(step: int, cluster: int) -> bool:
+    """Return whether each CTA of a pair copies half of a stage of a tile. The others are wanted too soon for a second way."""
+    return cluster > 1 and step < SHARED_STAGES
 
 
 def told_of_keys(tiles: Tiles, pipes: CopyPipes, tile: Int32) -> Boolean:

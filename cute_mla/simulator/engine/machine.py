@@ -61,7 +61,7 @@ class Machine:
         self.convoys = Convoys(self.blocks, policy, self.scheduler)
         self.wait_lists = WaitLists(self.scheduler)
         self.clusters = Clusters(self, launch, observer, policy.splits_convoys)
-        self.recorder = Recorder(launch.names, policy.most_findings)
+        self.recorder = Recorder(launch.names, policy.most_findings, policy.ignored)
         self.executed = Executed(self.blocks, launch.names)
         self.maps = TensorMaps(launch, memory)
         self.events = EventLog()

@@ -19,6 +19,7 @@ class Policy:
     quantum: warp instructions that a convoy runs before another gets its turn (ignored by "adversarial").
     waits_block: a wait for a phase of an mbarrier does not answer false while something can still go on.
     most_findings: a run ends with this many findings; None: the recorder's MAX_FINDINGS.
+    ignored: kinds of findings that are not kept.
     """
 
     schedule: str = "round_robin"
@@ -27,6 +28,7 @@ class Policy:
     quantum: int = DEFAULT_QUANTUM
     waits_block: bool = False
     most_findings: int | None = None
+    ignored: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

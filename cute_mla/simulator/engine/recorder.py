@@ -14,10 +14,11 @@ class Stop(Exception):
 
 
 class Recorder:
-    """The findings of a run. names: of the launch. most: findings that end the run, MAX_FINDINGS by default."""
+    """The findings of a run. names: of the launch. most: findings that end the run, MAX_FINDINGS by default. ignored: kinds not kept."""
 
-    def __init__(self, names: Names, most: int | None = None) -> None:
+    def __init__(self, names: Names, most: int | None = None, ignored: frozenset[str] = frozenset()) -> None:
         self.names = names
+        self._ignored = ignored
         self._most = most
         self.findings: list[Finding] = []
         self._seen: set[tuple[object, ...]] = set()
@@ -32,7 +33,7 @@ class Recorder:
     def add(self, finding: Finding) -> None:
         """Keep a finding, one for each kind and place. Raises Stop when there are too many."""
         key = (finding.kind, finding.ptx_line or finding.source, finding.barrier, finding.role)
-        if key in self._seen:
+        if key in self._seen or finding.kind in self._ignored:
             return
         self._seen.add(key)
         self.findings.append(finding)

@@ -18,7 +18,7 @@ Values = Literal["normal", "rising", "falling", "peaks", "opposed", "steps", "ne
 CausalValues = Literal[Values, "cliff"]  # of ops with a causal mask
 QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
 Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
-Metadata = Literal["tensors", "object", "stale"]
+Metadata = Literal["tensors", "object", "stale", "overwritten"]
 Tags = dict[str, Callable[[Any], str]]
 
 # Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
@@ -115,6 +115,11 @@ class BaseCase:
         """Return the kinds of findings that the simulated device must report: of operands that are meant to be wrong."""
         return frozenset()
 
+    @property
+    def results_defined(self) -> bool:
+        """Return whether the results are known; of others the call must only end and access nothing but its operands."""
+        return True
+
     def problem(self, arch: Arch) -> Problem:
         """Return the shapes of the call."""
         raise NotImplementedError
@@ -161,9 +166,15 @@ class DecodeCase(BatchedCase):
     """One call of a decode op.
 
     metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "stale": it gets other lengths, as if they had
-        changed since: for dense decode those of the requests before, for sparse decode half the indices; "object": get_mla_metadata()
-        returns a schedule that plans in its first call.
+        changed since: for dense decode those of the requests before, for sparse decode half the indices; "overwritten": other numbers
+        are in the plan's tensors, so that results are undefined; "object": get_mla_metadata() returns a schedule that plans in its
+        first call.
     """
 
     metadata: Metadata = "object"
     batch_invariant: bool = False
+
+    @property
+    def results_defined(self) -> bool:
+        """Return whether the plan is one."""
+        return self.metadata != "overwritten"

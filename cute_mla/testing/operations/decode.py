@@ -10,6 +10,15 @@ from torch import Tensor
 
 from ...api import get_mla_metadata
 from ...spec.mla import D_V
+from ...spec.split_plan import (
+    PART_BEGIN_REQ,
+    PART_BEGIN_SPLIT,
+    PART_BEGIN_TILE,
+    PART_END_OPEN,
+    PART_END_REQ,
+    PART_END_TILE,
+    PLAN_COLUMNS,
+)
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
 from ..cases.sparse_decode import SparseDecodeTensors
@@ -17,12 +26,20 @@ from .operation import empty_lse, output_argument
 
 Plan = tuple[Tensor, Tensor]  # tile_scheduler_metadata, num_splits
 
+_FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
+# Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator.
+_WRONG_NUMBERS = (
+    *((PART_BEGIN_REQ, -5), (PART_BEGIN_REQ, _FAR_ABOVE), (PART_BEGIN_TILE, -7), (PART_BEGIN_TILE, _FAR_ABOVE)),
+    *((PART_END_REQ, -9), (PART_END_REQ, _FAR_ABOVE), (PART_END_TILE, -3), (PART_END_TILE, _FAR_ABOVE)),
+    *((PART_BEGIN_SPLIT, _FAR_BELOW), (PART_BEGIN_SPLIT, _FAR_ABOVE), (PART_BEGIN_TILE, 1)),
+)
+
 
 def decode_arguments(
     case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors, workspace: Tensor | None, make_plan: Callable[[], Plan]
 ) -> dict[str, Any]:
     """Return the arguments that both decode ops take. make_plan: makes a plan of tensors, called if the case asks for one."""
-    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _copy_plan(make_plan())
+    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _plan_tensors(case, make_plan())
     return {
         "q": tensors.q,
         "k_cache": tensors.k_cache,
@@ -38,7 +55,25 @@ def decode_arguments(
     }
 
 
-def _copy_plan(plan: Plan) -> Plan:
-    """Copy a plan, as engines do that keep plans in buffers of their own."""
-    metadata, num_splits = plan
-    return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
+def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:
+    """Copy a plan, as engines do that keep plans in buffers of their own, and overwrite the copy if the case says so."""
+    metadata, num_splits = (torch.empty_like(part).copy_(part) for part in plan)
+    if case.metadata == "overwritten":
+        _overwrite_plan(metadata, num_splits)
+    return metadata, num_splits
+
+
+def _overwrite_plan(metadata: Tensor, num_splits: Tensor) -> None:
+    """Write a plan that is none: each part has a request of its own turn, and one number that no plan has."""
+    parts, batch = len(metadata), len(num_splits) - 1
+    rows = torch.zeros(parts, PLAN_COLUMNS, dtype=metadata.dtype)
+    requests = torch.arange(parts) % max(batch, 1)
+    rows[:, PART_BEGIN_REQ] = rows[:, PART_END_REQ] = requests
+    rows[:, PART_END_OPEN] = requests == batch - 1
+    rows[:, PART_END_TILE] = 2
+    for part in range(parts):
+        column, number = _WRONG_NUMBERS[part % len(_WRONG_NUMBERS)]
+        rows[part, column] = number
+    metadata.copy_(rows)
+    firsts = torch.tensor((_FAR_ABOVE, _FAR_BELOW, _FAR_BELOW, 7), dtype=num_splits.dtype)
+    num_splits.copy_(firsts[torch.arange(batch + 1) % len(firsts)])

@@ -127,6 +127,7 @@ def _covers() -> Iterator[DenseDecodeCase]:
         yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
         if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
             yield _staircase(dtype, operands, rows, elements)
+            yield _overwritten_plan(dtype, operands, rows, elements)
 
 
 def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -141,6 +142,13 @@ def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDec
     case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=(most, tokens + 36, tokens + 44), causal=True, sm_count=4)
     case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed")
     return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale")
+
+
+def _overwritten_plan(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return a case whose plan is no plan. Its results are undefined, but it keeps to its operands."""
+    h_q = TILE_ROWS // 2 if rows == "one" else TILE_ROWS + 2
+    case = DenseDecodeCase(dtype, batch=3, lengths=(66, 20, 3), h_q=h_q, outputs="odd" if elements else "given", sm_count=12)
+    return replace(with_fp8(case, operands), metadata="overwritten")
 
 
 # Cases whose size is what they test.

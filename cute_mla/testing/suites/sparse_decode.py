@@ -93,6 +93,10 @@ def _covers() -> Iterator[SparseDecodeCase]:
             dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2), indices="none", sinks="infinite",
             q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
+        yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
+            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)), metadata="overwritten",
+            outputs="odd" if elements else "given", sm_count=12,
+        )  # fmt: skip
 
 
 # Cases whose size or values are what they test. Cases whose tokens may have a single key use scales that are powers of two: _exact_scales.

@@ -59,7 +59,7 @@ SUITE = Suite(
         planted("ones not written", WALK, ONES, "", count=1),
         planted("sum not scaled with the output", RISING, SUM_STORE, "", count=1),
         planted("reference that falls without end", STEEP, "0fC2000000", "0fD0000000", together),
-        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=2),  # the first tile's, and those of the others
+        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=1),
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
         planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
         planted("missing fence before", WALK, ptx.FENCES_BEFORE, "", each_but_around_dealloc, or_case=RISING),

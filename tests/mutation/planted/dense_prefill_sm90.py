@@ -14,11 +14,13 @@ WALK = DensePrefillCase(
 
 # In the order of the PTX.
 WAITS = (
-    "key_free", "value_free", "value_landed", "query_free of warpgroup 0", "query_free of warpgroup 1", "query_ready",
-    "key_ready of an item's first tile", "value_ready of the item before", "key_ready", "value_ready", "value_ready of the last item",
+    "first item_ready of keys", "key_free", "item_ready of keys", "first item_ready of values", "value_free", "value_landed",
+    "item_ready of values", "item_free", "item_free of the end", "first item_ready of queries", "query_free of warpgroup 0",
+    "query_free of warpgroup 1", "item_ready of queries", "first item_ready of attend", "query_ready", "key_ready", "value_ready",
+    "item_ready of attend", "value_ready of the last item",
 )  # fmt: skip
-# The waits for all products. None: the next wait covers the same products.
-PRODUCTS = ("P V of the tile before", "P V of the item before", "P V of a tile", "P V of an item", None, "P V of the last item")
+# The waits for all products.
+PRODUCTS = ("P V of the tile before", "P V of the last tile but one", "P V of the last item")
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
 ALL_BUT_ONE = r"(wgmma\.wait_group\.sync\.aligned\s+)1;"
 MASKS = r"selp\.f32 \t(%r\d+), \1, 0fFF800000, %p\d+;"
@@ -39,10 +41,13 @@ SUITE = Suite(
         *(
             planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=len(PRODUCTS))
             for index, name in enumerate(PRODUCTS)
-            if name
         ),
         planted("missing wait for scores", WALK, ALL_BUT_ONE, r"\g<1>2;"),
-        planted("missing fence before products", WALK, r"wgmma\.fence\.sync\.aligned;"),
+        # The one behind an item's rows orders reads only.
+        *(
+            planted(f"missing fence before {name}", WALK, r"wgmma\.fence\.sync\.aligned;", "", alone(index), count=3)
+            for index, name in ((0, "scores"), (2, "P V of the last item"))
+        ),
         # P is 0 there, and 0 times NaN is NaN.
         planted("values past the end not cleared", WALK, r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};", "", together),
         planted("missing proxy fence after clearing", WALK, ptx.PROXY_FENCES, "", count=1),

@@ -14,12 +14,14 @@ from tests.mutation.planting import Suite, alone, each_in, planted, together
 
 # One CTA walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
 ALONE = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1)
-PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys for both
+PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys of two stages for both
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=1)  # most tiles with keys have one
 
 # The first waits in the order of the PTX. None: found only by a rare schedule, or implied by another one.
-WAITS = ("valid_ready of copy", None, None, "kv_free", None, None, *(f"landed[{stage}]" for stage in range(5)), "rope_free of scout")
-OF_COURIER = 5  # arrivals and fences: four stages, RoPE columns
+LANDED = (None, *(f"landed[{stage}]" for stage in range(6)))  # of the courier: behind valid_ready; RoPE columns twice
+WAITS = ("valid_ready of copy", None, None, None, "kv_free", None, None, *LANDED, "rope_free of scout")
+FENCES = 5  # of the courier: four stages, RoPE columns
+OF_COURIER = FENCES + 1  # arrivals: of a tile without keys the RoPE columns' come last
 OF_SCOUT = 1
 
 SUITE = Suite(
@@ -29,8 +31,8 @@ SUITE = Suite(
         *(planted(f"missing wait: {name}", ALONE, ptx.WAITS, ptx.NO_WAIT, alone(index)) for index, name in enumerate(WAITS) if name),
         planted("copies without a signal", ALONE, r"cp\.async\.mbarrier\.arrive[^;]*;"),
         planted("missing arrival", ALONE, ptx.ARRIVALS, "", each_in(0, OF_COURIER + OF_SCOUT)),
-        planted("missing proxy fence of the courier", ALONE, ptx.PROXY_FENCES, "", alone(0, OF_COURIER - 1)),
-        planted("missing proxy fence of the courier in a pair", PAIR, ptx.PROXY_FENCES, "", alone(0, OF_COURIER - 1)),
+        planted("missing proxy fence of the courier", ALONE, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
+        planted("missing proxy fence of the courier in a pair", PAIR, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
         planted("missing copy to the peer", PAIR, ptx.PEER_COPIES, "", alone(0, -1)),
         planted("wrong number of bytes", PAIR, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0)),
         planted("absent keys read", ALONE, r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;", r"mov.b32 \1, 16;", alone(0, -1)),

@@ -89,10 +89,10 @@ LOADS = {
 }
 
 
-def run_copy(prefetch: str, load: str, hops: int, cold: bool = True) -> Timed:
-    """Run a copy of a box, or of the same bytes, behind a prefetch and so many dependent loads from HBM."""
+def run_copy(prefetch: str, load: str, hops: int, cold: bool = True, rows: int = ROWS) -> Timed:
+    """Run a copy of a box, or of the same bytes, behind a prefetch and so many dependent loads from HBM. rows: of the tensor."""
     source = aligned(ROWS * WIDTH, np.uint16)
-    box = TensorMap("bf16", source.ctypes.data, (WIDTH, ROWS), (2 * WIDTH,), (WIDTH, ROWS))
+    box = TensorMap("bf16", source.ctypes.data, (WIDTH, rows), (2 * WIDTH,), (WIDTH, ROWS))
     body = f"""
     mov.b64 %rd10, p1; cvta.param.u64 %rd10, %rd10; ld.param.u64 %rd11, [p2]; mov.u32 %r102, 0; mov.u64 %rd4, %rd0;
     mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; {PREFETCHES[prefetch]} @%p20 bra LOADED;
@@ -130,6 +130,33 @@ def test_a_copy_right_behind_its_prefetch_waits_for_hbm(prefetch: str, load: str
     (copy,) = [span for span in run.spans(TMA) if span.name == f"load {BOX} bytes"]
     assert asked.end - asked.start == BOX // HBM_BYTES + H100.copy_hbm_latency - H100.copy_l2_latency
     assert copy.end == asked.end + H100.copy_l2_latency
+
+
+@pytest.mark.parametrize("rows", [1, ROWS // 2, ROWS])
+def test_a_box_asks_hbm_for_what_lies_inside_the_tensor(rows: int) -> None:
+    run = run_copy("none", "box", 2, rows=rows)
+    assert length(run) == rows * BOX // ROWS // HBM_BYTES + H100.copy_hbm_latency
+    (asked,) = [span for span in run_copy("box", "box", 2, rows=rows).spans(TMA) if span.name.startswith("prefetch")]
+    inside = rows * BOX // ROWS
+    assert asked.name == f"prefetch {inside} bytes"
+    assert asked.end - asked.start == inside // HBM_BYTES + H100.copy_hbm_latency - H100.copy_l2_latency
+
+
+def test_a_pair_reads_a_box_of_both_from_hbm_once() -> None:
+    source = aligned(ROWS * WIDTH, np.uint16)
+    box = TensorMap("bf16", source.ctypes.data, (WIDTH, ROWS), (2 * WIDTH,), (WIDTH, ROWS))
+    body = f"""
+    mov.b64 %rd10, p1; cvta.param.u64 %rd10, %rd10; mov.u32 %r102, 0; mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra LOADED;
+    mbarrier.init.shared.b64 [%r100], 1; fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], {BOX}; {LOADS["box"]}
+    W: mbarrier.try_wait.parity.shared.b64 %p22, [%r100], 0; @!%p22 bra W;
+    LOADED: st.global.u32 [%rd2], %r0;
+    """
+    run = timed(Kernel(body, grid=2, cluster=2, smem=2048), aligned(32, np.uint32), box, source, setting=COLD)
+    copies = [span for span in run.result.spans if span.track == TMA]
+    assert sorted(span.rank for span in copies) == [0, 1]
+    both = 2 * HBM_BYTES  # the shares of two SMs
+    assert [span.end for span in copies] == [min(span.start for span in copies) + BOX // both + H100.copy_hbm_latency] * 2
 
 
 def test_a_bulk_store_is_read_some_time_after_tma_has_taken_it() -> None:

@@ -8,9 +8,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from cute_mla.profiles.clock.constants import constants
 from cute_mla.profiles.clock.engine import Engine, StandstillError
 from cute_mla.profiles.clock.instructions import time_listing
+from cute_mla.profiles.clock.program import TensorProduct
 from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_track
+from cute_mla.profiles.clock.units import Port, TensorQueue
 from cute_mla.simulator.frontend.layout import SHARED_BASE
 from cute_mla.spec.tensor_map import TensorMap
 from tests.profiles.clock.timed import H100, WARM, Timed, timed
@@ -105,6 +108,34 @@ def test_products_take_their_flops_or_their_operands_and_a_tail(n: int, clocks: 
     assert run.result.product_clocks == 8 * clocks
 
 
+def test_a_product_of_a_pair_pays_off_the_arrears_of_both_ports() -> None:
+    b200 = constants("B200")
+    ports = [Port(b200), Port(b200)]
+    engine = Engine(2, 1, b200, WARM)
+    queue = TensorQueue(b200, engine.at, keeps_spans=True)
+    product = TensorProduct(rows=64, n=128, k=16, element_bytes=2, ctas=2, operands=6144)
+    turns = product.operands // b200.shared_bytes
+    assert turns >= 2 * product.rows * product.n * product.k / b200.product_flops  # the port binds
+    for port, ahead in zip(ports, (100, 60), strict=True):
+        port.write((b200.port_slack_clocks + ahead) * b200.shared_bytes)
+    queue.issue(0, (product, ports, 0))
+    ports[1].write(40 * b200.shared_bytes)  # has had 100 turns meanwhile
+    queue.issue(0, (product, ports, 0))
+    engine.run()
+    assert [end - start for _, start, end, _ in queue.spans] == [turns + 100, turns]
+    assert [port.owed for port in ports] == [b200.port_slack_clocks] * 2
+
+
+@pytest.mark.parametrize(("size", "turns"), [(4, 1), (8, 2), (16, 4)])
+def test_an_asynchronous_copy_takes_turns_by_its_bytes(size: int, turns: int) -> None:
+    def port_clocks(number: int) -> float:
+        body = f"mov.u32 %r100, smem; mad.lo.u32 %r101, %r0, {size}, %r100; mul.wide.u32 %rd12, %r0, {size}; add.s64 %rd12, %rd12, %rd0;"
+        body += f"cp.async.ca.shared.global [%r101], [%rd12], {size};" * number
+        return timed(Kernel(f"{body} cp.async.wait_all; st.global.u32 [%rd2], %r0;", smem=1024), words()).result.port_clocks
+
+    assert port_clocks(3) - port_clocks(2) == 2 * turns  # on the way through L1, and into shared memory
+
+
 def test_a_warp_stops_when_the_queue_of_products_is_full() -> None:
     run = product_kernel(128, 12)
     spans, issued = run.spans(TENSOR_CORE), run.issues("HGMMA")
@@ -139,8 +170,8 @@ def test_tma_takes_an_instruction_at_a_time_and_bytes_at_a_rate(cold: bool) -> N
     assert issued[1] < issued[0] + 2 * gap
     clocks = 1024 // H100.l2_bytes
     from_l2 = [clock + clocks + H100.copy_l2_latency for clock in sent]
-    if cold:  # the first box comes from memory: 64 clocks at 16 bytes a clock
-        from_l2[0] = sent[0] + 64 + H100.copy_hbm_latency
+    if cold:  # the box comes from memory, 64 clocks at 16 bytes a clock; loads behind the first one find it on its way
+        from_l2 = [max(end, sent[0] + 64 + H100.copy_hbm_latency) for end in from_l2]
     assert [span.end for span in spans] == from_l2
     flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
     assert flip == max(from_l2)

@@ -1,26 +1,41 @@
-"""Work items of the SM100 dense prefill kernel: the load role finds each item and posts it to the other roles.
+"""Work items on their way from the warp that finds them to the other roles of a dense prefill kernel.
 
-Finding an item takes some 200 instructions that depend on each other and two loads, by estimate 1,500 clocks, which the mma role
-does not have between two products.
+Finding an item takes some 200 instructions that depend on each other and two loads, by estimate 1,500 clocks, which a role does not
+have between two products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from cutlass import Boolean, Int32, cute
 
 from ..primitives.elements import aligned, store_words
+from ..primitives.pipeline import StageBarriers
 from .operands import WorkItem
-from .sm100_config import ITEM_WORDS, Pipes
+
+ITEM_WORDS = 8
+
+
+class BoardPipes(Protocol):
+    """The barriers of a board."""
+
+    @property
+    def item_ready(self) -> StageBarriers:
+        """Return the barriers from the warp that posts to the roles: 1 arrival."""
+
+    @property
+    def item_free(self) -> StageBarriers:
+        """Return the barriers back: an arrival of every warp that takes items."""
 
 
 @dataclass(frozen=True)
 class Board:
-    """The items of the coming rounds. sItems: int32 (4 rounds, 8): whether there is one, and the item."""
+    """The coming items of a CTA. sItems: int32 (stages, 8): whether there is one, and the item."""
 
     sItems: cute.Pointer
-    pipes: Pipes
+    pipes: BoardPipes
 
     def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
         """Signal item_ready when the item may be read. One warp."""
@@ -35,7 +50,7 @@ class Board:
     def take(self, turn: Int32) -> tuple[Boolean, WorkItem]:
         """Wait item_ready, signal item_free.
 
-        Return (whether the CTA has an item in a round, the item, without rows and keys if not). One warp.
+        Return (whether there is an item of that number, the item, without rows and keys if not). One warp.
         """
         self.pipes.item_ready.consumer_wait(turn)
         rWords = cute.make_rmem_tensor(cute.make_layout(ITEM_WORDS), Int32)

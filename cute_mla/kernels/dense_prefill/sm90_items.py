@@ -1,0 +1,145 @@
+"""The role of the SM90 kernel that finds the CTA's work items; spec/dense_prefill.py has their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import cutlass
+from cutlass import Boolean, Int32, Uint32, cute
+
+from ...spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
+from ..primitives.integers import clip, larger, smaller
+from .board import Board
+from .operands import Operands, WorkItem, WorkItems, span
+from .sm90_config import TILE_KEY_BITS, TILE_KEYS, key_tiles
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Neighbouring sequences whose items are sorted together: one a lane, and lanes without one.
+
+    count: sequences. sum: blocks of all of them. lowest, highest: ranks of blocks, see `rank`. Of the lane's sequence, which has no
+    blocks if it has none: first_query, queries, first_key, keys, blocks, and the rank of its last block.
+    """
+
+    items: WorkItems
+    count: Int32
+    sum: Int32
+    lowest: Int32
+    highest: Int32
+    first_query: Int32
+    queries: Int32
+    first_key: Int32
+    keys: Int32
+    blocks: Int32
+    rank: Int32  # of a block: the key tiles that its rows see, up to a constant of all blocks
+
+    @staticmethod
+    def create(items: WorkItems, first: Int32, most: Int32) -> Sequences:
+        """Return the sequences from `first` on: at most a warp's lanes, and one or as many as have `most` blocks together."""
+        args = items.args
+        lane = cute.arch.lane_idx()
+        there = first + lane < args.batch
+        sequence = smaller(first + lane, args.batch - 1)
+        first_query, queries = span(args.cu_seqlens_q, sequence, args.total_q)
+        first_key, keys = span(args.cu_seqlens_k, sequence, args.total_k)
+        rows = items.item_rows
+        blocks = smaller(Int32((Uint32(queries) + (rows - 1)) // rows), args.row_blocks)
+        blocks = cutlass.select_(there, blocks, Int32(0))
+        fits = there & ((sum_until(blocks) <= most) | (lane == 0))
+        blocks = cutlass.select_(fits, blocks, Int32(0))
+        last = ((keys - queries + (TILE_KEYS - 1)) >> TILE_KEY_BITS) + blocks - 1
+        rank = cutlass.select_(items.causal, last, key_tiles(keys))
+        highest = cutlass.select_(blocks > 0, rank, Int32(-(1 << 30)))
+        lowest = cutlass.select_(blocks > 0, cutlass.select_(items.causal, last - blocks + 1, rank), Int32(1 << 30))
+        return Sequences(
+            items=items,
+            count=cute.arch.popc(cute.arch.vote_ballot_sync(fits)),
+            sum=over_warp(blocks, add),
+            lowest=over_warp(lowest, smaller),
+            highest=over_warp(highest, larger),
+            first_query=first_query,
+            queries=queries,
+            first_key=first_key,
+            keys=keys,
+            blocks=blocks,
+            rank=rank,
+        )
+
+    def of_rank(self, rank: Int32) -> Int32:
+        """Return the blocks of the lane's sequence of this rank or a higher one."""
+        above = self.rank + 1 - rank
+        return clip(cutlass.select_(self.items.causal, above, cutlass.select_(above > 0, self.blocks, Int32(0))), self.blocks)
+
+    @cute.jit
+    def item(self, place: Int32, first_head: Int32, heads: Int32) -> WorkItem:
+        """Return the item of a place among those of `heads` heads, the highest rank first. place < heads * sum."""
+        low, high = self.lowest, self.highest
+        while low < high:
+            middle = low + Int32(Uint32(high - low + 1) >> 1)
+            found = over_warp(self.of_rank(middle), add) * heads > place
+            low, high = cutlass.select_(found, middle, low), cutlass.select_(found, high, middle - 1)
+        above = self.of_rank(low + 1)
+        here = self.of_rank(low) - above
+        until = sum_until(here * heads)
+        left = place - over_warp(above, add) * heads
+        lane = cute.arch.popc(cute.arch.vote_ballot_sync(until <= left))
+        each, before = cute.arch.shuffle_sync(here, lane), cute.arch.shuffle_sync(until - here * heads, lane)
+        head = Int32(Uint32(left - before) // Uint32(each))
+        first_query, queries, first_key, keys, blocks, last = (
+            cute.arch.shuffle_sync(value, lane)
+            for value in (self.first_query, self.queries, self.first_key, self.keys, self.blocks, self.rank)
+        )
+        block = cutlass.select_(self.items.causal, low - last + blocks - 1, left - before - head * each)
+        return self.items.at(first_head + head, block, (first_query, queries), (first_key, keys))
+
+
+def over_warp(value: Int32, join: Callable[[Int32, Int32], Int32]) -> Int32:
+    """Return what `join` makes of the values of all lanes."""
+    for level in range(LANE_BITS):
+        value = join(value, cute.arch.shuffle_sync_bfly(value, 1 << level))
+    return value
+
+
+def add(a: Int32, b: Int32) -> Int32:
+    """Return the sum."""
+    return a + b
+
+
+def sum_until(value: Int32) -> Int32:
+    """Return the sum over the lanes up to this one."""
+    lane = cute.arch.lane_idx()
+    for level in range(LANE_BITS):
+        below = cute.arch.shuffle_sync_up(value, 1 << level)
+        value = value + cutlass.select_(lane >= 1 << level, below, Int32(0))
+    return value
+
+
+class ItemRole:
+    """One warp: the CTA's work items, ahead of the other roles."""
+
+    @cute.jit
+    def run(self, operands: Operands, board: Board):
+        """Wait item_free. Signal item_ready. Behind the last item comes the word that there is none."""
+        items, ctas = operands.items, cute.arch.grid_dim()[0]
+        posted, first, place = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while first < items.args.batch:
+            sequences = Sequences.create(items, first, RANKED_ROUNDS * ctas)
+            heads = larger(Int32(Uint32(RANKED_ROUNDS * ctas) // Uint32(larger(sequences.sum, Int32(1)))), Int32(1))
+            head = Int32(0)
+            while head < items.args.h_q:
+                together = smaller(heads, items.args.h_q - head)
+                start, forward = Int32(0), Boolean(True)
+                while start < sequences.sum * together:
+                    rank = start + cutlass.select_(forward, place, ctas - 1 - place)
+                    if rank < sequences.sum * together:
+                        board.post(posted, Boolean(True), sequences.item(rank, head, together))
+                        posted = posted + 1
+                    start, forward = start + ctas, not forward
+                place = place + ctas * TURNED_EIGHTHS // 8
+                place = cutlass.select_(place >= ctas, place - ctas, place)
+                head = head + together
+            first = first + sequences.count
+        nothing = WorkItem(*[Int32(0)] * len(fields(WorkItem)))
+        board.post(posted, Boolean(False), nothing)
