@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
-    "dense_decode_sm90_fp16_fp8_cache_cluster1": {"LDG.E.128": 8},
-    "dense_decode_sm90_fp16_fp8_cache_cluster1_elements": {"LDG.E.128": 8},
     "dense_prefill_sm100_bf16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_bf16_d192_elements": {"LDG.E.U16": 48},
     "dense_prefill_sm100_fp16_d128_elements": {"LDG.E.U16": 32},

@@ -138,9 +138,9 @@ def _dense_sm90(config: Config) -> Block:
     if config["operands"] == FP8:
         return _dense_sm90_fp8(cluster)
     if config["operands"] == FP8_CACHE:
-        rows = {"converted rows": TILE_KEYS * _LATENT_ROW}
         read = TILE_KEYS * D_QK * E4M3_BYTES
-        return _sm90_latent({**_sm90_operands(D_QK, 2), **rows}, read, read)
+        rows = {"copies and their reads": 2 * read, "converted rows": TILE_KEYS * _LATENT_ROW}
+        return _sm90_latent({**_sm90_operands(D_QK, 4), **rows}, read, read)
     keys = TILE_KEYS * _LATENT_ROW
     return _sm90_latent({**_sm90_operands(D_QK, 5), "TMA": keys}, keys / cluster, keys, lone=("load",))
 

@@ -1,11 +1,15 @@
 """Dense MLA decode on Hopper over an e4m3 cache, multiplied as 16-bit elements.
 
-The kernel of sm90.py with another role in front: four warps load the rows of a tile, page by page, and write them as 16-bit
-columns to the stages of the pipelines. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of the cache
-go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the trick.
+The kernel of sm90.py with another role in front: four warps copy the rows of a tile, page by page, to the stages of the pipelines by
+cp.async, and convert them there to 16-bit columns. Every e4m3 number is one of either 16-bit type, so nothing is rounded; the scales of
+the cache go into those of the scores and of the output. Score and output are the 16-bit kernel's, and so are tiles, barriers and the
+trick.
+
+Shared memory: a thread copies 16 bytes to where the first of the two chunks belongs that they become. The same thread reads them back and
+writes both chunks. No other thread touches that place, so a wait for the thread's own copies is all the order that it takes.
 
 Roles (512 threads):
-  convert  warpgroup 0: pages, addresses, loads, conversion
+  convert  warpgroup 0: pages, addresses, copies, conversion
   score    warpgroup 1
   output   warpgroups 2, 3
 
@@ -15,15 +19,16 @@ request, or in a page that the cache does not have, nothing is read, and its row
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
+from cutlass.experimental import primitives
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
-from ...spec.mla import D_QK, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
@@ -42,23 +47,10 @@ from ..sm90.config import (
     Pipes,
     Tiles,
 )
-from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES
+from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES
 from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.row_conversion import (
-    ALL_PRESENT,
-    LANES_PER_KEY,
-    ROPE_STAGE,
-    Batch,
-    Lane,
-    Run,
-    Step,
-    batches_of,
-    load_runs_if,
-    new_buffers,
-    pinned_lane,
-    store_runs,
-    zero_behind,
-)
+from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, ROPE_STAGE, Lane, load_chunk, part_of, pinned_lane, store_chunk
+from ..sm90.row_copy import copy_chunk
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import (
     OUTPUT_GROUPS,
@@ -75,16 +67,20 @@ from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
 from .sm90_mask import LengthMask
 
-CONVERT_REGISTERS = 88
+CONVERT_REGISTERS = 56
+LINE_BYTES = 128  # of L2, which a prefetch brings
 GEOMETRY = Geometry(
     d_qk=D_QK,
-    q_tiles_in_registers=2,
-    kv_stages=9,
+    q_tiles_in_registers=4,
+    kv_stages=10,
     rope_stages=3,
     producer_registers=CONVERT_REGISTERS,
     score_registers=ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS - CONVERT_REGISTERS,
     ready_arrivals=WARPS_PER_GROUP,
     valid_stages=0,
+    rope_after=2,
+    frees_rope=False,
+    takes_turns=True,
 )
 
 
@@ -128,15 +124,14 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
 
 
 class ConvertRole:
-    """One warpgroup: pages, addresses, loads, conversion. dtype: what e4m3 becomes."""
+    """One warpgroup: pages, addresses, copies, conversion. dtype: what e4m3 becomes."""
 
     def __init__(self, dtype: type[cutlass.Numeric]) -> None:
         self.dtype = dtype
-        self.batches, self.in_flight = batches_in_flight(dtype)
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
-        """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
+        """Wait kv_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
@@ -150,115 +145,94 @@ class ConvertRole:
                 first = thread // LANES_PER_KEY
                 entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
                 keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
-                self.gather_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
+                self.convert_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
             tile = end
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def gather_tiles(
+    def convert_tiles(
         self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
-        Pages are asked for a tile ahead of the addresses, bytes one or more batches ahead of their use.
+        Pages are looked up a tile ahead, and L2 is asked for rows as early. Bytes are copied COPIED_AHEAD parts of a tile ahead of their
+        conversion.
         """
-        batches, ahead = self.batches, self.in_flight - 1
         lane = pinned_lane(thread)
-        buffers = new_buffers(batches, self.in_flight)
-        row0, row1 = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
+        rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)
-        for b in cutlass.range_constexpr(ahead):
-            load_batch(batches[b], buffers[b], (row0, row1), Int32(0), lane)
+        for part in PARTS[:COPIED_AHEAD]:
+            self.copy_part(tiles, pipes, part, tile, rows, lane)
         for use in cutlass.range(tile, end, unroll=1):
-            present = (row0 != 0, row1 != 0)
-            for b in cutlass.range_constexpr(len(batches)):
-                loading = b + ahead
-                zero = zero_behind(row0, *buffers[b % self.in_flight][: len(batches[b])]) if ahead == 1 else Int32(0)
-                if cutlass.const_expr(loading == len(batches)):
-                    # whatever is loaded from here on belongs to the next tile
-                    row0, row1 = self.addresses(operands, keys, pages, lane.source)
+            for row in self.addresses(operands, keys, pages, lane.source):  # computed again below: no registers are left to keep them
+                prefetch_row(row, lane)
+            for p in cutlass.range_constexpr(len(PARTS)):
+                copied = p + COPIED_AHEAD
+                if cutlass.const_expr(copied == len(PARTS)):
+                    # whatever is copied from here on belongs to the next tile
+                    rows = self.addresses(operands, keys, pages, lane.source)
                     keys = keys.following(operands)
-                    pages = look_up(operands, req, keys.behind(zero))
-                load_batch(batches[loading % len(batches)], buffers[loading % self.in_flight], (row0, row1), zero, lane)
-                for i in cutlass.range_constexpr(len(batches[b])):
-                    cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-                    self.finish_step(tiles, pipes, batches[b][i], buffers[b % self.in_flight][i], present, use, lane)
+                    pages = look_up(operands, req, keys)
+                if cutlass.const_expr(copied < len(PARTS)):
+                    self.copy_part(tiles, pipes, PARTS[copied], use, rows, lane)
+                elif use + 1 < end:
+                    self.copy_part(tiles, pipes, PARTS[copied - len(PARTS)], use + 1, rows, lane)
+                else:
+                    cute.arch.cp_async_commit_group()
+                cute.arch.cp_async_wait_group(COPIED_AHEAD)
+                self.convert_part(tiles, pipes, PARTS[p], use, lane)
 
     def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = second_key_entry(operands, keys.row)
         return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
-    @cute.jit
-    def finish_step(
-        self,
-        tiles: Tiles,
-        pipes: Pipes,
-        step: cutlass.Constexpr[Step],
-        words: cute.Tensor,
-        present: tuple[Boolean, Boolean],
-        tile: Int32,
-        lane: Lane,
-    ):
-        """Store the bytes of a step that have come. The first step of a stage acquires it, the last one commits it."""
-        if cutlass.const_expr(step.stage == ROPE_STAGE):
-            ready, free, use, stage = pipes.rope_ready, pipes.rope_free, tile, tiles.sRope.iterator.toint()
-            stage_bytes = BOX_BYTES
+    def copy_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: Lane) -> None:
+        """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""
+        if part != ROPE_STAGE:  # a RoPE stage is free when the stages before it are
+            pipes.kv_free.producer_acquire(tile * STAGES_PER_TILE + part)
+        for target, key, box in self.chunks(tiles, pipes, part, tile, lane):
+            copy_chunk(target, rows[key] + (part * STAGE_COLUMNS + box * BOX_COLUMNS), rows[key] != 0)
+        cute.arch.cp_async_commit_group()
+
+    def convert_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> None:
+        """Convert, where they lie, the bytes of a part that this thread has copied, and commit its stage."""
+        targets = [target for target, _, _ in self.chunks(tiles, pipes, part, tile, lane)]
+        raw = [load_chunk(target) for target in targets]  # all ahead of the first store: ptxas moves none
+        for target, words in zip(targets, raw, strict=True):
+            columns = widen(words, self.dtype)
+            for half in range(ELEMENT_BYTES):
+                store_chunk(part_of(columns, half * CHUNK_WORDS, CHUNK_WORDS), target ^ (half * CHUNK))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if part == ROPE_STAGE:
+            pipes.rope_ready.producer_commit(tile)
         else:
-            ready, free, use, stage = pipes.kv_ready, pipes.kv_free, tile * STAGES_PER_TILE + step.stage, tiles.sKv.iterator.toint()
-            stage_bytes = STAGE_BYTES
-        if cutlass.const_expr(step.begins_stage):
-            free.producer_acquire(use)
-        clear_absent(words, present[step.key])
-        target = stage + ready.stage(use) * stage_bytes + step.key * HALF_BYTES
-        store_runs(step, words, lambda chunk, run: widen(chunk, self.dtype), target, lane)
-        if cutlass.const_expr(step.ends_stage):
-            cute.arch.fence_proxy("async.shared", space="cta")
-            ready.producer_commit(use)
+            pipes.kv_ready.producer_commit(tile * STAGES_PER_TILE + part)
 
-
-def load_batch(batch: Batch, buffers: list[cute.Tensor], rows: tuple[Int64, Int64], zero: Int32, lane: Lane) -> None:
-    """Start the loads of a batch of steps; of an absent key, at address 0, nothing is read. zero: known when they may be issued."""
-    for step, words in zip(batch, buffers, strict=False):
-        row = rows[step.key]
-        load_runs_if(step, words, row + zero, lane, row != 0)
+    def chunks(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> list[tuple[Int32, int, int]]:
+        """Return the shared memory address, the key and the box of each 16 bytes that this thread moves of a part of a tile."""
+        if part == ROPE_STAGE:
+            stage, boxes = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES, 1
+        else:
+            stage = tiles.sKv.iterator.toint() + pipes.kv_ready.stage(tile * STAGES_PER_TILE + part) * STAGE_BYTES
+            boxes = STAGE_COLUMNS // BOX_COLUMNS
+        first = stage + lane.narrow
+        return [(first + (key * HALF_BYTES + box * BOX_BYTES), key, box) for key in range(HALVES) for box in range(boxes)]
 
 
 @cute.jit
-def clear_absent(words: cute.Tensor, present: Boolean):
-    """Zero the bytes of a step of an absent key: the registers still have those of another key."""
-    if cute.arch.vote_ballot_sync(present) != ALL_PRESENT:
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = cutlass.select_(present, words[i], Int32(0))
+def prefetch_row(row: Int64, lane: Lane):
+    """Bring a row to L2: each of a key's lanes asks for a line, all of them for the last one."""
+    if row != 0:
+        first = row + lane.source * (LINE_BYTES // CHUNK - 1)
+        for address in (first, row + D_LATENT):
+            primitives.prefetch_l2(cute.make_ptr(Int32, address, cute.AddressSpace.gmem).raw_ptr())
 
 
-def tile_steps() -> tuple[Step, ...]:
-    """Return all steps of a tile, in order: stage by stage."""
-    steps = []
-    for first in range(0, D_QK, STAGE_COLUMNS):
-        columns = range(first, min(first + STAGE_COLUMNS, D_QK), BOX_COLUMNS)
-        runs = [Run((column - first) // BOX_COLUMNS, column, quantised=True) for column in columns]
-        parts = [(run, key) for run in runs for key in range(HALVES)]
-        for i, (run, key) in enumerate(parts):
-            steps.append(Step(first // STAGE_COLUMNS, key, (run,), begins_stage=i == 0, ends_stage=i + 1 == len(parts)))
-    assert steps[-1].stage == ROPE_STAGE
-    return tuple(steps)
-
-
-STEPS = tile_steps()
-
-
-def batches_in_flight(dtype: type[cutlass.Numeric]) -> tuple[tuple[Batch, ...], int]:
-    """Return the batches of a tile, and how many are in flight.
-
-    16 columns take 32 instructions to become bf16, so that the steps of a batch cover much of the latency of the next. They take 8 to
-    become fp16: nine steps in flight, one by one, are faster there by the clock.
-    """
-    if dtype is cutlass.BFloat16:
-        return batches_of(STEPS), 2
-    return tuple((step,) for step in STEPS), 9
+PARTS = (*range(GEOMETRY.rope_after), ROPE_STAGE, *range(GEOMETRY.rope_after, STAGES_PER_TILE))  # of a tile, in the order of their use
+COPIED_AHEAD = 1  # parts that are copied while another one is converted. More wait for stages that are not free yet
 
 
 @dataclass(frozen=True)
@@ -275,10 +249,6 @@ class KeyPositions:
     def following(self, operands: Operands) -> KeyPositions:
         """Return the positions in the next tile."""
         return KeyPositions(*operands.next_tile_entry(self.entry, self.row), self.left - TILE_KEYS)
-
-    def behind(self, zero: Int32) -> KeyPositions:
-        """Return the same positions, known no sooner than a number that is 0."""
-        return replace(self, entry=self.entry + zero)
 
 
 @cute.jit

@@ -21,7 +21,6 @@ from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES
 CHUNK_WORDS = CHUNK // 4
 LANES_PER_KEY = 4
 ROPE_STAGE = STAGES_PER_TILE  # the "stage" of a tile that is in the RoPE ring
-ALL_PRESENT = -1  # the answer of a warp all of whose lanes say yes
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
 
 
@@ -86,9 +85,9 @@ def batches_of(steps: Batch) -> tuple[Batch, ...]:
     raise AssertionError("a step has more words than registers")
 
 
-def buffer_steps(batches: tuple[Batch, ...], in_flight: int = 2) -> list[Batch]:
-    """Return, of each register buffer, the step with the most words. Batches take the buffers of so many in turn."""
-    columns = [itertools.zip_longest(*batches[side::in_flight]) for side in range(in_flight)]
+def buffer_steps(batches: tuple[Batch, ...]) -> list[Batch]:
+    """Return, of each register buffer of even and of odd batches, the step with the most words."""
+    columns = [itertools.zip_longest(*batches[side::2]) for side in range(2)]
     return [tuple(max(filter(None, steps), key=lambda step: step.words) for steps in column) for column in columns]
 
 
@@ -171,31 +170,39 @@ def chunks_of(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> Iterato
         first += run.words
 
 
-def new_buffers(batches: tuple[Batch, ...], in_flight: int = 2) -> list[list[cute.Tensor]]:
-    """Return the registers of the batches in flight, all zero: what an absent key leaves must be defined."""
-    sides = buffer_steps(batches, in_flight)
-    buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in sides]
+def new_buffers(batches: tuple[Batch, ...]) -> list[list[cute.Tensor]]:
+    """Return the registers of even and of odd batches, all zero: what an absent key leaves must be defined."""
+    buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in buffer_steps(batches)]
     for words in itertools.chain(*buffers):
         words.fill(0)
     return buffers
 
 
-def zero_behind(row: Int64, *buffers: cute.Tensor) -> Int32:
-    """Return 0 once the loads of some buffers have come. row: a multiple of 16, which ptxas does not know.
+def zero_behind(words: cute.Tensor, row: Int64) -> Int32:
+    """Return 0 once the loads of a buffer have come. row: a multiple of 16, which ptxas does not know.
 
     ptxas gives all loads that are in flight across a branch one scoreboard, so a wait for any of them is a wait for the last one: those
     of the next batch must be issued behind the wait for this one.
     """
-    zero = Int32(row) & (CHUNK - 1)
-    for words in buffers:
-        zero = zero & words[0]
-    return zero
+    return Int32(row) & (CHUNK - 1) & words[0]
+
+
+def load_chunk(source: Int32) -> cute.Tensor:
+    """Load 16 bytes from a shared memory address."""
+    words = cute.make_rmem_tensor(cute.make_layout(CHUNK_WORDS), Int32)
+    cute.autovec_copy(chunk_at(source), words)
+    return words
 
 
 def store_chunk(words: cute.Tensor, target: Int32) -> None:
     """Store 16 bytes to a shared memory address."""
-    pointer = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=CHUNK)
-    cute.autovec_copy(words, cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS)))
+    cute.autovec_copy(words, chunk_at(target))
+
+
+def chunk_at(address: Int32) -> cute.Tensor:
+    """Return the words of 16 bytes at a shared memory address."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK)
+    return cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
 
 
 def no_wait() -> None:

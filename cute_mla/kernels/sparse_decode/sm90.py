@@ -231,7 +231,7 @@ class GatherRole:
             following = keys
             for b in cutlass.range_constexpr(len(batches)):
                 last = b + 1 == len(batches)
-                zero = zero_behind(row0, buffers[b % 2][0])
+                zero = zero_behind(buffers[b % 2][0], row0)
                 if cutlass.const_expr(last):
                     # whatever is loaded from here on belongs to the next tile
                     row0, row1, valid = *following.rows, following.valid

@@ -24,11 +24,12 @@ from ..primitives.integers import smaller
 from ..primitives.registers import as_float
 from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
 from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import ALL_PRESENT, LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, store_runs
+from ..sm90.row_conversion import LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, store_runs
 from ..sm90.row_copy import copy_chunk
 from .operands import NO_SLOT, IndexList, Operands, slot_address
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
+ALL_PRESENT = -1
 LOCAL_STAGES: tuple[int, ...] = (3,)  # of a tile: both CTAs of a pair convert all of them, so that fewer bytes go between the SMs
 SCALE_SHARE = 8  # bytes of a key's scales that a lane loads
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
