@@ -242,13 +242,13 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
 
 
 # The smallest tensor map: the 16 bytes at its address.
-_UNUSED_LAYOUT = HeadLayout("bf16", (TMA_ALIGNMENT // ELEMENT_BYTES, 1, 1), (TMA_ALIGNMENT, TMA_ALIGNMENT))
+UNUSED_LAYOUT = HeadLayout("bf16", (TMA_ALIGNMENT // ELEMENT_BYTES, 1, 1), (TMA_ALIGNMENT, TMA_ALIGNMENT))
 
 
 def _map(tensor: torch.Tensor, layout: HeadLayout | None, q: torch.Tensor) -> TensorMap:
     """Return the tensor map of q, k or v. A map that no instruction uses is laid over q, which is memory of the call."""
     if layout is None:
-        return tensor_map(_UNUSED_LAYOUT, q.data_ptr() & -TMA_ALIGNMENT)
+        return tensor_map(UNUSED_LAYOUT, q.data_ptr() & -TMA_ALIGNMENT)
     return tensor_map(layout, tensor.data_ptr())
 
 

@@ -193,7 +193,7 @@ def run_all(
 def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
     """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
     order = list(jobs)
-    kernels = [(case.op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
+    kernels = [(case.kernel_op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
     queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
     others = set(active_children())
     pools = [_worker() for _ in range(workers)]
@@ -287,7 +287,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
         "device": target.kind,
         "seed": case.seed,
         "sm_count": sm_count,
-        "kernel_sha256": load_artifacts().entry(case.op, target.arch, config).cubin_sha256,
+        "kernel_sha256": load_artifacts().entry(case.kernel_op, target.arch, config).cubin_sha256,
     }
 
 

@@ -115,6 +115,11 @@ class BaseCase:
         """Return the kinds of findings that the simulated device must report: of operands that are meant to be wrong."""
         return frozenset()
 
+    @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel that a record names, of the variant that `problem` gives."""
+        return self.op
+
     def problem(self, arch: Arch) -> Problem:
         """Return the shapes of the call."""
         raise NotImplementedError

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from ... import reference
+from ...spec.arch import Arch
 from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_backward import DensePrefillBackwardProblem
+from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
 from .tensors import Fp32Result, OutputBuffer, allocate_rows, fp32_buffer, generator_for, rows_buffer, without_batch
@@ -38,12 +41,34 @@ class DensePrefillBackwardCase(DensePrefillCase):
     saved: Outputs = "given"
 
     @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel that a record names."""
+        return "dense_prefill_dkdv"
+
+    def problem(self, arch: Arch) -> DensePrefillBackwardProblem:  # type: ignore[override]
+        """Return the shapes of the call."""
+        return DensePrefillBackwardProblem(
+            arch=arch,
+            dtype=self.dtype,
+            d_qk=self.d_qk,
+            batch=len(self.lengths),
+            h_q=self.h_q,
+            h_kv=self.h_kv,
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            row_alignment=self.row_alignment,
+            key_alignment=least_alignment(DTYPES[self.dtype], self.outputs),
+        )
+
+    @property
     def _k_margins(self) -> bool:
         return self._q_margins
 
     @property
     def row_alignment(self) -> int:
-        """Return the alignment in bytes of the rows of q, dout, out and dq."""
+        """Return the alignment in bytes of the rows of q, dout, out and dq; 2 if they need the variants for such rows."""
+        if self.dout_layout == "one" and self.total_q * self.h_q > 1:
+            return ELEMENT_BYTES
         return least_alignment(DTYPES[self.dtype], self.q_layout, self.dout_layout, self.saved, self.outputs)
 
 
@@ -75,7 +100,7 @@ def make_dense_prefill_backward_tensors(
 
 
 def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:
-    """Draw dout from N(0, 1), with NaN in rows of no sequence."""
+    """Draw dout from N(0, 1), with NaN in rows of no sequence. Gradients of a smaller dout would be subnormal in fp16."""
     shape, dtype = (case.total_q, case.h_q, D_V), DTYPES[case.dtype]
     generator = generator_for(case, math.prod(shape), device, 500)
     drawn = torch.randn(shape, generator=generator, device=generator.device)

@@ -1,0 +1,346 @@
+"""dense_prefill_backward: gradients of dense prefill, in one launch for dq and one for dk and dv."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.arguments import Span
+from ..runtime.current import device_for
+from ..runtime.device import Device
+from ..spec.arch import Arch
+from ..spec.dense_prefill import D_V, MAX_ITEMS
+from ..spec.dense_prefill_backward import BackwardWorkspace, DensePrefillBackwardProblem
+from ..spec.dense_prefill_dkdv import DensePrefillDkdvArguments
+from ..spec.dense_prefill_dq import DensePrefillDqArguments
+from ..spec.mla import ELEMENT_BYTES, LOG2E
+from ..spec.tensor_map import TensorMap
+from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
+from .dense_prefill import UNUSED_LAYOUT, HeadLayout, check_heads, check_lengths, tensor_map
+from .launch_plan import LaunchPlan, named_strides
+from .overlap import check_no_overlap
+from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
+from .tensor_spec import (
+    DTYPE_NAMES,
+    TensorSpec,
+    address_of,
+    check_address,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    check_workspace,
+    operand_spec,
+    optional_spec,
+)
+
+
+class Operands(NamedTuple):
+    """The tensors that a call reads."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    cu_seqlens_qo: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+
+
+class Options(NamedTuple):
+    """The arguments that are not tensors."""
+
+    max_seqlen_qo: int
+    max_seqlen_kv: int
+    softmax_scale: float | None
+    causal: bool
+    deterministic: bool
+
+
+class Results(NamedTuple):
+    """The tensors that a call writes, if the caller gives them."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    workspace: torch.Tensor | None
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on the launches, but for values and addresses.
+
+    address_alignment: what strides.alignment gives for the addresses of q, dout, out and the caller's dq.
+    key_alignment: the same for those of the caller's dk and dv.
+    """
+
+    dout: TensorSpec
+    q: TensorSpec
+    k: TensorSpec
+    v: TensorSpec
+    out: TensorSpec
+    lse: TensorSpec
+    cu_seqlens_qo: TensorSpec
+    cu_seqlens_kv: TensorSpec
+    causal: bool
+    max_seqlen_qo: int
+    max_seqlen_kv: int
+    dq: TensorSpec | None
+    dk: TensorSpec | None
+    dv: TensorSpec | None
+    address_alignment: int
+    key_alignment: int
+
+
+@dataclass(frozen=True)
+class DensePrefillBackwardPlan(LaunchPlan):
+    """The launches of a call: that of dq, and in `keys` that of dk and dv.
+
+    layouts: of the tensor maps of q, k, v and dout, by operand; None for a map that no instruction uses. copies: layouts of the maps of q
+    and dout that dkdv reads in the workspace, by operand; empty if it reads the operands themselves.
+    """
+
+    keys: LaunchPlan
+    workspace: BackwardWorkspace
+    layouts: Mapping[str, HeadLayout | None]
+    copies: Mapping[str, HeadLayout]
+    default_scale: float
+
+
+def run(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    deterministic: bool = True,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of dense prefill, with the arguments of api.varlen.flash_attn_varlen_backward."""
+    operands = Operands(dout, q, k, v, out, lse, cu_seqlens_qo, cu_seqlens_kv)
+    options = Options(max_seqlen_qo, max_seqlen_kv, softmax_scale, causal, deterministic)
+    results = Results(dq, dk, dv, workspace)
+    call = check(operands, options, results)
+    device = device_for(q.device)
+    launch_plan = plan(call, device.arch, device.sm_count)
+    for name in ("k", "v", "workspace"):
+        tensor = {**operands._asdict(), "workspace": workspace}[name]
+        if tensor is not None:
+            check_address(name, tensor.data_ptr(), TMA_ALIGNMENT)
+    if workspace is not None:
+        check_workspace(workspace, launch_plan.workspace.nbytes, q.device, "dense_prefill_backward")
+    check_no_overlap(results._asdict(), operands._asdict())
+    # Kernels leave rows of no sequence alone, and a gradient must not be garbage there.
+    dq, dk, dv = (
+        tensor.new_zeros(tensor.shape) if given is None else given for tensor, given in ((q, dq), (k, dk), (v, dv))
+    )
+    if workspace is None:
+        workspace = q.new_empty(launch_plan.workspace.nbytes, dtype=torch.uint8)
+    device.mark_uninitialized(workspace)
+    scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
+    _launch(device, launch_plan, operands, Results(dq, dk, dv, workspace), scale)
+    return dq, dk, dv
+
+
+def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Operands, results: Results, scale: float) -> None:
+    """Launch the kernels that have work."""
+    maps = {f"{name}_map": _map(getattr(operands, name), layout, operands) for name, layout in launch_plan.layouts.items()}
+    spans = _spans(launch_plan.workspace, results.workspace)
+    shared = {
+        "cu_seqlens_q": operands.cu_seqlens_qo,
+        "cu_seqlens_k": operands.cu_seqlens_kv,
+        "lse_log2": spans["lse_log2"],
+        "delta": spans["delta"],
+        "scale_log2": scale * LOG2E,
+        "softmax_scale": scale,
+    }
+    if 0 not in launch_plan.grid:
+        rows = {name: getattr(operands, name) for name in ("q", "dout", "out", "lse")}
+        copies = {"q_copy": spans.get("q"), "dout_copy": spans.get("dout")}
+        dq_args = DensePrefillDqArguments(**maps, **rows, dq=results.dq, **copies, **shared, **launch_plan.scalars)
+        device.launch(device.kernel("dense_prefill_dq", launch_plan.kernel), launch_plan.grid, dq_args, pdl=True)
+    keys = launch_plan.keys
+    if 0 not in keys.grid:
+        copied = {f"{name}_map": tensor_map(layout, spans[name].data_ptr()) for name, layout in launch_plan.copies.items()}
+        dkdv_args = DensePrefillDkdvArguments(**{**maps, **copied}, dk=results.dk, dv=results.dv, **shared, **keys.scalars)
+        device.launch(device.kernel("dense_prefill_dkdv", keys.kernel), keys.grid, dkdv_args, pdl=True)
+
+
+def _spans(layout: BackwardWorkspace, workspace: torch.Tensor | None) -> dict[str, Span]:
+    """Return the parts of the workspace by name."""
+    spans = {}
+    offset = 0
+    for name, nbytes in layout.parts.items():
+        spans[name] = Span(workspace, offset, nbytes)
+        offset += nbytes
+    return spans
+
+
+def _map(tensor: torch.Tensor, layout: HeadLayout | None, operands: Operands) -> TensorMap:
+    """Return the tensor map of an operand. A map that no instruction uses is laid over memory of the call."""
+    if layout is None:
+        used = operands.q if operands.q.numel() else operands.k
+        return tensor_map(UNUSED_LAYOUT, used.data_ptr() & -TMA_ALIGNMENT)
+    return tensor_map(layout, tensor.data_ptr())
+
+
+def check(operands: Operands, options: Options, results: Results) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported."""
+    if options.softmax_scale is not None:
+        check_scale("softmax_scale", options.softmax_scale)
+    for name in ("causal", "deterministic"):
+        check_flag(name, getattr(options, name))
+    check_no_grad(NO_DOUBLE_BACKWARD, **operands._asdict(), **results._asdict())
+    specs = {name: operand_spec(name, tensor) for name, tensor in operands._asdict().items()}
+    given = {name: tensor for name, tensor in results._asdict().items() if tensor is not None}
+    return CallSpec(
+        **specs,
+        causal=bool(options.causal),
+        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
+        max_seqlen_kv=check_integer("max_seqlen_kv", options.max_seqlen_kv, 0),
+        **{name: optional_spec(name, given.get(name)) for name in ("dq", "dk", "dv")},
+        address_alignment=alignment(
+            *(address_of(name, getattr(operands, name)) for name in ("q", "dout", "out")), *_addresses(given, "dq")
+        ),
+        key_alignment=alignment(*_addresses(given, "dk", "dv")),
+    )
+
+
+def _addresses(given: Mapping[str, torch.Tensor], *names: str) -> list[int]:
+    """Return the addresses of the results that the caller gives."""
+    return [address_of(name, given[name]) for name in names if name in given]
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
+    """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
+    q, k, v = call.q, call.k, call.v
+    check_heads(q, k, v)
+    batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
+    _check_rows(call)
+    total_q, h_q, d_qk = q.shape
+    total_k, h_kv, _ = k.shape
+    strides = {}
+    for name, like in (("dq", q), ("dk", k), ("dv", v)):
+        given = getattr(call, name)
+        strides[name] = output_strides(name, given, tuple(like.shape), q.dtype, q)
+        if given is not None:
+            check_last_contiguous(name, given)
+    aligned = row_alignment(call.address_alignment, q, call.dout, call.out, call.dq)
+    mapped = all(is_map_stride(map_stride(spec, dim)) for spec in (q, call.dout) for dim in (1, 0))
+    problem = DensePrefillBackwardProblem(
+        arch=arch,
+        dtype=DTYPE_NAMES[q.dtype],
+        d_qk=d_qk,
+        batch=batch,
+        h_q=h_q,
+        h_kv=h_kv,
+        max_seqlen_q=min(call.max_seqlen_qo, total_q),
+        max_seqlen_k=min(call.max_seqlen_kv, total_k),
+        # Variants without tensor maps of q and dout serve the strides that no tensor map can hold, 0 among them.
+        row_alignment=aligned if mapped else ELEMENT_BYTES,
+        key_alignment=row_alignment(call.key_alignment, call.dk, call.dv),
+    )
+    _check_items(call, problem)
+    workspace = problem.workspace(total_q)
+    common = {
+        "statistics_stride_head": workspace.padded_q,
+        "batch": batch,
+        "heads_per_kv": h_q // h_kv,
+        "total_q": total_q,
+        "total_k": total_k,
+        "causal": int(call.causal),
+    }
+    rows = {name: (*getattr(call, name).stride, 0)[:2] for name in ("q", "dout", "out", "lse")} | {"dq": strides["dq"][:2]}
+    return DensePrefillBackwardPlan(
+        kernel=problem.dq_config.name,
+        grid=problem.dq_grid(sm_count),
+        scalars={**_named(rows), **common, "h_q": h_q, "row_blocks": problem.row_blocks},
+        keys=LaunchPlan(
+            kernel=problem.config.name,
+            grid=problem.dkdv_grid(sm_count),
+            scalars={
+                **_named({name: strides[name][:2] for name in ("dk", "dv")}),
+                **common,
+                "h_kv": h_kv,
+                "key_blocks": problem.key_blocks,
+            },
+        ),
+        workspace=workspace,
+        layouts=_layouts(call, problem),
+        copies=_copies(call, problem),
+        default_scale=d_qk**-0.5,
+    )
+
+
+def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Name the strides along tokens and heads of several tensors."""
+    return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair).items()}
+
+
+def _layouts(call: CallSpec, problem: DensePrefillBackwardProblem) -> dict[str, HeadLayout | None]:
+    """Return the layouts of q, k, v and dout. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    rows = problem.has_maps and call.q.shape[0] > 0
+    keys = call.k.shape[0] > 0
+    used = {"q": rows, "k": keys, "v": keys, "dout": rows}
+    return {name: _layout(problem.dtype, name, getattr(call, name)) if use else None for name, use in used.items()}
+
+
+def _layout(dtype: str, name: str, spec: TensorSpec) -> HeadLayout:
+    tokens, heads, columns = spec.shape
+    return HeadLayout(dtype, (columns, heads, tokens), map_strides(name, spec, 1, 0))
+
+
+def _copies(call: CallSpec, problem: DensePrefillBackwardProblem) -> dict[str, HeadLayout]:
+    """Return the layouts of the copies of q and dout, if there are any."""
+    if problem.has_maps or call.q.shape[0] == 0:
+        return {}
+    packed = (_packed(spec) for spec in (call.q, call.dout))
+    return {name: _layout(problem.dtype, name, spec) for name, spec in zip(("q", "dout"), packed, strict=True)}
+
+
+def _packed(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of a contiguous tensor of the same shape."""
+    _, heads, columns = spec.shape
+    return spec._replace(stride=(heads * columns, columns, 1))
+
+
+def _check_rows(call: CallSpec) -> None:
+    """Raise ValueError unless dout, out and lse have a row for every row of q."""
+    rows = tuple(call.q.shape[:2])
+    for name, spec in (("dout", call.dout), ("out", call.out)):
+        check_shape(name, spec, (*rows, D_V))
+        check_dtype(name, spec, call.q.dtype)
+        check_last_contiguous(name, spec)
+        check_device(name, spec, call.q.device)
+    check_shape("lse", call.lse, rows)
+    check_dtype("lse", call.lse, torch.float32)
+    check_device("lse", call.lse, call.q.device)
+
+
+def _check_items(call: CallSpec, problem: DensePrefillBackwardProblem) -> None:
+    """Raise ValueError if the work items of a kernel cannot be counted in 32 bits."""
+    for items, what, tensor in (
+        (problem.row_items, "max_seqlen_qo", "q"),
+        (problem.key_items, "max_seqlen_kv", "k"),
+    ):
+        if items > MAX_ITEMS:
+            raise ValueError(
+                f"{tensor} has shape {list(getattr(call, tensor).shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and {what} is "
+                f"{getattr(call, what)}: {items} work items; supported: to {MAX_ITEMS}"
+            )
