@@ -80,20 +80,25 @@ def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any], gra
     _library.define(schema, tags=_TAGS)
     name = schema[: schema.index("(")]
     op = getattr(torch.ops.cute_mla, name).default
-    named = [argument.name for argument in op._schema.arguments]
-
-    def refuse_gradients(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        for argument, value in (*zip(named, args, strict=False), *options.items()):
-            for tensor in value if isinstance(value, list) else (value,):
-                check_no_grad(gradient, **{argument: tensor})
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
-
     _library.impl(name, call, "CompositeExplicitAutograd")
     if isinstance(gradient, str):
-        _library.impl(name, refuse_gradients, "Autograd", with_keyset=True)
+        _library.impl(name, _refusal(op, gradient), "Autograd", with_keyset=True)
     else:
         torch.library.register_autograd(f"cute_mla::{name}", gradient.backward, setup_context=gradient.setup_context, lib=_library)
     torch.library.register_fake(f"cute_mla::{name}", fake, lib=_library)
+
+
+def _refusal(op: Any, supported: str) -> Callable[..., Any]:
+    """Return the autograd kernel of an op that refuses tensors that require gradients."""
+    named = [argument.name for argument in op._schema.arguments]
+
+    def refuse(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        for argument, value in (*zip(named, args, strict=False), *options.items()):
+            for tensor in value if isinstance(value, list) else (value,):
+                check_no_grad(supported, **{argument: tensor})
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    return refuse
 
 
 def _define_both(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -146,9 +146,7 @@ def run(
         check_workspace(workspace, launch_plan.workspace.nbytes, q.device, "dense_prefill_backward")
     check_no_overlap(results._asdict(), operands._asdict())
     # Kernels leave rows of no sequence alone, and a gradient must not be garbage there.
-    dq, dk, dv = (
-        tensor.new_zeros(tensor.shape) if given is None else given for tensor, given in ((q, dq), (k, dk), (v, dv))
-    )
+    dq, dk, dv = (tensor.new_zeros(tensor.shape) if given is None else given for tensor, given in ((q, dq), (k, dk), (v, dv)))
     if workspace is None:
         workspace = q.new_empty(launch_plan.workspace.nbytes, dtype=torch.uint8)
     device.mark_uninitialized(workspace)
@@ -213,7 +211,9 @@ def check(operands: Operands, options: Options, results: Results) -> CallSpec:
         causal=bool(options.causal),
         max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
         max_seqlen_kv=check_integer("max_seqlen_kv", options.max_seqlen_kv, 0),
-        **{name: optional_spec(name, given.get(name)) for name in ("dq", "dk", "dv")},
+        dq=optional_spec("dq", results.dq),
+        dk=optional_spec("dk", results.dk),
+        dv=optional_spec("dv", results.dv),
         address_alignment=alignment(
             *(address_of(name, getattr(operands, name)) for name in ("q", "dout", "out")), *_addresses(given, "dq")
         ),

@@ -18,7 +18,9 @@ BACKWARD_OPS = ("dense_prefill_backward",)
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # query tokens of sparse decode, which are the second dimension of its grid
-_MAX_HEADS = dict.fromkeys(("dense_prefill", *BACKWARD_OPS), dense_prefill.MAX_ITEMS)  # by op, where MAX_HEADS does not hold: there a head is a work item
+_MAX_HEADS = dict.fromkeys(
+    ("dense_prefill", *BACKWARD_OPS), dense_prefill.MAX_ITEMS
+)  # by op, where MAX_HEADS does not hold: there a head is a work item
 
 # Why a value is not supported, or None if it is.
 Limit: TypeAlias = Callable[[Any], str | None]

@@ -33,7 +33,9 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
 
 def low_precision_gradients(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dq, dk and dv from out, rounding every matrix to the element type; NaN in rows of no sequence."""
-    dq, dk, dv = (torch.full(tensor.shape, math.nan, dtype=tensor.dtype, device=tensor.device) for tensor in (tensors.q, tensors.k, tensors.v))
+    dq, dk, dv = (
+        torch.full(tensor.shape, math.nan, dtype=tensor.dtype, device=tensor.device) for tensor in (tensors.q, tensors.k, tensors.v)
+    )
     for sequence in range(len(case.lengths)):
         rows = sequence_rows(tensors.cu_seqlens_q, sequence, len(dq))
         keys = sequence_rows(tensors.cu_seqlens_k, sequence, len(dk))
@@ -55,9 +57,7 @@ def _over_groups(gradient: Tensor, case: DensePrefillBackwardCase) -> Tensor:
     return gradient.unflatten(0, (case.h_kv, case.group)).sum(dim=1).transpose(0, 1)
 
 
-def gradient_limits(
-    case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]
-) -> dict[str, float]:
+def gradient_limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
     """Return by name of a gradient the largest allowed error of an element."""
     coarse = low_precision_gradients(case, tensors)
     return {name: _limit(low, gradient) for name, low, gradient in zip(("dq", "dk", "dv"), coarse, expected, strict=True)}

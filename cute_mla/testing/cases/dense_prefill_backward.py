@@ -84,9 +84,7 @@ class DensePrefillBackwardTensors(DensePrefillTensors):
     lse: Tensor
 
 
-def make_dense_prefill_backward_tensors(
-    case: DensePrefillBackwardCase, device: str | torch.device = "cpu"
-) -> DensePrefillBackwardTensors:
+def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: str | torch.device = "cpu") -> DensePrefillBackwardTensors:
     """Make the operands of a case, out and lse by the reference."""
     device = torch.device(device)
     inputs = make_inputs(case, device)

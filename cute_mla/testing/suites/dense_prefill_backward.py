@@ -75,7 +75,7 @@ def _covers() -> Iterator[DensePrefillBackwardCase]:
     for dtype, d_qk, elements in product(DTYPES, HEAD_DIMS, (False, True)):
         factors: Factors = {**_FACTORS, "elements": (elements,)}
         if elements:
-            factors = {**factors, **{name: ("odd", *_FAR) for name in _LAYOUTS}, "dout_layout": ("odd", "one", *_FAR)}
+            factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
         yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
         yield from _staircases(dtype, d_qk, elements)
 
@@ -99,11 +99,15 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
     DensePrefillBackwardCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
     DensePrefillBackwardCase("fp16", lengths=((0, 17), (0, 130))),
     # Neighbours full of NaN, behind the tokens of a sequence and before them.
-    DensePrefillBackwardCase(lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1),
+    DensePrefillBackwardCase(
+        lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1
+    ),
     DensePrefillBackwardCase("fp16", d_qk=128, lengths=((50, 70), (9, 9), (17, 3)), neighbours="nan", outputs="given", sm_count=1),
     # Many short sequences, more than CTAs, and more than the rows of an item.
     DensePrefillBackwardCase(d_qk=128, lengths=((1, 1), (2, 1), (0, 1), (3, 2)) * 20, causal=True, sm_count=3),
-    DensePrefillBackwardCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1),
+    DensePrefillBackwardCase(
+        "fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1
+    ),
     DensePrefillBackwardCase(lengths=()),
 )
 
