@@ -12,7 +12,7 @@ from ..ops.limits import BACKWARD_OPS, OPS, check_op, heads_error
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
 from ..spec.dense_prefill import HEAD_DIMS, MAX_TOKENS
-from ..spec.dense_prefill_backward import BackwardWorkspace
+from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.split_plan import accumulator_rows, invariant_splits
 
 
@@ -84,7 +84,8 @@ def _backward_bytes(op: str, h_q: int, total_q: int | None, copied_head_dim: int
         return 0
     if copied_head_dim is not None and copied_head_dim not in HEAD_DIMS:
         raise ValueError(f"copied_head_dim is {short_repr(copied_head_dim)}; supported: None, {', '.join(map(str, HEAD_DIMS))}")
-    return BackwardWorkspace(check_integer("total_q", total_q, 0, MAX_TOKENS), h_q, copied_head_dim or 0).nbytes
+    rows = check_integer("total_q", total_q, 0, MAX_TOKENS)
+    return BackwardWorkspace(rows, h_q, copied_head_dim or 0, copies=copied_head_dim is not None).nbytes
 
 
 def _max_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:

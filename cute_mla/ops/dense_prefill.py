@@ -86,11 +86,15 @@ class CallSpec(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """Layout of a tensor map over heads. shape: (columns, heads, tokens). strides: bytes between heads and between tokens."""
+    """Layout of a tensor map over heads.
+
+    shape: (columns, heads, tokens). strides: bytes between heads and between tokens. box_rows: tokens of a box.
+    """
 
     dtype: str
     shape: tuple[int, int, int]
     strides: tuple[int, ...]
+    box_rows: int = BOX_ROWS
 
 
 @dataclass(frozen=True)
@@ -254,13 +258,13 @@ def _map(tensor: torch.Tensor, layout: HeadLayout | None, q: torch.Tensor) -> Te
 
 @lru_cache(maxsize=4096)
 def tensor_map(layout: HeadLayout, address: int) -> TensorMap:
-    """Return a tensor map with boxes of 64 columns by 64 tokens of one head. Cached, because allocators give addresses again."""
+    """Return a tensor map with boxes of 64 columns by some tokens of one head. Cached, because allocators give addresses again."""
     return TensorMap(
         dtype=layout.dtype,
         address=address,
         dims=layout.shape,
         strides=layout.strides,
-        box=(BOX_COLUMNS, 1, BOX_ROWS),
+        box=(BOX_COLUMNS, 1, layout.box_rows),
         swizzle=Swizzle.B128,
     )
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.arguments import Span
+from ..runtime.arguments import Memory, Span
 from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
-from ..spec.dense_prefill import D_V, MAX_ITEMS
-from ..spec.dense_prefill_backward import BackwardWorkspace, DensePrefillBackwardProblem
-from ..spec.dense_prefill_dkdv import DensePrefillDkdvArguments
-from ..spec.dense_prefill_dq import DensePrefillDqArguments
+from ..spec.dense_decode import MAX_ROW_ALIGNMENT
+from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, DensePrefillProblem
+from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
+from ..spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS, TILE_KEYS, BackwardWorkspace, DensePrefillDqArguments
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
@@ -100,14 +100,13 @@ class CallSpec(NamedTuple):
 class DensePrefillBackwardPlan(LaunchPlan):
     """The launches of a call: that of dq, and in `keys` that of dk and dv.
 
-    layouts: of the tensor maps of q, k, v and dout, by operand; None for a map that no instruction uses. copies: layouts of the maps of q
-    and dout that dkdv reads in the workspace, by operand; empty if it reads the operands themselves.
+    dq_maps, dkdv_maps: layouts of the tensor maps of each launch over q, dout, k and v; None for a map that no instruction uses.
     """
 
     keys: LaunchPlan
     workspace: BackwardWorkspace
-    layouts: Mapping[str, HeadLayout | None]
-    copies: Mapping[str, HeadLayout]
+    dq_maps: Mapping[str, HeadLayout | None]
+    dkdv_maps: Mapping[str, HeadLayout | None]
     default_scale: float
 
 
@@ -157,44 +156,56 @@ def run(
 
 def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Operands, results: Results, scale: float) -> None:
     """Launch the kernels that have work."""
-    maps = {f"{name}_map": _map(getattr(operands, name), layout, operands) for name, layout in launch_plan.layouts.items()}
-    spans = _spans(launch_plan.workspace, results.workspace)
-    shared = {
+    mapped: dict[str, Memory] = {name: getattr(operands, name) for name in launch_plan.dq_maps}
+    shared: dict[str, Any] = {
         "cu_seqlens_q": operands.cu_seqlens_qo,
         "cu_seqlens_k": operands.cu_seqlens_kv,
-        "lse_log2": spans["lse_log2"],
-        "delta": spans["delta"],
-        "scale_log2": scale * LOG2E,
         "softmax_scale": scale,
+        "scale_log2": scale * LOG2E,
     }
+    parts = _parts(launch_plan.workspace, results.workspace)
     if 0 not in launch_plan.grid:
         rows = {name: getattr(operands, name) for name in ("q", "dout", "out", "lse")}
-        copies = {"q_copy": spans.get("q"), "dout_copy": spans.get("dout")}
-        dq_args = DensePrefillDqArguments(**maps, **rows, dq=results.dq, **copies, **shared, **launch_plan.scalars)
+        maps = _maps(launch_plan.dq_maps, mapped)
+        dq_args = DensePrefillDqArguments(**maps, **rows, **shared, **parts, dq=results.dq, **launch_plan.scalars)
         device.launch(device.kernel("dense_prefill_dq", launch_plan.kernel), launch_plan.grid, dq_args, pdl=True)
     keys = launch_plan.keys
     if 0 not in keys.grid:
-        copied = {f"{name}_map": tensor_map(layout, spans[name].data_ptr()) for name, layout in launch_plan.copies.items()}
-        dkdv_args = DensePrefillDkdvArguments(**{**maps, **copied}, dk=results.dk, dv=results.dv, **shared, **keys.scalars)
+        if parts["q_copy"] is not None and parts["dout_copy"] is not None:
+            mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
+        maps = _maps(launch_plan.dkdv_maps, mapped)
+        written = parts["statistics"]
+        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, written.data_ptr())
+        dkdv_args = DensePrefillDkdvArguments(**maps, **shared, statistics_map=statistics, dk=results.dk, dv=results.dv, **keys.scalars)
         device.launch(device.kernel("dense_prefill_dkdv", keys.kernel), keys.grid, dkdv_args, pdl=True)
 
 
-def _spans(layout: BackwardWorkspace, workspace: torch.Tensor | None) -> dict[str, Span]:
-    """Return the parts of the workspace by name."""
-    spans = {}
-    offset = 0
-    for name, nbytes in layout.parts.items():
-        spans[name] = Span(workspace, offset, nbytes)
-        offset += nbytes
-    return spans
+def _parts(layout: BackwardWorkspace, workspace: torch.Tensor | None) -> dict[str, Span | None]:
+    """Return the parts of the workspace by name, None for a copy that is not made."""
+    ends = {"statistics": (0, layout.q_copy), "q_copy": (layout.q_copy, layout.dout_copy), "dout_copy": (layout.dout_copy, layout.nbytes)}
+    return {name: Span(workspace, start, end - start) if end > start else None for name, (start, end) in ends.items()}
 
 
-def _map(tensor: torch.Tensor, layout: HeadLayout | None, operands: Operands) -> TensorMap:
-    """Return the tensor map of an operand. A map that no instruction uses is laid over memory of the call."""
-    if layout is None:
-        used = operands.q if operands.q.numel() else operands.k
-        return tensor_map(UNUSED_LAYOUT, used.data_ptr() & -TMA_ALIGNMENT)
-    return tensor_map(layout, tensor.data_ptr())
+def _maps(layouts: Mapping[str, HeadLayout | None], tensors: Mapping[str, Memory]) -> dict[str, TensorMap]:
+    """Return tensor maps over these tensors. A map that no instruction uses is laid over q or k, memory of the call."""
+    unused = (tensors["q"].data_ptr() or tensors["k"].data_ptr()) & -TMA_ALIGNMENT
+    return {
+        f"{name}_map": tensor_map(UNUSED_LAYOUT, unused) if layout is None else tensor_map(layout, tensors[name].data_ptr())
+        for name, layout in layouts.items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
+    """Return the tensor map of both statistics of all rows."""
+    head = layout.statistics_stride * STATISTIC_BYTES
+    return TensorMap(
+        dtype="fp32",
+        address=address,
+        dims=(layout.total_q, layout.h_q, STATISTICS),
+        strides=(head, layout.h_q * head),
+        box=(TILE_QUERIES[layout.d_qk], 1, STATISTICS),
+    )
 
 
 def check(operands: Operands, options: Options, results: Results) -> CallSpec:
@@ -241,9 +252,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         strides[name] = output_strides(name, given, tuple(like.shape), q.dtype, q)
         if given is not None:
             check_last_contiguous(name, given)
-    aligned = row_alignment(call.address_alignment, q, call.dout, call.out, call.dq)
-    mapped = all(is_map_stride(map_stride(spec, dim)) for spec in (q, call.dout) for dim in (1, 0))
-    problem = DensePrefillBackwardProblem(
+    problem = DensePrefillProblem(
         arch=arch,
         dtype=DTYPE_NAMES[q.dtype],
         d_qk=d_qk,
@@ -251,67 +260,85 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         h_q=h_q,
         h_kv=h_kv,
         max_seqlen_q=min(call.max_seqlen_qo, total_q),
-        max_seqlen_k=min(call.max_seqlen_kv, total_k),
-        # Variants without tensor maps of q and dout serve the strides that no tensor map can hold, 0 among them.
-        row_alignment=aligned if mapped else ELEMENT_BYTES,
-        key_alignment=row_alignment(call.key_alignment, call.dk, call.dv),
+        row_alignment=_row_alignment(call),
     )
-    _check_items(call, problem)
-    workspace = problem.workspace(total_q)
-    common = {
-        "statistics_stride_head": workspace.padded_q,
-        "batch": batch,
-        "heads_per_kv": h_q // h_kv,
-        "total_q": total_q,
-        "total_k": total_k,
-        "causal": int(call.causal),
-    }
-    rows = {name: (*getattr(call, name).stride, 0)[:2] for name in ("q", "dout", "out", "lse")} | {"dq": strides["dq"][:2]}
+    keys = DensePrefillDkdvProblem(problem.dtype, d_qk, batch, h_kv, min(call.max_seqlen_kv, total_k))
+    _check_items("q", q, ("max_seqlen_qo", call.max_seqlen_qo), problem.items)
+    _check_items("k", k, ("max_seqlen_kv", call.max_seqlen_kv), keys.items)
+    workspace = BackwardWorkspace(total_q, h_q, d_qk, copies=problem.config.access_bytes == ELEMENT_BYTES)
+    common = {"batch": batch, "heads_per_kv": h_q // h_kv, "total_q": total_q, "total_k": total_k, "causal": int(call.causal)}
+    rows = {name: getattr(call, name).stride[:2] for name in ("q", "dout", "out", "lse")} | {"dq": strides["dq"]}
+    aligned = row_alignment(call.key_alignment, call.dk, call.dv) == MAX_ROW_ALIGNMENT
     return DensePrefillBackwardPlan(
-        kernel=problem.dq_config.name,
-        grid=problem.dq_grid(sm_count),
-        scalars={**_named(rows), **common, "h_q": h_q, "row_blocks": problem.row_blocks},
+        kernel=problem.config.name,
+        grid=problem.grid(sm_count),
+        scalars={
+            **_named(rows),
+            **common,
+            "statistics_stride": workspace.statistics_stride,
+            "h_q": h_q,
+            "row_blocks": problem.row_blocks,
+        },
         keys=LaunchPlan(
-            kernel=problem.config.name,
-            grid=problem.dkdv_grid(sm_count),
+            kernel=keys.config.name,
+            grid=keys.grid(sm_count),
             scalars={
-                **_named({name: strides[name][:2] for name in ("dk", "dv")}),
+                **_named({name: strides[name] for name in ("dk", "dv")}),
                 **common,
                 "h_kv": h_kv,
-                "key_blocks": problem.key_blocks,
+                "row_blocks": keys.row_blocks,
+                "aligned": int(aligned),
             },
         ),
         workspace=workspace,
-        layouts=_layouts(call, problem),
-        copies=_copies(call, problem),
+        dq_maps=_dq_layouts(call, workspace),
+        dkdv_maps=_dkdv_layouts(call, workspace),
         default_scale=d_qk**-0.5,
     )
 
 
+def _row_alignment(call: CallSpec) -> int:
+    """Return the alignment of the rows that dq reads and writes, or ELEMENT_BYTES where a tensor map cannot hold q or dout.
+
+    Variants without tensor maps of q and dout serve the strides that no tensor map can hold, 0 among them.
+    """
+    mapped = all(is_map_stride(map_stride(spec, dim)) for spec in (call.q, call.dout) for dim in (1, 0))
+    return row_alignment(call.address_alignment, call.q, call.dout, call.out, call.dq) if mapped else ELEMENT_BYTES
+
+
 def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Name the strides along tokens and heads of several tensors."""
-    return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair).items()}
+    return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair[:2]).items()}
 
 
-def _layouts(call: CallSpec, problem: DensePrefillBackwardProblem) -> dict[str, HeadLayout | None]:
-    """Return the layouts of q, k, v and dout. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
-    rows = problem.has_maps and call.q.shape[0] > 0
-    keys = call.k.shape[0] > 0
-    used = {"q": rows, "k": keys, "v": keys, "dout": rows}
-    return {name: _layout(problem.dtype, name, getattr(call, name)) if use else None for name, use in used.items()}
+def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
+    """Return the layouts of the maps of dq. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    rows, keys = call.q.shape[0] > 0 and not workspace.copies, call.k.shape[0] > 0
+    box_keys = TILE_KEYS[workspace.d_qk]
+    return {
+        "q": _layout("q", call.q, BOX_ROWS) if rows else None,
+        "dout": _layout("dout", call.dout, BOX_ROWS) if rows else None,
+        "k": _layout("k", call.k, box_keys) if keys else None,
+        "v": _layout("v", call.v, box_keys) if keys else None,
+    }
 
 
-def _layout(dtype: str, name: str, spec: TensorSpec) -> HeadLayout:
+def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
+    """Return the layouts of the maps of dkdv, which reads the copies of q and dout if there are any."""
+    rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
+    box_rows = TILE_QUERIES[workspace.d_qk]
+    q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
+    return {
+        "q": _layout("q", q, box_rows) if rows else None,
+        "dout": _layout("dout", dout, box_rows) if rows else None,
+        "k": _layout("k", call.k, BOX_ROWS) if keys else None,
+        "v": _layout("v", call.v, BOX_ROWS) if keys else None,
+    }
+
+
+def _layout(name: str, spec: TensorSpec, box_rows: int) -> HeadLayout:
     tokens, heads, columns = spec.shape
-    return HeadLayout(dtype, (columns, heads, tokens), map_strides(name, spec, 1, 0))
-
-
-def _copies(call: CallSpec, problem: DensePrefillBackwardProblem) -> dict[str, HeadLayout]:
-    """Return the layouts of the copies of q and dout, if there are any."""
-    if problem.has_maps or call.q.shape[0] == 0:
-        return {}
-    packed = (_packed(spec) for spec in (call.q, call.dout))
-    return {name: _layout(problem.dtype, name, spec) for name, spec in zip(("q", "dout"), packed, strict=True)}
+    return HeadLayout(DTYPE_NAMES[spec.dtype], (columns, heads, tokens), map_strides(name, spec, 1, 0), box_rows)
 
 
 def _packed(spec: TensorSpec) -> TensorSpec:
@@ -333,14 +360,9 @@ def _check_rows(call: CallSpec) -> None:
     check_device("lse", call.lse, call.q.device)
 
 
-def _check_items(call: CallSpec, problem: DensePrefillBackwardProblem) -> None:
-    """Raise ValueError if the work items of a kernel cannot be counted in 32 bits."""
-    for items, what, tensor in (
-        (problem.row_items, "max_seqlen_qo", "q"),
-        (problem.key_items, "max_seqlen_kv", "k"),
-    ):
-        if items > MAX_ITEMS:
-            raise ValueError(
-                f"{tensor} has shape {list(getattr(call, tensor).shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and {what} is "
-                f"{getattr(call, what)}: {items} work items; supported: to {MAX_ITEMS}"
-            )
+def _check_items(name: str, spec: TensorSpec, longest: tuple[str, int], items: int) -> None:
+    """Raise ValueError if the work items over a tensor cannot be counted in 32 bits. longest: name and value of the length."""
+    if items > MAX_ITEMS:
+        raise ValueError(
+            f"{name} has shape {list(spec.shape)}, and {longest[0]} is {longest[1]}: {items} work items; supported: to {MAX_ITEMS}"
+        )

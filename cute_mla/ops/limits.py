@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ..spec import dense_prefill, dense_prefill_backward
+from ..spec import dense_prefill, dense_prefill_dq
 from ..spec.arch import ARCHS
 from ..spec.dense_decode import MAX_KEYS, SMALL_PAGES
 from ..spec.mla import MAX_HEADS
@@ -47,7 +47,7 @@ def page_size_error(page_size: Any) -> str | None:
 
 def arch_error(op: str, arch: str) -> str | None:
     """Return why an op is not supported on an architecture, or None if it is."""
-    built = [name for name, each in ARCHS.items() if op not in BACKWARD_OPS or dense_prefill_backward.closed_variants(each)]
+    built = [name for name, each in ARCHS.items() if op not in BACKWARD_OPS or dense_prefill_dq.closed_variants(each)]
     return None if arch in built else f"arch is {arch}; supported with {op}: {', '.join(built)}"
 
 

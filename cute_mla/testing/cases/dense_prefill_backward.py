@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ... import reference
 from ...spec.arch import Arch
-from ...spec.dense_prefill import D_V
-from ...spec.dense_prefill_backward import DensePrefillBackwardProblem
+from ...spec.dense_prefill import D_V, DensePrefillProblem
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
 from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
@@ -45,20 +45,13 @@ class DensePrefillBackwardCase(DensePrefillCase):
         """Return the op of the kernel that a record names."""
         return "dense_prefill_dkdv"
 
-    def problem(self, arch: Arch) -> DensePrefillBackwardProblem:  # type: ignore[override]
-        """Return the shapes of the call."""
-        return DensePrefillBackwardProblem(
-            arch=arch,
-            dtype=self.dtype,
-            d_qk=self.d_qk,
-            batch=len(self.lengths),
-            h_q=self.h_q,
-            h_kv=self.h_kv,
-            max_seqlen_q=self.max_seqlen_q,
-            max_seqlen_k=self.max_seqlen_k,
-            row_alignment=self.row_alignment,
-            key_alignment=least_alignment(DTYPES[self.dtype], self.outputs),
-        )
+    def problem(self, arch: Arch) -> DensePrefillDkdvProblem:  # type: ignore[override]
+        """Return the shapes of dk and dv."""
+        return DensePrefillDkdvProblem(self.dtype, self.d_qk, len(self.lengths), self.h_kv, self.max_seqlen_k)
+
+    def dq_problem(self, arch: Arch) -> DensePrefillProblem:
+        """Return the shapes of dq."""
+        return super().problem(arch)
 
     @property
     def _k_margins(self) -> bool:

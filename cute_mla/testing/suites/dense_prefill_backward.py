@@ -97,6 +97,7 @@ def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillB
 _LARGE: tuple[DensePrefillBackwardCase, ...] = (
     *(DensePrefillBackwardCase(dtype, lengths=((1, 1), (63, 63), (64, 65), (65, 64)), causal=True, sm_count=2) for dtype in DTYPES),
     DensePrefillBackwardCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
+    DensePrefillBackwardCase("fp16", lengths=((9, 0), (3, 0)), q_layout="odd"),
     DensePrefillBackwardCase("fp16", lengths=((0, 17), (0, 130))),
     # Neighbours full of NaN, behind the tokens of a sequence and before them.
     DensePrefillBackwardCase(
