@@ -22,6 +22,7 @@ from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
 from .dense_prefill import UNUSED_LAYOUT, HeadLayout, check_heads, check_lengths, tensor_map
 from .launch_plan import LaunchPlan, named_strides
+from .limits import arch_error
 from .overlap import check_no_overlap
 from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
 from .tensor_spec import (
@@ -37,6 +38,8 @@ from .tensor_spec import (
     operand_spec,
     optional_spec,
 )
+
+_OP = "dense_prefill_backward"
 
 
 class Operands(NamedTuple):
@@ -142,7 +145,7 @@ def run(
         if tensor is not None:
             check_address(name, tensor.data_ptr(), TMA_ALIGNMENT)
     if workspace is not None:
-        check_workspace(workspace, launch_plan.workspace.nbytes, q.device, "dense_prefill_backward")
+        check_workspace(workspace, launch_plan.workspace.nbytes, q.device, _OP)
     check_no_overlap(results._asdict(), operands._asdict())
     # Kernels leave rows of no sequence alone, and a gradient must not be garbage there.
     dq, dk, dv = (tensor.new_zeros(tensor.shape) if given is None else given for tensor, given in ((q, dq), (k, dk), (v, dv)))
@@ -241,6 +244,9 @@ def _addresses(given: Mapping[str, torch.Tensor], *names: str) -> list[int]:
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     q, k, v = call.q, call.k, call.v
+    error = arch_error(_OP, arch.name)
+    if error is not None:
+        raise ValueError(error)
     check_heads(q, k, v)
     batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
     _check_rows(call)
