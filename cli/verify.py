@@ -26,14 +26,8 @@ if TYPE_CHECKING:
     from cute_mla.testing.suites.entries import SuiteEntry
 
 OPS = (
-    "dense_decode",
-    "sparse_decode",
-    "sparse_prefill",
-    "dense_prefill",
-    "dense_prefill_backward",
-    "merge_states",
-    "cache_write",
-    "cache_gather",
+    *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_backward"),
+    *("merge_states", "cache_write", "cache_gather"),
 )
 SUITES = ("quick", "smoke", "full")
 
