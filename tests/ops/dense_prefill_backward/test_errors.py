@@ -129,7 +129,7 @@ def test_tensors_on_different_devices(device: RecordingDevice, tensor: str) -> N
 
 
 def test_an_architecture_without_kernels() -> None:
-    with RecordingDevice(SM100).active() as device, pytest.raises(ValueError, match="arch is sm100; supported with .*: sm90"):
+    with RecordingDevice(SM100).active() as device, pytest.raises(ValueError, match=r"arch is sm100; supported with .*: sm90"):
         BackwardCall().run()
     assert device.launches == []
 
