@@ -265,9 +265,9 @@ def add_products(total: Float32, left: Int32, right: Int32, dtype: type[cutlass.
     """Add the products of two packed pairs of elements."""
     pairs = []
     for word in (left, right):
-        holder = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-        holder[0] = word
-        pairs.append(cute.recast_tensor(holder, dtype))
+        pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+        cute.recast_tensor(pair, Int32)[0] = word
+        pairs.append(pair)
     for i in range(2):
         total = cute.math.fma(pairs[0][i].to(Float32), pairs[1][i].to(Float32), total)
     return total
