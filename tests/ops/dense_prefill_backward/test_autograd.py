@@ -12,6 +12,7 @@ from torch.testing._internal.optests import aot_autograd_check
 
 import cute_mla
 import cute_mla.torch_ops
+from cute_mla import flash_mla
 from cute_mla.testing.cases.dense_prefill_backward import (
     DensePrefillBackwardCase,
     DensePrefillBackwardTensors,
@@ -162,3 +163,17 @@ def test_what_needs_no_gradient_goes_the_short_way(device: RecordingDevice) -> N
     assert out.grad_fn is None
     out, lse = call.run()
     assert out.grad_fn is lse.grad_fn is not None
+
+
+def test_the_drop_in_module_is_differentiable(device: RecordingDevice) -> None:
+    """Its lse keeps FlashMLA's strides, and refuses gradients by name."""
+    call = VarlenCall()
+    call.operands["q"].requires_grad_()
+    arguments = tuple(call.operands.values())
+    out, lse = flash_mla.flash_attn_varlen_func(*arguments)
+    assert lse.stride() == (1, 300)
+    out.sum().backward()
+    assert [launch.kernel for launch in device.launches[1:]] == [DQ, DKDV]
+    out, lse = flash_mla.flash_attn_varlen_func(*arguments)
+    with pytest.raises(ValueError, match="lse has a gradient"):
+        lse.sum().backward()
