@@ -175,7 +175,7 @@ class SparsePrefillShape:
 
 @dataclass(frozen=True)
 class DensePrefillShape(UntiledShape):
-    """A dense prefill, forward only, of sequences that attend to themselves. lengths: tokens of each sequence."""
+    """A forward dense prefill of sequences that attend to themselves. lengths: tokens of each sequence."""
 
     lengths: tuple[int, ...]
     h_q: int
@@ -196,19 +196,42 @@ class DensePrefillShape(UntiledShape):
     @property
     def work(self) -> Work:
         """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
-        pairs = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
         q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
         return Work(
-            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * pairs),
+            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * self.pairs),
             bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
         )
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible pairs of tokens of a head."""
+        return sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
 
     @property
     def text(self) -> str:
         """Short form such as "b1 L8192 h128 causal"."""
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
         return f"b{self.batch} {lengths_text(self.lengths)} {heads} {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class DensePrefillBackwardShape(DensePrefillShape):
+    """The backward pass of a dense prefill."""
+
+    @property
+    def work(self) -> Work:
+        """Five products over the visible pairs; bytes of q, k, v, out, dout and lse, and of dq, dk and dv.
+
+        The products are q k^T, dout v^T, dv, dk and dq. Two kernels make the first two of them twice, which does not count.
+        """
+        columns = self.d_qk + D_V_PER_HEAD
+        q_row_bytes = ELEMENT_BYTES * 2 * columns + FLOAT_BYTES
+        kv_row_bytes = ELEMENT_BYTES * 2 * columns
+        return Work(
+            flops=float(2 * (3 * self.d_qk + 2 * D_V_PER_HEAD) * self.h_q * self.pairs),
+            bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
+        )
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ def test_a_double_backward_is_refused(device: RecordingDevice) -> None:
 
 
 def test_what_needs_no_gradient_goes_the_short_way(device: RecordingDevice) -> None:
-    """As before: no op of torch is called, and out requires no gradient."""
+    """No op of torch is called, and out requires no gradient."""
     call = VarlenCall()
     out, _ = call.run()
     assert out.grad_fn is None

@@ -58,7 +58,7 @@ def test_rows_whose_lse_is_infinite_have_no_gradient_and_give_none(bench: Bench,
 
 @KINDS
 def test_keys_that_no_row_sees_get_zeros(bench: Bench, dtype: str, d_qk: int) -> None:
-    """Those of a sequence without queries, between others; results are full of NaN before the call."""
+    """A sequence without queries lies between others; results are full of NaN before the call."""
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, lengths=((0, 130), (20, 30), (0, 9), (5, 5), (0, 1)), outputs="given")
     tensors = make_dense_prefill_backward_tensors(case)
     dq, dk, dv = bench.run(case, tensors)
