@@ -236,9 +236,7 @@ class AttendRole:
                         if tensor == 1:
                             out = load_pair(operands.out_row(item, row) + column, False)
                             totals[row_half] = add_products(totals[row_half], words[-1], out, self.dtype)
-                    copy = (
-                        operands.q_copy_row(item, row, self.geometry.d_qk) if tensor == 0 else operands.dout_copy_row(item, row)
-                    )
+                    copy = operands.q_copy_row(item, row, self.geometry.d_qk) if tensor == 0 else operands.dout_copy_row(item, row)
                     store_row_words(copy + tile * BOX_COLUMNS, gather_runs(words, products.thread), products.thread, True)
                 stage.store(tile, products.group)
         return totals
