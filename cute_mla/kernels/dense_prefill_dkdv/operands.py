@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvArguments
-from ..dense_prefill.operands import WorkItems, span
+from ..dense_prefill.operands import ItemRounds, span
 from ..primitives.integers import clip
 
 
@@ -33,12 +33,8 @@ class KeyItem:
 
 
 @dataclass(frozen=True)
-class KeyItems(WorkItems):
-    """The work items of a call, dealt out as those of the forward pass. item_rows: keys of an item."""
-
-    args: DensePrefillDkdvArguments
-    causal: Boolean
-    item_rows: int
+class KeyItems(ItemRounds):
+    """The work items of a call: blocks of keys."""
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""

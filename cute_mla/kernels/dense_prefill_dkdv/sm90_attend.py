@@ -40,8 +40,8 @@ class Products:
             thread=thread,
             group=group,
             scores=ScoreProduct.create(dtype, tiles.sK, tiles.sQ, thread),
-            slopes=ScoreProduct.create(dtype, tiles.sV, tiles.sdO, thread),
-            values=GradientProduct.create(dtype, tiles.sdO, thread),
+            slopes=ScoreProduct.create(dtype, tiles.sV, tiles.sD, thread),
+            values=GradientProduct.create(dtype, tiles.sD, thread),
             keys=GradientProduct.create(dtype, tiles.sQ, thread),
         )
 
@@ -171,11 +171,11 @@ class AttendRole:
 
     def slope_scores(self, tiles: Tiles, products: Products, stage: Int32) -> None:
         """Replace dP^T by dS^T = P^T (dP^T - delta). P^T as it is rounded: there are no registers to keep it in fp32."""
-        rP, rdP = flat(products.values.factor), flat(products.slopes.sum)
+        rP, rD = flat(products.values.factor), flat(products.slopes.sum)
         for eight in range(self.geometry.tile_queries // 8):
             delta = self.statistic(tiles, products, stage, 1, eight)
             for i in range(4 * eight, 4 * eight + 4):
-                rdP[i] = rP[i].to(Float32) * (rdP[i] - delta[i % PAIR])
+                rD[i] = rP[i].to(Float32) * (rD[i] - delta[i % PAIR])
 
     @cute.jit
     def write_rows(self, operands: Operands, item: KeyItem, products: Products):

@@ -68,7 +68,7 @@ class Geometry:
             Tile("sK", dtype, (GROUP_KEYS, self.d_qk, GROUPS)),
             Tile("sV", dtype, (GROUP_KEYS, D_V, GROUPS)),
             Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
-            Tile("sdO", dtype, (self.tile_queries, D_V, self.stages)),
+            Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
             Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
             Barriers("query_ready", self.stages),
             Barriers("query_free", self.stages),
@@ -93,7 +93,7 @@ class Tiles:
     sK: cute.Tensor  # (64 keys, d_qk, 2): of each warpgroup
     sV: cute.Tensor  # (64 keys, 128 columns, 2)
     sQ: cute.Tensor  # (tile queries, d_qk, stages)
-    sdO: cute.Tensor  # (tile queries, 128 columns, stages)
+    sD: cute.Tensor  # (tile queries, 128 columns, stages)
     statistics: cute.Pointer  # fp32 [stages, 2, tile queries]: lse in log2 units, delta
 
 

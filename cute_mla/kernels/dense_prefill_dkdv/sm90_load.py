@@ -99,11 +99,11 @@ class SlopeRole(RowRole):
     def start(self, operands: Operands, tiles: Tiles, stage: Int32, where: tuple[Int32, Int32], landed: cute.Pointer) -> None:
         """Start the copies of a stage from (head, row) on. One thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(landed, self.geometry.slope_bytes)
-        load_boxes(tiles.sdO, stage, operands.args.dout_map, where, landed, self.geometry.tile_queries)
+        load_boxes(tiles.sD, stage, operands.args.dout_map, where, landed, self.geometry.tile_queries)
 
     def clear(self, tiles: Tiles, stage: Int32, rows: Int32) -> None:
         """Clear the rows of a stage behind the first `rows`."""
-        clear_rows(tiles.sdO, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+        clear_rows(tiles.sD, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
 
 
 class KeyRole:
