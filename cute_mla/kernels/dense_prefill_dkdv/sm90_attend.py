@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...spec.dense_prefill_dq import STATISTICS
@@ -16,8 +16,8 @@ from ..dense_prefill.sm90_attend import give_turn, take_turn
 from ..dense_prefill.sm90_gradient import GradientProduct, ScoreProduct, gather_runs, store_row_words
 from ..primitives.elements import aligned
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half
-from .operands import KeyItem, Operands
-from .sm90_config import GROUP_KEYS, Geometry, Pipes, Tiles
+from .operands import Operands
+from .sm90_config import GROUP_KEYS, Geometry, Pipes, PostedItem, Tiles
 
 PAIR = 2  # neighbouring columns of a fragment
 
@@ -65,36 +65,36 @@ class AttendRole:
             give_turn(group)
             take_turn(group)  # half a tile behind the other warpgroup
             give_turn(group)
-        use, done, turn = Int32(0), Int32(0), Int32(0)
-        more = Boolean(True)
-        while more:  # the number of rounds would be held in a register that is not there
-            item = operands.items.take(turn)
-            if item.keys > 0:
-                products.values.clear()
-                products.keys.clear()
-                count = self.geometry.tiles(item)
-                if count > 0:
-                    pipes.key_ready.consumer_wait(done)
-                    until = use + count * operands.heads_per_kv
-                    begin = item.diagonal - item.first_query
-                    hidden = begin
-                    last = begin - (count - 1) * self.geometry.tile_queries
-                    while use < until:
-                        warpgroup.wait_group(0)
-                        if use > 0:
-                            self.release(pipes, use - 1)
-                        self.attend_scores(operands, tiles, pipes, products, hidden, use)
-                        if use + 1 == until:
-                            pipes.key_free.consumer_release(done)
-                        self.attend_gradients(tiles, pipes, products, use)
-                        hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, begin)
-                        use = use + 1
+        use, turn = Int32(0), Int32(0)
+        pipes.key_ready.consumer_wait(turn)
+        item = PostedItem.of_turn(tiles.items, turn)
+        while item.more != 0:
+            products.values.clear()
+            products.keys.clear()
+            if item.tiles > 0:
+                until = use + item.tiles * operands.heads_per_kv
+                hidden = item.hidden
+                last = item.hidden - (item.tiles - 1) * self.geometry.tile_queries
+                while use < until:
                     warpgroup.wait_group(0)
-                    done = done + 1
-                # found again, so that fewer registers are held during the loop
-                self.write_rows(operands, operands.items.take(turn), products)
+                    if use > 0:
+                        self.release(pipes, use - 1)
+                    self.attend_scores(operands, tiles, pipes, products, hidden, use)
+                    if use + 1 == until:
+                        pipes.key_free.consumer_release(turn)
+                    self.attend_gradients(tiles, pipes, products, use)
+                    hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, item.hidden)
+                    use = use + 1
+                warpgroup.wait_group(0)
+            else:
+                pipes.key_free.consumer_release(turn)
+                take_turn(group)  # without products: the other warpgroup waits for it with its last half tile
+                give_turn(group)
+            # read again, so that fewer registers are held during the loop
+            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products)
             turn = turn + 1
-            more = operands.items.of_round(turn) < operands.items.count()
+            pipes.key_ready.consumer_wait(turn)
+            item = PostedItem.of_turn(tiles.items, turn)
         if group == 0:
             take_turn(group)
             give_turn(group)  # for the half tile that the other warpgroup is behind
@@ -178,7 +178,7 @@ class AttendRole:
                 rD[i] = rP[i].to(Float32) * (rD[i] - delta[i % PAIR])
 
     @cute.jit
-    def write_rows(self, operands: Operands, item: KeyItem, products: Products):
+    def write_rows(self, operands: Operands, item: PostedItem, products: Products):
         """Write the rows of dK and dV that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             key, thread = products.key(row_half), products.thread
