@@ -19,7 +19,7 @@ from .dense_prefill import HEAD_DIMS
 from .mla import DTYPES, ceil_div
 
 TILE_KEYS = 128  # of one work item
-TILE_QUERIES = {192: 48, 128: 64}  # by d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
+TILE_QUERIES = {192: 64, 128: 64}  # by d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
 
 
 class DensePrefillDkdvArguments(NamedTuple):

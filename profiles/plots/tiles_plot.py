@@ -17,12 +17,14 @@ from ..clock.kernel_times import LONG, SHORT, clock_kernel
 from ..clock.recorded import Recorded, merged, record
 from ..clock.spans import ISSUE, PORT, TENSOR_CORE, TMA, Span
 from ..clock.stall_report import default_setting
+from ..kernel_stats.golden_clocks import GPU_OF
 from .svg import FAINT, GRID, INK, line, picture, text
 
-GPU = "H200"
 PICTURES = {  # in docs/images
     "dense_decode_sm90_bf16_cluster2": "dense-decode-sm90-clock.svg",
+    "dense_decode_sm100_bf16_cluster2": "dense-decode-sm100-clock.svg",
     "sparse_decode_sm90_bf16_fp8_656_cluster2": "sparse-decode-sm90-clock.svg",
+    "sparse_decode_sm100_bf16_fp8_656_cluster2": "sparse-decode-sm100-clock.svg",
     "sparse_prefill_sm90_bf16_d576_cluster2": "sparse-prefill-sm90-clock.svg",
     "dense_prefill_sm90_bf16_d192": "dense-prefill-sm90-clock.svg",
 }
@@ -71,7 +73,7 @@ def tiles_svg(run: Recorded, block: float) -> str:
     bottom = TOP + ROW * len(rows)
     scale = (WIDTH - LEFT - RIGHT) / (end - start)
     body = [f"<defs>{_HATCH}</defs>", text(LEFT, 18, run.title, size=13, anchor="start")]
-    note = f"predicted by the clock for an {run.gpu}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
+    note = f"predicted by the clock for {'an' if run.gpu.startswith('H') else 'a'} {run.gpu}, not measured: {block:,.0f} clocks a tile; CTA 0, first warp of each role"
     body.append(text(LEFT, 34, note, size=11, anchor="start", fill=FAINT))
     body += _axis(start, end, block, scale, bottom)
     for number, row in enumerate(rows):
@@ -180,7 +182,7 @@ def _legend(colors: dict[str, str], top: float) -> list[str]:
 def draw(kernel: str) -> str:
     """Run a built kernel on the clock, over SHORT and over LONG blocks, and draw it. KeyError for a kernel that is not built."""
     entry = load_artifacts().manifest.kernels[kernel]
-    values = constants(GPU)
+    values = constants(GPU_OF[entry.arch])
     setting = default_setting(entry, values)
     run = record(entry, values, setting, LONG, kernel, SourceLines())
     return tiles_svg(run, (run.end - clock_kernel(entry, values, setting, SHORT).result().end) / (LONG - SHORT))

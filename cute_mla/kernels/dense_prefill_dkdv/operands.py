@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvArguments
-from ..dense_prefill.operands import WorkItems, span
+from ..dense_prefill.operands import ItemRounds, span
 from ..primitives.integers import clip
 
 
@@ -32,13 +33,21 @@ class KeyItem:
     diagonal: Int32
 
 
-@dataclass(frozen=True)
-class KeyItems(WorkItems):
-    """The work items of a call, dealt out as those of the forward pass. item_rows: keys of an item."""
+class KeyRows(Protocol):
+    """What tells where an item's rows of dk and dv lie."""
 
-    args: DensePrefillDkdvArguments
-    causal: Boolean
-    item_rows: int
+    @property
+    def kv_head(self) -> Int32:
+        """Return the KV head."""
+
+    @property
+    def first_key(self) -> Int32:
+        """Return the item's first row of k and v."""
+
+
+@dataclass(frozen=True)
+class KeyItems(ItemRounds):
+    """The work items of a call: blocks of keys."""
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""
@@ -95,14 +104,14 @@ class Operands:
         """Return the query heads that share a KV head."""
         return self.args.heads_per_kv
 
-    def dk_row(self, item: KeyItem, key: Int32) -> cute.Pointer:
+    def dk_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
         """Return element 0 of a row of dk."""
         return self.args.dk + _offset(self.args.dk_stride_token, self.args.dk_stride_head, item, key)
 
-    def dv_row(self, item: KeyItem, key: Int32) -> cute.Pointer:
+    def dv_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
         """Return element 0 of a row of dv."""
         return self.args.dv + _offset(self.args.dv_stride_token, self.args.dv_stride_head, item, key)
 
 
-def _offset(token_stride: Int64, head_stride: Int64, item: KeyItem, key: Int32) -> Int64:
+def _offset(token_stride: Int64, head_stride: Int64, item: KeyRows, key: Int32) -> Int64:
     return Int64(item.first_key + key) * token_stride + Int64(item.kv_head) * head_stride

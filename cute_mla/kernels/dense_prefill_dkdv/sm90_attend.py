@@ -16,8 +16,8 @@ from ..dense_prefill.sm90_attend import give_turn, take_turn
 from ..dense_prefill.sm90_gradient import GradientProduct, ScoreProduct, gather_runs, store_row_words
 from ..primitives.elements import aligned
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half
-from .operands import KeyItem, Operands
-from .sm90_config import GROUP_KEYS, Geometry, Pipes, Tiles
+from .operands import Operands
+from .sm90_config import GROUP_KEYS, Geometry, Pipes, PostedItem, Tiles
 
 PAIR = 2  # neighbouring columns of a fragment
 
@@ -40,8 +40,8 @@ class Products:
             thread=thread,
             group=group,
             scores=ScoreProduct.create(dtype, tiles.sK, tiles.sQ, thread),
-            slopes=ScoreProduct.create(dtype, tiles.sV, tiles.sdO, thread),
-            values=GradientProduct.create(dtype, tiles.sdO, thread),
+            slopes=ScoreProduct.create(dtype, tiles.sV, tiles.sD, thread),
+            values=GradientProduct.create(dtype, tiles.sD, thread),
             keys=GradientProduct.create(dtype, tiles.sQ, thread),
         )
 
@@ -63,57 +63,77 @@ class AttendRole:
         products = Products.create(self.dtype, tiles, thread, group)
         if group != 0:
             give_turn(group)
-        use, done, size = Int32(0), Int32(0), self.geometry.tile_queries
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.keys > 0:
-                products.values.clear()
-                products.keys.clear()
-                count = self.geometry.tiles(item)
-                if count > 0:
-                    pipes.key_ready.consumer_wait(done)
-                    first = item.first_query
-                    for i in cutlass.range(count * operands.heads_per_kv, unroll=1):
-                        warpgroup.wait_group(0)
-                        if i > 0:
-                            self.release(pipes, use + i - 1)
-                        self.start_scores(pipes, products, use + i)
-                        warpgroup.wait_group(1)
-                        self.probabilities(operands, tiles, products, pipes.query_ready.stage(use + i))
-                        self.finish_scores(tiles, item, products, first, pipes.query_ready.stage(use + i))
-                        self.start_gradients(pipes, products, use + i)
-                        first = first + size
-                        first = cutlass.select_(first < item.queries, first, item.first_query)
+            take_turn(group)  # half a tile behind the other warpgroup
+            give_turn(group)
+        use, turn = Int32(0), Int32(0)
+        pipes.key_ready.consumer_wait(turn)
+        item = PostedItem.of_turn(tiles.items, turn)
+        while item.more != 0:
+            products.values.clear()
+            products.keys.clear()
+            if item.tiles > 0:
+                until = use + item.tiles * operands.heads_per_kv
+                hidden = item.hidden
+                last = item.hidden - (item.tiles - 1) * self.geometry.tile_queries
+                while use < until:
                     warpgroup.wait_group(0)
-                    use = use + count * operands.heads_per_kv
-                    self.release(pipes, use - 1)
-                    pipes.key_free.consumer_release(done)
-                    done = done + 1
-                self.write_rows(operands, item, products)
+                    if use > 0:
+                        self.release(pipes, use - 1)
+                    self.attend_scores(operands, tiles, pipes, products, hidden, use)
+                    if use + 1 == until:
+                        pipes.key_free.consumer_release(turn)
+                    self.attend_gradients(tiles, pipes, products, use)
+                    hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, item.hidden)
+                    use = use + 1
+                warpgroup.wait_group(0)
+            else:
+                pipes.key_free.consumer_release(turn)
+                take_turn(group)  # without products: the other warpgroup waits for it with its last half tile
+                give_turn(group)
+            # read again, so that fewer registers are held during the loop
+            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products)
+            turn = turn + 1
+            pipes.key_ready.consumer_wait(turn)
+            item = PostedItem.of_turn(tiles.items, turn)
         if group == 0:
-            take_turn(group)  # the one that the other warpgroup has given last
+            take_turn(group)
+            give_turn(group)  # for the half tile that the other warpgroup is behind
+            take_turn(group)  # the one that it has given last
 
     @cute.jit
-    def start_scores(self, pipes: Pipes, products: Products, use: Int32):
-        """Issue S^T and dP^T of a tile, in this warpgroup's turn."""
+    def attend_scores(self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, hidden: Int32, use: Int32):
+        """Compute P^T, rounded, and dP^T of a tile, in two turns.
+
+        hidden: rows of the tile, from its first on, that key 0 of the item is hidden from.
+        """
+        stage, group = pipes.query_ready.stage(use), products.group
         pipes.query_ready.consumer_wait(use)
-        take_turn(products.group)
+        take_turn(group)
         warpgroup.fence()
-        products.scores.start(products.group, pipes.query_ready.stage(use))
+        products.scores.start(group, stage)
+        give_turn(group)
+        warpgroup.wait_group(0)
+        self.mask(products, hidden)
+        self.probabilities(operands, tiles, products, stage)
+        products.values.round(products.scores.sum)
         pipes.slope_ready.consumer_wait(use)
-        products.slopes.start(products.group, pipes.slope_ready.stage(use))
-        give_turn(products.group)
+        take_turn(group)
+        warpgroup.fence()
+        products.slopes.start(group, stage)
+        give_turn(group)
+        warpgroup.wait_group(0)
 
     @cute.jit
-    def start_gradients(self, pipes: Pipes, products: Products, use: Int32):
-        """Round P and dS and issue dV += P^T dO and dK += dS^T Q, in this warpgroup's turn."""
-        products.values.round(products.scores.sum)
+    def attend_gradients(self, tiles: Tiles, pipes: Pipes, products: Products, use: Int32):
+        """Issue dV and dK of a tile, in the third turn. They are not complete on return."""
+        stage, group = pipes.query_ready.stage(use), products.group
+        self.slope_scores(tiles, products, stage)
         products.keys.round(products.slopes.sum)
-        take_turn(products.group)
+        take_turn(group)
         warpgroup.fence()
-        products.values.start(pipes.slope_ready.stage(use))
-        products.keys.start(pipes.query_ready.stage(use))
-        give_turn(products.group)
+        products.values.start(stage)
+        products.keys.start(stage)
+        give_turn(group)
 
     @cute.jit
     def release(self, pipes: Pipes, use: Int32):
@@ -122,6 +142,15 @@ class AttendRole:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(pipes.query_free.barrier(use))
             cute.arch.mbarrier_arrive(pipes.slope_free.barrier(use))
+
+    @cute.jit
+    def mask(self, products: Products, hidden: Int32):
+        """Set the scores of rows that do not see a key to -inf. Selects, so that NaN vanishes."""
+        if hidden + (products.group + 1) * GROUP_KEYS > 1:
+            rS = flat(products.scores.sum)
+            limits = [hidden + products.key(row_half) for row_half in range(ROWS_PER_THREAD)]
+            for i in cutlass.range_constexpr(cute.size(rS)):
+                rS[i] = cutlass.select_(fragment_column(products.thread, i) < limits[half(i)], -Float32.inf, rS[i])
 
     def statistic(self, tiles: Tiles, products: Products, stage: Int32, which: int, eight: int) -> cute.Tensor:
         """Load a statistic of the two rows that are columns 8 e + 2 (t % 4) and the next of the fragments."""
@@ -132,7 +161,7 @@ class AttendRole:
         return pair
 
     def probabilities(self, operands: Operands, tiles: Tiles, products: Products, stage: Int32) -> None:
-        """Replace S^T by P^T. P of keys that a row does not see is whatever their scores make it."""
+        """Replace S^T by P^T."""
         rS = flat(products.scores.sum)
         for eight in range(self.geometry.tile_queries // 8):
             lse_log2 = self.statistic(tiles, products, stage, 0, eight)
@@ -140,36 +169,16 @@ class AttendRole:
                 shifted = cute.math.fma(rS[i], operands.scale_log2, -lse_log2[i % PAIR])
                 rS[i] = cute.math.exp2(shifted, fastmath=True)
 
-    @cute.jit
-    def finish_scores(self, tiles: Tiles, item: KeyItem, products: Products, first: Int32, stage: Int32):
-        """Replace dP^T by dS^T = P^T (dP^T - delta), and both P^T and dS^T by 0 where the row does not see the key.
-
-        dP^T is complete when this begins to use it: the wait stands in both branches, since in front of them ptxas would move it in front
-        of the exponentials.
-        """
-        hidden = item.diagonal - first  # key 0 of the item is hidden from that many rows of the tile
-        if hidden + (products.group + 1) * GROUP_KEYS > 1:
-            warpgroup.wait_group(0)
-            self.slope_scores(tiles, products, stage, [hidden + products.key(row_half) for row_half in range(ROWS_PER_THREAD)])
-        else:
-            warpgroup.wait_group(0)
-            self.slope_scores(tiles, products, stage, None)
-
-    def slope_scores(self, tiles: Tiles, products: Products, stage: Int32, hidden: list[Int32] | None) -> None:
-        """Replace dP^T by dS^T. hidden: rows of the tile that each of the thread's keys is hidden from. Selects, so that NaN vanishes."""
-        rS, rdP = flat(products.scores.sum), flat(products.slopes.sum)
+    def slope_scores(self, tiles: Tiles, products: Products, stage: Int32) -> None:
+        """Replace dP^T by dS^T = P^T (dP^T - delta). P^T as it is rounded: there are no registers to keep it in fp32."""
+        rP, rD = flat(products.values.factor), flat(products.slopes.sum)
         for eight in range(self.geometry.tile_queries // 8):
             delta = self.statistic(tiles, products, stage, 1, eight)
             for i in range(4 * eight, 4 * eight + 4):
-                slope = rS[i] * (rdP[i] - delta[i % PAIR])
-                if hidden is not None:
-                    beyond = fragment_column(products.thread, i) < hidden[half(i)]
-                    slope = cutlass.select_(beyond, Float32(0), slope)
-                    rS[i] = cutlass.select_(beyond, Float32(0), rS[i])
-                rdP[i] = slope
+                rD[i] = rP[i].to(Float32) * (rD[i] - delta[i % PAIR])
 
     @cute.jit
-    def write_rows(self, operands: Operands, item: KeyItem, products: Products):
+    def write_rows(self, operands: Operands, item: PostedItem, products: Products):
         """Write the rows of dK and dV that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             key, thread = products.key(row_half), products.thread

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -22,8 +22,40 @@ from .operands import KeyItem
 GROUP_KEYS = TILE_KEYS // GROUPS  # of one warpgroup
 BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
 
+ITEMS_AHEAD = 2  # a warpgroup may be at the rows of an item while the next is posted
+
 # warps of the first warpgroup
 QUERY_WARP, SLOPE_WARP, KEY_WARP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PostedItem:
+    """A work item as the role that looks it up hands it on through shared memory.
+
+    more: 0 behind the last item, else 1. keys, kv_head, first_key: as in KeyItem. tiles: of the rows of one head. hidden: rows of the
+    first tile, from its first on, that key 0 of the item is hidden from.
+    """
+
+    more: Int32
+    keys: Int32
+    kv_head: Int32
+    first_key: Int32
+    tiles: Int32
+    hidden: Int32
+
+    def post(self, items: cute.Pointer, turn: Int32) -> None:
+        """Write the item of a turn. One thread."""
+        for number, field in enumerate(fields(PostedItem)):
+            (_posted(items, turn) + number).store(getattr(self, field.name))
+
+    @staticmethod
+    def of_turn(items: cute.Pointer, turn: Int32) -> PostedItem:
+        """Read the item of a turn."""
+        return PostedItem(*((_posted(items, turn) + number).load() for number in range(len(fields(PostedItem)))))
+
+
+def _posted(items: cute.Pointer, turn: Int32) -> cute.Pointer:
+    return items + turn % ITEMS_AHEAD * len(fields(PostedItem))
 
 
 @dataclass(frozen=True)
@@ -68,8 +100,9 @@ class Geometry:
             Tile("sK", dtype, (GROUP_KEYS, self.d_qk, GROUPS)),
             Tile("sV", dtype, (GROUP_KEYS, D_V, GROUPS)),
             Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
-            Tile("sdO", dtype, (self.tile_queries, D_V, self.stages)),
+            Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
             Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
+            Array("items", Int32, ITEMS_AHEAD * len(fields(PostedItem))),
             Barriers("query_ready", self.stages),
             Barriers("query_free", self.stages),
             Barriers("slope_ready", self.stages),
@@ -93,8 +126,9 @@ class Tiles:
     sK: cute.Tensor  # (64 keys, d_qk, 2): of each warpgroup
     sV: cute.Tensor  # (64 keys, 128 columns, 2)
     sQ: cute.Tensor  # (tile queries, d_qk, stages)
-    sdO: cute.Tensor  # (tile queries, 128 columns, stages)
+    sD: cute.Tensor  # (tile queries, 128 columns, stages)
     statistics: cute.Pointer  # fp32 [stages, 2, tile queries]: lse in log2 units, delta
+    items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
 
 
 @dataclass(frozen=True)

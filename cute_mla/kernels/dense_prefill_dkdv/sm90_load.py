@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import cutlass
 from cutlass import Float32, Int32, cute
 
@@ -12,7 +14,7 @@ from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
 from .operands import Operands
-from .sm90_config import GROUP_KEYS, Geometry, Pipes, Tiles
+from .sm90_config import GROUP_KEYS, Geometry, Pipes, PostedItem, Tiles
 
 
 class RowRole:
@@ -99,15 +101,15 @@ class SlopeRole(RowRole):
     def start(self, operands: Operands, tiles: Tiles, stage: Int32, where: tuple[Int32, Int32], landed: cute.Pointer) -> None:
         """Start the copies of a stage from (head, row) on. One thread."""
         cute.arch.mbarrier_arrive_and_expect_tx(landed, self.geometry.slope_bytes)
-        load_boxes(tiles.sdO, stage, operands.args.dout_map, where, landed, self.geometry.tile_queries)
+        load_boxes(tiles.sD, stage, operands.args.dout_map, where, landed, self.geometry.tile_queries)
 
     def clear(self, tiles: Tiles, stage: Int32, rows: Int32) -> None:
         """Clear the rows of a stage behind the first `rows`."""
-        clear_rows(tiles.sdO, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+        clear_rows(tiles.sD, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
 
 
 class KeyRole:
-    """One warp: TMA of K and V, once an item."""
+    """One warp: the work items for the warpgroups that compute, and TMA of their K and V."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
@@ -115,18 +117,27 @@ class KeyRole:
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Wait key_free. Signal key_ready. What lies behind the last key reaches rows of dK and dV that are not written."""
-        done = Int32(0)
+        posted = Int32(0)
         for turn in cutlass.range(operands.items.rounds(), unroll=1):
             item = operands.items.take(turn)
-            if self.geometry.tiles(item) > 0:
-                ready = pipes.key_ready.barrier(done)
-                pipes.key_free.producer_acquire(done)
+            if item.keys > 0:
+                count, ready = self.geometry.tiles(item), pipes.key_ready.barrier(posted)
+                pipes.key_free.producer_acquire(posted)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.item_bytes)
-                    for group in cutlass.range_constexpr(GROUPS):
-                        where = (item.kv_head, item.first_key + group * GROUP_KEYS)
-                        load_boxes(tiles.sK, group, operands.args.k_map, where, ready)
-                        load_boxes(tiles.sV, group, operands.args.v_map, where, ready)
-                done = done + 1
+                    hidden = item.diagonal - item.first_query
+                    PostedItem(Int32(1), item.keys, item.kv_head, item.first_key, count, hidden).post(tiles.items, posted)
+                    if count > 0:
+                        cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.item_bytes)
+                        for group in cutlass.range_constexpr(GROUPS):
+                            where = (item.kv_head, item.first_key + group * GROUP_KEYS)
+                            load_boxes(tiles.sK, group, operands.args.k_map, where, ready)
+                            load_boxes(tiles.sV, group, operands.args.v_map, where, ready)
+                    else:
+                        cute.arch.mbarrier_arrive(ready)
+                posted = posted + 1
+        pipes.key_free.producer_acquire(posted)
+        with cute.arch.elect_one():
+            PostedItem(*[Int32(0)] * len(fields(PostedItem))).post(tiles.items, posted)
+            cute.arch.mbarrier_arrive(pipes.key_ready.barrier(posted))
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()

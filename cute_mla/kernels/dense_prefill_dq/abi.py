@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, cute
+from cutlass import Float32
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_prefill import BOX_ROWS, D_V, DensePrefillConfig

@@ -44,7 +44,7 @@ class Products:
             thread=thread,
             group=group,
             scores=ScoreProduct.create(dtype, tiles.sQ, tiles.sK, thread),
-            slopes=ScoreProduct.create(dtype, tiles.sdO, tiles.sV, thread),
+            slopes=ScoreProduct.create(dtype, tiles.sD, tiles.sV, thread),
             gradient=GradientProduct.create(dtype, tiles.sK, thread),
         )
 
@@ -153,9 +153,9 @@ class AttendRole:
 
     def slope_scores(self, products: Products, statistics: RowStatistics, limits: list[Int32] | None) -> None:
         """Replace P by dS. limits: keys of the tile that each row sees; None: all. Selects, so that NaN vanishes."""
-        rS, rdP = flat(products.scores.sum), flat(products.slopes.sum)
+        rS, rD = flat(products.scores.sum), flat(products.slopes.sum)
         for i in range(cute.size(rS)):
-            slope = rS[i] * (rdP[i] - statistics.delta[half(i)])
+            slope = rS[i] * (rD[i] - statistics.delta[half(i)])
             if limits is not None:
                 slope = cutlass.select_(fragment_column(products.thread, i) >= limits[half(i)], Float32(0), slope)
             rS[i] = slope
@@ -223,7 +223,7 @@ class AttendRole:
         totals = [Float32(0), Float32(0)]
         lane = products.thread % 4
         for tensor, columns in ((0, self.geometry.d_qk), (1, D_V)):
-            stage = QueryStage.create(self.dtype, (tiles.sQ, tiles.sdO)[tensor], products.thread)
+            stage = QueryStage.create(self.dtype, (tiles.sQ, tiles.sD)[tensor], products.thread)
             for tile in range(columns // BOX_COLUMNS):
                 for row_half in range(ROWS_PER_THREAD):
                     row = smaller(products.row(row_half), item.rows - 1)
@@ -236,9 +236,7 @@ class AttendRole:
                         if tensor == 1:
                             out = load_pair(operands.out_row(item, row) + column, False)
                             totals[row_half] = add_products(totals[row_half], words[-1], out, self.dtype)
-                    copy = (
-                        operands.q_copy_row(item, row, self.geometry.d_qk) if tensor == 0 else operands.dout_copy_row(item, row)
-                    )
+                    copy = operands.q_copy_row(item, row, self.geometry.d_qk) if tensor == 0 else operands.dout_copy_row(item, row)
                     store_row_words(copy + tile * BOX_COLUMNS, gather_runs(words, products.thread), products.thread, True)
                 stage.store(tile, products.group)
         return totals

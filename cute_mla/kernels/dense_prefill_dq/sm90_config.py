@@ -57,7 +57,7 @@ class Geometry:
         """Return the layout of shared memory. dtype: of q, dout, k and v."""
         return SmemLayout((
             Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
-            Tile("sdO", dtype, (GROUP_ROWS, D_V, GROUPS)),
+            Tile("sD", dtype, (GROUP_ROWS, D_V, GROUPS)),
             Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
             Tile("sV", dtype, (self.tile_keys, D_V, self.stages)),
             Barriers("key_ready", self.stages),
@@ -79,7 +79,7 @@ class Tiles:
     """Shared memory as tensors: rows x columns x stages."""
 
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
-    sdO: cute.Tensor  # (64 rows, 128 columns, 2)
+    sD: cute.Tensor  # (64 rows, 128 columns, 2)
     sK: cute.Tensor  # (tile keys, d_qk, stages)
     sV: cute.Tensor  # (tile keys, 128 columns, stages)
 

@@ -93,5 +93,5 @@ class QueryRole:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.row_bytes)
                         load_boxes(tiles.sQ, group, operands.args.q_map, where, ready)
-                        load_boxes(tiles.sdO, group, operands.args.dout_map, where, ready)
+                        load_boxes(tiles.sD, group, operands.args.dout_map, where, ready)
                 done = done + 1

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cute_mla.profiles.plots.tiles_plot import FOLDER, GPU, PALETTE, PICTURES, WAIT, WIDTH, WORK, draw, steady_start, tiles_svg
+from cute_mla.profiles.plots.tiles_plot import FOLDER, PALETTE, PICTURES, WAIT, WIDTH, WORK, draw, steady_start, tiles_svg
 from cute_mla.runtime.artifacts import load_artifacts
 from tests.profiles.clock.recordings import TILE, recorded
 from tests.support.tree import ROOT
@@ -36,7 +36,7 @@ def test_rows_are_roles_and_units() -> None:
     assert [name for name in texts(svg) if name in ("load", "score", "tensor core", "shared-memory port", "TMA")] == [
         "load", "score", "tensor core", "shared-memory port", "TMA"
     ]  # fmt: skip
-    assert f"predicted by the clock for an {GPU}, not measured: 100 clocks a tile; CTA 0, first warp of each role" in texts(svg)
+    assert f"predicted by the clock for an {recorded().gpu}, not measured: 100 clocks a tile; CTA 0, first warp of each role" in texts(svg)
     assert {"issues instructions", "waits", "score: m64n64k16 SS"} <= set(texts(svg))
 
 
