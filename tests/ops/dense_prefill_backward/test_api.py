@@ -13,6 +13,7 @@ from cute_mla.ops import dense_prefill_backward
 from cute_mla.runtime.arguments import Span
 from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
+from cute_mla.spec.dense_prefill_dkdv import TILE_QUERIES
 from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_prefill_backward.backward_call import GRADIENTS, BackwardCall
@@ -67,7 +68,7 @@ def test_arguments_of_dq(device: RecordingDevice, causal: bool) -> None:
     assert (args["q_copy"], args["dout_copy"]) == (None, None)
 
 
-@pytest.mark.parametrize(("d_qk", "box_rows"), [(192, 48), (128, 64)])
+@pytest.mark.parametrize(("d_qk", "box_rows"), list(TILE_QUERIES.items()))
 def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: int) -> None:
     call = BackwardCall(d_qk=d_qk)
     call.run()
@@ -103,7 +104,8 @@ def test_types_and_columns_decide_the_variants(device: RecordingDevice, dtype: t
 
 def test_positional_arguments_and_other_names(device: RecordingDevice) -> None:
     call = BackwardCall()
-    cute_mla.flash_attn_varlen_backward(*call.operands.values(), 0.5, True)
+    arguments: list[Any] = [*call.operands.values(), 0.5, True]
+    cute_mla.flash_attn_varlen_backward(*arguments)
     other = {
         "cu_seqlens_qo": "cu_seqlens_q", "cu_seqlens_kv": "cu_seqlens_k",
         "max_seqlen_qo": "max_seqlen_q", "max_seqlen_kv": "max_seqlen_k",

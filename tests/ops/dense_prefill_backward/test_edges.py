@@ -16,9 +16,9 @@ import torch
 import cute_mla
 from cute_mla.testing.cases.dense_prefill_backward import (
     DensePrefillBackwardCase,
-    DensePrefillBackwardTensors,
     make_dense_prefill_backward_tensors,
 )
+from cute_mla.testing.operations import operation
 from tests.support.bench import Bench, expect, identical
 
 KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128)])
@@ -157,15 +157,10 @@ def test_no_queries_or_no_keys(bench: Bench, lengths: tuple[tuple[int, int], ...
 def test_longest_sequences_may_be_said_to_be_longer(bench: Bench) -> None:
     case = replace(SMALL, group=2)
     tensors = make_dense_prefill_backward_tensors(case)
+    arguments = operation(case).arguments(case, tensors, None)
     with cute_mla.simulate(bench.arch, 1):
-        results = cute_mla.flash_attn_varlen_backward(*operands_of(tensors), 1000, 1000)
+        results = cute_mla.flash_attn_varlen_backward(**{**arguments, "max_seqlen_qo": 1000, "max_seqlen_kv": 1000})
     assert identical(results, bench.run(case, tensors))
-
-
-def operands_of(tensors: DensePrefillBackwardTensors) -> tuple[torch.Tensor, ...]:
-    """Return the operands in the order of the call."""
-    names = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")
-    return tuple(getattr(tensors, name) for name in names)
 
 
 @pytest.mark.parametrize("group", [2, 3])
