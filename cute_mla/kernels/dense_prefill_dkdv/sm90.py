@@ -6,16 +6,16 @@ For every sequence and KV head, over the query rows i, of all heads that share i
 
     dv_j = sum_i p_ij dout_i    dk_j = scale * sum_i ds_ij q_i
 
-A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 48 query rows (d_qk 192) or 64 (d_qk 128), which
+A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 64 query rows, which
 begin at the first row that sees any of the keys.
 
 Roles (384 threads):
   queries  warp 0: TMA of Q and the statistics of its rows; zeroes what lies behind the last row
   slopes   warp 1: TMA of dO; zeroes what lies behind the last row
-  keys     warp 2: TMA of K and V
+  keys     warp 2: looks up the work items; TMA of K and V
   attend   warpgroups 1, 2: 64 keys each: S^T = K Q^T, dP^T = V dO^T, P^T, dS^T, dV += P^T dO, dK += dS^T Q
 
-Shared memory: K and V (128 keys), four tiles of Q, dO and the statistics.
+Shared memory: K and V (128 keys), three tiles (d_qk 192) or four of Q, dO and the statistics, two posted work items.
 
 Pipelines (producer -> consumer; arrivals per phase):
   query_ready[n]   queries -> attend   1 and the bytes of a tile; without them for a tile that ends behind the last row
@@ -24,14 +24,14 @@ Pipelines (producer -> consumer; arrivals per phase):
   slope_free[n]    attend -> slopes    8
   query_landed     queries -> itself   1 and the bytes of a tile that it clears the rest of before it hands it on
   slope_landed     slopes -> itself    likewise
-  key_ready        keys -> attend      1 and the bytes of K and V, once per item
+  key_ready        keys -> attend      1 and the bytes of K and V, once per item, and once behind the last item
   key_free         attend -> keys      8
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
 The trick: scores are computed transposed, keys in rows. P^T and dS^T, packed in pairs, are then A operands in registers, and dO and Q
 are read a second time, transposed: no value of the tile leaves the registers but through a product, and no sum leaves the CTA.
-The warpgroups issue in turn: S^T and dP^T of one, of the other, dV and dK of one, of the other. So one is at its exponentials while the
-tensor cores work for the other. README.md has the clocks.
+The warpgroups issue in turn, half a tile apart: S^T of one, dV and dK of the other, dP^T of the one, S^T of the other, dV and dK of the one,
+dP^T of the other. So the exponentials of one run while the tensor cores work for the other. README.md has the clocks.
 """
 
 from __future__ import annotations
