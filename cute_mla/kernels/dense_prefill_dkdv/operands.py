@@ -34,7 +34,7 @@ class KeyItem:
 
 
 class KeyRows(Protocol):
-    """What tells where an item's rows of dk and dv lie."""
+    """Position of an item's rows of dk and dv."""
 
     @property
     def kv_head(self) -> Int32:

@@ -30,8 +30,8 @@ Pipelines (producer -> consumer; arrivals per phase):
 
 The trick: scores are computed transposed, keys in rows. P^T and dS^T, packed in pairs, are then A operands in registers, and dO and Q
 are read a second time, transposed: no value of the tile leaves the registers but through a product, and no sum leaves the CTA.
-The warpgroups issue in turn, half a tile apart: S^T of one, dV and dK of the other, dP^T of the one, S^T of the other, dV and dK of the one,
-dP^T of the other. So the exponentials of one run while the tensor cores work for the other. README.md has the clocks.
+The warpgroups issue in turn, half a tile apart: S^T of one, dV and dK of the other, dP^T of the one, S^T of the other, dV and dK of the
+one, dP^T of the other. So the exponentials of one run while the tensor cores work for the other. README.md has the clocks.
 """
 
 from __future__ import annotations

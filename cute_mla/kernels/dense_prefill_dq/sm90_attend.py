@@ -84,9 +84,7 @@ class AttendRole:
             if item.rows > 0:
                 products.gradient.clear()
                 if item.keys > 0:
-                    statistics = self.row_statistics(operands, tiles, item, products)
-                    if cutlass.const_expr(self.by_tma):
-                        pipes.query_ready.consumer_wait(done * GROUPS + group)
+                    statistics = self.row_statistics(operands, tiles, pipes, item, products, done)
                     count = self.geometry.tiles(item.keys)
                     for i in cutlass.range(count, unroll=1):
                         warpgroup.wait_group(0)
@@ -170,17 +168,17 @@ class AttendRole:
                 cute.arch.mbarrier_arrive(pipes.query_free.barrier(done * GROUPS + group))
 
     @cute.jit
-    def row_statistics(self, operands: Operands, tiles: Tiles, item: WorkItem, products: Products):
-        """Return lse and delta of the thread's rows, and leave them to the next kernel.
+    def row_statistics(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
+        """Return lse and delta of the thread's rows, and leave them to the next kernel. Q and dO are in shared memory on return.
 
         Rows behind the sequence's repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
         0, and so is its delta.
         """
-        deltas = self.staged_deltas(operands, tiles, item, products)
+        lses = [operands.lse_of(item, smaller(products.row(row_half), item.rows - 1)).load() for row_half in range(ROWS_PER_THREAD)]
+        deltas = self.staged_deltas(operands, tiles, pipes, item, products, done)
         statistics = RowStatistics([], [])
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = products.row(row_half)
-            lse = operands.lse_of(item, smaller(row, item.rows - 1)).load()
+            row, lse = products.row(row_half), lses[row_half]
             none = (lse == Float32.inf) | (lse == -Float32.inf)
             lse_log2 = cutlass.select_(none, Float32.inf, lse * LOG2E)
             delta = cutlass.select_(none, Float32(0), quad_sum(deltas[row_half]))
@@ -192,25 +190,31 @@ class AttendRole:
         return statistics
 
     @cute.jit
-    def staged_deltas(self, operands: Operands, tiles: Tiles, item: WorkItem, products: Products):
-        """Return the thread's shares of delta of its rows; bring Q and dO to shared memory where they do not come by TMA."""
+    def staged_deltas(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
+        """Return the thread's shares of delta of its rows; bring Q and dO to shared memory, or wait for them."""
         if cutlass.const_expr(self.by_tma):
-            return [self.aligned_delta(operands, item, products, row_half) for row_half in range(ROWS_PER_THREAD)]
+            # on their way while TMA brings dO
+            outs = [self.load_out(operands, item, products, row_half) for row_half in range(ROWS_PER_THREAD)]
+            pipes.query_ready.consumer_wait(done * GROUPS + products.group)
+            return [self.share_of_delta(tiles, products, row_half, outs[row_half]) for row_half in range(ROWS_PER_THREAD)]
         deltas = self.copy_rows(operands, tiles, item, products)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
         return deltas
 
-    def aligned_delta(self, operands: Operands, item: WorkItem, products: Products, row_half: int) -> Float32:
-        """Return the thread's share of a row's delta: of a quarter of its columns."""
-        row = smaller(products.row(row_half), item.rows - 1)
-        lane = products.thread % 4
-        total = Float32(0)
-        for first in range(0, D_V, 4 * CHUNK):
-            out, dout = (
-                load_chunk(source + (first + CHUNK * lane), self.dtype)
-                for source in (operands.out_row(item, row), operands.dout_row(item, row))
-            )
+    def load_out(self, operands: Operands, item: WorkItem, products: Products, row_half: int) -> list[cute.Tensor]:
+        """Load the lane's quarter of a row of out: runs of 8 columns, 32 columns apart."""
+        row = operands.out_row(item, smaller(products.row(row_half), item.rows - 1)) + CHUNK * (products.thread % 4)
+        return [load_chunk(row + first, self.dtype) for first in range(0, D_V, 4 * CHUNK)]
+
+    def share_of_delta(self, tiles: Tiles, products: Products, row_half: int, outs: list[cute.Tensor]) -> Float32:
+        """Return the lane's share of a row's delta. The 128-byte swizzle moves run c of a row to run c ^ (row % 8)."""
+        row, total = fragment_row(products.thread, row_half), Float32(0)
+        base = tiles.sD.iterator + (products.group * (GROUP_ROWS * D_V) + row * BOX_COLUMNS)
+        for number, out in enumerate(outs):
+            box, run = divmod(4 * number, BOX_COLUMNS // CHUNK)
+            place = (run + products.thread % 4) ^ (row % CHUNK)
+            dout = load_chunk(base + (box * (GROUP_ROWS * BOX_COLUMNS) + CHUNK * place), self.dtype)
             for i in range(CHUNK):
                 total = cute.math.fma(out[i].to(Float32), dout[i].to(Float32), total)
         return total
@@ -253,7 +257,7 @@ class AttendRole:
 
 
 def load_chunk(source: cute.Pointer, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Load 16 bytes of gmem, at a multiple of 16 bytes."""
+    """Load 16 bytes, at a multiple of 16 bytes."""
     chunk = cute.make_rmem_tensor(cute.make_layout(CHUNK), dtype)
     cute.autovec_copy(cute.make_tensor(aligned(source, 16), cute.make_layout(CHUNK)), chunk)
     return chunk
