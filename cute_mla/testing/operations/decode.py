@@ -39,9 +39,7 @@ def decode_arguments(
     case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors, workspace: Tensor | None, make_plan: Callable[[], Plan]
 ) -> dict[str, Any]:
     """Return the arguments that both decode ops take. make_plan: makes a plan of tensors, called if the case asks for one."""
-    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _copy_plan(make_plan())
-    if case.metadata == "overwritten":
-        _overwrite_plan(metadata, num_splits)
+    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _plan_tensors(case, make_plan())
     return {
         "q": tensors.q,
         "k_cache": tensors.k_cache,
@@ -57,10 +55,12 @@ def decode_arguments(
     }
 
 
-def _copy_plan(plan: Plan) -> Plan:
-    """Copy a plan, as engines do that keep plans in buffers of their own."""
-    metadata, num_splits = plan
-    return torch.empty_like(metadata).copy_(metadata), torch.empty_like(num_splits).copy_(num_splits)
+def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:
+    """Copy a plan, as engines do that keep plans in buffers of their own, and overwrite the copy if the case says so."""
+    metadata, num_splits = (torch.empty_like(part).copy_(part) for part in plan)
+    if case.metadata == "overwritten":
+        _overwrite_plan(metadata, num_splits)
+    return metadata, num_splits
 
 
 def _overwrite_plan(metadata: Tensor, num_splits: Tensor) -> None:
