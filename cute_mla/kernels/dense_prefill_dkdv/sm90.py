@@ -43,22 +43,14 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill.sm90_config import (
-    COMPUTE_REGISTERS,
-    GROUPS,
-    LOAD_REGISTERS,
-    THREADS,
-    TURN_BARRIER,
-    WARPGROUP,
-    WARPS_PER_GROUP,
-)
+from ..dense_prefill.sm90_config import GROUPS, THREADS, TURN_BARRIER, WARPGROUP, WARPS_PER_GROUP
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
 from .abi import DensePrefillDkdvAbi
 from .operands import Operands
 from .sm90_attend import AttendRole
-from .sm90_config import KEY_WARP, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
+from .sm90_config import COMPUTE_REGISTERS, KEY_WARP, LOAD_REGISTERS, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
 from .sm90_load import KeyRole, QueryRole, SlopeRole
 
 

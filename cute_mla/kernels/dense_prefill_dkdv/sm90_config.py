@@ -20,6 +20,8 @@ from ..primitives.wgmma import K_STEP
 from .operands import KeyItem
 
 GROUP_KEYS = TILE_KEYS // GROUPS  # of one warpgroup
+LOAD_REGISTERS = 24  # a lane; all threads start with 168
+COMPUTE_REGISTERS = 240
 BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
 
 ITEMS_AHEAD = 2  # a warpgroup may be at the rows of an item while the next is posted
