@@ -8,14 +8,23 @@ from importlib import import_module
 
 from cute_mla.kernels.definition import KernelConfig, KernelDefinition
 from cute_mla.manifest import kernel_name
-from cute_mla.spec import cache_rows, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
+from cute_mla.spec import (
+    cache_rows,
+    dense_decode,
+    dense_prefill,
+    dense_prefill_dkdv,
+    dense_prefill_dq,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+)
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
 from cute_mla.spec.mla import DTYPES
 from cute_mla.spec.split_plan import SplitPlanConfig
 
 OPS = (
-    *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"),
+    *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "dense_prefill_dq", "dense_prefill_dkdv"),
     *("split_plan", "combine", "merge_states", "cache_write", "cache_gather"),
 )
 
@@ -49,6 +58,8 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("sparse_decode", sparse_decode.closed_variants(arch)),
         ("sparse_prefill", sparse_prefill.closed_variants(arch)),
         ("dense_prefill", dense_prefill.closed_variants(arch)),
+        ("dense_prefill_dkdv", dense_prefill_dkdv.closed_variants(arch)),
+        ("dense_prefill_dq", dense_prefill_dq.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),
     )
     cache_kernels = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]

@@ -11,7 +11,7 @@ from cute_mla.spec.arch import ARCHS
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "access_bytes")
-_INTERNAL_OPS = ("split_plan", "combine")  # run inside a decode; no public function calls them alone
+_INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
 
 # Meaning of the values of a configuration, except the element type. A kernel without an entry here cannot be listed.
 _WORDS: dict[str, dict[str, dict[Any, str]]] = {
@@ -31,6 +31,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     },
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
     "dense_prefill": {"d_qk": {columns: f"dense prefill, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
+    "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
     "merge_states": {"head_dim": {columns: f"`merge_states`, rows of {columns}" for columns in (512, 128)}},
     **{
         op: {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        flash_attn_varlen_backward,
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceError",
     "SimulationError",
     "__version__",
+    "flash_attn_varlen_backward",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
@@ -47,6 +49,7 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
+    "flash_attn_varlen_backward": ".api",
     "flash_attn_varlen_func": ".api",
     "flash_attn_varlen_kvpacked_func": ".api",
     "flash_attn_varlen_qkvpacked_func": ".api",

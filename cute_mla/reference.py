@@ -11,6 +11,8 @@ import torch
 
 from .spec.mla import D_QK, D_V
 
+_EXACT_SCORES = 1 << 24  # of one sequence: 128 MB in fp64
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, visible: torch.Tensor, empty_lse: float = math.inf
@@ -213,6 +215,59 @@ def dense_prefill(
         row_out, row_lse = attention(own_q, own_k, own_v, scale, visible, empty_lse)
         out[rows], lse[rows] = row_out.transpose(0, 1), row_lse.transpose(0, 1)
     return out, lse
+
+
+def dense_prefill_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    softmax_scale: float | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute flash_attn_varlen_backward, with its operands, by torch's autograd. cu_seqlens: of queries, and of keys.
+
+    Query rows whose lse is infinite have no gradient and add nothing to those of keys and values.
+    Returns fp32 dq [total_q, h_q, d_qk], dk [total_k, h_kv, d_qk] and dv [total_k, h_kv, d_v], NaN in rows that belong to no sequence.
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    dq, dk, dv = (torch.full(tensor.shape, math.nan, device=q.device) for tensor in (q, k, v))
+    for sequence in range(len(cu_seqlens[0]) - 1):
+        rows, keys = sequence_rows(cu_seqlens[0], sequence, len(q)), sequence_rows(cu_seqlens[1], sequence, len(k))
+        own = (q[rows], k[keys], v[keys])
+        visible = visible_keys(len(own[0]), len(own[1]), causal, q.device)
+        live = ~lse[rows].isinf()
+        dq[rows], dk[keys], dv[keys] = attention_gradients(dout[rows], own, scale, visible, live)
+    return dq, dk, dv
+
+
+def attention_gradients(
+    dout: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float,
+    visible: torch.Tensor,
+    live: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of one sequence's q [rows, h_q, d], k [keys, h_kv, d] and v [keys, h_kv, d_v], given that of its out.
+
+    visible: bool [rows, keys]. live: bool [rows, h_q], the rows that take part and see a key. Computes in fp64 up to 2^24 scores, in fp32
+    beyond.
+    """
+    h_q, h_kv = operands[0].shape[1], operands[1].shape[1]
+    exact = torch.float64 if visible.numel() * h_q <= _EXACT_SCORES else torch.float32
+    leaves = [tensor.detach().to(exact).requires_grad_() for tensor in operands]
+    with torch.enable_grad():
+        q = leaves[0].transpose(0, 1)
+        k, v = (leaf.transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for leaf in leaves[1:])
+        # Rows that see no key keep all scores, since the softmax of none has no gradient. Their dout is 0.
+        hidden = ~visible & visible.any(dim=-1, keepdim=True)
+        weights = ((q @ k.transpose(1, 2)) * scale).masked_fill(hidden, -math.inf).softmax(dim=-1)
+        out = (weights @ v).transpose(0, 1)
+    live = live & visible.any(dim=-1, keepdim=True)
+    given = torch.where(live.unsqueeze(-1), dout.to(exact), 0.0)
+    return tuple(gradient.float() for gradient in torch.autograd.grad(out, leaves, given))
 
 
 def sequence_rows(cu_seqlens: torch.Tensor, sequence: int, total: int) -> slice:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .ops import cache_gather, cache_write, decode, dense_prefill, sparse_prefill, split_plan
+from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import merge_states as merge
-from .ops.arguments import check_no_grad
+from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_no_grad
 from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
 from .spec.cache_format import FP8_584
@@ -42,6 +42,10 @@ _VARLEN = (
     "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
     "float? empty_lse=None"
 )
+_VARLEN_BACKWARD = (
+    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, "
+    "SymInt max_seqlen_qo, SymInt max_seqlen_kv, float? softmax_scale=None, bool causal=False, *, bool deterministic=True"
+)
 _MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
 _PLAN = (
     "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
@@ -54,41 +58,74 @@ _GATHER = (
 )
 _SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
 
+_VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func, without those by keyword only
+
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library = torch.library.Library("cute_mla", "DEF")
 
 
-def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register an op. call: its eager body. fake: the body for tensors without contents."""
+class _Gradient(NamedTuple):
+    """The backward pass of an op, as torch.library.register_autograd takes it."""
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any], gradient: _Gradient | str = NO_BACKWARD) -> None:
+    """Register an op.
+
+    call: its eager body. fake: the body for tensors without contents. gradient: a string refuses tensors that require gradients, and says
+    what is supported.
+    """
     _library.define(schema, tags=_TAGS)
     name = schema[: schema.index("(")]
     op = getattr(torch.ops.cute_mla, name).default
-    named = [argument.name for argument in op._schema.arguments]
-
-    def forward_only(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        for argument, value in (*zip(named, args, strict=False), *options.items()):
-            for tensor in value if isinstance(value, list) else (value,):
-                check_no_grad(**{argument: tensor})
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
-
     _library.impl(name, call, "CompositeExplicitAutograd")
-    _library.impl(name, forward_only, "Autograd", with_keyset=True)
+    if isinstance(gradient, str):
+        _library.impl(name, _refusal(op, gradient), "Autograd", with_keyset=True)
+    else:
+        torch.library.register_autograd(f"cute_mla::{name}", gradient.backward, setup_context=gradient.setup_context, lib=_library)
     torch.library.register_fake(f"cute_mla::{name}", fake, lib=_library)
 
 
-def _define_both(name: str, arguments: str, outs: tuple[str, ...], function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Register the op that returns new tensors `outs`, and the op `name`_out that writes to the caller's. function: the eager body."""
+def _refusal(op: Any, supported: str) -> Callable[..., Any]:
+    """Return the autograd kernel of an op that refuses tensors that require gradients."""
+    named = [argument.name for argument in op._schema.arguments]
 
-    def call(*args: Any, empty_lse: float | None = None, **options: Any) -> Any:
-        return function(*args, empty_lse=math.inf if empty_lse is None else empty_lse, **options)
+    def refuse(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        for argument, value in (*zip(named, args, strict=False), *options.items()):
+            for tensor in value if isinstance(value, list) else (value,):
+                check_no_grad(supported, **{argument: tensor})
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    return refuse
+
+
+def _define_both(
+    name: str,
+    arguments: str,
+    outs: tuple[str, ...],
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    gradients: tuple[_Gradient | str, str] = (NO_BACKWARD, NO_BACKWARD),
+) -> None:
+    """Register the op that returns new tensors `outs`, and the op `name`_out that writes to the caller's.
+
+    function: the eager body. gradients: of the first op and of the second, as in _define.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        if "empty_lse" in arguments and options.get("empty_lse") is None:
+            options["empty_lse"] = math.inf
+        return function(*args, **options)
 
     def write(*args: Any, **options: Any) -> None:
         call(*args, **options)
 
     results = [out for out in outs if not out.endswith("?")]
-    written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abc", outs, strict=False)]
-    _define(f"{name}({arguments}) -> ({', '.join(f'Tensor {out}' for out in results)})", call, fake)
-    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, _nothing)
+    written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abcd", outs, strict=False)]
+    _define(f"{name}({arguments}) -> ({', '.join(f'Tensor {out}' for out in results)})", call, fake, gradients[0])
+    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, _nothing, gradients[1])
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -114,6 +151,36 @@ def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
     """Allocate out and lse of dense prefill."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, D_V_PREFILL)), q.new_empty(rows, dtype=torch.float32)
+
+
+def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq, dk and dv of dense prefill, which are 0 in rows of no sequence."""
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def _save_varlen(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass of dense prefill reads."""
+    q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, _, softmax_scale, causal, *_ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_qo, cu_seqlens_kv)
+    ctx.options = (max_seqlen_qo, max_seqlen_kv, softmax_scale, causal)
+
+
+def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and v, and None for the other arguments."""
+    if dlse is not None:
+        raise ValueError("lse has a gradient; supported: gradients of out only, so lse.detach() where a loss depends on lse")
+    if dout is None:
+        return (None,) * _VARLEN_ARGUMENTS
+    if dout.stride(-1) != 1:  # a sum has an expanded gradient
+        dout = dout.contiguous()
+    gradients = torch.ops.cute_mla.flash_attn_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, *(None,) * (_VARLEN_ARGUMENTS - len(gradients)))
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    """Raise ValueError."""
+    raise ValueError(f"a gradient of flash_attn_varlen_func requires grad; supported: {NO_DOUBLE_BACKWARD}")
 
 
 def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
@@ -149,7 +216,22 @@ _PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
 
 _define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
 _define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
-_define_both("flash_attn_varlen_func", _VARLEN, ("out", "lse"), dense_prefill.run, _varlen_results)
+_define_both(
+    "flash_attn_varlen_func",
+    _VARLEN,
+    ("out", "lse"),
+    dense_prefill.run,
+    _varlen_results,
+    (_Gradient(_varlen_backward, _save_varlen), NO_GIVEN_RESULTS),
+)
+_define_both(
+    "flash_attn_varlen_backward",
+    _VARLEN_BACKWARD,
+    ("dq", "dk", "dv", "workspace?"),
+    dense_prefill_backward.run,
+    _gradients,
+    (_Gradient(_no_double_backward), NO_DOUBLE_BACKWARD),
+)
 _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_results)
 _define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
@@ -186,6 +268,12 @@ def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) ->
     """Trace api.flash_attn_varlen_func."""
     out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
     return out, lse
+
+
+def flash_attn_varlen_backward(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Trace api.flash_attn_varlen_backward."""
+    dq, dk, dv = _call("flash_attn_varlen_backward", _gradients, given, arguments)
+    return dq, dk, dv
 
 
 def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor | None], empty_lse: float) -> tuple[Tensor, Tensor]:

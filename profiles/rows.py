@@ -18,6 +18,7 @@ from .shapes import (
     CacheWriteShape,
     CombineShape,
     DecodeShape,
+    DensePrefillBackwardShape,
     DensePrefillShape,
     MergeShape,
     Shape,
@@ -119,6 +120,12 @@ def _dense_prefill(document: Table, entry: Table) -> Shape:
     )
 
 
+def _dense_prefill_backward(document: Table, entry: Table) -> Shape:
+    forward = _dense_prefill(document, entry)
+    assert isinstance(forward, DensePrefillShape)
+    return DensePrefillBackwardShape(forward.lengths, forward.h_q, forward.h_kv, forward.causal)
+
+
 def _combine(document: Table, entry: Table) -> Shape:
     return CombineShape(entry["batch"], entry["s_q"], entry["h_q"], entry["splits"])
 
@@ -138,6 +145,7 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
     "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk"}),
     "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "cached"}),
+    "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),

@@ -175,7 +175,7 @@ class SparsePrefillShape:
 
 @dataclass(frozen=True)
 class DensePrefillShape(UntiledShape):
-    """A dense prefill, forward only, of sequences that attend to themselves.
+    """A forward dense prefill of sequences that attend to themselves.
 
     lengths: tokens of each sequence. cached: earlier keys of each sequence, in front of those of its tokens.
     """
@@ -205,14 +205,18 @@ class DensePrefillShape(UntiledShape):
     @property
     def work(self) -> Work:
         """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
-        own = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
-        pairs = own + self.tokens * self.cached
         q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
         return Work(
-            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * pairs),
+            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * self.pairs),
             bytes=float(self.tokens * q_row_bytes * self.h_q + self.keys * kv_row_bytes * self.h_kv),
         )
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible pairs of a token and a key of a head."""
+        own = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
+        return own + self.tokens * self.cached
 
     @property
     def text(self) -> str:
@@ -220,6 +224,25 @@ class DensePrefillShape(UntiledShape):
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
         after = f" after {self.cached}" if self.cached else ""
         return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads} {'causal' if self.causal else 'full'}"
+
+
+@dataclass(frozen=True)
+class DensePrefillBackwardShape(DensePrefillShape):
+    """The backward pass of a dense prefill."""
+
+    @property
+    def work(self) -> Work:
+        """Five products over the visible pairs; bytes of q, k, v, out, dout and lse, and of dq, dk and dv.
+
+        The products are q k^T, dout v^T, dv, dk and dq. Two kernels make the first two of them twice, which does not count.
+        """
+        columns = self.d_qk + D_V_PER_HEAD
+        q_row_bytes = ELEMENT_BYTES * 2 * columns + FLOAT_BYTES
+        kv_row_bytes = ELEMENT_BYTES * 2 * columns
+        return Work(
+            flops=float(2 * (3 * self.d_qk + 2 * D_V_PER_HEAD) * self.h_q * self.pairs),
+            bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
+        )
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,17 @@
 from .flashmla import MlaSchedule, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .states import merge_states
 from .support import is_supported
-from .varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from .varlen import (
+    flash_attn_varlen_backward,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from .workspace import workspace_size
 
 __all__ = [
     "MlaSchedule",
+    "flash_attn_varlen_backward",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",

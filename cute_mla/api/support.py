@@ -8,11 +8,13 @@ import torch
 
 from ..ops.arguments import short_repr
 from ..ops.limits import (
+    BACKWARD_OPS,
     CACHE_OPS,
     MAX_GRID_TOKENS,
     MAX_QUERY_TOKENS,
     OPS,
     Limit,
+    arch_error,
     between,
     check_op,
     heads_error,
@@ -95,6 +97,7 @@ _FEATURES_OF = {
     "dense_decode": _DENSE_DECODE,
     "sparse_decode": _SPARSE_DECODE,
     "dense_prefill": _DENSE_PREFILL,
+    "dense_prefill_backward": _DENSE_PREFILL,
     "sparse_prefill": _SPARSE_PREFILL,
 }
 FEATURES = tuple(_DENSE_DECODE)
@@ -103,7 +106,7 @@ FEATURES = tuple(_DENSE_DECODE)
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Return whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "cache_write", "cache_gather".
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather".
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
@@ -121,7 +124,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op, architecture or feature. The
     answer does not depend on the machine: its device, driver or build.
     """
-    check_op(op, (*OPS, *CACHE_OPS))
+    check_op(op, (*OPS, *BACKWARD_OPS, *CACHE_OPS))
     if not isinstance(arch, str) or (arch not in ARCHS and arch not in ALIASES):
         raise ValueError(f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}")
     for feature in features:
@@ -131,7 +134,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         error = _FEATURES_OF[op][feature](value)
         if error is not None:
             return False, error
-    error = _conflict(op, features)
+    error = _conflict(op, features) or arch_error(op, ALIASES.get(arch, arch))
     if error is not None:
         return False, error
     return True, ARCHS[ALIASES.get(arch, arch)].proof

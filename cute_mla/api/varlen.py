@@ -1,4 +1,4 @@
-"""Dense prefill: attention of packed sequences over keys and values of their own, decompressed per head. Names are FlashMLA's."""
+"""Dense prefill and its backward pass: attention of packed sequences over keys and values of their own. Names are FlashMLA's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .. import torch_ops
-from ..ops import dense_prefill
-from ..ops.arguments import check_no_grad, is_integer, short_repr
+from ..ops import dense_prefill, dense_prefill_backward
+from ..ops.arguments import is_integer, needs_grad, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
 from ..spec.dense_prefill import D_V, HEAD_DIMS
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
-__all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
+__all__ = [
+    "flash_attn_varlen_backward",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -63,7 +68,7 @@ def flash_attn_varlen_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend each packed sequence of a batch to its own keys: dense prefill, forward only.
+    """Attend each packed sequence of a batch to its own keys: dense prefill, differentiable.
 
     out = softmax(softmax_scale * q k^T) v for each sequence and query head.
 
@@ -87,8 +92,12 @@ def flash_attn_varlen_func(
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
-    sequence depend neither on the sequences beside it nor on the number of SMs. No tensor may require gradients, unless
-    gradients are switched off, because there is no backward pass. out and lse share memory neither with each other nor with operands.
+    sequence depend neither on the sequences beside it nor on the number of SMs. out and lse share memory neither with each other nor
+    with operands.
+
+    Gradients of out reach q, k and v through flash_attn_varlen_backward; those of tokens that belong to no sequence are 0. Then
+    max_seqlen_kv bounds the keys that get a gradient. Gradients of lse, of a call with out or lse given, and of gradients (double
+    backward) raise ValueError.
 
     With out and lse given, nothing is allocated; no workspace is needed, and no plan. No queries, no keys, no sequences and
     offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a CUDA
@@ -99,7 +108,8 @@ def flash_attn_varlen_func(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+    traced = (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q)
+    if traced or needs_grad(q, k, v):
         return torch_ops.flash_attn_varlen_func(
             {"out": out, "lse": lse},
             q=q,
@@ -132,6 +142,92 @@ def flash_attn_varlen_func(
         out=out,
         lse=lse,
         empty_lse=empty_lse,
+    )
+
+
+@_flash_attention_names
+def flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    deterministic: bool = True,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of flash_attn_varlen_func's q, k and v from that of its out.
+
+    dout             q's dtype [total_q, h_q, 128]: gradient of out; last dimension contiguous, other strides free
+    q, k, v, cu_seqlens_qo, cu_seqlens_kv, softmax_scale, causal
+                     as in the forward call
+    out              [total_q, h_q, 128], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
+                     contiguous, other strides of both free
+    max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out
+    max_seqlen_kv    keys of the longest sequence, or more; keys of a sequence beyond it may be left out
+    deterministic    without effect: equal inputs always give equal bits
+    dq, dk, dv       gradients in q's dtype, with the shapes of q, k and v. Last dimension contiguous, other strides free
+    workspace        contiguous, at least workspace_size("dense_prefill_backward", ..) bytes, at an address that 16 divides
+
+    Returns (dq, dk, dv). A query row whose lse is inf or -inf, such as one that attends to nothing, has dq 0 and adds nothing to dk and
+    dv. A key that no row sees has dk and dv 0. Rows of tokens that belong to no sequence are not written, and are 0 in gradients that
+    the call allocates; q, k, v, out, lse and dout may hold anything there, NaN too. With several query heads per KV head, dk and dv are
+    summed over them in fp32. The bits of a sequence depend neither on the sequences beside it nor on the number of SMs.
+
+    With dq, dk, dv and workspace given, nothing is allocated. They share memory neither with each other nor with operands. No queries, no
+    keys, no sequences and offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured
+    in a CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate().
+
+    Keywords may have FlashAttention's names, too: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k.
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
+    refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
+        return torch_ops.flash_attn_varlen_backward(
+            {"dq": dq, "dk": dk, "dv": dv, "workspace": workspace},
+            dout=dout,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            cu_seqlens_qo=cu_seqlens_qo,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_qo=max_seqlen_qo,
+            max_seqlen_kv=max_seqlen_kv,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+        )
+    return dense_prefill_backward.run(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_qo,
+        cu_seqlens_kv,
+        max_seqlen_qo,
+        max_seqlen_kv,
+        softmax_scale,
+        causal,
+        deterministic=deterministic,
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        workspace=workspace,
     )
 
 
@@ -230,4 +326,3 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
     if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
     check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
-    check_no_grad(**{name: packed})

@@ -1,4 +1,4 @@
-"""workspace_size: the bytes of workspace that a decode call needs."""
+"""workspace_size: the bytes of workspace that a call needs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 
 from ..ops.arguments import check_flag, check_integer, is_integer, short_repr
 from ..ops.decode_plan import accumulator_bytes
-from ..ops.limits import check_op, heads_error
+from ..ops.limits import BACKWARD_OPS, OPS, check_op, heads_error
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
+from ..spec.dense_prefill import HEAD_DIMS, MAX_TOKENS
+from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.split_plan import accumulator_rows, invariant_splits
 
 
@@ -24,27 +26,36 @@ def workspace_size(
     batch_invariant: bool = False,
     max_cache_seqlen: int | None = None,
     topk: int | None = None,
+    total_q: int | None = None,
+    copied_head_dim: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> int:
-    """Return the bytes of workspace that a decode call needs. They depend on its shapes and the device, never on lengths.
+    """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
 
-    op: "dense_decode" or "sparse_decode"; "dense_prefill" and "sparse_prefill" need none. batch, s_q, h_q, h_kv: as in the call.
+    op: "dense_decode", "sparse_decode" or "dense_prefill_backward"; "dense_prefill" and "sparse_prefill" need none.
+    batch, s_q, h_q, h_kv: as in the call; in prefill s_q is max_seqlen_qo.
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
     needed with batch_invariant.
+    total_q: in dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8 bytes a query row and head.
+    copied_head_dim: in dense_prefill_backward, q.shape[2] of a call that copies q and dout to the workspace: one where a row of q, dout,
+    out or dq does not begin at a multiple of 16 bytes, or where rows of q or dout share memory.
     device: where the call runs; "cpu" inside cute_mla.simulate(). Default: the simulated device inside cute_mla.simulate(), else the
     current CUDA device.
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used, DeviceError also without a GPU.
     """
-    check_op(op)
+    check_op(op, (*OPS, *BACKWARD_OPS))
     check_flag("batch_invariant", batch_invariant)
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     error = heads_error(h_q, h_kv, op)
     if error is not None:
         raise ValueError(error)
     max_keys = _max_keys(op, batch_invariant, max_cache_seqlen, topk)
+    backward_bytes = _backward_bytes(op, h_q, total_q, copied_head_dim)
     found = device_for(_torch_device(device))
+    if op in BACKWARD_OPS:
+        return backward_bytes
     if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
@@ -64,10 +75,23 @@ def _torch_device(device: Any) -> torch.device:
         raise ValueError(message) from None
 
 
+def _backward_bytes(op: str, h_q: int, total_q: int | None, copied_head_dim: int | None) -> int:
+    """Return the bytes of a backward pass, 0 for other ops. ValueError if total_q is missing, or an argument is given without need."""
+    if op not in BACKWARD_OPS:
+        for name, value in (("total_q", total_q), ("copied_head_dim", copied_head_dim)):
+            if value is not None:
+                raise ValueError(f"{name} is {short_repr(value)}; supported with {op}: None")
+        return 0
+    if copied_head_dim is not None and copied_head_dim not in HEAD_DIMS:
+        raise ValueError(f"copied_head_dim is {short_repr(copied_head_dim)}; supported: None, {', '.join(map(str, HEAD_DIMS))}")
+    rows = check_integer("total_q", total_q, 0, MAX_TOKENS)
+    return BackwardWorkspace(rows, h_q, copied_head_dim or 0, copies=copied_head_dim is not None).nbytes
+
+
 def _max_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:
     """Return the bound on a request's keys, 0 where none is needed. ValueError if a needed bound is missing, or given without need."""
     dense = op == "dense_decode"
-    if op in ("dense_decode", "dense_prefill") and topk is not None:
+    if op in ("dense_decode", "dense_prefill", *BACKWARD_OPS) and topk is not None:
         raise ValueError(f"topk is {short_repr(topk)}; supported with {op}: None")
     if not dense and max_cache_seqlen is not None:
         raise ValueError(f"max_cache_seqlen is {short_repr(max_cache_seqlen)}; supported with {op}: None")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import api
-from ..ops.arguments import short_repr
+from ..ops.arguments import needs_grad, short_repr
 from ..ops.split_plan import MlaSchedule
 from ..spec.mla import D_V
 
@@ -177,13 +177,15 @@ def flash_attn_varlen_func(
     """Call cute_mla.flash_attn_varlen_func.
 
     Returns out [total_q, h_q, 128] and lse fp32 [total_q, h_q] in natural log with strides (1, total_q), -inf for a row that attends to
-    nothing.
+    nothing. Gradients of out reach q, k and v; those of lse raise ValueError.
     """
-    return api.flash_attn_varlen_func(
+    lse = None if needs_grad(q, k, v) else _new_lse(q)
+    results = api.flash_attn_varlen_func(
         q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv,
         dropout_p, softmax_scale, causal, deterministic, is_varlen,
-        lse=_new_lse(q), empty_lse=-math.inf,
+        lse=lse, empty_lse=-math.inf,
     )  # fmt: skip
+    return _tokens_first(lse, *results)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -198,11 +200,13 @@ def flash_attn_varlen_qkvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call cute_mla.flash_attn_varlen_qkvpacked_func. Results are those of flash_attn_varlen_func."""
-    return api.flash_attn_varlen_qkvpacked_func(
+    lse = None if needs_grad(qkv) else _new_lse(qkv)
+    results = api.flash_attn_varlen_qkvpacked_func(
         qkv, cu_seqlens, max_seqlen, head_dim_qk,
         dropout_p, softmax_scale, causal, deterministic, is_varlen,
-        lse=_new_lse(qkv), empty_lse=-math.inf,
+        lse=lse, empty_lse=-math.inf,
     )  # fmt: skip
+    return _tokens_first(lse, *results)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -220,11 +224,13 @@ def flash_attn_varlen_kvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call cute_mla.flash_attn_varlen_kvpacked_func. Results are those of flash_attn_varlen_func."""
-    return api.flash_attn_varlen_kvpacked_func(
+    lse = None if needs_grad(q, kv) else _new_lse(q)
+    results = api.flash_attn_varlen_kvpacked_func(
         q, kv, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, head_dim_qk,
         dropout_p, softmax_scale, causal, deterministic, is_varlen,
-        lse=_new_lse(q), empty_lse=-math.inf,
+        lse=lse, empty_lse=-math.inf,
     )  # fmt: skip
+    return _tokens_first(lse, *results)
 
 
 def _new_lse(q: Any) -> torch.Tensor | None:
@@ -233,3 +239,8 @@ def _new_lse(q: Any) -> torch.Tensor | None:
         return None
     tokens, heads, _ = q.shape
     return q.new_empty((heads, tokens), dtype=torch.float32).t()
+
+
+def _tokens_first(given: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse, the latter contiguous along the tokens. given: the lse that the call wrote to, if it was one of these strides."""
+    return out, lse if given is not None else lse.t().contiguous().t()

@@ -74,10 +74,18 @@ def check_empty_lse(empty_lse: Any) -> None:
         raise ValueError(f"empty_lse is {short_repr(empty_lse)}; supported: inf and -inf")
 
 
-def check_no_grad(**tensors: Any) -> None:
-    """Raise ValueError if a tensor requires a gradient while gradients are enabled: the ops have no backward pass."""
+NO_BACKWARD = "the forward pass only, of tensors that do not, or inside `with torch.no_grad():`"
+NO_GIVEN_RESULTS = "gradients of calls that allocate their results, without out and lse"
+NO_DOUBLE_BACKWARD = "tensors that do not, because the backward pass has no gradients of its own (double backward)"
+
+
+def needs_grad(*tensors: Any) -> bool:
+    """Return whether a tensor requires a gradient while gradients are enabled."""
+    return any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled()
+
+
+def check_no_grad(supported: str = NO_BACKWARD, /, **tensors: Any) -> None:
+    """Raise ValueError if a tensor requires a gradient while gradients are enabled. supported: says of which calls there are gradients."""
     for name, tensor in tensors.items():
-        if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} requires grad; supported: the forward pass only, of tensors that do not, or inside `with torch.no_grad():`"
-            )
+        if needs_grad(tensor):
+            raise ValueError(f"{name} requires grad; supported: {supported}")

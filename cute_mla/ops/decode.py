@@ -38,7 +38,7 @@ from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
 from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
 from .strides import TMA_ALIGNMENT
-from .tensor_spec import address_of, check_address, check_contiguous, operand_spec
+from .tensor_spec import address_of, check_address, check_workspace
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
@@ -240,7 +240,7 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
     device = device_for(operands.q.device)
     plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
     if results.workspace is not None:
-        _check_workspace(results.workspace, plan.workspace_bytes, operands.q.device, plan.op)
+        check_workspace(results.workspace, plan.workspace_bytes, operands.q.device, plan.op)
     check_no_overlap(results._asdict(), {name: tensor for name, tensor in named.items() if name not in _RESULTS})
     for name in _ALIGNED:
         if named.get(name) is not None:
@@ -257,16 +257,6 @@ def _check_order(descale_q: Any) -> None:
             f"descale_q is {descale_q}; supported: a torch tensor, or None. By position, descale_q and descale_k come between causal and "
             "is_fp8_kvcache: pass is_fp8_kvcache and later arguments by name, or import cute_mla.flash_mla, which has FlashMLA's order"
         )
-
-
-def _check_workspace(workspace: torch.Tensor, nbytes: int, device: torch.device, op: str) -> None:
-    """Raise ValueError unless the caller's workspace is contiguous, on `device`, and has at least nbytes bytes."""
-    spec = operand_spec("workspace", workspace)
-    if spec.device != device:
-        raise ValueError(f"workspace is on {spec.device}; supported: the device of q, {device}")
-    check_contiguous("workspace", spec)
-    if workspace.nbytes < nbytes:
-        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')
 
 
 def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, int]) -> CallSteps:

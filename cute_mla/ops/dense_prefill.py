@@ -86,11 +86,15 @@ class CallSpec(NamedTuple):
 
 
 class HeadLayout(NamedTuple):
-    """Layout of a tensor map over heads. shape: (columns, heads, tokens). strides: bytes between heads and between tokens."""
+    """Layout of a tensor map over heads.
+
+    shape: (columns, heads, tokens). strides: bytes between heads and between tokens. box_rows: tokens of a box.
+    """
 
     dtype: str
     shape: tuple[int, int, int]
     strides: tuple[int, ...]
+    box_rows: int = BOX_ROWS
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,8 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     """Return the launch of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     q = call.q
-    _check_heads(call)
-    batch = _check_lengths(call)
+    check_heads(q, call.k, call.v)
+    batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
     total_q, h_q, d_qk = q.shape
     total_k, h_kv, _ = call.k.shape
     out_strides = output_strides("out", call.out, (total_q, h_q, D_V), q.dtype, q)
@@ -242,25 +246,25 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
 
 
 # The smallest tensor map: the 16 bytes at its address.
-_UNUSED_LAYOUT = HeadLayout("bf16", (TMA_ALIGNMENT // ELEMENT_BYTES, 1, 1), (TMA_ALIGNMENT, TMA_ALIGNMENT))
+UNUSED_LAYOUT = HeadLayout("bf16", (TMA_ALIGNMENT // ELEMENT_BYTES, 1, 1), (TMA_ALIGNMENT, TMA_ALIGNMENT))
 
 
 def _map(tensor: torch.Tensor, layout: HeadLayout | None, q: torch.Tensor) -> TensorMap:
     """Return the tensor map of q, k or v. A map that no instruction uses is laid over q, which is memory of the call."""
     if layout is None:
-        return tensor_map(_UNUSED_LAYOUT, q.data_ptr() & -TMA_ALIGNMENT)
+        return tensor_map(UNUSED_LAYOUT, q.data_ptr() & -TMA_ALIGNMENT)
     return tensor_map(layout, tensor.data_ptr())
 
 
 @lru_cache(maxsize=4096)
 def tensor_map(layout: HeadLayout, address: int) -> TensorMap:
-    """Return a tensor map with boxes of 64 columns by 64 tokens of one head. Cached, because allocators give addresses again."""
+    """Return a tensor map with boxes of 64 columns by some tokens of one head. Cached, because allocators give addresses again."""
     return TensorMap(
         dtype=layout.dtype,
         address=address,
         dims=layout.shape,
         strides=layout.strides,
-        box=(BOX_COLUMNS, 1, BOX_ROWS),
+        box=(BOX_COLUMNS, 1, layout.box_rows),
         swizzle=Swizzle.B128,
     )
 
@@ -278,9 +282,8 @@ def _layouts(call: CallSpec, config: DensePrefillConfig) -> tuple[HeadLayout | N
     return tuple(layouts)
 
 
-def _check_heads(call: CallSpec) -> None:
+def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
     """Raise ValueError unless q, k and v have supported head sizes and one dtype, and k and v as many tokens and heads."""
-    q, k, v = call.q, call.k, call.v
     if len(q.shape) != 3 or q.shape[-1] not in HEAD_DIMS:
         sizes = " or ".join(map(str, HEAD_DIMS))
         raise ValueError(f"q has shape {list(q.shape)}; supported: [total_q, h_q, {sizes}], the head sizes that kernels are built for")
@@ -298,11 +301,11 @@ def _check_heads(call: CallSpec) -> None:
         raise ValueError(f"q has shape {list(q.shape)}, k {list(k.shape)}: {error}")
 
 
-def _check_lengths(call: CallSpec) -> int:
+def check_lengths(cu_seqlens_qo: TensorSpec, cu_seqlens_kv: TensorSpec, q: TensorSpec) -> int:
     """Return the number of sequences. ValueError unless cu_seqlens_qo and cu_seqlens_kv have as many."""
-    check_counts("cu_seqlens_qo", call.cu_seqlens_qo, ("batch + 1",), call.q.device)
-    entries = call.cu_seqlens_qo.shape[0]
+    check_counts("cu_seqlens_qo", cu_seqlens_qo, ("batch + 1",), q.device)
+    entries = cu_seqlens_qo.shape[0]
     if entries == 0:
         raise ValueError("cu_seqlens_qo has shape [0]; supported: [batch + 1], at least 1")
-    check_counts("cu_seqlens_kv", call.cu_seqlens_kv, (entries,), call.q.device)
+    check_counts("cu_seqlens_kv", cu_seqlens_kv, (entries,), q.device)
     return entries - 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ..spec import dense_prefill
+from ..spec import dense_prefill, dense_prefill_dq
+from ..spec.arch import ARCHS
 from ..spec.dense_decode import MAX_KEYS, SMALL_PAGES
 from ..spec.mla import MAX_HEADS
 from ..spec.split_plan import TILE_KEYS
@@ -13,10 +14,13 @@ from .arguments import is_flag, is_integer, short_repr
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 CACHE_OPS = ("cache_write", "cache_gather")
+BACKWARD_OPS = ("dense_prefill_backward",)
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # query tokens of sparse decode, which are the second dimension of its grid
-_MAX_HEADS = {"dense_prefill": dense_prefill.MAX_ITEMS}  # by op, where MAX_HEADS does not hold: there a head is a work item
+_MAX_HEADS = dict.fromkeys(
+    ("dense_prefill", *BACKWARD_OPS), dense_prefill.MAX_ITEMS
+)  # by op, where MAX_HEADS does not hold: there a head is a work item
 
 # Why a value is not supported, or None if it is.
 Limit: TypeAlias = Callable[[Any], str | None]
@@ -39,6 +43,12 @@ def page_size_error(page_size: Any) -> str | None:
     if is_integer(page_size) and (page_size in SMALL_PAGES or (0 < page_size <= MAX_KEYS and page_size % TILE_KEYS == 0)):
         return None
     return f"page size is {short_repr(page_size)}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
+
+
+def arch_error(op: str, arch: str) -> str | None:
+    """Return why an op is not supported on an architecture, or None if it is."""
+    built = [name for name, each in ARCHS.items() if op not in BACKWARD_OPS or dense_prefill_dq.closed_variants(each)]
+    return None if arch in built else f"arch is {arch}; supported with {op}: {', '.join(built)}"
 
 
 def check_op(op: Any, ops: tuple[str, ...] = OPS) -> None:

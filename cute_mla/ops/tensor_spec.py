@@ -144,3 +144,12 @@ def check_address(name: str, address: int, alignment: int) -> None:
     """Raise ValueError unless the address is a multiple of `alignment` bytes."""
     if address % alignment:
         raise ValueError(f"{name} starts at address {address:#x}; supported: multiples of {alignment} bytes")
+
+
+def check_workspace(workspace: Any, nbytes: int, device: torch.device, op: str) -> None:
+    """Raise ValueError unless the caller's workspace is contiguous, on `device`, and has at least nbytes bytes."""
+    spec = operand_spec("workspace", workspace)
+    check_device("workspace", spec, device)
+    check_contiguous("workspace", spec)
+    if workspace.nbytes < nbytes:
+        raise ValueError(f'workspace has {workspace.nbytes} bytes; supported: at least {nbytes}, see workspace_size("{op}", ...)')

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from . import cache_gather, cache_write, combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan
+from . import (
+    cache_gather,
+    cache_write,
+    combine,
+    dense_decode,
+    dense_prefill,
+    dense_prefill_dkdv,
+    dense_prefill_dq,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+    split_plan,
+)
 from .abi import Param
 
 PARAMS_OF: dict[str, tuple[Param, ...]] = {
@@ -11,6 +23,8 @@ PARAMS_OF: dict[str, tuple[Param, ...]] = {
     "combine": combine.PARAMS,
     "dense_decode": dense_decode.PARAMS,
     "dense_prefill": dense_prefill.PARAMS,
+    "dense_prefill_dkdv": dense_prefill_dkdv.PARAMS,
+    "dense_prefill_dq": dense_prefill_dq.PARAMS,
     "merge_states": merge_states.PARAMS,
     "sparse_decode": sparse_decode.PARAMS,
     "sparse_prefill": sparse_prefill.PARAMS,

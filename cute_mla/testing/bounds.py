@@ -10,20 +10,24 @@ those of rounding, so that they hardly depend on a case's shape:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
 from ..spec.dense_decode import FP8
 from .cases.base import BaseCase
 from .cases.dense_decode import DenseDecodeCase
+from .cases.dense_prefill_backward import DensePrefillBackwardCase
 from .compare import (
     DENSE_DECODE_OUT,
+    DENSE_PREFILL_GRADIENT,
     DENSE_PREFILL_OUT,
     EQUAL,
     FP8_DENSE_OUT,
     MERGED_BF16,
     MERGED_FP16,
     MERGED_LSE,
+    NO_BOUND,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_OUT,
     Tolerance,
@@ -49,6 +53,8 @@ _ROWS = {
     ("dense_prefill", "bf16"): (7e-3, 4e-6),  # 3.5e-3, 2.5e-6: rows have 128 columns only, so their errors vary more
     ("dense_prefill", "fp16"): (8e-4, 8e-8),  # 4.0e-4, 3.7e-8
 }
+_GRADIENT_ROWS = {"bf16": (8e-3, 7e-6), "fp16": (1e-3, 1.1e-7)}  # 4.5e-3; 5.4e-4, 8.5e-8. FlashMLA's 7e-6, and 2^-6 of it
+_CANCELLING_KEYS = 4  # sequences of fewer keys leave little but rounding in dq and dk
 _FP8_ROWS = (5.5e-2, 7e-4)  # 3.8e-2, 4.6e-4: P is rounded to e4m3
 
 
@@ -57,6 +63,8 @@ def bounds(case: BaseCase) -> Mapping[str, Tolerance]:
     if case.op == "merge_states":  # one rounding of out: at most 2^-9 of an element in bf16, 2^-12 in fp16
         out = replace(MERGED_BF16, row_tol=2.5e-3) if case.dtype == "bf16" else replace(MERGED_FP16, row_tol=3.5e-4)
         return {"out": out, "lse": MERGED_LSE}
+    if isinstance(case, DensePrefillBackwardCase):
+        return _gradient_bounds(case)
     if case.op not in _OUT_OF_OP:
         return {"out": EQUAL}
     fp8 = isinstance(case, DenseDecodeCase) and case.operands == FP8
@@ -65,3 +73,17 @@ def bounds(case: BaseCase) -> Mapping[str, Tolerance]:
     if case.op == "sparse_prefill":
         return {"out": out, "max_logits": _LSE, "lse": _LSE}
     return {"out": out, "lse": _LSE}
+
+
+def _gradient_bounds(case: DensePrefillBackwardCase) -> Mapping[str, Tolerance]:
+    """Return the tolerances of dq, dk and dv.
+
+    Sums over a group of heads err by the root of its size. The terms of a row of dq or dk cancel where it sees, or is seen by, few others,
+    and leave the rounding of out in delta: rows have no bound. Where few keys have nearly all weight, or there are no more than few, only
+    the limit of low_precision.py bounds dq and dk.
+    """
+    row_tol, cos_tol = _GRADIENT_ROWS[case.dtype]
+    bound = replace(DENSE_PREFILL_GRADIENT, abs_tol=DENSE_PREFILL_GRADIENT.abs_tol * math.sqrt(case.group), cos_tol=cos_tol)
+    if case.values != "normal" or case.max_seqlen_k < _CANCELLING_KEYS:
+        return {"dq": NO_BOUND, "dk": NO_BOUND, "dv": replace(bound, abs_tol=math.inf, row_tol=row_tol)}
+    return {"dq": bound, "dk": bound, "dv": replace(bound, row_tol=row_tol)}

@@ -36,7 +36,9 @@ FP8_DENSE_OUT = Tolerance(2e-2, 1 / 16, 1e-3)  # P has 3 bits of mantissa, a rel
 SPARSE_DECODE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
 SPARSE_PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
 DENSE_PREFILL_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
+DENSE_PREFILL_GRADIENT = Tolerance(1e-2, 8.01 / 128, 7e-6)  # FlashMLA's 1e-3, of a dout that is a tenth of our cases'
 LSE = Tolerance(1e-6, 8.01 / 65536, 1e-7)
+NO_BOUND = Tolerance(math.inf, 0.0, math.inf)  # the places of NaN and infinities still count
 EQUAL = Tolerance(1e-300, 0.0, 0.0)  # no difference at all, for values that are moved or rounded once
 PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536, 1e-7)  # also of max_logits of sparse prefill
 # merge_states sums in fp32 and rounds once: half a unit in the last place is at most 2^-8 (bf16) or 2^-11 (fp16) of the value, and the

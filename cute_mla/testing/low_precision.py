@@ -1,4 +1,4 @@
-"""FlashAttention's error limit for dense prefill: twice the error that plain torch makes in the element type."""
+"""FlashAttention's error limit for dense prefill, forward and backward: twice the error that plain torch makes in the element type."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..reference import sequence_rows, visible_keys
 from .cases.dense_prefill import DensePrefillCase, DensePrefillTensors
+from .cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
 
 _FACTOR = 2.0
 _NUDGE = 0.3  # added and subtracted again, to measure the error of rounding alone
@@ -30,11 +31,47 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
     return out
 
 
+def low_precision_gradients(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dq, dk and dv from out, rounding every matrix to the element type; NaN in rows of no sequence."""
+    dq, dk, dv = (
+        torch.full(tensor.shape, math.nan, dtype=tensor.dtype, device=tensor.device) for tensor in (tensors.q, tensors.k, tensors.v)
+    )
+    for sequence in range(len(case.lengths)):
+        rows = sequence_rows(tensors.cu_seqlens_q, sequence, len(dq))
+        keys = sequence_rows(tensors.cu_seqlens_k, sequence, len(dk))
+        q, out, dout = (tensor[rows].transpose(0, 1) for tensor in (tensors.q, tensors.out, tensors.dout))
+        k, v = (tensor[keys].transpose(0, 1).repeat_interleave(case.group, dim=0) for tensor in (tensors.k, tensors.v))
+        hidden = ~visible_keys(q.shape[1], k.shape[1], case.causal, q.device) | tensors.lse[rows].isinf().T.unsqueeze(-1)
+        scores = ((q @ k.transpose(1, 2)).float() * case.scale).masked_fill(hidden, -math.inf)
+        weights = scores.softmax(dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
+        delta = (out.float() * dout.float()).sum(dim=-1, keepdim=True)
+        dscores = (weights * (dout @ v.transpose(1, 2) - delta)).masked_fill(hidden, 0.0).to(q.dtype)
+        dq[rows] = ((dscores @ k) * case.scale).transpose(0, 1)
+        dk[keys] = _over_groups((dscores.transpose(1, 2) @ q) * case.scale, case)
+        dv[keys] = _over_groups(weights.transpose(1, 2) @ dout, case)
+    return dq, dk, dv
+
+
+def _over_groups(gradient: Tensor, case: DensePrefillBackwardCase) -> Tensor:
+    """Sum [h_q, keys, columns] over the query heads of each KV head; return [keys, h_kv, columns]."""
+    return gradient.unflatten(0, (case.h_kv, case.group)).sum(dim=1).transpose(0, 1)
+
+
+def gradient_limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
+    """Return by name of a gradient the largest allowed error of an element."""
+    coarse = low_precision_gradients(case, tensors)
+    return {name: _limit(low, gradient) for name, low, gradient in zip(("dq", "dk", "dv"), coarse, expected, strict=True)}
+
+
 def error_limits(case: DensePrefillCase, tensors: DensePrefillTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
     """Return by name of a result the largest allowed error of an element."""
-    out = expected[0]
-    rounding = _largest(out + _NUDGE - _NUDGE - out)
-    return {"out": _FACTOR * _largest(low_precision_attention(case, tensors).float() - out) + _FACTOR * rounding}
+    return {"out": _limit(low_precision_attention(case, tensors), expected[0])}
+
+
+def _limit(coarse: Tensor, expected: Tensor) -> float:
+    """Return the limit, given the result of plain torch in the element type."""
+    rounding = _largest(expected + _NUDGE - _NUDGE - expected)
+    return _FACTOR * _largest(coarse.float() - expected) + _FACTOR * rounding
 
 
 def _largest(error: Tensor) -> float:

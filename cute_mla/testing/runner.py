@@ -31,7 +31,7 @@ from ..runtime.errors import ArtifactError
 from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer
-from .compare import Comparison, compare, same_bits, with_error_limit
+from .compare import Comparison, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
 
@@ -42,6 +42,7 @@ SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 
 _GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
+_BESIDE_OUT = ("lse", "max_logits")  # results with figures of their own
 _NAN_BYTE = 0xFF  # four of them are a NaN
 # Undefined results may come of memory that nothing has written, or that two CTAs write, each as its own.
 _FINDINGS_OF_UNDEFINED = frozenset({"poison", "race"})
@@ -81,7 +82,8 @@ Job = tuple[BaseCase, Target, str]  # a case, its target, and what was reduced
 class Record:
     """One run of one case, as `verify --json` writes it. schedule is None on a GPU; passed is None if the case did not run.
 
-    out_cos_limit: the bound of out_cos_diff.
+    out_max_abs, out_cos_diff, out_cos_limit: errors of out and the bound of the second; of a backward call, those of the gradient nearest
+    its bound.
     status "reduced": the case ran in the reduced form that `case` names; reason says what was cut, and what failed, if anything.
     code: "ptx" or "sass" on the simulated device. kernel_sha256: hash of the cubin. seconds: time of the API call with its kernels, on a
     GPU including the set-up of the first call.
@@ -169,8 +171,7 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
             continue
         if expected is None:
             expected = _expected(case, tensors)
-        limit = operation(case).results["out"].cos_tol
-        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), limit))
+        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), operation(case).results))
         first = first or outcome
     return records
 
@@ -197,7 +198,7 @@ def run_all(
 def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
     """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
     order = list(jobs)
-    kernels = [(case.op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
+    kernels = [(case.kernel_op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
     queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
     others = set(active_children())
     pools = [_worker() for _ in range(workers)]
@@ -291,7 +292,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
         "device": target.kind,
         "seed": case.seed,
         "sm_count": sm_count,
-        "kernel_sha256": load_artifacts().entry(case.op, target.arch, config).cubin_sha256,
+        "kernel_sha256": load_artifacts().entry(case.kernel_op, target.arch, config).cubin_sha256,
     }
 
 
@@ -361,15 +362,17 @@ def _judge(
     outcome: _Outcome,
     first: _Outcome | None,
     compared: Mapping[str, Comparison],
-    out_cos_limit: float,
+    bounds: Mapping[str, Tolerance],
 ) -> Record:
     """Return the record of a run from its comparisons with the reference and with the bits under the first schedule."""
     faults = [*(comparison.reason for comparison in compared.values()), *_faults(outcome)]
     if first is not None and not all(map(same_bits, outcome.results, first.results)):
         faults.append("other bits than under the first schedule")
-    figures = {f"{name}_max_abs": comparison.max_abs for name, comparison in compared.items()}
-    figures["out_cos_diff"] = compared["out"].cos_diff
-    figures["out_cos_limit"] = out_cos_limit
+    figures = {f"{name}_max_abs": comparison.max_abs for name, comparison in compared.items() if name in _BESIDE_OUT}
+    others = [name for name in compared if name not in _BESIDE_OUT]
+    out = max(others, key=lambda name: compared[name].cos_diff / (bounds[name].cos_tol or math.inf))
+    figures["out_max_abs"], figures["out_cos_diff"] = compared[out].max_abs, compared[out].cos_diff
+    figures["out_cos_limit"] = bounds[out].cos_tol
     return _finish(base, reduced, faults, **figures, findings=list(outcome.findings), seconds=outcome.seconds)
 
 

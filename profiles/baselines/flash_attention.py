@@ -1,4 +1,4 @@
-"""FlashAttention-4. Its kernel is compiled in the first run, outside the timing."""
+"""FlashAttention-4. Its kernels are compiled in the first run, outside the timing."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from importlib import metadata
 from typing import Any
 
 from ..rows import Case
-from ..workloads.dense_prefill import DensePrefill, Operands
+from ..workloads.dense_prefill import DensePrefill
+from ..workloads.dense_prefill_backward import DensePrefillBackward
 from ..workloads.workload import Results, Workload
 from .baseline import Run
+from .gradients import Leaves, gradient_run
 
 
 class FlashAttention4:
-    """Dense prefill: batched if all sequences have one length, else packed."""
+    """Dense prefill, forward and backward: batched if all sequences have one length, else packed.
+
+    The backward pass is the deterministic one, as ours.
+    """
 
     name = "FA4"
-    ops = ("dense_prefill",)
+    ops = ("dense_prefill", "dense_prefill_backward")
 
     def version(self) -> str:
         """Return the version of the wheel flash-attn-4. ImportError without it."""
@@ -29,14 +34,20 @@ class FlashAttention4:
 
     def runs(self, workload: Workload[Any]) -> list[Run]:
         """Return a run for each operand set. The library's lse is [h, tokens] or [b, h, tokens], and is transposed."""
-        assert isinstance(workload, DensePrefill)
+        assert isinstance(workload, DensePrefill | DensePrefillBackward)
         library = importlib.import_module("flash_attn.cute")
         options = {"causal": workload.shape.causal, "return_lse": True}
         packed = len(set(workload.shape.lengths)) > 1
+        if isinstance(workload, DensePrefillBackward):
+            forward = _packed if packed else _batched
+            return [
+                gradient_run(operands, lambda leaves: forward(library, workload, leaves, {**options, "deterministic": True})()["out"])
+                for operands in workload.sets
+            ]
         return [(_packed if packed else _batched)(library, workload, operands, options) for operands in workload.sets]
 
 
-def _packed(library: Any, workload: DensePrefill, operands: Operands, options: dict[str, bool]) -> Run:
+def _packed(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
     ends = {
         "cu_seqlens_q": workload.cu_seqlens,
         "cu_seqlens_k": workload.cu_seqlens_k,
@@ -51,7 +62,7 @@ def _packed(library: Any, workload: DensePrefill, operands: Operands, options: d
     return run
 
 
-def _batched(library: Any, workload: DensePrefill, operands: Operands, options: dict[str, bool]) -> Run:
+def _batched(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
     q, k, v = (tensor.unflatten(0, (workload.shape.batch, -1)) for tensor in (operands.q, operands.k, operands.v))
 
     def run() -> Results:

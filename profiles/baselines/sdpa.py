@@ -1,4 +1,4 @@
-"""torch.nn.functional.scaled_dot_product_attention with a fixed backend."""
+"""torch.nn.functional.scaled_dot_product_attention with a fixed backend, forward and backward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from ...spec.dense_prefill import D_V
 from ..rows import Case
 from ..shapes import DensePrefillShape
 from ..workloads.dense_prefill import DensePrefill
+from ..workloads.dense_prefill_backward import DensePrefillBackward
 from ..workloads.workload import Results, Workload
 from .baseline import Run
+from .gradients import Leaves, gradient_run
 
 
 class Sdpa:
-    """Dense prefill of sequences of one length, without lse.
+    """Dense prefill of sequences of one length, without lse, and its backward pass.
 
-    padded: pad v with zeros to the columns of k, outside the timing, for a backend that requires equal head dimensions.
+    padded: pad v with zeros to the columns of k, outside the timing, for a backend that requires equal head dimensions; the padding of
+    gradients is inside.
     """
 
-    ops = ("dense_prefill",)
+    ops = ("dense_prefill", "dense_prefill_backward")
 
     def __init__(self, name: str, backend: SDPBackend, *, padded: bool) -> None:
         self.name = name
@@ -43,11 +46,11 @@ class Sdpa:
 
     def runs(self, workload: Workload[Any]) -> list[Run]:
         """Return a run for each operand set, on views [b, h, tokens, d] of the operands."""
-        assert isinstance(workload, DensePrefill)
+        assert isinstance(workload, DensePrefill | DensePrefillBackward)
         shape = workload.shape
         options = {"is_causal": shape.causal, "scale": shape.d_qk**-0.5, "enable_gqa": shape.h_q != shape.h_kv}
 
-        def of(operands: Any) -> Run:
+        def of(operands: Leaves) -> Run:
             v = pad(operands.v, (0, shape.d_qk - D_V)) if self._padded else operands.v
             heads_first = [tensor.unflatten(0, (shape.batch, -1)).transpose(1, 2) for tensor in (operands.q, operands.k, v)]
 
@@ -58,4 +61,6 @@ class Sdpa:
 
             return run
 
+        if isinstance(workload, DensePrefillBackward):
+            return [gradient_run(operands, lambda leaves: of(leaves)()["out"]) for operands in workload.sets]
         return [of(operands) for operands in workload.sets]

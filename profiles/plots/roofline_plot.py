@@ -24,6 +24,7 @@ OP_COLORS = {
     "sparse_decode": "#2a7f3f",
     "sparse_prefill": "#8a4fb5",
     "dense_prefill": "#b07a12",
+    "dense_prefill_backward": "#7a5a0e",
     "combine": "#3b6f8f",
     "merge_states": "#555",
     "cache_write": "#0f8a8a",

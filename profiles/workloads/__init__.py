@@ -11,6 +11,7 @@ from .cache_write import CacheWrite
 from .combine import Combine
 from .dense_decode import DenseDecode
 from .dense_prefill import DensePrefill
+from .dense_prefill_backward import DensePrefillBackward
 from .merge_states import MergeStates
 from .sparse_decode import SparseDecode
 from .sparse_prefill import SparsePrefill
@@ -21,6 +22,7 @@ WORKLOADS: dict[str, type[Workload[Any]]] = {
     "sparse_decode": SparseDecode,
     "sparse_prefill": SparsePrefill,
     "dense_prefill": DensePrefill,
+    "dense_prefill_backward": DensePrefillBackward,
     "combine": Combine,
     "merge_states": MergeStates,
     "cache_write": CacheWrite,

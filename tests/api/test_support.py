@@ -9,7 +9,7 @@ import torch
 
 from cute_mla import is_supported
 from cute_mla.api.support import FEATURES
-from cute_mla.ops.limits import CACHE_OPS, OPS
+from cute_mla.ops.limits import BACKWARD_OPS, CACHE_OPS, OPS, arch_error
 from cute_mla.spec.arch import Arch
 
 GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -96,7 +96,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
     "topk": (None,),
 }
-GOOD |= dict.fromkeys(CACHE_OPS, ROWS)
+GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | dict.fromkeys(BACKWARD_OPS, GOOD["dense_prefill"])
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
         "dtype": ("fp8", torch.float32),
@@ -181,7 +181,7 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (True,)),
     "topk": (64,),
 }
-BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS)
+BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | dict.fromkeys(BACKWARD_OPS, BAD["dense_prefill"])
 
 
 def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:
@@ -189,7 +189,7 @@ def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, st
     return [(op, feature, value) for op, listed in features.items() for feature, values in listed.items() for value in values]
 
 
-@pytest.mark.parametrize("op", [*OPS, *CACHE_OPS])
+@pytest.mark.parametrize("op", [*OPS, *BACKWARD_OPS, *CACHE_OPS])
 def test_every_feature_is_tested_and_documented(op: str) -> None:
     assert set(FEATURES) == set(GOOD[op]) == set(BAD[op])
     assert is_supported.__doc__ is not None
@@ -198,7 +198,8 @@ def test_every_feature_is_tested_and_documented(op: str) -> None:
 
 @pytest.mark.parametrize(("op", "feature", "value"), every(GOOD))
 def test_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
-    assert is_supported(op, arch.name, **{feature: value}) == (True, arch.proof)
+    refused = arch_error(op, arch.name)
+    assert is_supported(op, arch.name, **{feature: value}) == ((True, arch.proof) if refused is None else (False, refused))
 
 
 @pytest.mark.parametrize(("op", "feature", "value"), every(BAD))
@@ -206,6 +207,12 @@ def test_not_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
     supported, reason = is_supported(op, arch.name, **{feature: value})
     assert not supported
     assert "supported: " in reason
+
+
+def test_the_backward_pass_is_there_for_sm90() -> None:
+    assert is_supported("dense_prefill_backward", "sm90")[0]
+    for arch in ("sm100", "sm103"):
+        assert is_supported("dense_prefill_backward", arch) == (False, "arch is sm100; supported with dense_prefill_backward: sm90")
 
 
 def test_features_together() -> None:

@@ -21,6 +21,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import operation
@@ -32,6 +33,7 @@ PUBLIC = {
     "sparse_decode": "flash_mla_with_kvcache",
     "sparse_prefill": "flash_mla_sparse_fwd",
     "dense_prefill": "flash_attn_varlen_func",
+    "dense_prefill_backward": "flash_attn_varlen_backward",
 }
 CASES: dict[str, BaseCase] = {
     "dense": DenseDecodeCase(batch=2, s_q=2, lengths=(70, 0), h_q=3, causal=True, metadata="tensors"),
@@ -39,8 +41,10 @@ CASES: dict[str, BaseCase] = {
     "sparse": SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
     "sparse_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
     "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
+    "dense_prefill_backward": DensePrefillBackwardCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
 }
 RESULTS = ("out", "max_logits", "lse", "workspace")
+GRADIENTS = ("dq", "dk", "dv", "workspace")
 Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
 
@@ -51,7 +55,12 @@ def call_of(case: BaseCase) -> Call:
     if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
         arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, arguments["q"].shape[0]
         arguments["max_seqlen_qo"] = arguments["q"].shape[0]
-    return PUBLIC[case.op], {name: value for name, value in arguments.items() if name not in RESULTS}
+    return PUBLIC[case.op], {name: value for name, value in arguments.items() if name not in results_of(PUBLIC[case.op])}
+
+
+def results_of(function: str) -> tuple[str, ...]:
+    """Return the arguments of a public function that it writes to."""
+    return GRADIENTS if function == "flash_attn_varlen_backward" else RESULTS
 
 
 def merge_call(stacked: bool = False) -> Call:
@@ -106,7 +115,7 @@ WITH_RESULTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) fo
 
 def given_results(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Return tensors for an op to write its results to, and a workspace where it takes one."""
-    names = [argument.name for argument in getattr(OPS, f"{name}_out").default._schema.arguments if argument.name in RESULTS]
+    names = [argument.name for argument in getattr(OPS, f"{name}_out").default._schema.arguments if argument.name in results_of(name)]
     made = getattr(OPS, name)(**arguments)
     made = (made,) if isinstance(made, Tensor) else made
     results = dict(zip([key for key in names if key != "workspace"], map(torch.zeros_like, made), strict=True))
@@ -210,7 +219,7 @@ def test_fake_tensors_outside_their_mode_become_ops(device: RecordingDevice) -> 
     assert device.launches == []
 
 
-FLOATS = {"dense": "q", "sparse": "attn_sink", "sparse_prefill": "kv", "dense_prefill": "v"}
+FLOATS = {"dense": "q", "sparse": "attn_sink", "sparse_prefill": "kv"}
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -23,6 +23,7 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
@@ -267,6 +268,7 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "sparse_decode": [SuiteEntry(SparseDecodeCase()), SuiteEntry(SparseDecodeCase(batch=2))],
         "sparse_prefill": [SuiteEntry(SparsePrefillCase())],
         "dense_prefill": [SuiteEntry(DensePrefillCase())],
+        "dense_prefill_backward": [SuiteEntry(DensePrefillBackwardCase())],
         "merge_states": [SuiteEntry(MergeStatesCase())],
         "cache_write": [SuiteEntry(CacheWriteCase())],
         "cache_gather": [SuiteEntry(CacheGatherCase())],
@@ -279,6 +281,8 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         assert [case.op for case, _, _ in stand_in.jobs] == ops
         passed = "1 case agrees" if len(ops) == 1 else f"all {len(ops)} cases agree"
         assert result.output.splitlines()[-1] == f"PASSED: {passed} with the fp32 reference; sm90 on the simulated device; 0 s"
+    invoke("--arch", "sm100")
+    assert [case.op for case, _, _ in stand_in.jobs] == [op for op in every if op != "dense_prefill_backward"]
 
 
 def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ CUDA_MODULE = "runtime/driver.py"
 
 # Their signatures are FlashMLA's, which engines call: the design fixes them.
 PUBLIC_API = {
+    "flash_attn_varlen_backward",
     "get_mla_metadata",
     "flash_mla_with_kvcache",
     "flash_mla_sparse_fwd",

@@ -19,6 +19,7 @@ from cute_mla.ops import (
     decode,
     dense_decode,
     dense_prefill,
+    dense_prefill_backward,
     merge_states,
     sparse_decode,
     sparse_prefill,
@@ -28,7 +29,7 @@ from cute_mla.ops.decode_plan import Options, Results
 from cute_mla.ops.launch_plan import LaunchPlan
 from cute_mla.ops.protocol import Op, Planner
 
-OPS: tuple[Op, ...] = (cache_gather, cache_write, dense_prefill, merge_states, sparse_prefill, split_plan)
+OPS: tuple[Op, ...] = (cache_gather, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan)
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
 
 # The body of each public function.
@@ -36,6 +37,7 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "flash_mla_with_kvcache": (decode.run_cached, flashmla.flash_mla_with_kvcache),
     "flash_mla_sparse_fwd": (sparse_prefill.run, flashmla.flash_mla_sparse_fwd),
     "flash_attn_varlen_func": (dense_prefill.run, varlen.flash_attn_varlen_func),
+    "flash_attn_varlen_backward": (dense_prefill_backward.run, varlen.flash_attn_varlen_backward),
     "merge_states": (merge_states.run, public_merge_states),
     "get_mla_metadata": (split_plan.run, flashmla.get_mla_metadata),
     "write_kv_cache": (cache_write.run, kv_cache.write_kv_cache),

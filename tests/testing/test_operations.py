@@ -7,20 +7,32 @@ import torch
 from torch import Tensor
 
 from cute_mla.manifest import kernel_name
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
-from cute_mla.testing.suites import cache_gather, cache_write, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
+from cute_mla.testing.suites import (
+    cache_gather,
+    cache_write,
+    dense_decode,
+    dense_prefill,
+    dense_prefill_backward,
+    merge_states,
+    sparse_decode,
+    sparse_prefill,
+)
+from cute_mla.testing.suites.quick import kernels_of
 from tests.support.recording_device import RecordingDevice
 
 SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_prefill.SMOKE, *dense_prefill.SMOKE]
 
 
 def test_every_op_has_its_cases() -> None:
-    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *cache_write.SMOKE, *cache_gather.SMOKE, *merge_states.SMOKE)}
+    others = (dense_prefill_backward, cache_write, cache_gather, merge_states)
+    assert set(OPERATIONS) == {case.op for case in (*SMOKE, *(case for suites in others for case in suites.SMOKE))}
 
 
 @pytest.mark.parametrize("case", SMOKE[::3], ids=lambda case: f"{case.op}-{case.id}")
@@ -40,6 +52,26 @@ def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseC
     launched = [launch.kernel for launch in device.launches]
     config = case.problem(arch).config
     assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.q_shape[0] * case.q_shape[1] > 0)
+
+
+@pytest.mark.parametrize("case", dense_prefill_backward.SMOKE[::3], ids=lambda case: case.id)
+def test_a_backward_case_launches_its_kernels_with_the_workspace_that_it_needs(case: DensePrefillBackwardCase) -> None:
+    op = operation(case)
+    tensors = op.make_tensors(case, "cpu")
+    with RecordingDevice(SM90, case.sm_count or SM90.sm_count).active() as device:
+        nbytes = op.workspace_bytes(case, tensors)
+        results = op.call(case, tensors, torch.zeros(nbytes, dtype=torch.uint8))
+        if nbytes:
+            with pytest.raises(ValueError, match="workspace has"):
+                op.call(case, tensors, torch.zeros(nbytes - 1, dtype=torch.uint8))
+    assert [result.shape for result in results] == [wanted.shape for wanted in op.reference(case, tensors)]
+    given = {name: buffer.tensor for name, buffer in tensors.output_buffers.items()}
+    assert all(given.get(name, result) is result for name, result in zip(op.results, results, strict=True))
+    launched = {launch.kernel for launch in device.launches}
+    if case.total_q and case.max_seqlen_k:
+        assert launched == kernels_of(case, SM90)
+    else:
+        assert len(launched) == (case.total_q > 0) + (case.max_seqlen_k > 0)
 
 
 def test_every_operand_of_a_dense_prefill_case_reaches_the_kernel(arch: Arch) -> None:

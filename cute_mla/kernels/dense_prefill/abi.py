@@ -32,19 +32,20 @@ class DensePrefillAbi:
     def typed_maps(self, args: DensePrefillArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, k and v."""
         columns = (self.config.d_qk, self.config.d_qk, D_V)
-        return tuple(self._box_map(pointer, count) for pointer, count in zip(args[: len(columns)], columns, strict=True))
-
-    def _box_map(self, pointer: cute.Pointer, columns: int) -> tensor_maps.TensorMap:
-        """Return a map of (columns, head, row) whose box is 64 rows of 64 columns of one head."""
-        return tensor_maps.create_tensor_map_tiled(
-            global_address=pointer.toint(),
-            dtype=ELEMENT_TYPES[self.config.dtype],
-            global_dims=[columns, 1, BOX_ROWS],
-            global_strides=[columns * ELEMENT_BYTES // 16, columns * ELEMENT_BYTES // 16],
-            box_dims=[BOX_COLUMNS, 1, BOX_ROWS],
-            swizzle=tensor_maps.TensorMapSwizzle.s128b,
-        )
+        return tuple(box_map(pointer, self.config.dtype, count) for pointer, count in zip(args[: len(columns)], columns, strict=True))
 
     def operands(self, args: DensePrefillArguments) -> Operands:
         """Return the arguments by meaning."""
         return Operands(args, WorkItems(args, args.causal != 0, self.item_rows))
+
+
+def box_map(pointer: cute.Pointer, dtype: str, columns: int, rows: int = BOX_ROWS) -> tensor_maps.TensorMap:
+    """Return a map of (columns, head, row) whose box is `rows` rows of 64 columns of one head."""
+    return tensor_maps.create_tensor_map_tiled(
+        global_address=pointer.toint(),
+        dtype=ELEMENT_TYPES[dtype],
+        global_dims=[columns, 1, rows],
+        global_strides=[columns * ELEMENT_BYTES // 16, columns * ELEMENT_BYTES // 16],
+        box_dims=[BOX_COLUMNS, 1, rows],
+        swizzle=tensor_maps.TensorMapSwizzle.s128b,
+    )

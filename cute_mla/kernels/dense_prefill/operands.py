@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
@@ -49,16 +49,19 @@ class WorkItem:
 
 
 @dataclass(frozen=True)
-class WorkItems:
-    """The work items of a call. item_rows: query rows of an item."""
+class ItemRounds:
+    """The work items of a call, dealt out to CTAs in rounds; spec/dense_prefill.py has their order.
 
-    args: DensePrefillArguments
+    args: the arguments of a kernel, with `row_blocks`, the items of one head of one sequence. item_rows: rows of an item.
+    """
+
+    args: Any
     causal: Boolean
     item_rows: int
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""
-        return self.args.batch * self.args.h_q * self.args.row_blocks
+        raise NotImplementedError
 
     def of_round(self, turn: Int32) -> Int32:
         """Return this CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
@@ -74,6 +77,15 @@ class WorkItems:
         """Return the rounds after which every item has been taken."""
         ctas = Uint32(cute.arch.grid_dim()[0])
         return Int32((Uint32(self.count()) + ctas - 1) // ctas)
+
+
+@dataclass(frozen=True)
+class WorkItems(ItemRounds):
+    """The work items of a call: blocks of query rows."""
+
+    def count(self) -> Int32:
+        """Return the number of items, with the ones that a sequence does not have."""
+        return self.args.batch * self.args.h_q * self.args.row_blocks
 
     def take(self, turn: Int32) -> WorkItem:
         """Return this CTA's item of a round; one without rows or keys if it has none."""

@@ -95,7 +95,7 @@ class AttendRole:
         if cutlass.const_expr(self.by_tma):
             pipes.query_ready.consumer_wait(done * GROUPS + products.group)
         else:
-            stage = QueryStage.create(self.dtype, tiles, products.thread)
+            stage = QueryStage.create(self.dtype, tiles.sQ, products.thread)
             rows = []
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 row = smaller(block_row(products, row_half), item.rows - 1)

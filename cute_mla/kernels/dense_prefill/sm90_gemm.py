@@ -128,12 +128,12 @@ class QueryStage:
     tQ: cute.Tensor  # where stmatrix puts them: (..., column tile, warpgroup)
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> QueryStage:
-        """Return the for one thread."""
+    def create(dtype: type[cutlass.Numeric], target: cute.Tensor, thread: Int32) -> QueryStage:
+        """Return the for one thread. target: the tile (64 rows, columns, warpgroups)."""
         mma = tiled_mma(dtype, BOX_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
         fragment = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((GROUP_ROWS, BOX_COLUMNS)), dtype)
         copy = tile_writer(mma, dtype, thread)
-        return QueryStage(fragment, copy, copy.partition_D(tiles.sQ))
+        return QueryStage(fragment, copy, copy.partition_D(target))
 
     @property
     def words(self) -> cute.Tensor:

@@ -102,11 +102,18 @@ class QueryRole:
 @cute.jit
 def load_tile(target: cute.Tensor, stage: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, nbytes: int):
     """Start the copy of a stage of (rows, columns, stages), from (head, first row) on; its bytes count on `ready`."""
-    rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
-    head, first = where
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, nbytes)
-        for column in cutlass.range_constexpr(0, columns, BOX_COLUMNS):
-            for row in cutlass.range_constexpr(0, rows, BOX_ROWS):
-                box = target.iterator + (stage * (rows * columns) + column * rows + row * BOX_COLUMNS)
-                load_box(box, tensor_map, (column, head, first + row), ready)
+        load_boxes(target, stage, tensor_map, where, ready)
+
+
+def load_boxes(
+    target: cute.Tensor, stage: Any, tensor_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, box_rows: int = BOX_ROWS
+) -> None:
+    """Start the copies of a stage of (rows, columns, stages) in boxes of `box_rows` rows, from (head, first row) on. One thread."""
+    rows, columns = cute.size(target, mode=[0]), cute.size(target, mode=[1])
+    head, first = where
+    for column in range(0, columns, BOX_COLUMNS):
+        for row in range(0, rows, box_rows):
+            box = target.iterator + (stage * (rows * columns) + column * rows + row * BOX_COLUMNS)
+            load_box(box, tensor_map, (column, head, first + row), ready)

@@ -120,6 +120,11 @@ class BaseCase:
         """Return whether the results are known; of others the call must only end and access nothing but its operands."""
         return True
 
+    @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel that a record names, of the variant that `problem` gives."""
+        return self.op
+
     def problem(self, arch: Arch) -> Problem:
         """Return the shapes of the call."""
         raise NotImplementedError
@@ -132,9 +137,12 @@ class BaseCase:
     @property
     def row_alignment(self) -> int:
         """Return the alignment in bytes of the rows of q and out, as the op's problem takes it."""
-        layouts = ((self.q_layout, self.q_dtype), (self.outputs, DTYPES[self.dtype]))
-        unaligned = [_ROW_ELEMENTS[layout] * dtype.itemsize for layout, dtype in layouts if layout in _ROW_ELEMENTS]
-        return min(unaligned, default=MAX_ROW_ALIGNMENT)
+        return min(least_alignment(self.q_dtype, self.q_layout), least_alignment(DTYPES[self.dtype], self.outputs))
+
+
+def least_alignment(dtype: torch.dtype, *layouts: str) -> int:
+    """Return the alignment in bytes that the rows of tensors in these layouts have."""
+    return min((_ROW_ELEMENTS[layout] * dtype.itemsize for layout in layouts if layout in _ROW_ELEMENTS), default=MAX_ROW_ALIGNMENT)
 
 
 @dataclass(frozen=True)

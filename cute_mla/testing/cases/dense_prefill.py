@@ -108,11 +108,15 @@ class DensePrefillCase(BaseCase):
     @cached_property
     def k_starts(self) -> tuple[int, ...]:
         """Return the first row of k and v of each sequence, and the end of the last sequence."""
-        return tuple(accumulate((s_k for _, s_k in self.lengths), initial=MARGINS[0] if self.ends == "margins" else 0))
+        return tuple(accumulate((s_k for _, s_k in self.lengths), initial=MARGINS[0] if self._k_margins else 0))
 
     @property
     def _q_margins(self) -> bool:
         return self.ends == "margins" and self.outputs != "allocated"
+
+    @property
+    def _k_margins(self) -> bool:
+        return self.ends == "margins"
 
     @property
     def total_q(self) -> int:
@@ -122,7 +126,7 @@ class DensePrefillCase(BaseCase):
     @property
     def total_k(self) -> int:
         """Return the rows of k and v."""
-        return self.k_starts[-1] + (MARGINS[1] if self.ends == "margins" else 0)
+        return self.k_starts[-1] + (MARGINS[1] if self._k_margins else 0)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -182,18 +186,18 @@ class DensePrefillTensors:
 def make_dense_prefill_tensors(case: DensePrefillCase, device: str | torch.device = "cpu") -> DensePrefillTensors:
     """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
     device = torch.device(device)
+    buffers = allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1, 2)}, drop_batch=True)
+    return DensePrefillTensors(**make_inputs(case, device), output_buffers=buffers)
+
+
+def make_inputs(case: DensePrefillCase, device: torch.device) -> dict[str, Tensor]:
+    """Make the operands that a forward call reads, by name."""
     k, v = _kv_storage(case, device)
     for sequence, (first, (_, s_k)) in enumerate(zip(case.k_starts, case.lengths, strict=False)):
         if case.neighbours == "finite" or sequence % 2 == 0:
             _fill_keys(case, sequence, k[first : first + s_k], v[first : first + s_k])
-    return DensePrefillTensors(
-        q=_q(case, device),
-        k=k,
-        v=v,
-        cu_seqlens_q=_offsets(case, case.q_starts, device),
-        cu_seqlens_k=_offsets(case, case.k_starts, device),
-        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((1, case.total_q, case.h_q), 1, 2)}, drop_batch=True),
-    )
+    ends = {"cu_seqlens_q": _offsets(case, case.q_starts, device), "cu_seqlens_k": _offsets(case, case.k_starts, device)}
+    return {"q": _q(case, device), "k": k, "v": v, **ends}
 
 
 def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.device) -> Tensor:

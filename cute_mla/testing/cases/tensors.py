@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, BaseCase
+from .base import DTYPES, BaseCase, Outputs, QLayout
 from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
@@ -171,20 +171,25 @@ def outside_pages(pages: int, count: int) -> Tensor:
 
 def allocate_q(case: BaseCase, device: torch.device) -> Tensor:
     """Allocate q [b, s_q, h_q, d_qk] in its layout, with NaN in and around it."""
-    (batch, s_q, h_q, d_qk), dtype = case.q_shape, case.q_dtype
-    match case.q_layout:
+    return allocate_rows(case.q_layout, case.q_shape, case.q_dtype, device)
+
+
+def allocate_rows(layout: QLayout, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate an operand [b, tokens, heads, columns] in a layout of q, with NaN in and around it."""
+    batch, tokens, heads, columns = shape
+    match layout:
         case "packed":
-            return nan_tensor((batch, s_q, h_q, d_qk), dtype, device)
+            return nan_tensor(shape, dtype, device)
         case "sliced":
-            return nan_tensor((batch, s_q, h_q + 2, d_qk + 64), dtype, device)[:, :, 1:-1, 32:-32]
+            return nan_tensor((batch, tokens, heads + 2, columns + 64), dtype, device)[:, :, 1:-1, 32:-32]
         case "odd":
-            return nan_tensor((batch, s_q, h_q, d_qk + 1), dtype, device)[..., 1:]
+            return nan_tensor((batch, tokens, heads, columns + 1), dtype, device)[..., 1:]
         case "even":
-            return nan_tensor((batch, s_q, h_q, d_qk + 2), dtype, device)[..., 2:]
+            return nan_tensor((batch, tokens, heads, columns + 2), dtype, device)[..., 2:]
         case "heads_first":
-            return nan_tensor((h_q, batch, s_q, d_qk), dtype, device).permute(1, 2, 0, 3)
+            return nan_tensor((heads, batch, tokens, columns), dtype, device).permute(1, 2, 0, 3)
         case far:
-            return far_tensor(case.q_shape, FAR_DIMENSIONS.index(far), dtype, device)
+            return far_tensor(shape, FAR_DIMENSIONS.index(far), dtype, device)
 
 
 def allocate_output_buffers(
@@ -193,32 +198,38 @@ def allocate_output_buffers(
     """Allocate out [b, s_q, h_q, d_v] and the fp32 results if the caller passes them; drop_batch: without their first dimension."""
     if case.outputs == "allocated":
         return {}
-    buffers = {"out": _out_buffer(case, device)}
-    buffers |= {name: _fp32_buffer(case, result, device) for name, result in fp32.items()}
-    if drop_batch:
-        return {name: buffer._replace(tensor=buffer.tensor[0]) for name, buffer in buffers.items()}
-    return buffers
+    shape, dtype = (*case.q_shape[:3], case.d_v), DTYPES[case.dtype]
+    buffers = {"out": rows_buffer(case.outputs, shape, dtype, device)}
+    buffers |= {name: fp32_buffer(case.outputs, result, device) for name, result in fp32.items()}
+    return {name: without_batch(buffer) for name, buffer in buffers.items()} if drop_batch else buffers
 
 
-def _out_buffer(case: BaseCase, device: torch.device) -> OutputBuffer:
-    (batch, s_q, h_q, _), dtype = case.q_shape, DTYPES[case.dtype]
-    if case.outputs == "given":
-        out = nan_tensor((batch, s_q, h_q, case.d_v), dtype, device)
+def without_batch(buffer: OutputBuffer) -> OutputBuffer:
+    """Drop the first dimension of a result, which has one index."""
+    return buffer._replace(tensor=buffer.tensor[0])
+
+
+def rows_buffer(outputs: Outputs, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> OutputBuffer:
+    """Allocate a result [b, tokens, heads, columns] in a layout of `outputs`."""
+    batch, tokens, heads, columns = shape
+    if outputs == "given":
+        out = nan_tensor(shape, dtype, device)
         return OutputBuffer(out, out)
-    if case.outputs in FAR_DIMENSIONS:
-        out = far_tensor((batch, s_q, h_q, case.d_v), FAR_DIMENSIONS.index(case.outputs), dtype, device)
+    if outputs in FAR_DIMENSIONS:
+        out = far_tensor(shape, FAR_DIMENSIONS.index(outputs), dtype, device)
         return OutputBuffer(out, out)
-    out = nan_tensor((batch, s_q, h_q + 1, case.d_v + (1 if case.outputs == "odd" else 64)), dtype, device)
-    return OutputBuffer(out[:, :, 1:, :-1] if case.outputs == "odd" else out[:, :, 1:, 32:-32], out)
+    out = nan_tensor((batch, tokens, heads + 1, columns + (1 if outputs == "odd" else 64)), dtype, device)
+    return OutputBuffer(out[:, :, 1:, :-1] if outputs == "odd" else out[:, :, 1:, 32:-32], out)
 
 
-def _fp32_buffer(case: BaseCase, result: Fp32Result, device: torch.device) -> OutputBuffer:
+def fp32_buffer(outputs: Outputs, result: Fp32Result, device: torch.device) -> OutputBuffer:
+    """Allocate an fp32 result in a layout of `outputs`."""
     shape, dense, heads = result
-    if case.outputs == "given":
+    if outputs == "given":
         packed = nan_tensor(shape, torch.float32, device)
         return OutputBuffer(packed, packed)
-    if case.outputs in FAR_DIMENSIONS:
-        far = far_tensor(shape, {"far_requests": 0, "far_tokens": 3 - heads, "far_heads": heads}[case.outputs], torch.float32, device)
+    if outputs in FAR_DIMENSIONS:
+        far = far_tensor(shape, {"far_requests": 0, "far_tokens": 3 - heads, "far_heads": heads}[outputs], torch.float32, device)
         return OutputBuffer(far, far)
     storage = nan_tensor((shape[0], shape[3 - dense], shape[dense] + 3), torch.float32, device)
     view = storage[..., 1:-2]

@@ -10,6 +10,7 @@ from .cache_gather import CACHE_GATHER
 from .cache_write import CACHE_WRITE
 from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
+from .dense_prefill_backward import DENSE_PREFILL_BACKWARD
 from .merge_states import MERGE_STATES
 from .operation import Operation, Result
 from .sparse_decode import SPARSE_DECODE
@@ -22,6 +23,7 @@ OPERATIONS = {
     "sparse_decode": SPARSE_DECODE,
     "sparse_prefill": SPARSE_PREFILL,
     "dense_prefill": DENSE_PREFILL,
+    "dense_prefill_backward": DENSE_PREFILL_BACKWARD,
     "merge_states": MERGE_STATES,
     "cache_write": CACHE_WRITE,
     "cache_gather": CACHE_GATHER,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...spec.arch import Arch
-from . import cache_gather, cache_write, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill
+from . import cache_gather, cache_write, dense_decode, dense_prefill, dense_prefill_backward, merge_states, sparse_decode, sparse_prefill
 from .entries import OpSuites, SuiteEntry
 from .quick import kernels_of, quick_cases
 
@@ -27,6 +27,7 @@ _SUITES_OF_OP: dict[str, OpSuites[Any]] = {
     "sparse_decode": sparse_decode.OP_SUITES,
     "sparse_prefill": sparse_prefill.OP_SUITES,
     "dense_prefill": dense_prefill.OP_SUITES,
+    "dense_prefill_backward": dense_prefill_backward.OP_SUITES,
     "merge_states": merge_states.OP_SUITES,
     "cache_write": cache_write.OP_SUITES,
     "cache_gather": cache_gather.OP_SUITES,

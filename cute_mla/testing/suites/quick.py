@@ -15,9 +15,11 @@ from typing import Any
 from ...manifest import kernel_name
 from ...spec.arch import ARCHS, Arch
 from ...spec.combine import CombineConfig
+from ...spec.dense_prefill_dq import closed_variants
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
-from ..cases.base import BaseCase
+from ..cases.base import BaseCase, Config
 from ..cases.dense_decode import DenseDecodeCase
+from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.paged_cache import PagedCacheCase
 from ..cases.sparse_decode import SparseDecodeCase
 
@@ -35,6 +37,9 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
     """
     if not _has_rows(case):
         return set()
+    if isinstance(case, DensePrefillBackwardCase):
+        both: dict[str, Config] = {"dense_prefill_dq": case.dq_problem(arch).config, "dense_prefill_dkdv": case.problem(arch).config}
+        return {kernel_name(op, arch.name, config.name) for op, config in both.items() if closed_variants(arch)}
     names = {kernel_name(case.op, arch.name, case.problem(arch).config.name)}
     if isinstance(case, DenseDecodeCase | SparseDecodeCase):
         problem = case.problem(arch)

@@ -1,0 +1,122 @@
+"""The matrix products of a warpgroup in the backward kernels: scores of 64 rows that stay, and gradients that add up in registers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ..primitives.elements import pack_pair, store_pair, store_words
+from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, TILE_ROWS, flat, gather_eights, packed, tiled_mma
+from .sm90_gemm import PAIRS
+
+
+@dataclass(frozen=True)
+class ScoreProduct:
+    """S = A B^T: 64 rows of A, and all rows of a stage of B, both in shared memory."""
+
+    overwrite: cute.TiledMma
+    add: cute.TiledMma
+    tA: cute.Tensor
+    tB: cute.Tensor
+    sum: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], rows: cute.Tensor, streamed: cute.Tensor, thread: Int32) -> ScoreProduct:
+        """Return the product of one thread. rows: (64 rows, columns, warpgroups). streamed: (rows of B, columns, stages)."""
+        count = cute.size(streamed, mode=[0])
+        overwrite, add = (tiled_mma(dtype, count, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
+        overwrite.set(warpgroup.Field.ACCUMULATE, False)
+        add.set(warpgroup.Field.ACCUMULATE, True)
+        of_thread = add.get_slice(thread)
+        return ScoreProduct(
+            overwrite=overwrite,
+            add=add,
+            tA=of_thread.make_fragment_A(of_thread.partition_A(rows)),
+            tB=of_thread.make_fragment_B(of_thread.partition_B(streamed)),
+            sum=cute.make_rmem_tensor(of_thread.partition_shape_C((TILE_ROWS, count)), Float32),
+        )
+
+    def start(self, group: Int32, stage: Int32) -> None:
+        """Issue the product of a warpgroup's rows and a stage, as a group of WGMMAs."""
+        for step in range(cute.size(self.tA, mode=[2])):
+            mma = self.add if step else self.overwrite
+            cute.gemm(mma, self.sum, self.tA[None, None, step, group], self.tB[None, None, step, stage], self.sum)
+        warpgroup.commit_group()
+
+
+@dataclass(frozen=True)
+class GradientProduct:
+    """G += X B: X from registers, one column for each row of a stage of B, which is read transposed."""
+
+    dtype: type[cutlass.Numeric]
+    mma: cute.TiledMma
+    factor: cute.Tensor  # X as it comes out of a score product
+    tX: cute.Tensor  # the same registers as an A operand
+    tB: cute.Tensor
+    sum: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], streamed: cute.Tensor, thread: Int32) -> GradientProduct:
+        """Return the product of one thread. streamed: (rows of B, columns, stages)."""
+        rows, columns, stages = (cute.size(streamed, mode=[mode]) for mode in range(3))
+        mma = tiled_mma(dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        of_thread = mma.get_slice(thread)
+        transposed = cute.make_layout((columns, rows, stages), stride=(rows, 1, rows * columns))
+        factor = cute.make_rmem_tensor(cute.make_layout(TILE_ROWS * rows // 128), dtype)
+        steps = cute.make_layout((A_VALUES, 1, rows // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
+        return GradientProduct(
+            dtype=dtype,
+            mma=mma,
+            factor=factor,
+            tX=cute.make_tensor(factor.iterator, steps),
+            tB=of_thread.make_fragment_B(of_thread.partition_B(cute.composition(streamed, transposed))),
+            sum=cute.make_rmem_tensor(of_thread.partition_shape_C((TILE_ROWS, columns)), Float32),
+        )
+
+    def round(self, values: cute.Tensor) -> None:
+        """Round the registers of a score product to X.
+
+        The conversion is PTX, because LLVM would move one of its own to the use, past other WGMMAs: see sm90_gemm.py.
+        """
+        rX, exact = packed(self.factor), flat(values)
+        for i in range(cute.size(rX)):
+            rX[i] = cute.arch.inline_ptx(
+                f"cvt.rn.{PAIRS[self.dtype]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
+                write_only_types=[Int32],
+                read_only_args=[exact[2 * i + 1], exact[2 * i]],
+            )
+
+    def start(self, stage: Int32) -> None:
+        """Issue the product with a stage, as a group of WGMMAs."""
+        for step in range(cute.size(self.tX, mode=[2])):
+            cute.gemm(self.mma, self.sum, self.tX[None, None, step], self.tB[None, None, step, stage], self.sum)
+        warpgroup.commit_group()
+
+    def clear(self) -> None:
+        """Set G to 0."""
+        self.sum.fill(0.0)
+
+    def row_words(self, row_half: int, factor: Float32) -> list[Int32]:
+        """Return one of the thread's rows of G times a factor, rounded. Word e has columns 8 e + 2 (t % 4) and the next."""
+        rG = flat(self.sum)
+        firsts = range(2 * row_half, cute.size(rG), 4)
+        return [pack_pair(rG[i] * factor, rG[i + 1] * factor, self.dtype) for i in firsts]
+
+
+def gather_runs(words: list[Int32], thread: Int32) -> list[Int32]:
+    """Transpose a row's words in a quad: four from 4 n on are then columns 32 n + 8 (t % 4) .. + 7."""
+    return [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], thread)]
+
+
+def store_row_words(target: cute.Pointer, words: list[Int32], thread: Int32, runs: bool) -> None:
+    """Store a quad's row, by a lane in runs of 16 bytes, as gather_runs leaves them, or in pairs of elements that may begin anywhere."""
+    if runs:
+        for i in range(0, len(words), 4):
+            store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
+    else:
+        for eight, word in enumerate(words):
+            store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)

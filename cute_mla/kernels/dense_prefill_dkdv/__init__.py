@@ -1,0 +1,1 @@
+"""The kernel that computes dK and dV of dense prefill."""

@@ -1,0 +1,147 @@
+"""Tile geometry, shared memory and barriers of the SM90 dK and dV kernel. Warps, registers and named barriers are the forward's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.arch import SM90
+from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
+from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.mla import ELEMENT_BYTES
+from ..dense_prefill.sm90_config import GROUPS
+from ..primitives.integers import larger
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
+from ..primitives.wgmma import K_STEP
+from .operands import KeyItem
+
+GROUP_KEYS = TILE_KEYS // GROUPS  # of one warpgroup
+LOAD_REGISTERS = 24  # a lane; all threads start with 168
+COMPUTE_REGISTERS = 240
+BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
+
+ITEMS_AHEAD = 2  # a warpgroup may be at the rows of an item while the next is posted
+
+# warps of the first warpgroup
+QUERY_WARP, SLOPE_WARP, KEY_WARP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class PostedItem:
+    """A work item as the role that looks it up hands it on through shared memory.
+
+    more: 0 behind the last item, else 1. keys, kv_head, first_key: as in KeyItem. tiles: of the rows of one head. hidden: rows of the
+    first tile, from its first on, that key 0 of the item is hidden from.
+    """
+
+    more: Int32
+    keys: Int32
+    kv_head: Int32
+    first_key: Int32
+    tiles: Int32
+    hidden: Int32
+
+    def post(self, items: cute.Pointer, turn: Int32) -> None:
+        """Write the item of a turn. One thread."""
+        for number, field in enumerate(fields(PostedItem)):
+            (_posted(items, turn) + number).store(getattr(self, field.name))
+
+    @staticmethod
+    def of_turn(items: cute.Pointer, turn: Int32) -> PostedItem:
+        """Read the item of a turn."""
+        return PostedItem(*((_posted(items, turn) + number).load() for number in range(len(fields(PostedItem)))))
+
+
+def _posted(items: cute.Pointer, turn: Int32) -> cute.Pointer:
+    return items + turn % ITEMS_AHEAD * len(fields(PostedItem))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that depend on the columns of q and k."""
+
+    d_qk: int
+
+    @property
+    def tile_queries(self) -> int:
+        """Return the query rows of a tile."""
+        return TILE_QUERIES[self.d_qk]
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of an item's K and V."""
+        return TILE_KEYS * (self.d_qk + D_V) * ELEMENT_BYTES
+
+    @property
+    def query_bytes(self) -> int:
+        """Return the bytes of one tile of Q and its statistics."""
+        return self.tile_queries * (self.d_qk * ELEMENT_BYTES + STATISTICS * STATISTIC_BYTES)
+
+    @property
+    def slope_bytes(self) -> int:
+        """Return the bytes of one tile of dO."""
+        return self.tile_queries * D_V * ELEMENT_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Return the tiles of Q, and as many of dO, that shared memory has room for beside K, V and the barriers."""
+        return (SM90.smem_per_block - SWIZZLE_PERIOD - self.item_bytes) // (self.query_bytes + self.slope_bytes)
+
+    @property
+    def wgmma_per_tile(self) -> int:
+        """Return the WGMMA instructions of a tile: S, dP, dV and dK. One role's code serves both warpgroups."""
+        return (self.d_qk + D_V + 2 * self.tile_queries) // K_STEP
+
+    def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
+        """Return the layout of shared memory. dtype: of q, dout, k and v."""
+        return SmemLayout((
+            Tile("sK", dtype, (GROUP_KEYS, self.d_qk, GROUPS)),
+            Tile("sV", dtype, (GROUP_KEYS, D_V, GROUPS)),
+            Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
+            Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
+            Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
+            Array("items", Int32, ITEMS_AHEAD * len(fields(PostedItem))),
+            Barriers("query_ready", self.stages),
+            Barriers("query_free", self.stages),
+            Barriers("slope_ready", self.stages),
+            Barriers("slope_free", self.stages),
+            Barriers("query_landed", 1),
+            Barriers("slope_landed", 1),
+            Barriers("key_ready", 1),
+            Barriers("key_free", 1),
+        ))  # fmt: skip
+
+    def tiles(self, item: KeyItem) -> Int32:
+        """Return the tiles of the query rows of one head that see the item."""
+        rows = larger(item.queries - item.first_query, Int32(0))
+        return (rows + (self.tile_queries - 1)) // self.tile_queries
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory as tensors: rows x columns x stages."""
+
+    sK: cute.Tensor  # (64 keys, d_qk, 2): of each warpgroup
+    sV: cute.Tensor  # (64 keys, 128 columns, 2)
+    sQ: cute.Tensor  # (tile queries, d_qk, stages)
+    sD: cute.Tensor  # (tile queries, 128 columns, stages)
+    statistics: cute.Pointer  # fp32 [stages, 2, tile queries]: lse in log2 units, delta
+    items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of Geometry.smem. sm90.py says who arrives where."""
+
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    slope_ready: StageBarriers
+    slope_free: StageBarriers
+    query_landed: StageBarriers
+    slope_landed: StageBarriers
+    key_ready: StageBarriers
+    key_free: StageBarriers

@@ -1,0 +1,1 @@
+"""The kernel that computes dQ of dense prefill."""

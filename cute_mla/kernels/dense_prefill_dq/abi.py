@@ -1,0 +1,42 @@
+"""The arguments of the dQ kernels: tensor maps, element types, operands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32
+from cutlass.experimental import cuda as tensor_maps
+
+from ...spec.dense_prefill import BOX_ROWS, D_V, DensePrefillConfig
+from ...spec.dense_prefill_dq import TILE_KEYS, DensePrefillDqArguments
+from ..attention.kernel import ELEMENT_TYPES
+from ..dense_prefill.abi import box_map
+from ..dense_prefill.operands import WorkItems
+from .operands import Operands
+
+
+@dataclass(frozen=True)
+class DensePrefillDqAbi:
+    """The arguments of one variant. item_rows: query rows of a work item."""
+
+    config: DensePrefillConfig
+    item_rows: int
+
+    op = "dense_prefill_dq"
+    arguments = DensePrefillDqArguments
+    min_blocks_per_sm = 1
+
+    def elements(self) -> dict[str, type[cutlass.Numeric]]:
+        """Return the types of the tensors that other ops do not have."""
+        return {**dict.fromkeys(("dout", "dq", "q_copy", "dout_copy"), ELEMENT_TYPES[self.config.dtype]), "statistics": Float32}
+
+    def typed_maps(self, args: DensePrefillDqArguments) -> tuple[tensor_maps.TensorMap, ...]:
+        """Return the maps of q, dout, k and v."""
+        keys = TILE_KEYS[self.config.d_qk]
+        boxes = ((self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS), (self.config.d_qk, keys), (D_V, keys))
+        return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
+
+    def operands(self, args: DensePrefillDqArguments) -> Operands:
+        """Return the arguments by meaning."""
+        return Operands(args, WorkItems(args, args.causal != 0, self.item_rows))

@@ -1,0 +1,70 @@
+"""The operands of the dQ kernels: where the rows of a work item lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, Int64, cute
+
+from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_dq import DensePrefillDqArguments
+from ..dense_prefill.operands import WorkItem, WorkItems
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The arguments by meaning. Strides in elements, of (token, head); rows are counted from the item's first."""
+
+    args: DensePrefillDqArguments
+    items: WorkItems
+
+    @property
+    def softmax_scale(self) -> Float32:
+        """Return the factor of dQ."""
+        return self.args.softmax_scale
+
+    @property
+    def scale_log2(self) -> Float32:
+        """Return the factor of the scores, log2 units."""
+        return self.args.scale_log2
+
+    def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a query row."""
+        return self.args.q + _offset(self.args.q_stride_token, self.args.q_stride_head, item, row)
+
+    def dout_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a row of dout."""
+        return self.args.dout + _offset(self.args.dout_stride_token, self.args.dout_stride_head, item, row)
+
+    def out_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a row of out."""
+        return self.args.out + _offset(self.args.out_stride_token, self.args.out_stride_head, item, row)
+
+    def dq_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a row of dq."""
+        return self.args.dq + _offset(self.args.dq_stride_token, self.args.dq_stride_head, item, row)
+
+    def lse_of(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return the lse of a query row."""
+        return self.args.lse + _offset(self.args.lse_stride_token, self.args.lse_stride_head, item, row)
+
+    def statistic_of(self, item: WorkItem, row: Int32, which: int) -> cute.Pointer:
+        """Return a statistic of a query row. which: 0, lse in log2 units; 1, delta."""
+        of_head = Int64(which * self.args.h_q + item.head) * self.args.statistics_stride
+        return self.args.statistics + (of_head + Int64(item.first_row + row))
+
+    def q_copy_row(self, item: WorkItem, row: Int32, d_qk: int) -> cute.Pointer:
+        """Return element 0 of a row of the copy of q."""
+        return self.args.q_copy + self._copied(item, row) * d_qk
+
+    def dout_copy_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+        """Return element 0 of a row of the copy of dout."""
+        return self.args.dout_copy + self._copied(item, row) * D_V
+
+    def _copied(self, item: WorkItem, row: Int32) -> Int64:
+        """Return the number of a row in the copies."""
+        return Int64(item.first_row + row) * Int64(self.args.h_q) + Int64(item.head)
+
+
+def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem, row: Int32) -> Int64:
+    return Int64(item.first_row + row) * token_stride + Int64(item.head) * head_stride

@@ -1,0 +1,97 @@
+"""Tile geometry, shared memory and barriers of the SM90 dQ kernel. Warps, registers and named barriers are the forward's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from ...spec.arch import SM90
+from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_dq import TILE_KEYS
+from ...spec.mla import ELEMENT_BYTES
+from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Barriers, SmemLayout, Tile
+from ..primitives.wgmma import K_STEP
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that depend on the columns of q and k."""
+
+    d_qk: int
+
+    @property
+    def tile_keys(self) -> int:
+        """Return the keys of a tile."""
+        return TILE_KEYS[self.d_qk]
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one warpgroup's rows of Q and dO."""
+        return GROUP_ROWS * (self.d_qk + D_V) * ELEMENT_BYTES
+
+    @property
+    def key_bytes(self) -> int:
+        """Return the bytes of one tile of K."""
+        return self.tile_keys * self.d_qk * ELEMENT_BYTES
+
+    @property
+    def value_bytes(self) -> int:
+        """Return the bytes of one tile of V."""
+        return self.tile_keys * D_V * ELEMENT_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Return the tiles of K, and as many of V, that shared memory has room for beside Q, dO and the barriers."""
+        return (SM90.smem_per_block - SWIZZLE_PERIOD - GROUPS * self.row_bytes) // (self.key_bytes + self.value_bytes)
+
+    @property
+    def wgmma_per_tile(self) -> int:
+        """Return the WGMMA instructions of a tile: S, dP and dQ. One role's code serves both warpgroups."""
+        return (self.d_qk + D_V + self.tile_keys) // K_STEP
+
+    def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
+        """Return the layout of shared memory. dtype: of q, dout, k and v."""
+        return SmemLayout((
+            Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
+            Tile("sD", dtype, (GROUP_ROWS, D_V, GROUPS)),
+            Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
+            Tile("sV", dtype, (self.tile_keys, D_V, self.stages)),
+            Barriers("key_ready", self.stages),
+            Barriers("key_free", self.stages),
+            Barriers("value_ready", self.stages),
+            Barriers("value_free", self.stages),
+            Barriers("key_landed", 1),
+            Barriers("query_ready", GROUPS),
+            Barriers("query_free", GROUPS),
+        ))  # fmt: skip
+
+    def tiles(self, keys: Int32) -> Int32:
+        """Return the tiles of that many keys."""
+        return (keys + (self.tile_keys - 1)) // self.tile_keys
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory as tensors: rows x columns x stages."""
+
+    sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
+    sD: cute.Tensor  # (64 rows, 128 columns, 2)
+    sK: cute.Tensor  # (tile keys, d_qk, stages)
+    sV: cute.Tensor  # (tile keys, 128 columns, stages)
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of Geometry.smem. sm90.py says who arrives where."""
+
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    value_ready: StageBarriers
+    value_free: StageBarriers
+    key_landed: StageBarriers
+    query_ready: StageBarriers
+    query_free: StageBarriers

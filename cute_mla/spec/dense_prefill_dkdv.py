@@ -1,0 +1,110 @@
+"""Second kernel of the backward of dense prefill: dK and dV, with p and ds of spec/dense_prefill_dq.py.
+
+    dv_j = sum_i p_ij dout_i    dk_j = softmax_scale * sum_i ds_ij q_i
+
+over the query rows i of the sequence that see key j, of all query heads that share the KV head.
+
+A work item is TILE_KEYS keys of one KV head of one sequence, in the order of dense_prefill's items, but with the first block in
+front: under a causal mask most rows see it. A key that no row sees gets 0; rows of dk and dv that belong to no sequence are not written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
+from .arch import SM90, Arch
+from .dense_prefill import HEAD_DIMS
+from .mla import DTYPES, ceil_div
+
+TILE_KEYS = 128  # of one work item
+TILE_QUERIES = {192: 64, 128: 64}  # by d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
+
+
+class DensePrefillDkdvArguments(NamedTuple):
+    """Launch arguments of dense_prefill_dkdv, in ABI order: the one list that host, launch and kernel share.
+
+    q_map and dout_map lie over q and dout, or over their copies in the workspace where dense_prefill_dq made such.
+    """
+
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, TILE_QUERIES[d_qk]), 128-byte swizzle
+    dout_map: TensorMap  # dims (128, h_q, total_q), likewise
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, 64), 128-byte swizzle
+    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    statistics_map: TensorMap  # fp32, dims (total_q, h_q, 2), box (TILE_QUERIES[d_qk], 1, 2), no swizzle: what dense_prefill_dq left
+    cu_seqlens_q: Pointer  # int32 [batch + 1], as in DensePrefillArguments
+    cu_seqlens_k: Pointer  # int32 [batch + 1]
+    dk: Pointer  # dtype [total_k, h_kv, d_qk]
+    dv: Pointer  # dtype [total_k, h_kv, 128]
+    # in elements
+    dk_stride_token: Int64
+    dk_stride_head: Int64
+    dv_stride_token: Int64
+    dv_stride_head: Int64
+    softmax_scale: Float32
+    scale_log2: Float32  # softmax_scale * log2(e)
+    batch: Int32
+    h_kv: Int32
+    heads_per_kv: Int32  # h_q / h_kv
+    total_q: Int32
+    total_k: Int32
+    row_blocks: Int32  # blocks of TILE_KEYS rows of k and v that the longest sequence may have
+    causal: Int32  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
+    aligned: Int32  # 1: rows of dk and dv begin at multiples of 16 bytes; 0: at any element
+
+
+PARAMS = params_of(DensePrefillDkdvArguments)
+
+
+@dataclass(frozen=True)
+class DensePrefillDkdvConfig:
+    """One compiled variant. dtype: element type of every tensor but the statistics. d_qk: columns of q and k."""
+
+    dtype: str
+    d_qk: int
+
+    cluster = 1  # CTAs do not work together
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return f"{self.dtype}_d{self.d_qk}"
+
+
+@dataclass(frozen=True)
+class DensePrefillDkdvProblem:
+    """The shapes of one call. They decide, with the architecture, on variant and grid.
+
+    max_seqlen_k: keys of the longest sequence.
+    """
+
+    dtype: str
+    d_qk: int
+    batch: int
+    h_kv: int
+    max_seqlen_k: int
+
+    @property
+    def config(self) -> DensePrefillDkdvConfig:
+        """The variant that serves this problem."""
+        return DensePrefillDkdvConfig(self.dtype, self.d_qk)
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of keys that a sequence may have."""
+        return ceil_div(self.max_seqlen_k, TILE_KEYS)
+
+    @property
+    def items(self) -> int:
+        """Work items, including those of blocks that a sequence may not have."""
+        return self.row_blocks * self.batch * self.h_kv
+
+    def grid(self, sm_count: int) -> tuple[int, int, int]:
+        """Return one CTA per SM, or per item if there are fewer items."""
+        return min(self.items, sm_count), 1, 1
+
+
+def closed_variants(arch: Arch) -> tuple[DensePrefillDkdvConfig, ...]:
+    """Return every variant that ships for an architecture."""
+    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if arch == SM90)

@@ -1,0 +1,114 @@
+"""First kernel of the backward of dense prefill: dQ, and what the second kernel needs of every query row.
+
+With the forward's lse and out, and dout, the gradient of out, for each sequence and query head:
+
+    p_ij = exp(softmax_scale * <q_i, k_j> - lse_i)    delta_i = <out_i, dout_i>
+    ds_ij = p_ij (<dout_i, v_j> - delta_i)            dq_i = softmax_scale * sum_j ds_ij k_j
+
+Variants, work items and grid are those of dense_prefill: DensePrefillConfig, DensePrefillProblem. The kernel leaves statistics of
+the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
+from .arch import SM90, Arch
+from .dense_prefill import D_V, DensePrefillConfig
+from .dense_prefill import closed_variants as forward_variants
+from .mla import ELEMENT_BYTES, ceil_div
+
+TILE_KEYS = {192: 96, 128: 128}  # by d_qk: keys of one tile, and rows of the boxes of k and v
+STATISTICS = 2  # of a row: lse in log2 units, delta
+STATISTIC_BYTES = 4  # fp32
+WORKSPACE_ALIGNMENT = 128  # bytes; of each part of the workspace
+
+
+class DensePrefillDqArguments(NamedTuple):
+    """Launch arguments of dense_prefill_dq, in ABI order: the one list that host, launch and kernel share."""
+
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
+    dout_map: TensorMap  # dims (128, h_q, total_q), likewise
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, TILE_KEYS[d_qk]), 128-byte swizzle
+    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    q: Pointer  # dtype [total_q, h_q, d_qk]
+    dout: Pointer  # dtype [total_q, h_q, 128]
+    out: Pointer  # dtype [total_q, h_q, 128]: the forward's result
+    lse: Pointer  # fp32 [total_q, h_q], natural log; a row with +inf or -inf has no gradient
+    cu_seqlens_q: Pointer  # int32 [batch + 1], as in DensePrefillArguments
+    cu_seqlens_k: Pointer  # int32 [batch + 1]
+    dq: Pointer  # dtype [total_q, h_q, d_qk]
+    statistics: Pointer  # fp32 [2, h_q, statistics_stride], out: lse * log2(e), +inf for a row without gradient; delta
+    q_copy: Pointer  # dtype [total_q, h_q, d_qk], contiguous, out, in variants that access elements; else unused
+    dout_copy: Pointer  # dtype [total_q, h_q, 128], likewise
+    # in elements
+    q_stride_token: Int64
+    q_stride_head: Int64
+    dout_stride_token: Int64
+    dout_stride_head: Int64
+    out_stride_token: Int64
+    out_stride_head: Int64
+    lse_stride_token: Int64
+    lse_stride_head: Int64
+    dq_stride_token: Int64
+    dq_stride_head: Int64
+    statistics_stride: Int64  # of a head
+    softmax_scale: Float32
+    scale_log2: Float32  # softmax_scale * log2(e)
+    batch: Int32
+    h_q: Int32
+    heads_per_kv: Int32  # h_q / h_kv
+    total_q: Int32
+    total_k: Int32
+    row_blocks: Int32  # blocks of TILE_ROWS query rows that the longest sequence may have
+    causal: Int32  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
+
+
+PARAMS = params_of(DensePrefillDqArguments)
+
+
+@dataclass(frozen=True)
+class BackwardWorkspace:
+    """Layout of the workspace that both kernels of the backward share; offsets and sizes in bytes.
+
+    copies: whether it holds copies of q and dout: in variants that access elements.
+    """
+
+    total_q: int
+    h_q: int
+    d_qk: int
+    copies: bool
+
+    @property
+    def statistics_stride(self) -> int:
+        """Return the fp32 numbers from one head's statistics to the next's: the rows, rounded up to 16 bytes for TMA."""
+        return ceil_div(self.total_q, 4) * 4
+
+    @property
+    def q_copy(self) -> int:
+        """Return the offset of the copy of q, which follows the statistics."""
+        return _aligned(STATISTICS * self.h_q * self.statistics_stride * STATISTIC_BYTES)
+
+    @property
+    def dout_copy(self) -> int:
+        """Return the offset of the copy of dout."""
+        return self.q_copy + self._rows(self.d_qk)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size."""
+        return self.dout_copy + self._rows(D_V)
+
+    def _rows(self, columns: int) -> int:
+        return _aligned(self.total_q * self.h_q * columns * ELEMENT_BYTES) if self.copies else 0
+
+
+def _aligned(nbytes: int) -> int:
+    return ceil_div(nbytes, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+
+
+def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
+    """Return every variant that ships for an architecture."""
+    return forward_variants(arch) if arch == SM90 else ()

@@ -1,0 +1,111 @@
+"""Cases of the backward pass of dense prefill: those of the forward pass, with a gradient of out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ... import reference
+from ...spec.arch import Arch
+from ...spec.dense_prefill import D_V, DensePrefillProblem
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
+from ...spec.mla import ELEMENT_BYTES
+from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
+from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
+from .tensors import Fp32Result, OutputBuffer, allocate_rows, fp32_buffer, generator_for, rows_buffer, without_batch
+
+DoutLayout = Literal[QLayout, "one"]
+
+
+@dataclass(frozen=True)
+class DensePrefillBackwardCase(DensePrefillCase):
+    """One call of the backward pass of dense prefill, whose results are dq, dk and dv.
+
+    dout_layout: as q_layout; "one": all rows are one row, expanded.
+    saved: layout of out and lse, which the call reads, as `outputs` of a forward call names it.
+    ends: "margins": also keys of no sequence only if the caller passes results.
+    """
+
+    op: ClassVar[str] = "dense_prefill_backward"
+    tags: ClassVar[Tags] = {
+        "dout_layout": lambda layout: f"dout_{layout}",
+        "saved": lambda saved: f"saved_{saved}",
+        **DensePrefillCase.tags,
+    }
+
+    dout_layout: DoutLayout = "packed"
+    saved: Outputs = "given"
+
+    @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel that a record names."""
+        return "dense_prefill_dkdv"
+
+    def problem(self, arch: Arch) -> DensePrefillDkdvProblem:  # type: ignore[override]
+        """Return the shapes of dk and dv."""
+        return DensePrefillDkdvProblem(self.dtype, self.d_qk, len(self.lengths), self.h_kv, self.max_seqlen_k)
+
+    def dq_problem(self, arch: Arch) -> DensePrefillProblem:
+        """Return the shapes of dq."""
+        return super().problem(arch)
+
+    @property
+    def _k_margins(self) -> bool:
+        return self._q_margins
+
+    @property
+    def row_alignment(self) -> int:
+        """Return the alignment in bytes of the rows of q, dout, out and dq; 2 if they need the variants for such rows."""
+        if self.dout_layout == "one" and self.total_q * self.h_q > 1:
+            return ELEMENT_BYTES
+        return least_alignment(DTYPES[self.dtype], self.q_layout, self.dout_layout, self.saved, self.outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DensePrefillBackwardTensors(DensePrefillTensors):
+    """The operands of a case.
+
+    dout, out: dtype [total_q, h_q, 128]; lse: fp32 [total_q, h_q]. output_buffers: dq, dk and dv, of the shapes of q, k and v.
+    """
+
+    dout: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: str | torch.device = "cpu") -> DensePrefillBackwardTensors:
+    """Make the operands of a case, out and lse by the reference."""
+    device = torch.device(device)
+    inputs = make_inputs(case, device)
+    empty_lse = math.inf if case.empty_lse is None else case.empty_lse
+    out, lse = reference.dense_prefill(**inputs, softmax_scale=case.softmax_scale, causal=case.causal, empty_lse=empty_lse)
+    rows = (1, case.total_q, case.h_q)
+    saved_out = rows_buffer(case.saved, (*rows, D_V), DTYPES[case.dtype], device).tensor[0].copy_(out)
+    saved_lse = fp32_buffer(case.saved, Fp32Result(rows, 1, 2), device).tensor[0].copy_(lse)
+    buffers = _output_buffers(case, inputs, device)
+    return DensePrefillBackwardTensors(**inputs, dout=_dout(case, device), out=saved_out, lse=saved_lse, output_buffers=buffers)
+
+
+def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:
+    """Draw dout from N(0, 1), with NaN in rows of no sequence. Gradients of a smaller dout would be subnormal in fp16."""
+    shape, dtype = (case.total_q, case.h_q, D_V), DTYPES[case.dtype]
+    generator = generator_for(case, math.prod(shape), device, 500)
+    drawn = torch.randn(shape, generator=generator, device=generator.device)
+    if case.dout_layout == "one":
+        return drawn[:1, :1].to(device, dtype).expand(shape) if drawn.numel() else drawn.to(device, dtype)
+    dout = allocate_rows(case.dout_layout, (1, *shape), dtype, device)[0]
+    own = slice(case.q_starts[0], case.q_starts[-1])
+    dout[own].copy_(drawn[own])
+    return dout
+
+
+def _output_buffers(case: DensePrefillBackwardCase, inputs: dict[str, Tensor], device: torch.device) -> dict[str, OutputBuffer]:
+    """Allocate dq, dk and dv if the caller passes them."""
+    if case.outputs == "allocated":
+        return {}
+    shapes = {f"d{name}": (1, *inputs[name].shape) for name in ("q", "k", "v")}
+    return {name: without_batch(rows_buffer(case.outputs, shape, DTYPES[case.dtype], device)) for name, shape in shapes.items()}

@@ -1,0 +1,66 @@
+"""The operation dense_prefill_backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ... import reference
+from ...api import flash_attn_varlen_backward, workspace_size
+from ...spec.dense_decode import MAX_ROW_ALIGNMENT
+from ..cases.dense_prefill_backward import (
+    DensePrefillBackwardCase,
+    DensePrefillBackwardTensors,
+    make_dense_prefill_backward_tensors,
+)
+from ..low_precision import gradient_limits
+from .operation import Operation, Result, output_argument
+
+
+def _arguments(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {
+        "dout": tensors.dout,
+        "q": tensors.q,
+        "k": tensors.k,
+        "v": tensors.v,
+        "out": tensors.out,
+        "lse": tensors.lse,
+        "cu_seqlens_qo": tensors.cu_seqlens_q,
+        "cu_seqlens_kv": tensors.cu_seqlens_k,
+        "max_seqlen_qo": case.max_seqlen_q,
+        "max_seqlen_kv": case.max_seqlen_k,
+        "softmax_scale": case.softmax_scale,
+        "causal": case.causal,
+        **{name: output_argument(tensors, name) for name in ("dq", "dk", "dv")},
+        "workspace": workspace,
+    }
+
+
+def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> int:
+    return workspace_size(
+        case.op,
+        batch=len(case.lengths),
+        s_q=case.max_seqlen_q,
+        h_q=case.h_q,
+        h_kv=case.h_kv,
+        total_q=case.total_q,
+        copied_head_dim=case.d_qk if case.row_alignment < MAX_ROW_ALIGNMENT else None,
+        device=tensors.q.device,
+    )
+
+
+def _reference(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> Result:
+    ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    operands = (tensors.dout, tensors.q, tensors.k, tensors.v, tensors.lse)
+    return reference.dense_prefill_backward(*operands, ends, case.softmax_scale, case.causal)
+
+
+DENSE_PREFILL_BACKWARD = Operation(
+    make_dense_prefill_backward_tensors,
+    flash_attn_varlen_backward,
+    _arguments,
+    _reference,
+    workspace_bytes=_workspace_bytes,
+    limits=gradient_limits,
+)

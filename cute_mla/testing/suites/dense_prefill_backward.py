@@ -1,0 +1,153 @@
+"""Suites of the backward pass of dense prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from ...spec.dense_prefill import HEAD_DIMS
+from ..cases.base import DTYPES
+from ..cases.dense_prefill_backward import DensePrefillBackwardCase
+from ..cases.tensors import CLIFF_SCALE, ORDERED
+from .cover import STEPS_SCALE, Choice, Factors, cover
+from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
+from .entries import OpSuites, SimulatorReduction
+
+_MINUS_INF = float("-inf")
+_KEY_TILE = 128  # keys of a tile of the kernels
+# More rows than one item of dq, more keys than one item of dk and dv, and neither of them a multiple of a tile.
+_LONG = ((129, 200), (3, 9))
+# Neither query tokens nor keys, none of either, rows that attend to nothing; and more rows than one item has.
+_BEYOND_A_TILE = ((0, 0), (0, 70), (64, 0), (1, 1), (130, 52))
+_MANY_HEADS = ((17, 17), (3, 9), (40, 150))
+# 16 powers of two from key to key: with more, lse is so great that its rounding shows in P.
+_CLIFF_SCALE = CLIFF_SCALE * 16 / 130
+_FAR = ("far_tokens", "far_heads")
+# Features of a small case, by factor. With a small sm_count each CTA processes many items.
+_FACTORS: Factors = {
+    "lengths": (((9, 129), (65, 63)), _BEYOND_A_TILE, _LONG, _MANY_HEADS),
+    "heads": ((1, 1), (1, 2), (2, 2)),  # KV heads, and query heads per KV head
+    "causal": (False, True),
+    "values": (("normal", None), ("opposed", 0.03), ("steps", STEPS_SCALE / 2), ("peaks", 0.1)),
+    "ends": ("margins", "clipped"),
+    "neighbours": ("finite", "nan"),
+    "kv_layout": ("packed", "padded", "kvpacked", "heads_first", *_FAR),
+    "q_layout": ("packed", "sliced", "heads_first", *_FAR),
+    "dout_layout": ("packed", "sliced", "heads_first", *_FAR),
+    "saved": ("given", "strided", *_FAR),
+    "outputs": ("allocated", "given", "strided", *_FAR),
+    "empty_lse": (None, _MINUS_INF),
+    "sm_count": (1, 2, 3, 5),
+}
+_LAYOUTS = ("q_layout", "dout_layout", "saved", "outputs")
+
+
+def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
+    """Return the small case with these features; None if the values are not possible together."""
+    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    values, scale = choice["values"]
+    h_kv, group = choice["heads"]
+    lengths = choice["lengths"]
+    layouts = {choice[name] for name in _LAYOUTS}
+    masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in lengths[1::2])
+    if (choice["elements"] and not {"odd", "one"} & layouts) or (choice["neighbours"] == "nan" and masked):
+        return None
+    if "far_heads" in layouts and h_kv * group == 1:
+        return None
+    if layouts & set(_FAR) and lengths != _BEYOND_A_TILE:
+        return None
+    if "far_heads" in (choice["kv_layout"], choice["outputs"]) and h_kv == 1:
+        return None
+    if h_kv > 1 and lengths not in (_MANY_HEADS, _BEYOND_A_TILE):
+        return None
+    if group > 1 and lengths == _LONG:
+        return None
+    if values in ORDERED and max(s_k for _, s_k in lengths) <= _KEY_TILE:
+        return None
+    return DensePrefillBackwardCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+
+
+def _covers() -> Iterator[DensePrefillBackwardCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for dtype, d_qk, elements in product(DTYPES, HEAD_DIMS, (False, True)):
+        factors: Factors = {**_FACTORS, "elements": (elements,)}
+        if elements:
+            factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
+        yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
+        yield from _staircases(dtype, d_qk, elements)
+
+
+def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillBackwardCase]:
+    """Yield causal cases whose rows see every number of the keys of a tile, and whose keys are seen by every number of rows.
+
+    First with scores of which the last that a row sees outweighs all others, so that dv shows the mask, then with scores alike, of which
+    each counts in dq and dk. Between the sequences are blocks of rows that see nothing.
+    """
+    lengths = ((192, 192), (128, 136), (130, 1), (3, 1))
+    case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, sm_count=2)
+    case = replace(case, q_layout="odd") if elements else case
+    yield replace(case, values="cliff", softmax_scale=_CLIFF_SCALE)
+    yield case
+
+
+# Cases whose size is what they test.
+_LARGE: tuple[DensePrefillBackwardCase, ...] = (
+    *(DensePrefillBackwardCase(dtype, lengths=((1, 1), (63, 63), (64, 65), (65, 64)), causal=True, sm_count=2) for dtype in DTYPES),
+    DensePrefillBackwardCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
+    DensePrefillBackwardCase("fp16", lengths=((9, 0), (3, 0)), q_layout="odd"),
+    DensePrefillBackwardCase("fp16", lengths=((0, 17), (0, 130))),
+    # Neighbours full of NaN, behind the tokens of a sequence and before them.
+    DensePrefillBackwardCase(
+        lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1
+    ),
+    DensePrefillBackwardCase("fp16", d_qk=128, lengths=((50, 70), (9, 9), (17, 3)), neighbours="nan", outputs="given", sm_count=1),
+    # Many short sequences, more than CTAs, and more than the rows of an item.
+    DensePrefillBackwardCase(d_qk=128, lengths=((1, 1), (2, 1), (0, 1), (3, 2)) * 20, causal=True, sm_count=3),
+    DensePrefillBackwardCase(
+        "fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1
+    ),
+    DensePrefillBackwardCase(lengths=()),
+)
+
+SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
+
+
+def grid() -> Iterator[DensePrefillBackwardCase]:
+    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant with TMA."""
+    heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
+    for dtype, d_qk, causal, (h_kv, group), (s_q, other) in product(
+        DTYPES, HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
+    ):
+        for s_k in (s_q, other):
+            yield DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
+
+
+def corner_cases() -> Iterator[DensePrefillBackwardCase]:
+    """Yield all lengths in one call, in every variant, and long sequences."""
+    for dtype, d_qk, causal in product(DTYPES, HEAD_DIMS, (True, False)):
+        case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
+        yield case
+        yield replace(case, q_layout="odd", outputs="odd", sm_count=3)
+        yield replace(case, lengths=((257, 1100), (1024, 129)), outputs="allocated", sm_count=2)
+
+
+def full_cases() -> list[DensePrefillBackwardCase]:
+    """Return every case of the full suite once."""
+    return list(dict.fromkeys([*SMOKE, *corner_cases(), *grid()]))
+
+
+_ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
+
+
+def _runs_whole(case: DensePrefillBackwardCase) -> bool:
+    return case.tiles <= SHORT_TILES or case in _ALWAYS_WHOLE
+
+
+def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
+    return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.lengths
+
+
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))

@@ -1,0 +1,184 @@
+"""Every line of the edge contract that the backward pass has, on the simulated device.
+
+What the API refuses, and that it neither allocates nor copies, is tested without kernels in test_api.py and test_errors.py; that
+equal inputs give equal bits, in test_bits.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla.testing.cases.dense_prefill_backward import (
+    DensePrefillBackwardCase,
+    make_dense_prefill_backward_tensors,
+)
+from cute_mla.testing.operations import operation
+from tests.support.bench import Bench, expect, identical
+
+KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128)])
+
+LENGTHS = (((63, 63), (64, 64), (65, 65)), ((1, 64), (1, 65), (65, 1), (64, 1)), ((1, 1),), ((128, 63), (129, 257)))
+SMALL = DensePrefillBackwardCase(lengths=((20, 30), (9, 70)), ends="clipped", sm_count=2)
+
+
+@KINDS
+@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
+def test_rows_that_see_nothing_have_no_gradient_and_give_none(bench: Bench, dtype: str, d_qk: int, empty_lse: float) -> None:
+    """Sequences without keys, and causal rows before the first key, whatever their dout."""
+    case = replace(SMALL, dtype=dtype, d_qk=d_qk, lengths=((20, 30), (9, 0), (140, 5), (3, 3)), causal=True, empty_lse=empty_lse)
+    tensors = make_dense_prefill_backward_tensors(case)
+    dq, dk, dv = bench.run(case, tensors)
+    empty = torch.zeros(172, dtype=torch.bool)
+    empty[20:29] = empty[29 : 29 + 135] = True
+    assert (dq[empty] == 0).all()
+    expect(case, tensors, (dq, dk, dv))
+    dout = tensors.dout.clone()
+    dout[empty] = torch.finfo(dout.dtype).max
+    assert identical(bench.run(case, replace(tensors, dout=dout)), (dq, dk, dv))
+
+
+@KINDS
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_rows_whose_lse_is_infinite_have_no_gradient_and_give_none(bench: Bench, dtype: str, d_qk: int, value: float) -> None:
+    """Also rows that see keys: here every third."""
+    case = replace(SMALL, dtype=dtype, d_qk=d_qk, lengths=((20, 30), (70, 140)), group=2, causal=True)
+    tensors = make_dense_prefill_backward_tensors(case)
+    tensors.lse[::3, 0] = value
+    dq, dk, dv = bench.run(case, tensors)
+    assert (dq[::3, 0] == 0).all()
+    assert dq[1::3].any()
+    expect(case, tensors, (dq, dk, dv))
+
+
+@KINDS
+def test_keys_that_no_row_sees_get_zeros(bench: Bench, dtype: str, d_qk: int) -> None:
+    """A sequence without queries lies between others; results are full of NaN before the call."""
+    case = replace(SMALL, dtype=dtype, d_qk=d_qk, lengths=((0, 130), (20, 30), (0, 9), (5, 5), (0, 1)), outputs="given")
+    tensors = make_dense_prefill_backward_tensors(case)
+    dq, dk, dv = bench.run(case, tensors)
+    for gradient in (dk, dv):
+        for (first, end), (s_q, _) in zip(pairwise(case.k_starts), case.lengths, strict=True):
+            assert gradient[first:end].any() == (s_q > 0)
+    expect(case, tensors, (dq, dk, dv))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "lengths", [((63, 63), (64, 64), (65, 65)), ((1, 64), (1, 65), (65, 1), (64, 1)), ((1, 1),), ((128, 63), (129, 257))]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_around_a_tile(bench: Bench, dtype: str, d_qk: int, lengths: tuple[tuple[int, int], ...], causal: bool) -> None:
+    bench.judge(replace(SMALL, dtype=dtype, d_qk=d_qk, lengths=lengths, causal=causal, ends="margins", outputs="given"))
+
+
+@KINDS
+def test_what_lies_behind_a_sequence_reaches_nothing(bench: Bench, dtype: str, d_qk: int) -> None:
+    """NaN, infinities, and the largest values, in rows of every operand that belong to other sequences or to none."""
+    lengths = ((20, 30), (70, 60), (70, 129), (9, 7), (3, 1))
+    case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, outputs="given", causal=True, sm_count=1)
+    tensors = make_dense_prefill_backward_tensors(case)
+    own_q, own_k = (of_sequences(starts, (0, 2, 4)) for starts in (case.q_starts, case.k_starts))
+    expected = [result[own].clone() for result, own in zip(bench.run(case, tensors), (own_q, own_k, own_k), strict=True)]
+    for fill in (math.nan, math.inf, torch.finfo(tensors.k.dtype).max):
+        changed = {name: getattr(tensors, name).clone() for name in ("q", "k", "v", "dout", "out", "lse")}
+        for name, tensor in changed.items():
+            own = own_k if name in ("k", "v") else own_q
+            tensor[outside(own, len(tensor))] = fill
+        results = bench.run(case, replace(tensors, **changed))
+        assert identical(tuple(result[own] for result, own in zip(results, (own_q, own_k, own_k), strict=True)), tuple(expected)), fill
+
+
+def of_sequences(starts: tuple[int, ...], sequences: tuple[int, ...]) -> torch.Tensor:
+    """Return the rows of some sequences."""
+    return torch.cat([torch.arange(starts[sequence], starts[sequence + 1]) for sequence in sequences])
+
+
+def outside(rows: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the other rows."""
+    return torch.ones(total, dtype=torch.bool).index_fill(0, rows, False)
+
+
+def test_nan_stays_in_its_sequence(bench: Bench) -> None:
+    """NaN in dout of one row: that row of dq alone, and the keys that it sees; others of the sequence may multiply it by 0."""
+    case = DensePrefillBackwardCase(lengths=((20, 30), (9, 70)), group=2, causal=True, ends="clipped")
+    tensors = make_dense_prefill_backward_tensors(case)
+    tensors.dout[5, 1, 7] = math.nan
+    dq, dk, dv = bench.run(case, tensors)
+    assert dq[5, 1].isnan().all()
+    assert dq.isnan().any(dim=-1).sum() == 1
+    assert dk[:16].isnan().all()
+    assert dv[:16, 0, 7].isnan().all()
+    assert not dk[30:].isnan().any()
+    assert not dv[30:].isnan().any()
+
+
+def test_rows_of_no_sequence_are_not_written(bench: Bench) -> None:
+    """Neither in front, nor behind, nor where a sequence ends within a block; gradients that the call allocates are 0 there."""
+    case = DensePrefillBackwardCase(lengths=((20, 30), (130, 140)), outputs="given", sm_count=1)
+    tensors = make_dense_prefill_backward_tensors(case)
+    for given, _ in tensors.output_buffers.values():
+        given.fill_(-7.0)
+    results = bench.run(case, tensors)
+    new = bench.run(case, replace(tensors, output_buffers={}))
+    for result, allocated, starts in zip(results, new, (case.q_starts, case.k_starts, case.k_starts), strict=True):
+        other = outside(torch.arange(starts[0], starts[-1]), len(result))
+        assert other.sum() == 11
+        assert (result[other] == -7.0).all()
+        assert (allocated[other] == 0).all()
+        assert not (result[~other] == -7.0).any()
+        assert torch.equal(result[~other], allocated[~other])
+
+
+WILD = [(5, 2, 3), (-7, 1 << 30, 90), ((1 << 31) - 1, -(1 << 31), 40), (-(1 << 31), (1 << 31) - 1, 1)]
+
+
+@pytest.mark.parametrize("offsets", WILD)
+def test_no_offsets_lead_outside(bench: Bench, offsets: tuple[int, int, int]) -> None:
+    """Whatever they are, the kernels end, and stay within their operands: a finding of the simulator raises."""
+    case = replace(SMALL, lengths=((130, 200), (1, 60)))
+    tensors = make_dense_prefill_backward_tensors(case)
+    wild = torch.tensor(offsets, dtype=torch.int32)
+    for keys in (wild, wild.flip(0)):
+        dq, _, _ = bench.run(case, replace(tensors, cu_seqlens_q=wild, cu_seqlens_k=keys))
+        assert dq.shape == (131, 1, 192)
+
+
+@pytest.mark.parametrize("lengths", [(), ((0, 0),), ((0, 5),), ((5, 0),), ((0, 0), (0, 3), (2, 0))])
+def test_no_queries_or_no_keys(bench: Bench, lengths: tuple[tuple[int, int], ...]) -> None:
+    for gradient in bench.run(replace(SMALL, lengths=lengths)):
+        assert not gradient.any()
+
+
+def test_longest_sequences_may_be_said_to_be_longer(bench: Bench) -> None:
+    case = replace(SMALL, group=2)
+    tensors = make_dense_prefill_backward_tensors(case)
+    arguments = operation(case).arguments(case, tensors, None)
+    with cute_mla.simulate(bench.arch, 1):
+        results = cute_mla.flash_attn_varlen_backward(**{**arguments, "max_seqlen_qo": 1000, "max_seqlen_kv": 1000})
+    assert identical(results, bench.run(case, tensors))
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_gradients_of_a_group_are_the_sums_over_its_heads(bench: Bench, group: int) -> None:
+    """Check that dq has the bits of a call with repeated heads; dk and dv agree with the sums of that call's."""
+    case = replace(SMALL, h_kv=2, group=group, causal=True)
+    tensors = make_dense_prefill_backward_tensors(case)
+    dq, dk, dv = bench.run(case, tensors)
+    k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (tensors.k, tensors.v))
+    repeated = bench.run(case, replace(tensors, k=k, v=v))
+    assert identical((dq,), repeated[:1])
+    for gradient, each in ((dk, repeated[1]), (dv, repeated[2])):
+        summed = each.float().unflatten(1, (2, group)).sum(dim=2)
+        assert (gradient.float() - summed).norm() < 5e-3 * summed.norm()
+
+
+def test_many_short_sequences(bench: Bench) -> None:
+    """More of them than CTAs, rows and keys of a tile, most of them without queries or without keys."""
+    lengths = ((1, 1), (0, 2), (3, 0), (0, 0), (2, 5)) * 30
+    bench.judge(replace(SMALL, lengths=lengths, causal=True, ends="margins", outputs="given", sm_count=3))

@@ -1,0 +1,151 @@
+"""Bad calls of the backward pass: each says what was given and what is supported, and launches nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.spec.arch import SM100
+from tests.ops.dense_prefill_backward.backward_call import GRADIENTS, BackwardCall
+from tests.support.recording_device import RecordingDevice
+
+Change = dict[str, Callable[[], Any]]
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return a bf16 tensor of zeros."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+OPERANDS: list[tuple[str, Change, str]] = [
+    ("dout is no tensor", {"dout": lambda: None}, "dout is None; supported: a torch tensor"),
+    ("dout of other columns", {"dout": lambda: zeros(300, 8, 192)}, r"dout has shape \[300, 8, 192\]; supported: \[300, 8, 128\]"),
+    ("dout of other rows", {"dout": lambda: zeros(299, 8, 128)}, r"dout has shape \[299, 8, 128\]; supported: \[300, 8, 128\]"),
+    ("dout of fp16", {"dout": lambda: zeros(300, 8, 128, dtype=torch.float16)}, "dout has dtype torch.float16; supported: torch.bfloat16"),
+    ("dout transposed", {"dout": lambda: zeros(300, 128, 8).mT}, "dout has stride 8 along its last dimension .* supported: 1"),
+    ("out of other heads", {"out": lambda: zeros(300, 2, 128)}, r"out has shape \[300, 2, 128\]; supported: \[300, 8, 128\]"),
+    ("out of fp32", {"out": lambda: torch.zeros(300, 8, 128)}, "out has dtype torch.float32; supported: torch.bfloat16"),
+    ("lse of heads first", {"lse": lambda: torch.zeros(8, 300)}, r"lse has shape \[8, 300\]; supported: \[300, 8\]"),
+    ("lse of bf16", {"lse": lambda: zeros(300, 8)}, "lse has dtype torch.bfloat16; supported: torch.float32"),
+    ("q of other columns", {"q": lambda: zeros(300, 8, 576)}, r"q has shape \[300, 8, 576\]; supported: \[total_q, h_q, 192 or 128\]"),
+    ("k of other columns", {"k": lambda: zeros(500, 2, 128)}, r"k has shape \[500, 2, 128\]; supported: \[total_k, h_kv, 192\]"),
+    ("k of unaligned rows", {"k": lambda: zeros(500, 2, 193)[..., :192]}, "k has shape .* supported: positive multiples of 16 bytes"),
+    ("v of unaligned address", {"v": lambda: zeros(500, 2, 136)[..., 1:129]}, "v starts at address 0x.*; supported: multiples of 16 bytes"),
+    ("heads", {"k": lambda: zeros(500, 3, 192), "v": lambda: zeros(500, 3, 128)}, "h_kv is 3 with h_q 8; supported: divisors of h_q"),
+    ("offsets", {"cu_seqlens_kv": lambda: torch.zeros(4, dtype=torch.int32)}, r"cu_seqlens_kv has shape \[4\]; supported: \[3\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in OPERANDS], ids=[case[0] for case in OPERANDS])
+def test_operands(device: RecordingDevice, change: Change, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BackwardCall().run(**{name: make() for name, make in change.items()})
+    assert device.launches == []
+
+
+SCALARS: list[tuple[dict[str, Any], str]] = [
+    ({"max_seqlen_qo": -1}, "max_seqlen_qo is -1; supported: an integer, 0 or more"),
+    ({"max_seqlen_kv": 2.0}, "max_seqlen_kv is 2.0; supported: an integer, 0 or more"),
+    ({"softmax_scale": 0.0}, "softmax_scale is 0.0; supported: a positive finite number"),
+    ({"causal": 1}, "causal is 1; supported: True and False"),
+    ({"deterministic": None}, "deterministic is None; supported: True and False"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), SCALARS)
+def test_scalars(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BackwardCall().run(**change)
+    assert device.launches == []
+
+
+RESULTS: list[tuple[str, Change, str]] = [
+    ("dq of other columns", {"dq": lambda: zeros(300, 8, 128)}, r"dq has shape \[300, 8, 128\]; supported: \[300, 8, 192\]"),
+    ("dk of query heads", {"dk": lambda: zeros(500, 8, 192)}, r"dk has shape \[500, 8, 192\]; supported: \[500, 2, 192\]"),
+    ("dv of fp32", {"dv": lambda: torch.zeros(500, 2, 128)}, "dv has dtype torch.float32; supported: torch.bfloat16"),
+    ("dv expanded", {"dv": lambda: zeros(1, 2, 128).expand(500, 2, 128)}, "dv has strides .* elements share memory"),
+    ("dk transposed", {"dk": lambda: zeros(500, 192, 2).mT}, "dk has stride 2 along its last dimension .* supported: 1"),
+    ("workspace too small", {"workspace": lambda: zeros(5)}, r"workspace has 10 bytes; supported: at least 19200, see workspace_size"),
+    (
+        "workspace not contiguous",
+        {"workspace": lambda: torch.zeros(40_000, dtype=torch.uint8)[::2]},
+        "workspace has shape .* supported: a contiguous tensor",
+    ),
+    (
+        "workspace not aligned",
+        {"workspace": lambda: torch.zeros(40_000, dtype=torch.uint8)[8:]},
+        "workspace starts at address 0x.*; supported: multiples of 16 bytes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in RESULTS], ids=[case[0] for case in RESULTS])
+def test_results(device: RecordingDevice, change: Change, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        BackwardCall().run(**{name: make() for name, make in change.items()})
+    assert device.launches == []
+
+
+@pytest.mark.parametrize(("gradient", "operand"), [("dq", "q"), ("dk", "k"), ("dv", "v")])
+def test_a_gradient_in_place_of_its_operand(device: RecordingDevice, gradient: str, operand: str) -> None:
+    call = BackwardCall()
+    with pytest.raises(
+        ValueError, match=f"{gradient} shares memory with {operand}; supported: results and workspace with memory of their own"
+    ):
+        call.run(**{gradient: call.operands[operand]})
+    assert device.launches == []
+
+
+def test_gradients_of_keys_and_values_in_one_tensor(device: RecordingDevice) -> None:
+    both = zeros(500, 2, 320)
+    BackwardCall().run(dk=both[..., :192], dv=both[..., 192:])
+    with pytest.raises(ValueError, match="dk shares memory with dv"):
+        BackwardCall().run(dk=both[..., :192], dv=both[..., 191:-1])
+
+
+@pytest.mark.parametrize("tensor", ["dout", "q", "k", "v", "out", "lse", *GRADIENTS])
+def test_double_backward(device: RecordingDevice, tensor: str) -> None:
+    call = BackwardCall()
+    given = {**call.operands, **call.results()}[tensor].requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{tensor} requires grad; supported: .*\(double backward\)"):
+        call.run(**{tensor: given})
+    assert device.launches == []
+    with torch.no_grad():
+        call.run(**{tensor: given})
+
+
+@pytest.mark.parametrize("tensor", ["dout", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", *GRADIENTS, "workspace"])
+def test_tensors_on_different_devices(device: RecordingDevice, tensor: str) -> None:
+    call = BackwardCall()
+    given = {**call.operands, **call.results()}
+    with pytest.raises(ValueError, match=f"^{tensor} is on meta; supported: the device of q, cpu"):
+        call.run(**{**given, tensor: given[tensor].to("meta")})
+    assert device.launches == []
+
+
+def test_an_architecture_without_kernels() -> None:
+    with RecordingDevice(SM100).active() as device, pytest.raises(ValueError, match=r"arch is sm100; supported with .*: sm90"):
+        BackwardCall().run()
+    assert device.launches == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"total_q": None}, "total_q is None; supported: an integer, 0 to"),
+        ({"copied_head_dim": 64}, "copied_head_dim is 64; supported: None, 192, 128"),
+        ({"topk": 4}, "topk is 4; supported with dense_prefill_backward: None"),
+        ({"h_kv": 3}, "h_kv is 3 with h_q 8"),
+        ({"op": "dense_prefill"}, "total_q is 300; supported with dense_prefill: None"),
+        ({"op": "dense_decode", "total_q": None, "copied_head_dim": 192}, "copied_head_dim is 192; supported with dense_decode: None"),
+    ],
+)
+def test_workspace_size(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
+    shape = {"op": "dense_prefill_backward", "batch": 2, "s_q": 290, "h_q": 8, "h_kv": 2, "total_q": 300, "device": "cpu"}
+    with pytest.raises(ValueError, match=said):
+        cute_mla.workspace_size(**{**shape, **change})
