@@ -50,18 +50,31 @@ MERGED_LSE = Tolerance(2e-6, 1e-6, 1e-12)  # fp32 throughout
 
 @dataclass(frozen=True)
 class Comparison:
-    """Outcome of a comparison. max_abs and cos_diff cover elements that are finite on both sides; reason is empty if passed."""
+    """Outcome of a comparison. max_abs, norm and cos_diff cover elements that are finite on both sides; reason is empty if passed.
+
+    max_abs, norm: largest error of an element, and the root of the sum of all errors' squares.
+    """
 
     passed: bool
     max_abs: float
+    norm: float
     cos_diff: float
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class ErrorLimit:
+    """The largest error that is allowed of an element, and the largest norm of the errors of all."""
+
+    largest: float
+    norm: float = math.inf
 
 
 def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -> Comparison:
     """Compare a result with its reference, of any float dtypes. The reason begins with `name`."""
     if actual.shape != expected.shape:
-        return Comparison(False, float("nan"), float("nan"), f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        nan = float("nan")
+        return Comparison(False, nan, nan, nan, f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     actual, expected = actual.double(), expected.double()
     errors = [_misplaced(name, actual, expected)]
     finite = actual.isfinite() & expected.isfinite()
@@ -74,15 +87,20 @@ def compare(name: str, actual: Tensor, expected: Tensor, tolerance: Tolerance) -
         errors.append(f"{name}: cosine difference {cos_diff:.3g} exceeds {tolerance.cos_tol:.3g}")
     reason = "; ".join(filter(None, errors))
     max_abs = error.max().item() if error.numel() else 0.0
-    return Comparison(not reason, max_abs, cos_diff, reason)
+    return Comparison(not reason, max_abs, error.norm().item(), cos_diff, reason)
 
 
-def with_error_limit(name: str, comparison: Comparison, limit: float) -> Comparison:
-    """Return the comparison, failed if its largest error exceeds the limit."""
-    if not comparison.max_abs > limit:
+def with_error_limit(name: str, comparison: Comparison, limit: ErrorLimit | None) -> Comparison:
+    """Return the comparison, failed if its errors exceed the limit."""
+    if limit is None:
         return comparison
-    fault = f"{name}: largest error {comparison.max_abs:.3g} exceeds {limit:.3g}"
-    return replace(comparison, passed=False, reason="; ".join(filter(None, [comparison.reason, fault])))
+    faults = [
+        f"{name}: {what} {error:.3g} exceeds {most:.3g}"
+        for what, error, most in (("largest error", comparison.max_abs, limit.largest), ("norm of errors", comparison.norm, limit.norm))
+        if error > most
+    ]
+    reason = "; ".join(filter(None, [comparison.reason, *faults]))
+    return replace(comparison, passed=not reason, reason=reason)
 
 
 def cosine_difference(x: Tensor, y: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from ..reference import sequence_rows, visible_keys
 from .cases.dense_prefill import DensePrefillCase, DensePrefillTensors
 from .cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
+from .compare import ErrorLimit
 
 _FACTOR = 2.0
 _NUDGE = 0.3  # added and subtracted again, to measure the error of rounding alone
@@ -57,24 +59,31 @@ def _over_groups(gradient: Tensor, case: DensePrefillBackwardCase) -> Tensor:
     return gradient.unflatten(0, (case.h_kv, case.group)).sum(dim=1).transpose(0, 1)
 
 
-def gradient_limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
-    """Return by name of a gradient the largest allowed error of an element."""
+def gradient_limits(
+    case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]
+) -> dict[str, ErrorLimit]:
+    """Return the limits of the gradients by name: of an element, and of all together, which random errors do not widen."""
     coarse = low_precision_gradients(case, tensors)
-    return {name: _limit(low, gradient) for name, low, gradient in zip(("dq", "dk", "dv"), coarse, expected, strict=True)}
+    pairs = zip(("dq", "dk", "dv"), coarse, expected, strict=True)
+    return {name: ErrorLimit(_limit(low, gradient, _largest), _limit(low, gradient, _norm)) for name, low, gradient in pairs}
 
 
-def error_limits(case: DensePrefillCase, tensors: DensePrefillTensors, expected: tuple[Tensor, ...]) -> dict[str, float]:
-    """Return by name of a result the largest allowed error of an element."""
-    return {"out": _limit(low_precision_attention(case, tensors), expected[0])}
+def error_limits(case: DensePrefillCase, tensors: DensePrefillTensors, expected: tuple[Tensor, ...]) -> dict[str, ErrorLimit]:
+    """Return the limit of out, of an element."""
+    return {"out": ErrorLimit(_limit(low_precision_attention(case, tensors), expected[0], _largest))}
 
 
-def _limit(coarse: Tensor, expected: Tensor) -> float:
-    """Return the limit, given the result of plain torch in the element type."""
-    rounding = _largest(expected + _NUDGE - _NUDGE - expected)
-    return _FACTOR * _largest(coarse.float() - expected) + _FACTOR * rounding
+def _limit(coarse: Tensor, expected: Tensor, size: Callable[[Tensor], float]) -> float:
+    """Return the limit of the size of errors, given the result of plain torch in the element type."""
+    return _FACTOR * size(coarse.float() - expected) + _FACTOR * size(expected + _NUDGE - _NUDGE - expected)
 
 
 def _largest(error: Tensor) -> float:
     """Return the largest magnitude among the finite elements."""
     finite = error[error.isfinite()].abs()
     return finite.max().item() if finite.numel() else 0.0
+
+
+def _norm(error: Tensor) -> float:
+    """Return the norm of the finite elements."""
+    return error[error.isfinite()].double().norm().item()

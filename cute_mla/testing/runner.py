@@ -31,7 +31,7 @@ from ..runtime.errors import ArtifactError
 from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer
-from .compare import Comparison, Tolerance, compare, same_bits, with_error_limit
+from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
 
@@ -128,10 +128,10 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Expected:
-    """Results of the reference, and by name of a result the largest allowed error of an element, if it has such a limit."""
+    """Results of the reference, and by name of a result the limit of its errors, if it has one."""
 
     results: Result
-    limits: Mapping[str, float]
+    limits: Mapping[str, ErrorLimit]
 
 
 def _expected(case: BaseCase, tensors: Operands) -> _Expected:
@@ -353,7 +353,7 @@ def _compared(case: BaseCase, outcome: _Outcome, expected: _Expected) -> dict[st
     """Compare each result with the reference."""
     pairs = zip(operation(case).results.items(), outcome.results, expected.results, strict=True)
     compared = {name: compare(name, actual, correct, tolerance) for (name, tolerance), actual, correct in pairs}
-    return {name: with_error_limit(name, comparison, expected.limits.get(name, math.inf)) for name, comparison in compared.items()}
+    return {name: with_error_limit(name, comparison, expected.limits.get(name)) for name, comparison in compared.items()}
 
 
 def _judge(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE, compare, cosine_difference, same_bits
+from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE, NO_BOUND, ErrorLimit, compare, cosine_difference, same_bits, with_error_limit
 
 
 @pytest.fixture
@@ -114,3 +114,19 @@ def test_same_bits_tells_what_equality_does_not() -> None:
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not same_bits(torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.bfloat16))
     assert not same_bits(torch.ones(2, 1), torch.ones(1, 2))
+
+
+def test_limits_of_errors(expected: Tensor) -> None:
+    """An error in every element has a great norm, one in a single element is large."""
+    single = expected.clone()
+    single[2, 1, 5, 300] += 0.1
+    for actual, limit, fault in (
+        (expected + 0.01, ErrorLimit(0.02, 1.0), "out: norm of errors 1.81 exceeds 1"),
+        (single, ErrorLimit(0.02, 1.0), "out: largest error 0.1 exceeds 0.02"),
+        (single + 0.01, ErrorLimit(0.02, 1.0), "out: largest error 0.11 exceeds 0.02; out: norm of errors 1.81 exceeds 1"),
+        (single, ErrorLimit(0.2, 1.0), ""),
+        (expected + 0.01, ErrorLimit(0.02), ""),
+        (expected + 0.01, None, ""),
+    ):
+        result = with_error_limit("out", compare("out", actual, expected, NO_BOUND), limit)
+        assert (result.passed, result.reason) == (not fault, fault)

@@ -16,6 +16,7 @@ from ..cases.dense_prefill_backward import (
     make_dense_prefill_backward_tensors,
     without_left_out,
 )
+from ..compare import ErrorLimit
 from ..low_precision import gradient_limits
 from .operation import Operation, Result, output_argument
 
@@ -62,7 +63,7 @@ def _reference(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTens
     return dq, dk, dv
 
 
-def _limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: Result) -> dict[str, float]:
+def _limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: Result) -> dict[str, ErrorLimit]:
     return gradient_limits(case, without_left_out(case, tensors), expected)
 
 

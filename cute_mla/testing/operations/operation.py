@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..cases.base import BaseCase
 from ..cases.tensors import Operands
-from ..compare import Tolerance
+from ..compare import ErrorLimit, Tolerance
 
 Result = tuple[Tensor, ...]
 
@@ -25,7 +25,7 @@ def _no_workspace(case: Any, tensors: Any) -> int:
     return 0
 
 
-def _no_limits(case: Any, tensors: Any, expected: Result) -> Mapping[str, float]:
+def _no_limits(case: Any, tensors: Any, expected: Result) -> Mapping[str, ErrorLimit]:
     return {}
 
 
@@ -40,8 +40,8 @@ class Operation:
     results: by name, in the order of call and reference, the tolerance of each result; `operation` sets it for a case.
     workspace_bytes(case, tensors): exactly what the call needs. results_of(case, arguments, returned): the results after the function
         has returned.
-    limits(case, tensors, results of the reference): by name of a result, the largest allowed error of an element, for ops that have
-        such a limit besides the tolerances.
+    limits(case, tensors, results of the reference): by name of a result, the limit of its errors, for ops that have one besides the
+        tolerances.
     """
 
     make_tensors: Callable[[Any, str | torch.device], Any]
@@ -51,7 +51,7 @@ class Operation:
     results: Mapping[str, Tolerance] = field(default_factory=dict)
     workspace_bytes: Callable[[Any, Any], int] = _no_workspace
     results_of: Callable[[Any, Mapping[str, Any], Any], Result] = _as_tuple
-    limits: Callable[[Any, Any, Result], Mapping[str, float]] = _no_limits
+    limits: Callable[[Any, Any, Result], Mapping[str, ErrorLimit]] = _no_limits
 
     def call(self, case: Any, tensors: Any, workspace: Tensor | None) -> Result:
         """Call the public function with the operands of the case; return its results."""
