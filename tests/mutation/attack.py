@@ -8,17 +8,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from cute_mla.manifest import KernelEntry
+from cute_mla.manifest import KernelEntry, kernel_name
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import SimulationError
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
-from cute_mla.testing.suites import OPS, suite
+from cute_mla.testing.suites import suite
 from tests.mutation.bench import ShippedBits, call_of
 from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
-from tests.mutation.smoke import HELPERS, ROUND_ROBIN
+from tests.mutation.smoke import CALLERS, ROUND_ROBIN, ops_of
 from tests.mutation.verdicts import EQUAL, EXPLAINED, Verdict
 
 MOST_TILES = 16  # of a call: many small calls meet more values than a few large ones
@@ -49,7 +49,7 @@ def drawn(verdicts: Sequence[Verdict], number: int, seed: int) -> list[Verdict]:
 def calls(kernel: KernelEntry, draw: random.Random) -> Iterator[BaseCase]:
     """Yield cases that may launch a kernel: values of fields from all cases of the full suite, in new combinations, and other lengths."""
     arch = ARCHS[kernel.arch]
-    ops = [op for op in OPS if op == kernel.op or (kernel.op in HELPERS and op.endswith("decode"))]
+    ops = ops_of(kernel)
     pools = {op: [entry.case for entry in suite("full", op, simulated=True) if entry.mode != "skipped"] for op in ops}
     small = {op: [case for case in pool if case.tiles <= MOST_TILES] for op, pool in pools.items()}
     while True:
@@ -65,8 +65,8 @@ def calls(kernel: KernelEntry, draw: random.Random) -> Iterator[BaseCase]:
         changes["seed"] = draw.randrange(1 << 16)
         try:
             case = replace(base, **changes)
-            serving = load_artifacts().entry(case.op, arch.name, case.problem(arch).config.name)
-            if case.tiles <= MOST_TILES and (kernel.op in HELPERS or serving.name == kernel.name):
+            serving = kernel_name(case.op, arch.name, case.problem(arch).config.name)
+            if case.tiles <= MOST_TILES and (kernel.op in CALLERS or serving == kernel.name):
                 yield case
         except (ValueError, KeyError, TypeError, IndexError, ArithmeticError):
             continue  # values that exclude each other

@@ -120,7 +120,7 @@ def limited_time(seconds: float = CPU_SECONDS) -> Iterator[None]:
 
 def kernel_of(case: BaseCase, arch: Arch) -> KernelEntry:
     """Return the built kernel that serves a case."""
-    return load_artifacts().entry(case.op, arch.name, case.problem(arch).config.name)
+    return load_artifacts().entry(case.kernel_op, arch.name, case.problem(arch).config.name)
 
 
 def run_with(ptx: str, case: BaseCase, arch: Arch, schedules: Sequence[Schedule]) -> list[Record]:

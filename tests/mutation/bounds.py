@@ -10,6 +10,8 @@ from cute_mla.spec import (
     combine,
     dense_decode,
     dense_prefill,
+    dense_prefill_dkdv,
+    dense_prefill_dq,
     merge_states,
     sparse_decode,
     sparse_prefill,
@@ -19,10 +21,11 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.cache_rows import KEYS_PER_BLOCK
 from tests.mutation.ranges import Range
 
-_PARAMS = {
-    module.__name__.rpartition(".")[2]: module.PARAMS
-    for module in (cache_gather, cache_write, combine, dense_decode, dense_prefill, merge_states, sparse_decode, sparse_prefill, split_plan)
-}
+_MODULES = (
+    *(cache_gather, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
+    *(merge_states, sparse_decode, sparse_prefill, split_plan),
+)
+_PARAMS = {module.__name__.rpartition(".")[2]: module.PARAMS for module in _MODULES}
 _MOST = (1 << 31) - 1
 _COUNT = (0, _MOST)  # sizes of tensors, and what is computed of them; neither they nor strides are negative
 _KINDS = {ParamKind.INT32: _COUNT, ParamKind.INT64: (0, 1 << 62), ParamKind.POINTER: (0, 1 << 57)}
@@ -37,7 +40,7 @@ _BLOCKS = {  # most CTAs in x
     "sparse_decode": _HEADS_OF_LATENT // _TILE_ROWS,
 }
 MOST_CTAS = 16  # of a cluster
-_FLAGS = ("causal", "wide_slots", "power_of_two")
+_FLAGS = ("aligned", "causal", "wide_slots", "power_of_two")
 _POSITIVE = ("s_q", "h_q", "heads_per_kv", "page_size", "states", "heads")  # a call without rows or keys is not launched
 
 
@@ -64,7 +67,7 @@ def parameter_names(kernel: KernelEntry, entry: EntryText) -> dict[str, str]:
 def _parameter(op: str, name: str, general: Range) -> Range:
     if name in _FLAGS:
         return 0, 1
-    if name in ("h_q", "heads_per_kv") and op != "dense_prefill":
+    if name in ("h_q", "heads_per_kv") and not op.startswith("dense_prefill"):
         return 1, _HEADS_OF_LATENT
     if name == "batch" and op in (*_TOKENS, "combine"):
         return 0, _REQUESTS

@@ -12,6 +12,7 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
@@ -29,6 +30,9 @@ FEW = replace(TOKENS, s_q=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))
 # so many items that every ring of them is gone round, those of a second block of rows, too
 MANY = replace(PREFILL, lengths=((5, 64), (140, 100), (0, 3), (130, 140)) * 2)
 
+# of the backward pass: rows and keys enough to go round the rings of either kernel
+GRADIENTS = DensePrefillBackwardCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), group=2, causal=True, outputs="given")
+
 CASES: dict[str, tuple[BaseCase, ...]] = {
     "dense_decode": (DENSE, RISING, GAPS),
     "sparse_decode": (
@@ -39,6 +43,8 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     ),
     "sparse_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (576, 512) for case in (TOKENS, replace(TOKENS, values="rising"), FEW)),
     "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
+    "dense_prefill_dq": tuple(replace(GRADIENTS, d_qk=d_qk) for d_qk in (192, 128)),
+    "dense_prefill_dkdv": tuple(replace(GRADIENTS, d_qk=d_qk) for d_qk in (192, 128)),
     "combine": (SPLIT,),
     "split_plan": (SPLIT, PARTS, WHOLE),
     "merge_states": (MergeStatesCase(states=3, tokens=3, h_q=9, outputs="given"),),

@@ -19,7 +19,16 @@ from tests.mutation.sites import Mutation
 
 ROUND_ROBIN = Schedule("round_robin", 0)
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
-HELPERS = ("split_plan", "combine")  # launched by calls of the decode ops
+_DECODE = ("dense_decode", "sparse_decode")
+CALLERS = {  # of kernels that have no call of their own: the ops whose calls launch them
+    **dict.fromkeys(("split_plan", "combine"), _DECODE),
+    **dict.fromkeys(("dense_prefill_dq", "dense_prefill_dkdv"), ("dense_prefill_backward",)),
+}
+
+
+def ops_of(kernel: KernelEntry) -> list[str]:
+    """Return the ops whose calls launch a kernel."""
+    return [op for op in OPS if op in CALLERS.get(kernel.op, (kernel.op,))]
 
 
 def _run(case: BaseCase, kernel: KernelEntry) -> Record:
@@ -78,11 +87,10 @@ class SmokeSubject:
     def cases(self, suite_name: str) -> Iterator[BaseCase]:
         """Yield the cases of the suite that may launch the kernel."""
         arch = ARCHS[self.kernel.arch]
-        ops = [op for op in OPS if op == self.kernel.op or (self.kernel.op in HELPERS and op.endswith("decode"))]
-        for case in [entry.case for op in ops for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]:
-            config = case.problem(arch).config.name
-            if case.op != self.kernel.op or load_artifacts().entry(case.op, arch.name, config).name == self.kernel.name:
-                yield case
+        for op in ops_of(self.kernel):
+            for case in [entry.case for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]:
+                if op != self.kernel.op or load_artifacts().entry(op, arch.name, case.problem(arch).config.name).name == self.kernel.name:
+                    yield case
 
     def _trials(self, cases: Sequence[BaseCase]) -> Iterator[SmokeTrial]:
         """Run the kernel as it ships; yield the cases that launch it."""

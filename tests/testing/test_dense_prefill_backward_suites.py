@@ -45,6 +45,8 @@ CONTRACT: dict[str, Callable[[DensePrefillBackwardCase], bool]] = {
     "keys before the rows": lambda case: case.causal and any(s_k > s_q > 0 for s_q, s_k in case.lengths),
     "tokens of no sequence": lambda case: case.ends == "margins" and case.outputs != "allocated",
     "NaN in neighbours": lambda case: case.neighbours == "nan" and len(case.lengths) > 1,
+    "rows with an infinite lse that see keys": lambda case: case.holes,
+    "rows that are left out": lambda case: len(case.left_out) > 0,
     "grouped heads": lambda case: case.group > 1 and case.h_kv > 1,
     "many short sequences": lambda case: len(case.lengths) > 64,
     "several items a CTA": lambda case: case.dq_problem(SM90).items > 2 * (case.sm_count or SM90.sm_count),

@@ -31,6 +31,7 @@ class DensePrefillBackwardCase(DensePrefillCase):
     ends: "margins": also keys of no sequence only if the caller passes results.
     longest: what the call says the longest sequence has in query tokens, a number of whole work items; None: the truth. Rows beyond it are
         left out: they get no gradient, give none, and are NaN in q, dout, out and lse.
+    holes: whether every third row of q has an infinite lse, though it sees keys, and an out of NaN.
     """
 
     op: ClassVar[str] = "dense_prefill_backward"
@@ -38,12 +39,14 @@ class DensePrefillBackwardCase(DensePrefillCase):
         "dout_layout": lambda layout: f"dout_{layout}",
         "saved": lambda saved: f"saved_{saved}",
         "longest": lambda longest: f"longest{longest}",
+        "holes": lambda holes: "holes",
         **DensePrefillCase.tags,
     }
 
     dout_layout: DoutLayout = "packed"
     saved: Outputs = "given"
     longest: int | None = None
+    holes: bool = False
 
     @property
     def max_seqlen_q(self) -> int:
@@ -104,6 +107,8 @@ def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: 
     saved_lse = fp32_buffer(case.saved, Fp32Result(rows, 1, 2), device).tensor[0].copy_(lse)
     buffers = _output_buffers(case, inputs, device)
     tensors = DensePrefillBackwardTensors(**inputs, dout=_dout(case, device), out=saved_out, lse=saved_lse, output_buffers=buffers)
+    if case.holes:
+        tensors.lse[::3], tensors.out[::3] = empty_lse, math.nan
     if case.longest is not None:
         for tensor in (tensors.q, tensors.dout, tensors.out, tensors.lse):
             tensor[case.left_out] = math.nan

@@ -28,11 +28,13 @@ from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
 from cute_mla.testing.cases.tensors import OutputBuffer
 from cute_mla.testing.operations import operation
 from tests.support.bench import Bench, Result, expect
+from tests.support.dq_case import DqCase
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
 FEW_HEADS, MANY_HEADS = 5, 128  # of which a CTA has one tile of rows, and two CTAs one each
@@ -242,6 +244,29 @@ def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Re
     return tuple(result[first:end] for result in results)
 
 
+def _gradient_cases(kind: type[DensePrefillBackwardCase], layouts: Sequence[str]) -> tuple[DensePrefillBackwardCase, ...]:
+    return tuple(
+        kind(
+            dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
+            sm_count=2,
+        )
+        for dtype, d_qk, layout in product(DTYPES, DENSE_HEAD_DIMS, layouts)
+    )  # fmt: skip
+
+
+def _gradient_taken(case: DensePrefillBackwardCase, operands: DensePrefillBackwardTensors, picks: Picks, moved: bool) -> Call:
+    """Take requests of a call, as _varlen_taken does."""
+    call, own = _varlen_taken(case, operands, picks, moved)
+    rows = [row for pick in picks for row in range(case.q_starts[pick], case.q_starts[pick] + case.lengths[pick][0])]
+    of_rows = {name: getattr(operands, name)[rows] for name in ("dout", "out", "lse")}
+    return call, DensePrefillBackwardTensors(own.q, own.k, own.v, own.cu_seqlens_q, own.cu_seqlens_k, **of_rows)
+
+
+def _gradient_of(operands: DensePrefillBackwardTensors, results: Result, place: int) -> Result:
+    (first, end), (first_key, end_key) = (ends[place : place + 2].tolist() for ends in (operands.cu_seqlens_q, operands.cu_seqlens_k))
+    return results[0][first:end], results[1][first_key:end_key], results[2][first_key:end_key]
+
+
 def at(q: Tensor, picks: Picks) -> Tensor:
     """Return rows of q along its first dimension, in this order, whose rows of elements lie as far apart and as aligned as they did."""
     apart = q.stride(-2) if q.numel() else q.shape[-1]
@@ -308,6 +333,8 @@ COMPUTING: dict[str, Contract] = {
     "sparse_decode": SPARSE,
     "sparse_prefill": Contract(_PREFILL_CASES, _prefill_taken, _prefill_of),
     "dense_prefill": Contract(_VARLEN_CASES, _varlen_taken, _varlen_of),
+    "dense_prefill_dq": Contract(_gradient_cases(DqCase, LAYOUTS), _gradient_taken, _gradient_of),
+    "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase, ("packed",)), _gradient_taken, _gradient_of),
     "merge_states": Contract(
         tuple(ConfigCase(MergeStatesConfig(*config)) for config in product(DTYPES, MERGED_HEAD_DIMS)),
         _merge_taken,

@@ -157,6 +157,16 @@ def test_no_offsets_lead_outside(bench: Bench, offsets: tuple[int, int, int]) ->
         assert dq.shape == (131, 1, 192)
 
 
+def test_sequences_that_share_keys_are_a_race(bench: Bench) -> None:
+    """Offsets that go back give two CTAs the same rows of dk and dv: nothing adds up in global memory, and the simulator says so."""
+    case = replace(SMALL, lengths=((20, 90), (0, 0), (9, 50)), outputs="given", sm_count=3)
+    tensors = make_dense_prefill_backward_tensors(case)
+    shared = torch.tensor([0, 90, 40, 90], dtype=torch.int32)
+    _, findings = bench.collect(case, replace(tensors, cu_seqlens_k=shared))
+    assert {finding.kind for finding in findings} == {"race"}
+    assert {name for name in ("'dk'", "'dv'") if any(name in str(finding) for finding in findings)} == {"'dk'", "'dv'"}
+
+
 @pytest.mark.parametrize("lengths", [(), ((0, 0),), ((0, 5),), ((5, 0),), ((0, 0), (0, 3), (2, 0))])
 def test_no_queries_or_no_keys(bench: Bench, lengths: tuple[tuple[int, int], ...]) -> None:
     for gradient in bench.run(replace(SMALL, lengths=lengths)):

@@ -1,0 +1,70 @@
+"""Bugs in dK and dV of dense prefill for Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cute_mla.spec.arch import SM90
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from tests.mutation.planted import patterns as ptx
+from tests.mutation.planting import Suite, alone, each, planted, together
+
+# One CTA walks items of six row tiles, of two and of none, in rings of three; keys that no row sees.
+WALK = DensePrefillBackwardCase(
+    lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), group=2, causal=True, outputs="given", sm_count=1
+)
+FULL = replace(WALK, causal=False)
+SAID = replace(WALK, lengths=((150, 70), (3, 65)), longest=128)
+HEADS = replace(WALK, lengths=((70, 70), (3, 65)), h_kv=2, sm_count=4)  # a CTA for every item
+ELEMENTS = replace(WALK, outputs="odd")
+
+# In the order of the PTX.
+WAITS = (
+    "query_free", "query_landed", "slope_free", "slope_landed", "key_free", "key_free of the end", "first key_ready", "query_ready",
+    "slope_ready", "key_ready",
+)  # fmt: skip
+ARRIVALS = (
+    "query_ready", "slope_ready", "key_ready without rows", "key_ready of the end", "query_free", "slope_free", "key_free",
+    "key_free without rows",
+)  # fmt: skip
+TURNS = r"bar\.arrive\s+%r\d+, 256;"
+COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
+MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
+POSTED = r"st\.shared\.v2\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+)\};"  # KV head and first key; tiles and hidden rows
+
+SUITE = Suite(
+    SM90,
+    {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS},
+    (
+        *(
+            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, name in enumerate(WAITS)
+        ),
+        *(
+            planted(f"missing arrival: {name}", WALK, ptx.ARRIVALS, "", alone(index), count=len(ARRIVALS))
+            for index, name in enumerate(ARRIVALS)
+        ),
+        planted("turn not passed on", WALK, TURNS),
+        planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;"),
+        *(
+            planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=4)
+            for index, name in enumerate(("dV and dK of the tile before", "S", "dP", "dV and dK of the last tile"))
+        ),
+        # Not the one before dP: that before S lies behind all that was written to its registers.
+        planted("missing fence", WALK, r"wgmma\.fence\.sync\.aligned;", "", alone(0, 2), count=3),
+        # P and dS are 0 there, and 0 times NaN is NaN.
+        planted("rows past the end not cleared", FULL, ptx.ZERO_STORES, "", together),
+        planted("statistics past the end not cleared", FULL, r"st\.shared\.b32 [^;]*;", "", together),
+        planted("missing proxy fence after clearing", FULL, ptx.PROXY_FENCES, "", each, count=2),
+        planted("too few bytes", WALK, ptx.EXPECTED_BYTES, r"\g<1>512;"),
+        planted("no mask", WALK, MASKS, r"mov.b32 \1, \2;", together),
+        planted("first mask missing", WALK, MASKS, r"mov.b32 \1, \2;", alone(0)),
+        planted("dK not scaled", WALK, r"ld\.param\.b32 (\s*%r\d+), \[\w+_param_13\];", r"mov.b32 \1, 0x3F800000;"),
+        planted("rows without statistics", SAID, r"ld\.param\.b32 (\s*%r\d+), \[\w+_param_20\];", r"mov.b32 \1, 0x7FFFFFFF;", together),
+        # Two CTAs then write the rows of dK and dV of the first head, as if they added up there.
+        planted("dK and dV of all heads in one place", HEADS, POSTED, r"st.shared.v2.b32 \1, {0, \3};", alone(0), count=2),
+        planted("keys of all items in one place", WALK, POSTED, r"st.shared.v2.b32 \1, {\2, 0};", alone(0)),
+        planted("rows not masked by their place", WALK, POSTED, r"st.shared.v2.b32 \1, {\2, 0};", alone(-1)),
+        planted("elements of rows of dV", ELEMENTS, r"st\.global\.b16 [^;]*;", "", alone(0, -1)),
+    ),
+)
