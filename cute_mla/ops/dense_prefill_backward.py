@@ -140,12 +140,11 @@ def run(
     call = check(operands, options, results)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
-    for name in ("k", "v", "workspace"):
-        tensor = {**operands._asdict(), "workspace": workspace}[name]
-        if tensor is not None:
-            check_address(name, tensor.data_ptr(), TMA_ALIGNMENT)
+    for name, tensor in (("k", k), ("v", v)):
+        check_address(name, tensor.data_ptr(), TMA_ALIGNMENT)
     if workspace is not None:
         check_workspace(workspace, launch_plan.workspace.nbytes, q.device, _OP)
+        check_address("workspace", workspace.data_ptr(), TMA_ALIGNMENT)
     check_no_overlap(results._asdict(), operands._asdict())
     # Kernels leave rows of no sequence alone, and a gradient must not be garbage there.
     dq, dk, dv = (tensor.new_zeros(tensor.shape) if given is None else given for tensor, given in ((q, dq), (k, dk), (v, dv)))

@@ -10,6 +10,7 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 
@@ -98,7 +99,10 @@ class PlainCase:
     arguments: tuple[tuple[str, Any], ...] = ()
 
 
-_LIBRARY = (DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, CacheWriteCase, CacheGatherCase)
+_LIBRARY = (
+    *(DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, DensePrefillBackwardCase),
+    *(CacheWriteCase, CacheGatherCase),
+)
 _OWN = (MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)
 
 AnyCase = Any  # one of these

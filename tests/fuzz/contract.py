@@ -373,25 +373,18 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     return c.faults
 
 
-def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
-    """Return the faulty arguments of flash_attn_varlen_func."""
-    c = Contract(arguments)
-    c.numbers(
-        dropout_p=lambda value: not isinstance(value, bool) and isinstance(value, Real) and value == 0,
-        softmax_scale=is_optional(is_scale),
-        empty_lse=is_empty_lse,
-        **dict.fromkeys(("causal", "deterministic", "is_varlen"), is_flag),
-    )
+def _varlen(c: Contract) -> Tensor | None:
+    """Check what forward and backward have in common. Return q, None if there is no telling what the rest should be."""
     for name in ("max_seqlen_qo", "max_seqlen_kv"):
         c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     q = c.tensor("q", *WIDE)
     if q is None or not c.require(q.dim() == 3 and q.shape[-1] in (192, 128) and q.shape[1] >= 1, "q"):
-        return c.faults
+        return None
     c.last_contiguous("q", q)
     k, v = c.tensor("k", q.dtype), c.tensor("v", q.dtype)
     if k is None or v is None:
         c.faults.add("q")
-        return c.faults
+        return None
     if c.shaped("k", k, None, None, q.shape[2]):
         c.require(k.shape[1] >= 1 and q.shape[1] % max(k.shape[1], 1) == 0, "q", "k")
         c.shaped("v", v, *k.shape[:2], 128, beside="k")
@@ -407,11 +400,67 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
         c.counts("cu_seqlens_kv", (len(ends),))
         if "cu_seqlens_kv" in c.faults:
             c.faults.add("cu_seqlens_qo")
+    return q
+
+
+def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Return the faulty arguments of flash_attn_varlen_func."""
+    c = Contract(arguments)
+    c.numbers(
+        dropout_p=lambda value: not isinstance(value, bool) and isinstance(value, Real) and value == 0,
+        softmax_scale=is_optional(is_scale),
+        empty_lse=is_empty_lse,
+        **dict.fromkeys(("causal", "deterministic", "is_varlen"), is_flag),
+    )
+    q = _varlen(c)
+    if q is None:
+        return c.faults
     c.output("out", (*q.shape[:2], 128), (q.dtype,), last=True)
     c.output("lse", tuple(q.shape[:2]), (torch.float32,))
     c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "out", "lse")
     c.apart(("out", "lse"))
     return c.faults
+
+
+def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int]) -> set[str]:
+    """Return the faulty arguments of flash_attn_varlen_backward. workspace(..): bytes, as workspace_size."""
+    c = Contract(arguments)
+    c.numbers(softmax_scale=is_optional(is_scale), **dict.fromkeys(("causal", "deterministic"), is_flag))
+    q = _varlen(c)
+    if q is None:
+        return c.faults
+    for name in ("dout", "out"):
+        rows = c.tensor(name, q.dtype)
+        if rows is None:
+            c.faults.add("q")
+        elif c.shaped(name, rows, *q.shape[:2], 128):
+            c.last_contiguous(name, rows)
+    c.shaped("lse", c.tensor("lse", torch.float32), *q.shape[:2])
+    if c.faults:
+        return c.faults
+    k, v = c.arguments["k"], c.arguments["v"]
+    for name, like in (("dq", q), ("dk", k), ("dv", v)):
+        c.output(name, tuple(like.shape), (q.dtype,), last=True)
+    given = c.tensor("workspace", optional=True)
+    if given is not None and c.require(given.is_contiguous(), "workspace") and not c.faults:
+        shape = {"batch": len(c.arguments["cu_seqlens_qo"]) - 1, "s_q": int(c.arguments["max_seqlen_qo"]), "h_q": q.shape[1]}
+        copied = q.shape[2] if _copies(c) else None
+        size = workspace("dense_prefill_backward", **shape, h_kv=k.shape[1], total_q=len(q), copied_head_dim=copied, device="cpu")
+        c.require(given.nbytes >= size, "workspace")
+        c.require(given.device.type == "meta" or given.data_ptr() % 16 == 0, "workspace")
+    c.same_device(q, "dout", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "dq", "dk", "dv", "workspace")
+    c.apart(("dq", "dk", "dv", "workspace"))
+    return c.faults
+
+
+def _copies(c: Contract) -> bool:
+    """Return whether rows that are copied to the workspace begin anywhere but at multiples of 16 bytes, or cannot be told by TMA."""
+    tensors = [c.arguments[name] for name in ("q", "dout", "out", "dq") if c.get(name) is not None]
+    strides = [stride for tensor in tensors for stride in byte_strides(tensor, 0, 1)]
+    loaded = [stride for name in ("q", "dout") for stride in byte_strides(c.arguments[name], 0, 1)]
+    return any(number % 16 for number in (*strides, *(tensor.data_ptr() for tensor in tensors))) or any(
+        not 0 < stride < 1 << 40 for stride in loaded
+    )
 
 
 def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set[str]]:

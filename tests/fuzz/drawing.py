@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,6 +13,7 @@ from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_indices import Lengths
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
@@ -57,6 +58,7 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
         "dense_prefill": dense_prefill_cases(),
         "dense_prefill_kvpacked": dense_prefill_cases(),
         "dense_prefill_qkvpacked": dense_prefill_cases(packed=True),
+        "dense_prefill_backward": backward_cases(),
         "merge_states": merge_cases(),
         "get_mla_metadata": plan_cases(),
         "write_kv_cache": write_cases(),
@@ -214,6 +216,19 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
         kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
     )
     return case if case.tiles <= 2 * TILES else replace(case, h_kv=1, group=1, lengths=case.lengths[:1])
+
+
+@st.composite
+def backward_cases(draw: st.DrawFn) -> DensePrefillBackwardCase:
+    """Draw the gradients of a call of dense prefill."""
+    forward = draw(dense_prefill_cases())
+    layouts = st.sampled_from(("packed", "sliced", "odd", "heads_first", "one"))
+    return DensePrefillBackwardCase(
+        **{field.name: getattr(forward, field.name) for field in fields(forward)},
+        dout_layout=draw(layouts),
+        saved=draw(st.sampled_from(("given", "strided", "odd"))),
+        holes=draw(st.booleans()),
+    )
 
 
 @st.composite

@@ -218,7 +218,8 @@ def _in_place(call: FuzzCall) -> bool:
 
 
 def _written(arguments: Arguments) -> list[Tensor]:
-    names = ("out", "lse", "max_logits", "workspace", *(("k_cache",) if "kv_c" in arguments else ()))
+    results = ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits")  # the backward pass reads out and lse
+    names = (*results, "workspace", *(("k_cache",) if "kv_c" in arguments else ()))
     return [value for name in names if isinstance(value := arguments.get(name), Tensor)]
 
 

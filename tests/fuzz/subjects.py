@@ -20,9 +20,11 @@ from cute_mla.spec.dense_decode import num_parts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import (
     DENSE_DECODE_OUT,
+    DENSE_PREFILL_GRADIENT,
     DENSE_PREFILL_OUT,
     FP8_DENSE_OUT,
     LSE,
+    NO_BOUND,
     PREFILL_LSE,
     SPARSE_DECODE_OUT,
     SPARSE_PREFILL_OUT,
@@ -229,6 +231,37 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
+def _backward_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    """Return the faulty arguments; with them the architecture, if it has no kernels."""
+    with RecordingDevice(ARCHS[setting.arch], setting.sm_count).active():
+        faults = contract.backward_faults(arguments, cute_mla.workspace_size)
+    return faults if cute_mla.is_supported("dense_prefill_backward", setting.arch)[0] else {*faults, "arch"}
+
+
+def _expect_backward(arguments: Arguments, setting: Setting) -> Verify:
+    """Expect gradients of out and lse that belong to the operands; of others anything."""
+    forward = {"out": None, "empty_lse": math.inf, **{name: arguments[name] for name in arguments if name not in ("dout", "out", "lse")}}
+    if _expect_dense_prefill(forward, setting) is anything:
+        return anything
+    q, k, v, lse = (arguments[name] for name in ("q", "k", "v", "lse"))
+    ends = (arguments["cu_seqlens_qo"], arguments["cu_seqlens_kv"])
+    scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
+    causal = bool(arguments["causal"])
+    keys = ends[1].clamp(0, len(k)).diff()
+    if (keys < 0).any() or (keys > arguments["max_seqlen_kv"]).any():
+        return anything
+    _, true_lse = reference.dense_prefill(q, k, v, *ends, scale, causal, math.inf)
+    known = lse.isfinite() & true_lse.isfinite()
+    if ((lse - true_lse)[known].abs() > 1e-3).any() or (lse.isnan() != true_lse.isnan())[~true_lse.isnan()].any():
+        return anything
+    expected = reference.dense_prefill_backward(arguments["dout"], q, k, v, lse, ends, scale, causal)
+    for name, gradient, starts in zip(("dq", "dk", "dv"), expected, (ends[0], *ends[1:] * 2), strict=True):
+        if arguments.get(name) is None:  # rows of no sequence are 0 in gradients that the call allocates
+            first, end = starts[[0, -1]].clamp(0, len(gradient)).tolist()
+            gradient[:first] = gradient[end:] = 0.0
+    return against(expected, {"dq": NO_BOUND, "dk": NO_BOUND, "dv": replace(DENSE_PREFILL_GRADIENT, abs_tol=3e-2, cos_tol=math.inf)})
+
+
 # ------------------------------------------------------------ forms of dense prefill
 
 
@@ -335,6 +368,8 @@ _DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 _VARLEN = ("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen", "out", "lse", "empty_lse")
 
+_BACKWARD = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv")
+
 DEVICE_SUBJECTS: dict[str, Subject] = {
     "dense_decode": Subject(
         cute_mla.flash_mla_with_kvcache,
@@ -377,6 +412,13 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         lambda arguments, setting: contract.packed_faults("qkv", 2)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
         ("qkv", "cu_seqlens", "max_seqlen", "head_dim_qk", *_VARLEN),
+    ),
+    "dense_prefill_backward": Subject(
+        cute_mla.flash_attn_varlen_backward,
+        case_arguments,
+        _backward_faults,
+        _expect_backward,
+        (*_BACKWARD, "softmax_scale", "causal", "deterministic", "dq", "dk", "dv", "workspace"),
     ),
     "merge_states": Subject(
         cute_mla.merge_states,

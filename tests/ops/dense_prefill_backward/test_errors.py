@@ -70,6 +70,7 @@ RESULTS: list[tuple[str, Change, str]] = [
     ("dv of fp32", {"dv": lambda: torch.zeros(500, 2, 128)}, "dv has dtype torch.float32; supported: torch.bfloat16"),
     ("dv expanded", {"dv": lambda: zeros(1, 2, 128).expand(500, 2, 128)}, "dv has strides .* elements share memory"),
     ("dk transposed", {"dk": lambda: zeros(500, 192, 2).mT}, "dk has stride 2 along its last dimension .* supported: 1"),
+    ("workspace is no tensor", {"workspace": lambda: True}, "workspace is True; supported: a torch tensor"),
     ("workspace too small", {"workspace": lambda: zeros(5)}, r"workspace has 10 bytes; supported: at least 19200, see workspace_size"),
     (
         "workspace not contiguous",
